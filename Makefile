@@ -1,0 +1,33 @@
+# Two commands do everything, set-up included: `make train` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+export OMP_NUM_THREADS ?= 1
+export MPLBACKEND ?= Agg
+
+.PHONY: train test check setup clean
+
+train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner is killed on the way
+	$(BIN)/ddiloco train recipes/quickstart.toml
+
+test: $(STAMP) check  ## everything
+	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/paper --ignore=tests/contract
+
+check: $(STAMP)  ## format, lint, types and the fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/unit tests/paper tests/contract
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable . --group dev
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
