@@ -1,0 +1,91 @@
+"""Configuration files: TOML in, with overrides from the command line; resolved TOML out."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from decoupled_diloco.config.run import RunConfig
+from decoupled_diloco.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's TOML file, apply overrides, and check everything.
+
+    Args:
+        path: The TOML file.
+        overrides: `"table.key=value"` each, later ones win. Values are TOML; what is no TOML value
+            is taken as text, so that quotes can be left out. An empty value takes the key out of
+            the file: the default holds again.
+
+    Returns:
+        The frozen configuration, with every default filled in.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting does not fit.
+    """
+    tables = _read(Path(path))
+    for override in overrides:
+        _override(tables, override)
+    return RunConfig(**tables)
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as TOML that loads as the same configuration again.
+
+    Every default is written out, except settings that have no effect beside the others.
+    """
+    tables: dict[str, Any] = {
+        "run": config.run.applicable(),
+        "sync": config.sync.applicable(),
+        "outer": config.outer.applicable(),
+        "syncer": config.syncer.applicable(),
+        "learner": config.learner.applicable(),
+        "workload": config.workload.applicable(),
+        "faults": [fault.applicable() for fault in config.faults],
+    }
+    return tomli_w.dumps(tables)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: give the path of a run's TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _override(tables: dict[str, Any], override: str) -> None:
+    """Set or remove one dotted key in place."""
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {override!r} is not of the form table.key=value")
+    table = tables
+    for depth, key in enumerate(keys[:-1], start=1):
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"override {override!r} does not fit: {'.'.join(keys[:depth])} is not a table"
+            )
+    if text.strip():
+        table[keys[-1]] = _parse_value(text.strip())
+    else:
+        table.pop(keys[-1], None)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text

@@ -1,0 +1,416 @@
+"""Every setting of a run: its meaning, unit, range, default, and why one would change it.
+
+Symbols in the descriptions (M, P, H, K, τ, γ) are those of the paper, *Decoupled DiLoCo*, arXiv
+2604.21428. A default that is the paper's names its section; one that is ours says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from decoupled_diloco.config.settings import Settings, nearest, suggestion
+from decoupled_diloco.errors import ConfigError
+
+PORT_MAX = 65_535
+
+Codec = Literal["fp32", "bf16"]
+
+MOMENTUM_DEFAULTS = {"nesterov": 0.5, "sgd": 0.0}
+"""Our own outer optimizers; every other name is a class of torch.optim."""
+
+
+class RunSettings(Settings):
+    """`[run]`: what the run is called, how many learners it has, and when it ends."""
+
+    table: ClassVar[str] = "[run]"
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run, in file names and reports. Letters, digits, '.', '_' and '-'."""
+
+    folder: Path = Field(default=Path("runs/run"), strict=False)
+    """Folder for everything the run writes, relative to where the command is started.
+    Default: runs/<name>."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the initial weights and of the order of the data, 0 to 2^32 - 1. Change it to repeat
+    a measurement independently."""
+
+    learners: int = Field(default=4, ge=1)
+    """M: number of independent learners, at least 1. The paper trains 8, and tries 1 to 16; 4 fit
+    a small machine."""
+
+    budget_steps: int | None = Field(default=None, ge=1)
+    """The run ends at this global step, at least 1. When both budgets are given, the first one
+    reached ends the run."""
+
+    budget_tokens: int | None = Field(default=None, ge=1)
+    """The run ends when all learners together have trained on this many tokens, at least 1."""
+
+    evaluator: bool = True
+    """Start a process that evaluates the global weights on held-out data while the run goes on. It
+    only reads. Turn it off where every core counts."""
+
+    evaluate_every_seconds: float = Field(default=10.0, gt=0)
+    """Seconds from one evaluation's start to the next one's, greater than 0. Raise it when
+    evaluations take processor time that the learners need."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """`evaluate_every_seconds` needs an evaluator."""
+        return {} if self.evaluator else {"evaluate_every_seconds": "with evaluator=false"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_folder(cls, data: Any) -> Any:
+        return {"folder": f"runs/{data.get('name', 'run')}", **data}
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> RunSettings:
+        if self.budget_steps is None and self.budget_tokens is None:
+            raise ConfigError(
+                "[run] has no budget, so the run would never end: set budget_steps or budget_tokens"
+            )
+        return self
+
+
+class SyncSettings(Settings):
+    """`[sync]`: the method itself; the same for every learner, told to them by the syncer."""
+
+    table: ClassVar[str] = "[sync]"
+
+    fragments: int = Field(default=24, ge=1)
+    """P: disjoint parts of the parameters, synchronised one at a time; at least 1. With P = H one
+    fragment leaves in every step, the smoothest traffic (paper, App. C: 24)."""
+
+    period: int = Field(default=24, ge=1)
+    """H: steps between two syncs of the same fragment, at least 1. Raise it for a slower link:
+    traffic falls as 1/H, and quality a little (paper: 24)."""
+
+    overlap: int = Field(default=2, ge=0)
+    """τ: steps between sending a fragment and applying the merged one, 0 to period - 1. Raise it
+    when a round trip takes longer than the steps; what is trained meanwhile is overwritten, see
+    `alignment` (paper: 2)."""
+
+    quorum: int = Field(default=1, ge=1)
+    """K: learners whose reports the syncer needs before it may merge, 1 to learners. 1 never waits
+    for anybody; learners = synchronous (paper: 1)."""
+
+    grace_margin: float = Field(default=0.8, ge=0, lt=1)
+    """γ: share of the slack within the overlap that the syncer may spend waiting for more learners
+    than the quorum, 0 (no grace window) to less than 1 (paper, Eq. 3: below 1, unpublished; 0.8
+    leaves a fifth of the slack for jitter)."""
+
+    participants: Literal["reported", "all"] = "reported"
+    """Whom a round asks: "reported": the learners that finished a step in this round's time
+    (paper, Alg. 2); "all": every live learner that has trained the fragment, also much slower
+    ones."""
+
+    alignment: Literal["overwrite", "carry", "blend"] = "overwrite"
+    """What applying a merged fragment does with the steps taken since it was sent: "overwrite"
+    discards them (paper, Alg. 1), "carry" adds them to it, "blend" mixes by `blend_alpha`."""
+
+    blend_alpha: float = Field(default=0.5, ge=0, le=1)
+    """α: share of the learner's own weights in a blend, 0 (overwrite) to 1 (ignore the merged
+    ones). Only with alignment="blend" (Streaming DiLoCo: 0.5)."""
+
+    missed: Literal["overwrite", "rebase"] = "overwrite"
+    """What a live learner does with a merged fragment that it did not contribute to: "overwrite"
+    takes it (paper), "rebase" puts its own unsent progress on top of it."""
+
+    apply: Literal["on_arrival", "at_tau"] = "on_arrival"
+    """When a merged fragment is applied: "on_arrival" at the next step (paper, Alg. 1); "at_tau"
+    exactly `overlap` steps after it was sent, if it is there (Streaming DiLoCo)."""
+
+    wait: Literal["never", "at_overlap"] = "never"
+    """"never": learners never wait (paper). "at_overlap": a learner stops `overlap` steps after
+    sending until the merged fragment is there; only for synchronous baselines."""
+
+    partition: Literal["balanced", "tensor", "layer-strided", "layer-sequential"] = "balanced"
+    """How parameters become fragments (paper, App. C; the same quality): "balanced" has the lowest
+    peak of traffic, "tensor" is uneven, "layer-strided" and "layer-sequential" come in bursts."""
+
+    uplink_codec: Codec = "bf16"
+    """Number format of what learners send. "bf16" halves the traffic at the same quality (paper,
+    text 55.4 against 55.3); "fp32" loses nothing, for baselines."""
+
+    downlink_codec: Codec = "bf16"
+    """Number format of what the syncer sends. What bf16 rounds away stays in the fp32 master and
+    goes out next time."""
+
+    merge: Literal["rda", "mean"] = "rda"
+    """How outer gradients become one: "rda" averages norms and directions apart, because nearly
+    orthogonal ones shrink a plain "mean" by 1/√M (paper; here 0.01 to 0.05 lower loss)."""
+
+    weighting: Literal["tokens", "uniform"] = "tokens"
+    """Weight of a contribution: "tokens": tokens · (tokens / steps) since the last sync (paper,
+    Alg. 2); "uniform": all the same."""
+
+    counter_cap_periods: int = Field(default=4, ge=1)
+    """A learner's counters are capped at this many periods of steps, at least 1, so that one that
+    was lost for long cannot dominate the merge (ours)."""
+
+    initial_weights: Path | None = Field(default=None, strict=False)
+    """safetensors file to start from, relative to where the command is started. Default: the
+    workload's own, from the seed."""
+
+    @property
+    def grace(self) -> bool:
+        """Whether there is a grace window at all."""
+        return self.grace_margin > 0
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """`blend_alpha` without a blend, and the cap of counters that are not looked at."""
+        ignored = {}
+        if self.alignment != "blend":
+            ignored["blend_alpha"] = f"with alignment={self.alignment!r}"
+        if self.weighting == "uniform":
+            ignored["counter_cap_periods"] = "with weighting='uniform'"
+        return ignored
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> SyncSettings:
+        if self.overlap >= self.period:
+            raise ConfigError(
+                f"overlap={self.overlap} is not below period={self.period}: a fragment would be "
+                "sent again before its merged value is due: lower overlap or raise period"
+            )
+        return self
+
+
+class OuterSettings(Settings):
+    """`[outer]`: the optimizer that turns merged outer gradients into global weights."""
+
+    table: ClassVar[str] = "[outer]"
+
+    optimizer: str = "nesterov"
+    """"nesterov": SGD with Nesterov momentum (paper, and all of its lineage); "sgd": with
+    heavy-ball momentum, or none; or a class of torch.optim, such as "AdamW", its arguments in
+    options."""
+
+    lr: float = Field(default=0.7, gt=0)
+    """η: outer learning rate, greater than 0. What counts is η / (1 - μρ), ρ being the likeness of
+    successive outer gradients, so lower it when momentum rises (DiLoCo 0.7; paper: unpublished)."""
+
+    momentum: float | None = Field(default=None, ge=0, lt=1)
+    """μ: outer momentum, 0 to less than 1. Default: 0.5 for "nesterov", 0 for "sgd". 0.5 is ours:
+    over 25 to 75 outer rounds it beats the lineage's 0.9 by 0.10 to 0.05 in loss; try 0.9 for runs
+    of many hundred rounds."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the torch.optim class, handed to it as they are."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """Only our own optimizers take `momentum`, only those of torch.optim take `options`."""
+        ignored = "options" if self.optimizer in MOMENTUM_DEFAULTS else "momentum"
+        return {ignored: f"with optimizer={self.optimizer!r}"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_momentum(cls, data: Any) -> Any:
+        default = MOMENTUM_DEFAULTS.get(str(data.get("optimizer", "nesterov")))
+        return data if default is None else {"momentum": default, **data}
+
+    @field_validator("optimizer")
+    @classmethod
+    def _check_optimizer(cls, name: str) -> str:
+        match = nearest(name, MOMENTUM_DEFAULTS)
+        if match not in (None, name):
+            raise ConfigError(
+                f"optimizer={name!r} in [outer] is not known: did you mean {match!r}?"
+            )
+        return name
+
+
+class SyncerSettings(Settings):
+    """`[syncer]`: the CPU processes that merge."""
+
+    table: ClassVar[str] = "[syncer]"
+
+    shards: int = Field(default=1, ge=1)
+    """S: syncer processes, 1 to fragments; each owns some fragments. Raise it when one process or
+    one host's link is the bottleneck, or so that a crash stops fewer fragments."""
+
+    host: str = "127.0.0.1"
+    """Address the shards listen on. The default is reached from this machine only; "0.0.0.0" opens
+    them to the network: then set token_file."""
+
+    port: int = Field(default=7070, ge=0, le=PORT_MAX)
+    """Port of the first shard; the others take the following ones. 0: any free ports."""
+
+    addresses: tuple[str, ...] = Field(default=(), strict=False)
+    """The URLs by which learners reach the shards, one per shard, when these run on several
+    machines or behind a proxy. Default: host and ports."""
+
+    token_file: Path | None = Field(default=None, strict=False)
+    """File with the shared secret that learners must show, relative to where the command is
+    started. Default: the local launcher makes one up for each run."""
+
+    pool_mib: int = Field(default=256, ge=1)
+    """Memory for bodies on their way in and out of one shard, MiB, at least 1. A shard needs room
+    for about learners × rounds in flight × the encoded size of a fragment."""
+
+    threads: int = Field(default=1, ge=1)
+    """Threads of one shard's merge arithmetic, at least 1. Folding in a body runs at memory speed
+    with one; raise it for very large fragments on a host of its own."""
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> SyncerSettings:
+        last = self.port + self.shards - 1
+        if self.port and last > PORT_MAX:
+            raise ConfigError(
+                f"port={self.port} with shards={self.shards} needs ports up to {last}, "
+                f"but {PORT_MAX} is the last: lower port"
+            )
+        if self.addresses and len(self.addresses) != self.shards:
+            raise ConfigError(
+                f"addresses has {len(self.addresses)} entries, but shards={self.shards}: "
+                "give one address per shard"
+            )
+        for address in self.addresses:
+            if not address.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"address {address!r} in [syncer] is not a URL: "
+                    f"write it as 'http://host:port', for example 'http://{address}'"
+                )
+        return self
+
+
+class LearnerSettings(Settings):
+    """`[learner]`: the training processes that the local launcher starts."""
+
+    table: ClassVar[str] = "[learner]"
+
+    give_up_seconds: float | None = Field(default=None, gt=0)
+    """A learner that cannot reach the syncer for this many seconds ends with an error; greater
+    than 0. Default: it trains on and keeps trying for ever."""
+
+    threads: int = Field(default=1, ge=1)
+    """Threads of one learner's tensor arithmetic, at least 1. 1 because several learners usually
+    share this machine: learners × threads should not exceed its cores."""
+
+
+class WorkloadSettings(Settings):
+    """`[workload]`: what the learners train."""
+
+    table: ClassVar[str] = "[workload]"
+
+    name: str = "gpt"
+    """A built-in workload ("gpt", "paced"), or one's own as "module:function"."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the workload; those of the built-in ones are documented in
+    `decoupled_diloco.workloads`."""
+
+
+class FaultSettings(Settings):
+    """One entry of `[[faults]]`: a learner that the local launcher kills, to show what happens."""
+
+    table: ClassVar[str] = "[[faults]]"
+
+    at: float = Field(ge=0, lt=1)
+    """When: the share of the budget that is used up, 0 to less than 1."""
+
+    kill: str
+    """Who: the name of a learner, "learner-0" to "learner-<M - 1>". It gets SIGKILL."""
+
+    restart: bool = True
+    """Whether the launcher starts it again; false: it stays dead."""
+
+
+class RunConfig(Settings):
+    """A whole run: what one TOML file says, with all defaults filled in."""
+
+    run: RunSettings
+    """What the run is called, how many learners it has, and when it ends."""
+
+    sync: SyncSettings = Field(default_factory=SyncSettings)
+    """The method: fragments, period, quorum, merging."""
+
+    outer: OuterSettings = Field(default_factory=OuterSettings)
+    """The outer optimizer."""
+
+    syncer: SyncerSettings = Field(default_factory=SyncerSettings)
+    """The syncer's processes and addresses."""
+
+    learner: LearnerSettings = Field(default_factory=LearnerSettings)
+    """The learner's processes."""
+
+    workload: WorkloadSettings = Field(default_factory=WorkloadSettings)
+    """Model and data."""
+
+    faults: tuple[FaultSettings, ...] = Field(default=(), strict=False)
+    """Learners to kill on the way."""
+
+    @property
+    def learner_ids(self) -> tuple[str, ...]:
+        """The names of the learners, in the order of their parts of the data."""
+        return tuple(f"learner-{index}" for index in range(self.run.learners))
+
+    def workload_options(self) -> dict[str, Any]:
+        """The options to build the workload with: those of the file, and what the run knows.
+
+        These are `seed`, and `total_steps` for the learning rate schedule if the budget is in
+        steps. The file may set both otherwise.
+        """
+        options: dict[str, Any] = {"seed": self.run.seed}
+        if self.run.budget_steps is not None:
+            options["total_steps"] = self.run.budget_steps
+        return options | self.workload.options
+
+    def public(self) -> dict[str, Any]:
+        """What the syncer decides for all learners, as plain values, with the digest over it.
+
+        Two processes that train the same run have the same digest. Left out is what concerns one
+        process or machine only: addresses, folders, threads, faults.
+
+        Returns:
+            `run` (name, seed, learners, budgets), `sync` (without `initial_weights`, a path on the
+            syncer's machine), `outer`, `workload`, each to be read back by its own class, and
+            `digest`: SHA-256 of their canonical JSON, in hex.
+        """
+        private = {"folder", "evaluator", "evaluate_every_seconds"}
+        public: dict[str, Any] = {
+            "run": {k: v for k, v in self.run.applicable().items() if k not in private},
+            "sync": {k: v for k, v in self.sync.applicable().items() if k != "initial_weights"},
+            "outer": self.outer.applicable(),
+            "workload": {"name": self.workload.name, "options": self.workload_options()},
+        }
+        canonical = json.dumps(public, sort_keys=True, separators=(",", ":"), default=str)
+        return public | {"digest": hashlib.sha256(canonical.encode()).hexdigest()}
+
+    @model_validator(mode="after")
+    def _check_tables_against_each_other(self) -> RunConfig:
+        learners, fragments = self.run.learners, self.sync.fragments
+        if self.sync.quorum > learners:
+            raise ConfigError(
+                f"quorum={self.sync.quorum} exceeds learners={learners}: "
+                "lower quorum or start more learners"
+            )
+        if self.syncer.shards > fragments:
+            raise ConfigError(
+                f"shards={self.syncer.shards} exceeds fragments={fragments}: a shard would own "
+                "nothing: lower shards or raise fragments"
+            )
+        self._check_faults()
+        return self
+
+    def _check_faults(self) -> None:
+        dead: dict[str, float] = {}
+        for fault in sorted(self.faults, key=lambda fault: fault.at):
+            if fault.kill not in self.learner_ids:
+                raise ConfigError(
+                    f"kill={fault.kill!r} in [[faults]] names no learner: "
+                    f"{suggestion(fault.kill, self.learner_ids)}"
+                )
+            if fault.kill in dead:
+                raise ConfigError(
+                    f"kill={fault.kill!r} at={fault.at} in [[faults]] would be ignored, because it "
+                    f"is dead since at={dead[fault.kill]}: set restart=true there or take it out"
+                )
+            if not fault.restart:
+                dead[fault.kill] = fault.at

@@ -1,0 +1,144 @@
+"""Frozen settings with errors for people: the base of every configuration table.
+
+A table of a TOML file becomes one `Settings` object. Whatever is wrong with it is told as one
+`ConfigError`, a line per mistake: the key, its value, the limit and the way out; never a pydantic
+traceback. A setting that would be ignored is a mistake too, so that a file never claims something
+that the run does not do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NoReturn, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from decoupled_diloco.errors import ConfigError
+
+_RANGE_WORDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "greater than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
+_TYPE_WORDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text in quotes",
+    "path_type": "a path in quotes",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "list_type": "a list",
+    "tuple_type": "a list",
+}
+
+
+class Settings(BaseModel):
+    """One table of the configuration: frozen, strict, every field documented by its docstring."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
+    )
+
+    table: ClassVar[str] = ""
+    """How messages name this table, as it is written in the file."""
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            _refuse(type(self), error)
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """The fields that the other settings of this table make pointless, each with the reason."""
+        return {}
+
+    def applicable(self) -> dict[str, Any]:
+        """The settings that have an effect, as plain values that TOML and JSON can hold."""
+        pointless = set(self.inapplicable())
+        return self.model_dump(mode="json", exclude=pointless, exclude_none=True)
+
+    @model_validator(mode="after")
+    def _refuse_what_would_be_ignored(self) -> Settings:
+        for name, reason in self.inapplicable().items():
+            value = getattr(self, name)
+            if name in self.model_fields_set and value not in (None, (), {}):
+                raise ConfigError(
+                    f"{name}={value!r} in {self.table} would be ignored {reason}: take {name} out"
+                )
+        return self
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant, or None when none is near.
+
+    >>> nearest("quorom", ["quorum", "period"])
+    'quorum'
+    """
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return matches[0] if matches else None
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The way out of an unknown word: the nearest known one, or all of them.
+
+    >>> suggestion("quorom", ["quorum", "period"]), suggestion("x", ["quorum", "period"])
+    ("did you mean 'quorum'?", "choose one of 'quorum', 'period'")
+    """
+    known = list(known)
+    match = nearest(word, known)
+    if match is not None:
+        return f"did you mean {match!r}?"
+    return "choose one of " + ", ".join(repr(name) for name in known)
+
+
+def _refuse(model: type[Settings], error: ValidationError) -> NoReturn:
+    lines = [_explain(model, details) for details in error.errors(include_url=False)]
+    raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _explain(model: type[Settings], details: ErrorDetails) -> str:
+    """One mistake in one sentence."""
+    kind, context = details["type"], details.get("ctx", {})
+    key = str(details["loc"][0]) if details["loc"] else ""
+    value = details.get("input")
+    subject = f"{key}={value!r} in {model.table}" if model.table else f"{key}={value!r}"
+    if kind == "extra_forbidden":
+        return _explain_unknown(model, key, isinstance(value, dict | list))
+    if kind == "missing":
+        return f"{model.table or 'the file'} lacks {key!r}: add it"
+    if kind in _RANGE_WORDS:
+        limit, words = _RANGE_WORDS[kind]
+        return f"{subject} is out of range: it must be {words} {context[limit]}"
+    if kind == "literal_error":
+        return f"{subject} is not known: {suggestion(str(value), _choices(model, key))}"
+    if kind in _TYPE_WORDS:
+        return f"{subject} is not {_TYPE_WORDS[kind]}: write it as one"
+    if kind == "string_pattern_mismatch":
+        return f"{subject} has a character that does not fit: it must match {context['pattern']}"
+    return f"{subject} does not fit: {details['msg']}"
+
+
+def _explain_unknown(model: type[Settings], key: str, is_table: bool) -> str:
+    known = list(model.model_fields)
+    if model.table:
+        return f"unknown key {key!r} in {model.table}: {suggestion(key, known)}"
+    what = "table" if is_table else "key"
+    return f"unknown {what} {key!r}: {suggestion(key, known)}"
+
+
+def _choices(model: type[Settings], key: str) -> list[str]:
+    return [str(choice) for choice in get_args(model.model_fields[key].annotation)]
