@@ -1,0 +1,94 @@
+"""What learners train: built-in models and data, or one's own as "module:function".
+
+| name | model and data | options |
+|---|---|---|
+| `gpt` | byte-level GPT, source of Python's standard library | `workloads.gpt.GptOptions` |
+| `paced` | the same, small, with a step of fixed length | `workloads.paced.PacedOptions` |
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.config.settings import suggestion
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.workloads.base import Batch, Workload
+
+__all__ = ["Batch", "Workload", "load_workload"]
+
+BUILT_IN = ("gpt", "paced")
+
+
+def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
+    """Build a workload by name.
+
+    Args:
+        name: "gpt", "paced", or "module:function". A module is looked for in the folder where the
+            command was started, too.
+        options: What the workload is built with; a function of one's own gets it as one dict.
+            The options of a run (`RunConfig.workload_options`) hold `seed`, and `total_steps` if
+            the budget is in steps, besides what the file says.
+
+    Raises:
+        ConfigError: There is no such workload, an option does not fit, or what the function
+            returned is no workload.
+    """
+    if ":" in name:
+        return _load_own(name, options)
+    if name == "gpt":
+        from decoupled_diloco.workloads.gpt import GptOptions, GptWorkload
+
+        return GptWorkload(GptOptions(**options))
+    if name == "paced":
+        from decoupled_diloco.workloads.paced import PacedOptions, PacedWorkload
+
+        return PacedWorkload(PacedOptions(**options))
+    raise ConfigError(
+        f"workload {name!r} is not known: {suggestion(name, BUILT_IN)} "
+        "One's own is written as 'module:function'"
+    )
+
+
+def _load_own(name: str, options: Mapping[str, Any]) -> Workload:
+    module_name, _, function_name = name.partition(":")
+    module = _import(name, module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        found = [key for key, value in vars(module).items() if callable(value)]
+        raise ConfigError(
+            f"workload {name!r}: {module_name} has no function {function_name!r}: "
+            f"{suggestion(function_name, found)}"
+        )
+    workload = function(dict(options))
+    missing = [method for method in _methods() if not callable(getattr(workload, method, None))]
+    if missing:
+        raise ConfigError(
+            f"workload {name!r} returned a {type(workload).__name__} without "
+            f"{', '.join(missing)}: return an object with the methods of "
+            "decoupled_diloco.workloads.Workload"
+        )
+    assert isinstance(workload, Workload)
+    return workload
+
+
+def _import(name: str, module_name: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last, so that a file of one's own never hides an installed module
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+            raise ConfigError(
+                f"workload {name!r}: there is no module {module_name!r}, neither installed nor in "
+                f"{here}: start the command where the module lies, or install it"
+            ) from None
+        raise
+
+
+def _methods() -> list[str]:
+    return [key for key in vars(Workload) if not key.startswith("_")]
