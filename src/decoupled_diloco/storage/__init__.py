@@ -1,0 +1,1 @@
+"""Files that survive a crash: weights, checkpoints, journals."""

@@ -1,0 +1,136 @@
+"""Weights on disk: safetensors files that are either whole or not there.
+
+A file is written beside its place, forced to disk, and renamed into place, so that neither a crash
+nor a full disk leaves a torn one. safetensors holds tensors and text, never code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from decoupled_diloco.errors import StorageError
+
+ALIASES_KEY = "decoupled_diloco.aliases"
+"""Metadata entry, JSON: {name of a tied tensor: name of the tensor that holds its values}."""
+
+
+def save_weights(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors to a safetensors file, all of it or nothing.
+
+    Tied weights (names for the same memory) are written once, under the first name; the other
+    names are kept in the metadata and come back by `load_weights`.
+
+    Args:
+        path: The file, replaced if it exists; its folder is made if it does not.
+        tensors: Name to tensor, any shape, dtype and device.
+        metadata: Text to keep along, for example the step.
+
+    Raises:
+        StorageError: The file cannot be written. A file that was there before is untouched.
+    """
+    assert ALIASES_KEY not in (metadata or {}), f"{ALIASES_KEY} is ours"
+    path = Path(path)
+    unique, aliases = _drop_aliases(tensors)
+    texts = dict(metadata or {})
+    if aliases:
+        texts[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
+    torn = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(unique, torn, metadata=texts)
+        _force_to_disk(torn)
+        torn.replace(path)
+        _force_to_disk(path.parent)
+    except (OSError, SafetensorError) as error:
+        torn.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be written: {error}") from error
+
+
+def load_weights(path: str | Path) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file, tied ones under each of their names.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Name to tensor, in memory of their own on the CPU. Tied names share one tensor.
+
+    Raises:
+        StorageError: The file is missing, torn, or no safetensors file.
+    """
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            # Cloned, because the tensors of safetensors live in the mapped file.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            aliases = _parse_aliases(file.metadata() or {})
+        return tensors | {name: tensors[kept] for name, kept in aliases.items()}
+    except FileNotFoundError:
+        raise StorageError(f"{path} does not exist") from None
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
+
+
+def load_metadata(path: str | Path) -> dict[str, str]:
+    """Read the text kept in a safetensors file, without its tensors.
+
+    Raises:
+        StorageError: The file is missing, torn, or no safetensors file.
+    """
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            texts = dict(file.metadata() or {})
+    except FileNotFoundError:
+        raise StorageError(f"{path} does not exist") from None
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
+    texts.pop(ALIASES_KEY, None)
+    return texts
+
+
+def _drop_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split names for the same memory from tensors, which come as separate contiguous copies."""
+    unique: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and place in names:
+            aliases[name] = names[place]
+        else:
+            names[place] = name
+            unique[name] = _own_memory(tensor)
+    return unique, aliases
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU; copied only if it is part of a larger storage, or not contiguous."""
+    tensor = tensor.detach().cpu().contiguous()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _parse_aliases(metadata: Mapping[str, str]) -> dict[str, str]:
+    aliases = json.loads(metadata.get(ALIASES_KEY, "{}"))
+    if not isinstance(aliases, dict):
+        raise ValueError(f"{ALIASES_KEY} is not a table")
+    return aliases
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
