@@ -1,0 +1,299 @@
+"""The state machine of the coordinator: the run-wide decisions (rules 10 to 12).
+
+Theory of operation. It lets learners and shards in and gives out epochs and terms, each durable
+before anybody hears of it. The first learner's layout becomes the run's; the initial weights come
+from the run's file or from one learner; when every shard holds its whole share the run begins. When
+the budget is spent it orders the closing sweep, and when all shards are swept, the end. Its absence
+stops joins and the end; rounds go on without it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass, field
+from typing import Literal, assert_never
+
+from decoupled_diloco.protocol.effects import (
+    Admit,
+    AdmitShard,
+    AdoptLayout,
+    CoordinatorEffect,
+    Deny,
+    Note,
+    Order,
+    Persist,
+)
+from decoupled_diloco.protocol.events import (
+    CoordinatorEvent,
+    JoinAsked,
+    LearnerGone,
+    ShardGone,
+    ShardGreeted,
+    ShardSaid,
+    Tick,
+)
+from decoupled_diloco.protocol.messages import (
+    Begin,
+    EndOrdered,
+    FinishOrdered,
+    FromShard,
+    Progress,
+    SeedNamed,
+    ShardReady,
+    Swept,
+)
+from decoupled_diloco.protocol.options import Options
+
+Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
+
+TRANSITIONS: tuple[tuple[str, str, str], ...] = (
+    # phase, event, next phase
+    ("gathering", "JoinAsked (first layout)", "seeding"),
+    ("seeding", "LearnerGone (the seed)", "seeding with the next learner, else gathering"),
+    ("seeding", "every shard ready", "running"),
+    ("running", "budget reached", "ending"),
+    ("ending", "every shard swept", "finished"),
+)
+
+LEARNER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(slots=True)
+class Enrolled:
+    """One learner id: its newest epoch and the process that bears it."""
+
+    epoch: int
+    nonce: str
+    present: bool
+
+
+@dataclass(slots=True)
+class CoordinatorState:
+    """What must survive a crash of the coordinator, all of it plain data."""
+
+    phase: Phase = "gathering"
+    fingerprint: str = ""
+    learners: dict[str, Enrolled] = field(default_factory=dict)
+    terms: dict[int, int] = field(default_factory=dict)
+    nonces: dict[int, str] = field(default_factory=dict)
+    seed: str = ""
+    attempt: int = 0
+    ready: set[int] = field(default_factory=set)
+    swept: set[int] = field(default_factory=set)
+    clocks: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+
+
+class CoordinatorMachine:
+    """One run's coordinator."""
+
+    def __init__(self, options: Options, *, weights_from_file: bool = False) -> None:
+        self.options = options
+        self.weights_from_file = weights_from_file
+        self.state = CoordinatorState()
+        self._present_shards: set[int] = set()
+
+    def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
+        """Takes one fact in; see `SyncerMachine.handle`."""
+        match event:
+            case Tick():
+                return []
+            case JoinAsked():
+                return self._join_asked(event)
+            case LearnerGone(learner, nonce):
+                return self._learner_gone(learner, nonce)
+            case ShardGreeted(shard, nonce):
+                return self._shard_greeted(shard, nonce)
+            case ShardGone(shard):
+                self._present_shards.discard(shard)
+                return []
+            case ShardSaid(shard, message):
+                return self._shard_said(shard, message)
+            case _:
+                assert_never(event)
+
+    def deadline(self) -> float | None:
+        """The coordinator has no deadlines of its own."""
+        return None
+
+    def snapshot(self) -> CoordinatorState:
+        """A deep copy of the whole state; what ``Persist`` writes."""
+        return copy.deepcopy(self.state)
+
+    def restore(self, state: CoordinatorState) -> None:
+        """Goes on from a snapshot in a new process: nobody is connected yet."""
+        self.state = copy.deepcopy(state)
+        for enrolled in self.state.learners.values():
+            enrolled.present = False
+        self._present_shards.clear()
+
+    def check(self) -> None:
+        """Asserts every invariant that can be seen in one state."""
+        state = self.state
+        assert state.phase == "gathering" or state.fingerprint or self.weights_from_file
+        assert all(enrolled.epoch >= 1 for enrolled in state.learners.values())
+        assert state.phase != "running" or len(state.ready) == self.options.shards
+        assert state.phase != "finished" or len(state.swept) == self.options.shards
+
+    # ---- learners
+
+    def _join_asked(self, event: JoinAsked) -> list[CoordinatorEffect]:
+        state = self.state
+        if not LEARNER_ID.fullmatch(event.learner):
+            reason = (
+                f"{event.learner!r} cannot be a learner id: use 1 to 64 letters, digits, dots, "
+                "dashes or underscores, beginning with a letter or digit"
+            )
+            return [Deny(event.connection, reason, False, reason)]
+        if event.role == "observer":
+            return self._observer(event)
+        known = state.learners.get(event.learner)
+        if known is not None and known.present and known.nonce != event.nonce:
+            reason = (
+                f"{event.learner} is already in the run (epoch {known.epoch}) and connected: give "
+                "this process another learner id, or stop the other one first"
+            )
+            return [Deny(event.connection, reason, True, reason)]
+        if event.difference:
+            return [Deny(event.connection, event.difference, False, event.difference)]
+        effects: list[CoordinatorEffect] = []
+        if not state.fingerprint:
+            state.fingerprint = event.fingerprint
+            why = f"{event.learner} is the first learner"
+            effects.append(AdoptLayout(event.connection, event.fingerprint, why))
+        if known is None or known.nonce != event.nonce:
+            epoch = (known.epoch if known else 0) + 1
+            known = state.learners[event.learner] = Enrolled(epoch, event.nonce, True)
+        known.present = True
+        why = f"epoch {known.epoch}"
+        effects.append(Persist(why))
+        effects.append(Admit(event.connection, event.learner, known.epoch, why))
+        return effects + self._name_seed()
+
+    def _observer(self, event: JoinAsked) -> list[CoordinatorEffect]:
+        if event.difference:
+            return [Deny(event.connection, event.difference, False, event.difference)]
+        if not self.state.fingerprint:
+            reason = "no learner has joined yet, so the run has no layout"
+            return [Deny(event.connection, reason, True, reason)]
+        return [Admit(event.connection, event.learner, 0, "an observer needs no epoch")]
+
+    def _learner_gone(self, learner: str, nonce: str) -> list[CoordinatorEffect]:
+        state = self.state
+        known = state.learners.get(learner)
+        if known is None or known.nonce != nonce:
+            return []
+        known.present = False
+        if state.phase != "seeding" or state.seed != learner:
+            return []
+        state.phase, state.seed = "gathering", ""
+        note = Note(f"{learner}, the seed of the initial weights, is gone", "its connection broke")
+        return [note, *self._name_seed()]
+
+    # ---- begin
+
+    def _name_seed(self) -> list[CoordinatorEffect]:
+        state = self.state
+        if state.phase != "gathering" or not state.fingerprint:
+            return []
+        present = sorted(name for name, e in state.learners.items() if e.present)
+        if not self.weights_from_file and not present:
+            return []
+        state.seed = "" if self.weights_from_file else present[0]
+        state.phase = "seeding"
+        state.attempt += 1
+        state.ready.clear()
+        effects: list[CoordinatorEffect] = [Persist(f"attempt {state.attempt} to begin")]
+        for shard in sorted(self._present_shards):
+            effects.append(Order(shard, self._seed_message(), "a seed is named"))
+        return effects
+
+    def _seed_message(self) -> SeedNamed:
+        state = self.state
+        epoch = state.learners[state.seed].epoch if state.seed else 0
+        return SeedNamed(state.seed, epoch, state.attempt)
+
+    def _shard_greeted(self, shard: int, nonce: str) -> list[CoordinatorEffect]:
+        state = self.state
+        self._present_shards.add(shard)
+        effects: list[CoordinatorEffect] = []
+        if state.nonces.get(shard) != nonce:
+            state.nonces[shard] = nonce
+            state.terms[shard] = state.terms.get(shard, 0) + 1
+            state.ready.discard(shard)
+            state.swept.discard(shard)
+            effects.append(Persist(f"shard {shard} has term {state.terms[shard]}"))
+        begun = state.phase in ("running", "ending", "finished")
+        if begun:
+            state.ready.add(shard)
+        why = "the run is under way" if begun else "the run has not begun"
+        effects.append(AdmitShard(shard, state.terms[shard], begun, why))
+        if state.phase == "seeding" and shard not in state.ready:
+            effects.append(Order(shard, self._seed_message(), "a seed is named"))
+        if state.phase == "running":
+            effects.append(Order(shard, Begin(state.attempt), why))
+        if state.phase in ("ending", "finished"):
+            effects.append(Order(shard, EndOrdered(), "the budget is spent"))
+        if state.phase == "finished":
+            effects.append(Order(shard, FinishOrdered(), "every shard is swept"))
+        return effects
+
+    def _shard_said(self, shard: int, message: FromShard) -> list[CoordinatorEffect]:
+        match message:
+            case ShardReady(attempt):
+                return self._shard_ready(shard, attempt)
+            case Progress(clock, tokens):
+                return self._progressed(shard, clock, tokens)
+            case Swept():
+                return self._shard_swept(shard)
+            case _:
+                assert_never(message)
+
+    def _shard_ready(self, shard: int, attempt: int) -> list[CoordinatorEffect]:
+        state = self.state
+        if state.phase != "seeding" or attempt != state.attempt:
+            return []
+        state.ready.add(shard)
+        if len(state.ready) < self.options.shards:
+            return []
+        state.phase = "running"
+        why = "every shard holds its share of the initial weights"
+        return [
+            Persist(why),
+            *(Order(s, Begin(attempt), why) for s in sorted(self._present_shards)),
+        ]
+
+    # ---- end
+
+    def _progressed(self, shard: int, clock: int, tokens: int) -> list[CoordinatorEffect]:
+        state, options = self.state, self.options
+        state.clocks[shard] = max(clock, state.clocks.get(shard, 0))
+        state.tokens = max(state.tokens, tokens)
+        if state.phase != "running":
+            return []
+        slowest = min(state.clocks.get(s, 0) for s in range(options.shards))
+        by_steps = options.budget_steps is not None and slowest >= options.budget_steps
+        by_tokens = options.budget_tokens is not None and state.tokens >= options.budget_tokens
+        if not (by_steps or by_tokens):
+            return []
+        state.phase = "ending"
+        why = f"the budget is spent: step {slowest}, {state.tokens} tokens"
+        return [
+            Persist(why),
+            *(Order(s, EndOrdered(), why) for s in sorted(self._present_shards)),
+        ]
+
+    def _shard_swept(self, shard: int) -> list[CoordinatorEffect]:
+        state = self.state
+        if state.phase != "ending":
+            return []
+        state.swept.add(shard)
+        if len(state.swept) < self.options.shards:
+            return []
+        state.phase = "finished"
+        why = "every shard is swept"
+        return [
+            Persist(why),
+            *(Order(s, FinishOrdered(), why) for s in sorted(self._present_shards)),
+        ]

@@ -1,0 +1,449 @@
+"""Orders that the state machines give. Closed unions; every one says ``why``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from decoupled_diloco.protocol.messages import (
+    FromLearner,
+    FromShard,
+    Hello,
+    ToLearner,
+    ToShard,
+    Version,
+)
+
+# ---- syncer
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Bind this connection to the learner (closing its older one) and send the welcome."""
+
+    connection: int
+    learner: str
+    epoch: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Send the refusal on this connection and close it."""
+
+    connection: int
+    reason: str
+    final: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to one learner, if it is connected."""
+
+    learner: str
+    message: ToLearner
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send a message to every connected learner and observer."""
+
+    message: ToLearner
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Be ready for a contribution's body at this path, from this learner alone."""
+
+    path: str
+    learner: str
+    round: int
+    fragment: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectCopy:
+    """Be ready for a whole fragment in fp32 at this path, from this learner alone."""
+
+    path: str
+    learner: str
+    fragment: int
+    attempt: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unexpect:
+    """Stop expecting a body; refuse it if it still comes."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Fold a verified body into the round's accumulator. The order of these is the fold order."""
+
+    round: int
+    fragment: int
+    learner: str
+    steps: float
+    tokens: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget a body that arrived and is not wanted."""
+
+    round: int
+    fragment: int
+    learner: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Merge what was folded, step the outer optimizer, make the published copy ``version``."""
+
+    round: int
+    fragment: int
+    version: Version
+    base: Version
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Forget what was folded for a round."""
+
+    round: int
+    fragment: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """The fragment's published copy, as it was copied or loaded, now bears this version."""
+
+    fragment: int
+    version: Version
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Read the initial weights of every owned fragment from the run's file."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """A learner is no longer live; close its connection if there is one."""
+
+    learner: str
+    reason: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to the coordinator."""
+
+    message: FromShard
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """One learner's part in a round, for observers."""
+
+    learner: str
+    state: str
+    steps: int
+    tokens: int
+    asked_seconds: float
+    delivered_seconds: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFinished:
+    """A round is over: everything that a metric or an explanation needs.
+
+    Seconds count from the round's opening; ``None``: did not happen.
+    """
+
+    round: int
+    fragment: int
+    tick: int
+    version: Version | None
+    verdict: Literal["merged", "abandoned"]
+    reason: str
+    participants: tuple[Participant, ...]
+    quorum_seconds: float | None
+    grace_seconds: float
+    closed_seconds: float | None
+    uploaded_seconds: float | None
+    finished_seconds: float
+    step_seconds: float
+    slack_seconds: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClockAdvanced:
+    """The shard's global step has moved."""
+
+    clock: int
+    live: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A fact for people: on the tape, and in the log."""
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The process has nothing left to do."""
+
+    why: str
+
+
+SyncerEffect = (
+    Accept
+    | Reject
+    | Send
+    | Broadcast
+    | Expect
+    | ExpectCopy
+    | Unexpect
+    | Fold
+    | Drop
+    | Merge
+    | Abandon
+    | Install
+    | LoadWeights
+    | Evict
+    | Tell
+    | RoundFinished
+    | ClockAdvanced
+    | Note
+    | Stop
+)
+
+# ---- learner
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copy this fragment's parameters as they are at this step boundary."""
+
+    fragment: int
+    base: Version
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Take the staged published copy into the parameters.
+
+    ``mode``: ``overwrite`` θ ← Θ̂; ``carry`` θ ← Θ̂ + (θ − snapshot); ``rebase``
+    θ ← Θ̂ + (θ − Θ̂_base); ``blend`` θ ← αθ + (1−α)Θ̂.
+    """
+
+    fragment: int
+    version: Version
+    mode: Literal["overwrite", "carry", "rebase", "blend"]
+    discarded_tokens: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Relabel:
+    """The copy that is held now bears another version; its values are the same."""
+
+    fragment: int
+    version: Version
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Send a message to a shard."""
+
+    shard: int
+    message: FromLearner | Hello
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendBody:
+    """Encode the snapshot against its base, announce it and deliver the body."""
+
+    shard: int
+    round: int
+    fragment: int
+    base: Version
+    steps: int
+    tokens: int
+    codec: str
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendCopy:
+    """Deliver a whole fragment in fp32: the published copy, or (no version) the parameters."""
+
+    shard: int
+    fragment: int
+    attempt: int
+    version: Version | None
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Get a published copy: the difference to what is held or staged, or the whole."""
+
+    shard: int
+    fragment: int
+    version: Version
+    path: str
+    whole: bool
+    digest: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Do not start the next step before ``Release`` (synchronous baselines only)."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The next step may start."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Every fragment of the published copy is held: training may begin from it."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndTraining:
+    """The run's budget is spent: ``step()`` says so at this boundary."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunOver:
+    """Every shard has finished; nothing more will come."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expelled:
+    """A shard refuses this learner for good: another one bears its id, or the epoch is old."""
+
+    reason: str
+    why: str
+
+
+LearnerEffect = (
+    Snapshot
+    | Apply
+    | Relabel
+    | Say
+    | SendBody
+    | SendCopy
+    | Fetch
+    | Hold
+    | Release
+    | Ready
+    | EndTraining
+    | RunOver
+    | Expelled
+    | Note
+)
+
+# ---- coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Answer a join: this epoch. The shell adds settings, layout and addresses."""
+
+    connection: int
+    learner: str
+    epoch: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deny:
+    """Answer a join: no."""
+
+    connection: int
+    reason: str
+    retry: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptLayout:
+    """The layout of this join is the run's layout from now on."""
+
+    connection: int
+    fingerprint: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitShard:
+    """Answer a shard: its term, and whether the run has begun; then the layout if known."""
+
+    shard: int
+    term: int
+    begun: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Send a message to one shard."""
+
+    shard: int
+    message: ToShard
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write the snapshot durably before any later effect of this list is carried out."""
+
+    why: str
+
+
+CoordinatorEffect = Admit | Deny | AdoptLayout | AdmitShard | Order | Persist | Note | Stop

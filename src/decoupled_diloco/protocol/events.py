@@ -1,0 +1,276 @@
+"""Facts that the state machines are told, in the past tense. Closed unions, one per machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoupled_diloco.protocol.messages import (
+    FromLearner,
+    FromShard,
+    Hello,
+    Role,
+    ShardAdmitted,
+    ToLearner,
+    ToShard,
+    Version,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The time that ``deadline()`` named has come. Early, late and double ones are harmless."""
+
+
+# ---- syncer
+
+
+@dataclass(frozen=True, slots=True)
+class TermGranted:
+    """The coordinator let this shard in, under a new term."""
+
+    admitted: ShardAdmitted
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """The coordinator said something."""
+
+    message: ToShard
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """A learner or observer said hello on a new connection."""
+
+    connection: int
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Some byte came from these learners since the last time (renews their leases)."""
+
+    learners: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A learner's current connection brought a control message."""
+
+    learner: str
+    message: FromLearner
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A learner's current connection is gone."""
+
+    learner: str
+
+
+@dataclass(frozen=True, slots=True)
+class BodyArrived:
+    """A contribution's body is here, whole, with the announced digest, finite."""
+
+    learner: str
+    epoch: int
+    round: int
+    fragment: int
+    base: Version
+    steps: int
+    tokens: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BodySpoiled:
+    """A contribution's body is wrong: truncated, another digest, not finite."""
+
+    learner: str
+    round: int
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyArrived:
+    """A whole fragment is here and installed (initial weights, or a restored copy)."""
+
+    learner: str
+    fragment: int
+    attempt: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopySpoiled:
+    """A whole fragment did not come, or came wrong."""
+
+    learner: str
+    fragment: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLoaded:
+    """The initial weights of every owned fragment were read from the run's file."""
+
+    digests: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The worker has merged a round and made the new published copy."""
+
+    round: int
+    fragment: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class MergeFailed:
+    """The worker could not merge a round; the fragment is as it was."""
+
+    round: int
+    fragment: int
+    reason: str
+
+
+SyncerEvent = (
+    Tick
+    | TermGranted
+    | Ordered
+    | Greeted
+    | Heard
+    | Said
+    | Disconnected
+    | BodyArrived
+    | BodySpoiled
+    | CopyArrived
+    | CopySpoiled
+    | WeightsLoaded
+    | Merged
+    | MergeFailed
+)
+
+
+# ---- learner
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """The training loop is at a step boundary. ``tokens`` were trained since the last one."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The training loop has stopped stepping and asks what there is to do at this boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """A connection to a shard is open: say hello."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unlinked:
+    """The connection to a shard is gone."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A shard said something."""
+
+    shard: int
+    message: ToLearner
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A published copy is here, its digest verified, staged for the next step boundary."""
+
+    fragment: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """A published copy could not be had, or its digest was wrong."""
+
+    fragment: int
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UploadFailed:
+    """A contribution's body could not be delivered."""
+
+    round: int
+    fragment: int
+    reason: str
+
+
+LearnerEvent = (
+    Tick | StepFinished | Paused | Linked | Unlinked | Told | Fetched | FetchFailed | UploadFailed
+)
+
+
+# ---- coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAsked:
+    """A learner or observer asked to join.
+
+    ``difference`` is empty when its layout matches (or is the first), else names the first
+    differing tensor.
+    """
+
+    connection: int
+    learner: str
+    nonce: str
+    role: Role
+    fingerprint: str
+    difference: str
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerGone:
+    """The connection through which a learner had joined is gone."""
+
+    learner: str
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGreeted:
+    """A shard said hello."""
+
+    shard: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGone:
+    """The connection to a shard is gone."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSaid:
+    """A shard said something."""
+
+    shard: int
+    message: FromShard
+
+
+CoordinatorEvent = Tick | JoinAsked | LearnerGone | ShardGreeted | ShardGone | ShardSaid

@@ -1,0 +1,597 @@
+"""The state machine of one learner (or observer): no I/O, no clock, no randomness, no tensors.
+
+Theory of operation. Between two step boundaries the background may hear of new published copies
+and fetch them; they are *staged*. At a boundary the learner first applies what is staged (rule 7),
+then takes the snapshots that pulls wait for or that will be due before the next boundary (rule 4),
+then reports the step. A pull is answered from a snapshot at once if there is one for its tick, else
+at the next boundary. Nothing here ever waits, except ``Hold`` for the synchronous baselines.
+
+One fragment's life at the learner (``TRANSITIONS``); ``held`` is the version that the parameters
+were last aligned with, ``steps`` counts the inner steps since.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from math import ceil, floor
+from typing import Literal, assert_never
+
+from decoupled_diloco.protocol.effects import (
+    Apply,
+    EndTraining,
+    Expelled,
+    Fetch,
+    Hold,
+    LearnerEffect,
+    Note,
+    Ready,
+    Relabel,
+    Release,
+    RunOver,
+    Say,
+    SendBody,
+    SendCopy,
+    Snapshot,
+)
+from decoupled_diloco.protocol.events import (
+    Fetched,
+    FetchFailed,
+    LearnerEvent,
+    Linked,
+    Paused,
+    StepFinished,
+    Tick,
+    Told,
+    Unlinked,
+    UploadFailed,
+)
+from decoupled_diloco.protocol.grace import MovingAverage
+from decoupled_diloco.protocol.messages import (
+    CopyWanted,
+    Decline,
+    Ending,
+    Finished,
+    Hello,
+    Holding,
+    Outcome,
+    Published,
+    Pull,
+    Refusal,
+    Role,
+    Shifted,
+    StepReport,
+    ToLearner,
+    Version,
+    Welcome,
+)
+from decoupled_diloco.protocol.options import Options
+
+TRANSITIONS: tuple[tuple[str, str, str], ...] = (
+    # what is known of the newest version, event, what follows
+    ("nothing held", "Published", "fetch the whole"),
+    ("held = base", "Published", "fetch the difference"),
+    ("held = base", "Published (renamed)", "relabel"),
+    ("held ≠ base", "Published", "fetch the whole, and rebase when it is applied"),
+    ("fetching", "Published (newer)", "remember it; decide when the fetch is over"),
+    ("fetching", "Fetched", "staged"),
+    ("fetching", "FetchFailed", "fetch the whole, later"),
+    ("staged", "step boundary", "apply: held, counters as rule 7 says"),
+    ("snapshot for the tick", "Pull of held", "send the body"),
+    ("no snapshot", "Pull of held", "snapshot and send at the next boundary with a step"),
+    ("held < base", "Pull", "keep it until the copy is applied"),
+    ("held > base", "Pull", "decline: behind"),
+)
+
+RETRY_SECONDS = 1.0
+"""A whole copy that could not be had is asked for again after this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A snapshot: at which own step, against which version, which counters, for which ticks."""
+
+    step: int
+    base: Version
+    steps: int
+    tokens: int
+    first_tick: int
+    last_tick: int
+
+
+@dataclass(slots=True)
+class FragmentView:
+    """One fragment at this learner; ``steps`` and ``tokens`` are c_steps[p] and c_tokens[p]."""
+
+    held: Version | None = None
+    staged: Version | None = None
+    latest: Published | None = None
+    fetching: Version | None = None
+    fetch_whole: bool = False
+    retry_at: float | None = None
+    steps: int = 0
+    tokens: int = 0
+    snapshot: Taken | None = None
+    sent: dict[int, Taken] = field(default_factory=dict)
+    accepted: tuple[Version, Taken] | None = None
+    behind: bool = False
+    pull: Pull | None = None
+    owed_at: int | None = None
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest version that is here, applied or staged."""
+        return self.staged or self.held
+
+
+@dataclass(slots=True)
+class ShardView:
+    """One shard, as the learner sees it."""
+
+    linked: bool = False
+    term: int = 0
+    offset: int | None = None
+    clock: int = 0
+    clock_at: float | None = None
+    tick_seconds: MovingAverage = field(default_factory=MovingAverage)
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class LearnerState:
+    """The state of one learner."""
+
+    fragments: list[FragmentView]
+    shards: list[ShardView]
+    step: int = 0
+    tokens: int = 0
+    discarded_tokens: int = 0
+    stepped_at: float | None = None
+    step_seconds: MovingAverage = field(default_factory=MovingAverage)
+    ready: bool = False
+    ending: bool = False
+    ended: bool = False
+    over: bool = False
+    holding: bool = False
+
+
+class LearnerMachine:
+    """One learner's protocol; ``role="observer"`` follows the published copies and no more."""
+
+    def __init__(
+        self, options: Options, learner: str, epoch: int, nonce: str, role: Role = "learner"
+    ) -> None:
+        self.options = options
+        self.learner = learner
+        self.epoch = epoch
+        self.nonce = nonce
+        self.role: Role = role
+        self.state = LearnerState(
+            fragments=[FragmentView() for _ in range(options.fragments)],
+            shards=[ShardView() for _ in range(options.shards)],
+        )
+
+    def handle(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
+        """Takes one fact in; see `SyncerMachine.handle`."""
+        match event:
+            case Tick():
+                return self._retry(now)
+            case StepFinished(tokens):
+                return self._stepped(now, tokens)
+            case Paused():
+                return self._boundary(now) + self._hold_or_release()
+            case Linked(shard):
+                return self._linked(shard)
+            case Unlinked(shard):
+                self.state.shards[shard].linked = False
+                for fragment in self._fragments_of(shard):
+                    fragment.pull = fragment.owed_at = None
+                    fragment.sent.clear()
+                return self._release_if_free("the link to the shard is gone")
+            case Told(shard, message):
+                return self._told(now, shard, message)
+            case Fetched(fragment, version):
+                return self._fetched(now, fragment, version)
+            case FetchFailed(fragment, version, reason):
+                return self._fetch_failed(now, fragment, version, reason)
+            case UploadFailed(number, fragment, _):
+                self.state.fragments[fragment].sent.pop(number, None)
+                return []
+            case _:
+                assert_never(event)
+
+    def deadline(self) -> float | None:
+        """When to be woken by a ``Tick``."""
+        retries = [f.retry_at for f in self.state.fragments if f.retry_at is not None]
+        return min(retries, default=None)
+
+    def snapshot(self) -> LearnerState:
+        """A deep copy of the whole state."""
+        return copy.deepcopy(self.state)
+
+    def restore(self, state: LearnerState) -> None:
+        """Goes on from a snapshot."""
+        self.state = copy.deepcopy(state)
+
+    @property
+    def global_step(self) -> int:
+        """The monotone maximum of the shards' clocks and this learner's run steps."""
+        steps = [s.clock for s in self.state.shards]
+        steps += [s.offset + self.state.step for s in self.state.shards if s.offset is not None]
+        return max(steps)
+
+    def check(self) -> None:
+        """Asserts every invariant that can be seen in one state."""
+        for view in self.state.fragments:
+            assert view.staged is None or view.held is None or view.staged > view.held
+            assert view.snapshot is None or view.snapshot.base == view.held
+            assert view.steps >= 0 <= view.tokens
+            assert view.fetching is None or view.latest is not None
+            assert view.pull is None or view.held is None or view.pull.base >= view.held
+        assert not self.state.holding or self.options.wait == "at_overlap"
+
+    # ---- the training thread
+
+    def _stepped(self, now: float, tokens: int) -> list[LearnerEffect]:
+        state = self.state
+        if state.stepped_at is not None:
+            state.step_seconds.update(now - state.stepped_at)
+        state.stepped_at = now
+        state.step += 1
+        state.tokens += tokens
+        for view in state.fragments:
+            view.steps += 1
+            view.tokens += tokens
+        self._owe()
+        effects = self._boundary(now)
+        report = StepReport(state.step, state.tokens, float(state.step_seconds))
+        for shard, link in enumerate(state.shards):
+            if link.linked and link.offset is not None and self.role == "learner":
+                effects.append(Say(shard, report, f"step {state.step} is finished"))
+        if state.ending and not state.ended:
+            effects.append(EndTraining("the run's budget is spent"))
+            state.ended = True
+            effects += self._boundary(now)
+        return effects + self._hold_or_release()
+
+    def _boundary(self, now: float) -> list[LearnerEffect]:
+        """What a step boundary allows: applying, then snapshots."""
+        effects: list[LearnerEffect] = []
+        if self.state.ending and not self.state.ended and self.state.step == 0:
+            self.state.ended = True
+        for index, view in enumerate(self.state.fragments):
+            if view.staged is not None and self._apply_now(view):
+                effects += self._apply(index, view)
+        for index, view in enumerate(self.state.fragments):
+            effects += self._snapshot(now, index, view)
+        return effects
+
+    def _apply_now(self, view: FragmentView) -> bool:
+        if self.options.apply == "on_arrival" or self.state.ended or view.accepted is None:
+            return True
+        return self.state.step >= view.accepted[1].step + self.options.overlap
+
+    def _apply(self, index: int, view: FragmentView) -> list[LearnerEffect]:
+        options, version = self.options, view.staged
+        assert version is not None
+        accepted = view.accepted
+        mode: Literal["overwrite", "carry", "rebase", "blend"] = "overwrite"
+        kept_since: Taken | None = None
+        why = "it took no part in this version"
+        if accepted is not None and accepted[0] == version:
+            mode, kept_since = options.alignment, accepted[1]
+            why = "its contribution is in this version"
+        elif accepted is not None:
+            mode = "carry" if options.missed == "rebase" else "overwrite"
+            kept_since, why = accepted[1], f"its contribution is in {accepted[0]}, before this one"
+        elif view.held is not None and (options.missed == "rebase" or view.behind):
+            mode = "rebase"
+            why = "it was behind" if view.behind else why
+        discarded = 0
+        if mode == "rebase":
+            pass
+        elif mode == "overwrite":
+            discarded = view.tokens - (kept_since.tokens if kept_since else 0)
+            view.steps = view.tokens = 0
+        else:
+            assert kept_since is not None
+            view.steps -= kept_since.steps
+            view.tokens -= kept_since.tokens
+        view.held, view.staged = version, None
+        view.snapshot = view.accepted = view.owed_at = None
+        view.sent.clear()
+        view.behind = False
+        self.state.discarded_tokens += discarded
+        effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
+        effects.append(Say(self.options.owner(index), Holding(index, version), why))
+        if view.pull is not None and view.pull.base < version:
+            effects += self._decline(index, view, f"behind: I hold {version}")
+        return effects
+
+    def _snapshot(self, now: float, index: int, view: FragmentView) -> list[LearnerEffect]:
+        if view.held is None or self.role == "observer":
+            return []
+        pull = view.pull
+        if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
+            if view.steps == 0 and pull.final:
+                return self._decline(index, view, "nothing new")
+            if view.steps > 0:
+                effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
+                return effects + self._send(index, view, pull)
+        if view.steps == 0 or view.staged is not None or self.state.ended:
+            return []
+        first, last = self._ticks_ahead(now, self.options.owner(index))
+        if any(index in self.options.due(t) for t in range(first, last + 1)):
+            return self._take(index, view, first, last, f"it is due in steps {first} to {last}")
+        return []
+
+    def _take(
+        self, index: int, view: FragmentView, first: int, last: int, why: str
+    ) -> list[LearnerEffect]:
+        assert view.held is not None
+        view.snapshot = Taken(self.state.step, view.held, view.steps, view.tokens, first, last)
+        return [Snapshot(index, view.held, self.state.step, why)]
+
+    def _ticks_ahead(self, now: float, shard: int) -> tuple[int, int]:
+        """The ticks that the shard's clock will pass before this learner's next boundary."""
+        link = self.state.shards[shard]
+        if link.offset is None:
+            return (0, -1)
+        own = link.offset + self.state.step
+        tick_seconds = float(link.tick_seconds)
+        if link.clock_at is None or tick_seconds <= 0:
+            return (own, own)
+        clock = link.clock + (now - link.clock_at) / tick_seconds
+        if own >= clock - 0.5:
+            clock = max(float(own) if self.options.quorum == 1 else clock, float(link.clock + 1))
+        ahead = float(self.state.step_seconds) / tick_seconds
+        first = floor(clock + 0.25)
+        last = max(first, ceil(clock + ahead - 0.25) - 1)
+        if self.options.wait == "at_overlap":
+            first, last = min(first, own), max(last, own)
+        return (first, min(last, first + self.options.period - 1))
+
+    def _send(self, index: int, view: FragmentView, pull: Pull) -> list[LearnerEffect]:
+        taken = view.snapshot
+        assert taken is not None
+        view.pull = None
+        view.sent[pull.round] = taken
+        return [
+            SendBody(
+                shard=self.options.owner(index),
+                round=pull.round,
+                fragment=index,
+                base=taken.base,
+                steps=taken.steps,
+                tokens=taken.tokens,
+                codec=pull.codec,
+                path=pull.path,
+                why=f"pulled for step {pull.tick}, snapshot of own step {taken.step}",
+            )
+        ]
+
+    def _decline(self, index: int, view: FragmentView, reason: str) -> list[LearnerEffect]:
+        assert view.pull is not None
+        number, view.pull = view.pull.round, None
+        return [Say(self.options.owner(index), Decline(number, index, reason), reason)]
+
+    # ---- synchronous baselines
+
+    def _owe(self) -> None:
+        """With ``wait``, what is due at this very step must be back before step + τ ends."""
+        if self.options.wait != "at_overlap":
+            return
+        for shard, link in enumerate(self.state.shards):
+            if not link.linked or link.offset is None:
+                continue
+            for index in self.options.due(link.offset + self.state.step):
+                view = self.state.fragments[index]
+                if self.options.owner(index) == shard and view.held is not None:
+                    view.owed_at = self.state.step
+
+    def _hold_or_release(self) -> list[LearnerEffect]:
+        owed = self._owed()
+        if owed and not self.state.holding:
+            self.state.holding = True
+            return [Hold(f"fragments {owed} are not back yet")]
+        return self._release_if_free("everything is back")
+
+    def _owed(self) -> list[int]:
+        if self.options.wait != "at_overlap" or self.state.ended:
+            return []
+        return [
+            index
+            for index, view in enumerate(self.state.fragments)
+            if view.owed_at is not None and self.state.step >= view.owed_at + self.options.overlap
+        ]
+
+    def _release_if_free(self, why: str) -> list[LearnerEffect]:
+        if self.state.holding and not self._owed():
+            self.state.holding = False
+            return [Release(why)]
+        return []
+
+    # ---- what shards say
+
+    def _linked(self, shard: int) -> list[LearnerEffect]:
+        link = self.state.shards[shard]
+        link.linked = True
+        held = tuple(
+            Holding(index, view.held)
+            for index, view in enumerate(self.state.fragments)
+            if view.held is not None and self.options.owner(index) == shard
+        )
+        hello = Hello(
+            learner=self.learner,
+            epoch=self.epoch,
+            nonce=self.nonce,
+            role=self.role,
+            step=self.state.step,
+            clock=link.clock,
+            held=held,
+        )
+        return [Say(shard, hello, "a connection is open")]
+
+    def _told(self, now: float, shard: int, message: ToLearner) -> list[LearnerEffect]:
+        link = self.state.shards[shard]
+        match message:
+            case Welcome(_, term, clock, run_step):
+                link.term, link.offset = term, run_step - self.state.step
+                self._hear_clock(now, link, clock)
+                return []
+            case Refusal(reason, final):
+                if not final:
+                    return [Note(f"shard {shard} refuses for now: {reason}", "refused")]
+                return [Expelled(reason, f"shard {shard} says so")]
+            case Pull():
+                self._hear_clock(now, link, message.tick)
+                return self._pulled(message)
+            case Outcome():
+                return self._outcome(message)
+            case Published():
+                self._hear_clock(now, link, message.clock)
+                return self._published(now, message)
+            case Shifted(by):
+                if link.offset is not None:
+                    link.offset += by
+                return []
+            case CopyWanted(fragment, attempt, version, path):
+                return self._copy_wanted(shard, fragment, attempt, version, path)
+            case Ending():
+                self.state.ending = True
+                for view in self.state.fragments:
+                    view.owed_at = None
+                return self._release_if_free("the run ends")
+            case Finished():
+                link.finished = True
+                if all(s.finished for s in self.state.shards) and not self.state.over:
+                    self.state.over = True
+                    return [RunOver("every shard has finished")]
+                return []
+            case _:
+                assert_never(message)
+
+    def _hear_clock(self, now: float, link: ShardView, clock: int) -> None:
+        if clock > link.clock:
+            if link.clock_at is not None and link.clock > 0:
+                link.tick_seconds.update((now - link.clock_at) / (clock - link.clock))
+            link.clock, link.clock_at = clock, now
+        elif link.clock_at is None:
+            link.clock_at = now
+
+    def _pulled(self, pull: Pull) -> list[LearnerEffect]:
+        index = pull.fragment
+        view = self.state.fragments[index]
+        view.pull = pull
+        if view.held is not None and pull.base < view.held:
+            return self._decline(index, view, f"behind: I hold {view.held}")
+        taken = view.snapshot
+        fits = (
+            taken is not None
+            and taken.base == pull.base
+            and not pull.final
+            and (taken.first_tick <= pull.tick <= taken.last_tick or taken.step == self.state.step)
+        )
+        return self._send(index, view, pull) if fits else []
+
+    def _outcome(self, message: Outcome) -> list[LearnerEffect]:
+        view = self.state.fragments[message.fragment]
+        taken = view.sent.pop(message.round, None)
+        if view.pull is not None and view.pull.round == message.round:
+            view.pull = None
+        if message.verdict == "accepted":
+            if taken is not None and message.version is not None:
+                view.accepted = (message.version, taken)
+            return []
+        if message.verdict == "behind":
+            view.behind = True
+        if message.verdict == "abandoned":
+            view.owed_at = None
+        return self._release_if_free(f"round {message.round}: {message.verdict}")
+
+    def _copy_wanted(
+        self, shard: int, fragment: int, attempt: int, version: Version | None, path: str
+    ) -> list[LearnerEffect]:
+        held = self.state.fragments[fragment].held
+        if version is not None and version != held:
+            return [Note(f"shard {shard} wants {version} of {fragment}, I hold {held}", "gone")]
+        return [SendCopy(shard, fragment, attempt, version, path, "the shard asked for it")]
+
+    # ---- published copies
+
+    def _published(self, now: float, message: Published) -> list[LearnerEffect]:
+        view = self.state.fragments[message.fragment]
+        if view.latest is not None and view.latest.version >= message.version:
+            return []
+        view.latest, view.retry_at = message, None
+        return self._fetch_next(message.fragment, view)
+
+    def _fetch_next(self, index: int, view: FragmentView) -> list[LearnerEffect]:
+        latest = view.latest
+        if latest is None or view.fetching is not None:
+            return []
+        newest = view.newest
+        if newest is not None and latest.version <= newest:
+            return []
+        follows = newest is not None and latest.base == newest
+        if follows and not latest.difference:
+            return self._relabel(index, view, latest.version)
+        whole = not follows or view.fetch_whole
+        if newest is not None and not follows:
+            view.behind = True
+        view.fetching, view.fetch_whole = latest.version, whole
+        why = "it follows what is here" if not whole else f"what is here is {newest}"
+        path = latest.whole if whole else latest.difference
+        shard = self.options.owner(index)
+        return [Fetch(shard, index, latest.version, path, whole, latest.digest, why)]
+
+    def _relabel(self, index: int, view: FragmentView, version: Version) -> list[LearnerEffect]:
+        why = "its values are the same"
+        if view.staged is not None:
+            view.staged = version
+            return [Relabel(index, version, why)]
+        view.held = version
+        view.snapshot = view.accepted = None
+        view.sent.clear()
+        holding = Say(self.options.owner(index), Holding(index, version), why)
+        return [Relabel(index, version, why), holding]
+
+    def _fetched(self, now: float, index: int, version: Version) -> list[LearnerEffect]:
+        view = self.state.fragments[index]
+        if view.fetching != version:
+            return []
+        view.fetching, view.fetch_whole, view.staged = None, False, version
+        effects = self._fetch_next(index, view)
+        if not self.state.ready and all(v.newest is not None for v in self.state.fragments):
+            self.state.ready = True
+            effects.append(Ready("every fragment is here"))
+        return effects
+
+    def _fetch_failed(
+        self, now: float, index: int, version: Version, reason: str
+    ) -> list[LearnerEffect]:
+        view = self.state.fragments[index]
+        if view.fetching != version:
+            return []
+        was_whole = view.fetch_whole
+        view.fetching, view.fetch_whole = None, False
+        assert view.latest is not None
+        note = Note(f"version {version} of fragment {index} could not be had", reason)
+        if view.latest.version > version:
+            return [note, *self._fetch_next(index, view)]
+        view.fetch_whole = True
+        if not was_whole:
+            return [note, *self._fetch_next(index, view)]
+        view.retry_at = now + RETRY_SECONDS
+        return [note]
+
+    def _retry(self, now: float) -> list[LearnerEffect]:
+        effects: list[LearnerEffect] = []
+        for index, view in enumerate(self.state.fragments):
+            if view.retry_at is not None and now >= view.retry_at:
+                view.retry_at = None
+                effects += self._fetch_next(index, view)
+        return effects
+
+    def _fragments_of(self, shard: int) -> list[FragmentView]:
+        return [self.state.fragments[p] for p in self.options.owned(shard)]

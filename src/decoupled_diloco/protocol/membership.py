@@ -1,0 +1,102 @@
+"""Who is live at a shard: records, leases, epochs (rules 10 and 13).
+
+A lease is renewed by any byte that is heard, and expires only in a tick; a tick that comes late
+moves every lease by its lateness, so that a paused shard does not evict the world.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from decoupled_diloco.protocol.grace import MovingAverage
+from decoupled_diloco.protocol.messages import Version
+
+LEASE_SECONDS = 10.0
+"""Ten of the transport's one-second pings: nine may be lost in a row."""
+
+RECONNECT_SECONDS = 3.0
+"""How long a learner whose connection broke stays live: a second, and two retries with backoff."""
+
+UPLOAD_SECONDS_UNKNOWN = 60.0
+"""Deadline of the first upload of a learner whose rate nobody has measured."""
+
+UPLOAD_SECONDS_MIN = 2.0
+"""No deadline is shorter: scheduling noise on a busy machine."""
+
+
+@dataclass(slots=True)
+class UploadEstimate:
+    """How long a learner takes from the pull to the whole body: mean plus four deviations.
+
+    A deadline that was missed doubles the estimate, so that a link slower than anybody measured is
+    found out after a few rounds instead of never.
+    """
+
+    mean: float | None = None
+    deviation: float = 0.0
+
+    def update(self, seconds: float) -> None:
+        """Takes one delivered body in."""
+        if self.mean is None:
+            self.mean, self.deviation = seconds, seconds / 2
+            return
+        self.deviation += 0.25 * (abs(seconds - self.mean) - self.deviation)
+        self.mean += 0.125 * (seconds - self.mean)
+
+    def missed(self, allowed: float) -> None:
+        """A deadline of ``allowed`` seconds has passed."""
+        self.mean = max(self.mean or 0.0, allowed)
+
+    def deadline_seconds(self, step_seconds: float) -> float:
+        """How long the next upload may take; a learner answers at a step boundary."""
+        if self.mean is None:
+            return UPLOAD_SECONDS_UNKNOWN + 2 * step_seconds
+        return max(UPLOAD_SECONDS_MIN, 2 * self.mean + 4 * self.deviation + 2 * step_seconds)
+
+
+@dataclass(slots=True)
+class Member:
+    """A live learner, as one shard sees it."""
+
+    learner: str
+    epoch: int
+    offset: int
+    step: int
+    lease_until: float
+    connected: bool = True
+    reported_at: float | None = None
+    step_seconds: MovingAverage = field(default_factory=MovingAverage)
+    upload: UploadEstimate = field(default_factory=UploadEstimate)
+    held: dict[int, Version] = field(default_factory=dict)
+
+    @property
+    def run_step(self) -> int:
+        """s_m: what the shard told it at join, and its own steps since."""
+        return self.offset + self.step
+
+
+@dataclass(slots=True)
+class Identity:
+    """The newest epoch of a learner id that a shard has met, whether live or not."""
+
+    epoch: int
+    nonce: str
+    tokens: int = 0
+
+
+def identity_problem(known: Identity | None, epoch: int, nonce: str) -> str | None:
+    """Why a hello with this epoch and nonce is refused, in words; ``None`` if it is not.
+
+    >>> identity_problem(Identity(3, "a"), 2, "b")
+    'epoch 2 is older than epoch 3: another process has joined under this id since'
+    """
+    if known is None or epoch > known.epoch:
+        return None
+    if epoch < known.epoch:
+        return (
+            f"epoch {epoch} is older than epoch {known.epoch}: "
+            "another process has joined under this id since"
+        )
+    if nonce != known.nonce:
+        return f"two processes claim epoch {epoch} of this id: give each learner an id of its own"
+    return None

@@ -1,0 +1,323 @@
+"""What processes say to each other on the control plane. Facts only; bodies travel elsewhere.
+
+Every class is a frozen dataclass of plain values, so that a message is one JSON object. A body is
+named by a path that the control plane gives out; who holds the path may be another host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["learner", "observer"]
+Verdict = Literal["accepted", "refused", "late", "behind", "abandoned"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """Which published copy of a fragment: (shard term, counter), ordered lexicographically.
+
+    A shard raises its term, durably, at every start, so that two lives of a shard can never issue
+    the same version (rule 10).
+    """
+
+    term: int
+    counter: int
+
+    def __str__(self) -> str:
+        return f"{self.term}.{self.counter}"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Learner → shard: I hold this version of the published copy."""
+
+    fragment: int
+    version: Version
+
+
+# ---- learner → shard
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message on every connection to a shard.
+
+    ``step`` counts the learner's own steps in this epoch; ``clock`` is the latest global step
+    that it knows of this shard (a restarted shard takes it up again).
+    """
+
+    learner: str
+    epoch: int
+    nonce: str
+    role: Role
+    step: int
+    clock: int
+    held: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One more inner step: own steps and tokens in this epoch, and the mean seconds of a step."""
+
+    step: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Announces the body of a contribution; counters are those of its snapshot."""
+
+    round: int
+    fragment: int
+    base: Version
+    steps: int
+    tokens: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """No contribution to this round, and why."""
+
+    round: int
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Announces the body of a whole fragment that the shard asked for (seed or restore)."""
+
+    fragment: int
+    attempt: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The learner goes, on purpose."""
+
+    reason: str
+
+
+# ---- shard → learner
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Accepted: the shard's term and clock, and the learner's run step s_m from here on."""
+
+    shard: int
+    term: int
+    clock: int
+    run_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Not accepted. ``final``: trying again cannot help."""
+
+    reason: str
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Asks for one fragment: against which base, in which codec, where to, how soon.
+
+    ``final`` marks the closing sweep: answered once the learner has stopped stepping.
+    """
+
+    round: int
+    fragment: int
+    base: Version
+    tick: int
+    codec: str
+    path: str
+    seconds: float
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a contribution; ``version`` is what it went into, when accepted."""
+
+    round: int
+    fragment: int
+    verdict: Verdict
+    reason: str
+    version: Version | None
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A new published copy. Who holds ``base`` fetches the difference, everybody else the whole.
+
+    An empty ``difference`` with a ``base`` means that only the version's name has changed.
+    """
+
+    fragment: int
+    version: Version
+    base: Version | None
+    digest: str
+    difference: str
+    whole: str
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """The clock's quorum changed: every learner's run step moves up by this much (rule 1)."""
+
+    by: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWanted:
+    """Asks for a whole fragment in fp32: the initial weights, or a copy that the shard lost.
+
+    ``version`` is ``None`` for the learner's own parameters.
+    """
+
+    fragment: int
+    attempt: int
+    version: Version | None
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The budget is spent: stop stepping, the closing sweep begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The run is over; the last published copies are the result."""
+
+
+# ---- learner ↔ coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Learner or observer → coordinator: let me in. ``layout`` is its layout as JSON text.
+
+    An empty layout (an observer that wants to learn it) matches any.
+    """
+
+    learner: str
+    nonce: str
+    role: Role
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Coordinator → learner: your epoch, the run's settings and layout, where the shards are."""
+
+    epoch: int
+    settings: str
+    layout: str
+    shards: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRefused:
+    """Coordinator → learner: no. ``retry``: the reason may pass by itself."""
+
+    reason: str
+    retry: bool
+
+
+# ---- shard ↔ coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHello:
+    """Shard → coordinator: I have started (a new nonce) or reconnected (the same)."""
+
+    shard: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAdmitted:
+    """Coordinator → shard: your term; ``begun``: the run is under way, restore from learners."""
+
+    term: int
+    begun: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSet:
+    """Coordinator → shard: the run's layout, as JSON text."""
+
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeedNamed:
+    """Coordinator → shard: take the initial weights from this learner; forget earlier attempts."""
+
+    learner: str
+    epoch: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReady:
+    """Shard → coordinator: I hold my whole share of the initial weights."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Coordinator → shard: every shard is ready, rounds may open."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Shard → coordinator: the clock, and the tokens trained so far as far as I know."""
+
+    clock: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndOrdered:
+    """Coordinator → shard: the budget is spent, sweep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Shard → coordinator: every fragment has had its last round."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishOrdered:
+    """Coordinator → shard: all are swept, the run is over."""
+
+
+FromLearner = StepReport | Upload | Decline | Copy | Holding | Leave
+ToLearner = (
+    Welcome | Refusal | Pull | Outcome | Published | Shifted | CopyWanted | Ending | Finished
+)
+FromShard = ShardReady | Progress | Swept
+ToShard = LayoutSet | SeedNamed | Begin | EndOrdered | FinishOrdered
+Message = (
+    Hello
+    | FromLearner
+    | ToLearner
+    | Join
+    | Admitted
+    | JoinRefused
+    | ShardHello
+    | ShardAdmitted
+    | FromShard
+    | ToShard
+)

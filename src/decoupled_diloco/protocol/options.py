@@ -1,0 +1,80 @@
+"""What the state machines need to know of the configuration: plain numbers and choices, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+Participants = Literal["reported", "all"]
+Alignment = Literal["overwrite", "carry", "blend"]
+Missed = Literal["overwrite", "rebase"]
+ApplyAt = Literal["on_arrival", "at_tau"]
+Wait = Literal["never", "at_overlap"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The settings of the method, one field per symbol (see ``docs/notation.md``).
+
+    Attributes:
+        fragments: P, disjoint parts of the parameters, synchronised one at a time.
+        period: H, steps between two syncs of the same fragment.
+        overlap: τ, steps between sending a fragment and applying the merged one.
+        quorum: K, learners that must take part before a round may merge.
+        shards: S, syncer processes; fragment p belongs to shard p mod S.
+        grace: whether a round waits for stragglers inside the slack of the overlap.
+        grace_margin: γ in [0, 1), the share of the slack that the grace window may use.
+        participants: who qualifies for a round: ``"reported"`` (paper) or ``"all"``.
+        alignment: how a contributor takes the merged fragment.
+        missed: how a live learner that did not take part takes it.
+        apply: as soon as it has arrived, or exactly τ steps after the snapshot.
+        wait: ``"at_overlap"`` blocks the step until the merged fragment is there (synchronous
+            baselines only).
+        counter_cap_periods: counters are capped at this many H, so that one long-lost learner
+            cannot dominate a merge.
+        uplink_codec: name of the wire format of contributions.
+        budget_steps: the run ends when the slowest shard's clock reaches it; ``None``: no limit.
+        budget_tokens: the run ends when this many tokens were trained; ``None``: no limit.
+    """
+
+    fragments: int = 24
+    period: int = 24
+    overlap: int = 2
+    quorum: int = 1
+    shards: int = 1
+    grace: bool = True
+    grace_margin: float = 0.8
+    participants: Participants = "reported"
+    alignment: Alignment = "overwrite"
+    missed: Missed = "overwrite"
+    apply: ApplyAt = "on_arrival"
+    wait: Wait = "never"
+    counter_cap_periods: int = 4
+    uplink_codec: str = "bf16"
+    budget_steps: int | None = None
+    budget_tokens: int | None = None
+
+    def owned(self, shard: int) -> tuple[int, ...]:
+        """The fragments of one shard."""
+        return tuple(p for p in range(self.fragments) if p % self.shards == shard)
+
+    def owner(self, fragment: int) -> int:
+        """The shard of one fragment."""
+        return fragment % self.shards
+
+    @property
+    def open_rounds_max(self) -> int:
+        """How many rounds one shard may have open: max(1, ⌈τ·P/H⌉) (rule 2)."""
+        return max(1, ceil(self.overlap * self.fragments / self.period))
+
+    def offset(self, fragment: int) -> int:
+        """t_p: the fragment is due when t mod H equals it; ⌊p·H/P⌋."""
+        return fragment * self.period // self.fragments
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """The fragments that are due at a global step."""
+        phase = step % self.period
+        first = -(-phase * self.fragments // self.period)
+        last = -(-(phase + 1) * self.fragments // self.period)
+        return tuple(range(first, min(last, self.fragments)))

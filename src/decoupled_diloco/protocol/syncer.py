@@ -1,0 +1,492 @@
+"""The state machine of one syncer shard: no I/O, no clock, no randomness, no tensors.
+
+Theory of operation. A shard owns some fragments. Learners report every inner step; the K-th
+largest of their run steps is the shard's clock t (`clock`). At every unit of t the fragments that
+are due open a round; a round pulls from each learner that qualifies, the moment it does, until its
+window closes; what has been delivered is merged by a worker into a new published copy, and everyone
+is told (`syncer_rounds`). Learners come and go by greetings, leases and epochs (`membership`).
+Before all that, the shard's fragments need a first copy: the run's one named set of initial
+weights, or, after a restart, the newest copies that the learners still hold (`syncer_fill`). When
+the budget is spent, a closing sweep gives every fragment one last round.
+
+``TRANSITIONS`` is the life of a shard. Every other event is legal in every phase and moves only
+members, rounds or the fill.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import assert_never
+
+from decoupled_diloco.protocol import syncer_fill, syncer_rounds
+from decoupled_diloco.protocol.clock import advanced, shift_after_leave
+from decoupled_diloco.protocol.effects import (
+    Accept,
+    Broadcast,
+    ClockAdvanced,
+    Evict,
+    Note,
+    Reject,
+    Send,
+    Stop,
+    SyncerEffect,
+    Tell,
+)
+from decoupled_diloco.protocol.events import (
+    BodyArrived,
+    BodySpoiled,
+    CopyArrived,
+    CopySpoiled,
+    Disconnected,
+    Greeted,
+    Heard,
+    Merged,
+    MergeFailed,
+    Ordered,
+    Said,
+    SyncerEvent,
+    TermGranted,
+    Tick,
+    WeightsLoaded,
+)
+from decoupled_diloco.protocol.membership import (
+    LEASE_SECONDS,
+    RECONNECT_SECONDS,
+    Identity,
+    Member,
+    identity_problem,
+)
+from decoupled_diloco.protocol.messages import (
+    Begin,
+    Copy,
+    Decline,
+    Ending,
+    EndOrdered,
+    Finished,
+    FinishOrdered,
+    Hello,
+    Holding,
+    LayoutSet,
+    Leave,
+    Progress,
+    SeedNamed,
+    Shifted,
+    StepReport,
+    Swept,
+    ToShard,
+    Upload,
+    Welcome,
+)
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
+
+TRANSITIONS: tuple[tuple[str, str, str], ...] = (
+    # phase, event, next phase
+    ("starting", "TermGranted (not begun)", "empty"),
+    ("starting", "TermGranted (begun)", "restoring"),
+    ("empty", "SeedNamed", "seeding"),
+    ("seeding", "SeedNamed", "seeding"),
+    ("ready", "SeedNamed", "seeding"),
+    ("seeding", "every owned fragment copied", "ready"),
+    ("ready", "Begin of this attempt", "running"),
+    ("restoring", "every owned fragment copied", "running"),
+    ("running", "EndOrdered", "sweeping"),
+    ("restoring", "EndOrdered", "restoring"),
+    ("sweeping", "every fragment closed", "swept"),
+    ("swept", "FinishOrdered", "finished"),
+)
+
+LATENESS_SECONDS_MIN = 0.5
+"""A tick later than this was held up by a pause of the process, not by the scheduler."""
+
+LINGER_SECONDS = 20.0
+"""How long a finished shard waits for learners and observers to take the last copies."""
+
+
+class SyncerMachine:
+    """One shard. ``handle`` is told facts and answers with orders; ``check`` asserts invariants."""
+
+    def __init__(self, options: Options, shard: int) -> None:
+        self.options = options
+        self.shard = shard
+        self.owned = options.owned(shard)
+        self._owned_set = frozenset(self.owned)
+        self.state = SyncerState(fragments={p: FragmentState() for p in self.owned})
+        self._end_ordered = False
+        self._deadline_told: float | None = None
+
+    def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
+        """Takes one fact in.
+
+        Args:
+            now: seconds of any clock that never goes back.
+            event: what happened.
+
+        Returns:
+            What to do, in this order.
+        """
+        effects = self._dispatch(now, event)
+        effects += self._move_on(now)
+        self._deadline_told = self.deadline()
+        return effects
+
+    def deadline(self) -> float | None:
+        """When to be woken by a ``Tick``; ``None``: the next event will do."""
+        state = self.state
+        instants = [state.lease_check_at, state.stop_at]
+        if state.fill is not None:
+            instants.append(state.fill.settle_at)
+        for round in state.rounds.values():
+            if round.settled_at is not None:
+                continue
+            if round.closed_at is None and round.qualified >= self.options.quorum:
+                instants.append(round.closes_at)
+            instants += [a.deadline for a in round.asks.values() if a.state == "waiting"]
+            instants.append(syncer_rounds.soft_deadline(state, self.options, round))
+        return min((instant for instant in instants if instant is not None), default=None)
+
+    def snapshot(self) -> SyncerState:
+        """A deep copy of the whole state."""
+        return copy.deepcopy(self.state)
+
+    def restore(self, state: SyncerState) -> None:
+        """Goes on from a snapshot."""
+        self.state = copy.deepcopy(state)
+        self._end_ordered = state.phase in ("sweeping", "swept", "finished")
+
+    def check(self) -> None:
+        """Asserts every invariant that can be seen in one state."""
+        state, options = self.state, self.options
+        assert len(state.rounds) <= options.open_rounds_max, "more open rounds than rule 2 allows"
+        assert set(state.fragments) == set(self.owned)
+        assert len(set(state.queue)) == len(state.queue), "a fragment is queued twice"
+        live = [member.run_step for member in state.members.values()]
+        if state.phase == "running":
+            assert advanced(state.clock, live, options.quorum) == state.clock, "a tick is missing"
+            assert state.ahead == sum(step > state.clock for step in live)
+        for fragment, round in state.rounds.items():
+            assert round.fragment == fragment
+            assert round.base == state.fragments[fragment].version
+            assert round.version is None or round.version > round.base, "a version goes back"
+            assert round.settled_at is None or not round.count("waiting")
+        for learner, member in state.members.items():
+            assert member.learner == learner
+            assert state.identities[learner].epoch == member.epoch, "an old epoch is live"
+        assert all(missed > 0 for f in state.fragments.values() for missed in f.missed.values())
+
+    # ---- events
+
+    def _dispatch(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
+        state, options = self.state, self.options
+        match event:
+            case Tick():
+                return self._ticked(now)
+            case TermGranted(admitted):
+                return syncer_fill.term_granted(state, self.owned, now, admitted)
+            case Ordered(message):
+                return self._ordered(now, message)
+            case Greeted(connection, hello):
+                return self._greeted(now, connection, hello)
+            case Heard(learners):
+                for learner in learners:
+                    self._renew(now, learner)
+                return []
+            case Said(learner, message):
+                self._renew(now, learner)
+                return self._said(now, learner, message)
+            case Disconnected(learner):
+                return self._disconnected(now, learner)
+            case BodyArrived():
+                self._renew(now, event.learner)
+                return syncer_rounds.body_arrived(state, options, now, event)
+            case BodySpoiled(learner, number, fragment, reason):
+                return syncer_rounds.fall_out(state, number, fragment, learner, "refused", reason)
+            case CopyArrived():
+                return syncer_fill.copy_arrived(state, event)
+            case CopySpoiled():
+                return syncer_fill.copy_spoiled(state, event)
+            case WeightsLoaded(digests):
+                return syncer_fill.weights_loaded(state, digests)
+            case Merged(number, fragment, digest):
+                return self._merged(now, number, fragment, digest)
+            case MergeFailed(number, fragment, reason):
+                return syncer_rounds.merge_failed(state, now, number, fragment, reason)
+            case _:
+                assert_never(event)
+
+    def _ordered(self, now: float, message: ToShard) -> list[SyncerEffect]:
+        state = self.state
+        match message:
+            case LayoutSet():
+                return []
+            case SeedNamed():
+                return syncer_fill.seed_named(state, self.owned, message)
+            case Begin(attempt):
+                if state.phase != "ready" or state.fill is None or state.fill.attempt != attempt:
+                    return []
+                return self._run(now, "every shard holds its share of the initial weights")
+            case EndOrdered():
+                if self._end_ordered:
+                    return []
+                self._end_ordered = True
+                return [] if state.phase != "running" else self._sweep("the budget is spent")
+            case FinishOrdered():
+                if state.phase != "swept":
+                    return []
+                state.phase = "finished"
+                state.stop_at = now + LINGER_SECONDS
+                return [Broadcast(Finished(), "every shard is swept")]
+            case _:
+                assert_never(message)
+
+    def _greeted(self, now: float, connection: int, hello: Hello) -> list[SyncerEffect]:
+        state = self.state
+        if hello.role == "observer":
+            state.observers.add(hello.learner)
+            why = "an observer counts for nothing"
+            return [Accept(connection, hello.learner, 0, why), *self._welcome(hello, 0, why)]
+        problem = identity_problem(state.identities.get(hello.learner), hello.epoch, hello.nonce)
+        if problem is not None:
+            return [Reject(connection, f"{hello.learner}: {problem}", True, problem)]
+        effects: list[SyncerEffect] = []
+        member = state.members.get(hello.learner)
+        why = "reconnected within its lease"
+        if member is not None and member.epoch < hello.epoch:
+            effects += self._remove(now, hello.learner, "a newer epoch has joined", evict=False)
+            member = None
+        if state.phase == "restoring":
+            state.clock = max(state.clock, hello.clock)
+        if member is None:
+            why = "joined" if hello.step == 0 else "came back"
+            member = self._admit(now, hello)
+        member.connected = True
+        member.held = {holding.fragment: holding.version for holding in hello.held}
+        self._advance_step(member, hello.step)
+        self._renew(now, hello.learner)
+        effects.append(Accept(connection, hello.learner, hello.epoch, why))
+        effects += self._welcome(hello, member.run_step, why)
+        effects += syncer_fill.member_connected(state, self.owned, now, member)
+        return effects
+
+    def _admit(self, now: float, hello: Hello) -> Member:
+        state = self.state
+        known = state.identities.get(hello.learner)
+        if known is None or known.epoch < hello.epoch:
+            state.tokens_retired += known.tokens if known else 0
+            state.identities[hello.learner] = Identity(hello.epoch, hello.nonce)
+        member = Member(
+            learner=hello.learner,
+            epoch=hello.epoch,
+            offset=state.clock - hello.step,
+            step=hello.step,
+            lease_until=now + LEASE_SECONDS,
+        )
+        state.members[hello.learner] = member
+        return member
+
+    def _welcome(self, hello: Hello, run_step: int, why: str) -> list[SyncerEffect]:
+        state = self.state
+        effects: list[SyncerEffect] = [
+            Send(hello.learner, Welcome(self.shard, state.term, state.clock, run_step), why)
+        ]
+        held = {holding.fragment: holding.version for holding in hello.held}
+        if state.phase in ("running", "sweeping", "swept", "finished"):
+            for fragment, entry in state.fragments.items():
+                if entry.version is not None and held.get(fragment) != entry.version:
+                    announcement = entry.announcement(fragment, state.clock)
+                    effects.append(Send(hello.learner, announcement, why))
+        if self._end_ordered:
+            effects.append(Send(hello.learner, Ending(), why))
+        if state.phase == "finished":
+            effects.append(Send(hello.learner, Finished(), why))
+        return effects
+
+    def _said(self, now: float, learner: str, message: object) -> list[SyncerEffect]:
+        state = self.state
+        member = state.members.get(learner)
+        if member is None:
+            return []
+        match message:
+            case StepReport(step, tokens, seconds):
+                member.reported_at = now
+                member.step_seconds.update(seconds)
+                known = state.identities[learner]
+                known.tokens = max(known.tokens, tokens)
+                self._advance_step(member, step)
+                effects: list[SyncerEffect] = []
+                for round in state.rounds.values():
+                    effects += syncer_rounds.ask_if_qualified(
+                        state, self.options, now, round, member
+                    )
+                return effects
+            case Upload() | Copy():
+                return []  # the shell joins it with its body
+            case Decline(number, fragment, reason):
+                return syncer_rounds.fall_out(state, number, fragment, learner, "declined", reason)
+            case Holding(fragment, version):
+                member.held[fragment] = version
+                entry = state.fragments.get(fragment)
+                if entry and entry.version == version and entry.published_at is not None:
+                    state.timing.broadcast.update(now - entry.published_at)
+                return []
+            case Leave(reason):
+                return self._remove(now, learner, f"left: {reason}", evict=True)
+            case _:
+                raise AssertionError(message)
+
+    def _disconnected(self, now: float, learner: str) -> list[SyncerEffect]:
+        self.state.observers.discard(learner)
+        member = self.state.members.get(learner)
+        if member is None:
+            return []
+        member.connected = False
+        member.lease_until = min(member.lease_until, now + RECONNECT_SECONDS)
+        self._look_at_leases(member.lease_until)
+        return syncer_fill.member_gone(self.state, learner)
+
+    def _merged(self, now: float, number: int, fragment: int, digest: str) -> list[SyncerEffect]:
+        effects = syncer_rounds.merged(self.state, now, number, fragment, digest)
+        if effects:
+            announcement = self.state.fragments[fragment].announcement(fragment, self.state.clock)
+            effects.append(Broadcast(announcement, f"round {number} is merged"))
+        return effects
+
+    # ---- phases
+
+    def _run(self, now: float, why: str) -> list[SyncerEffect]:
+        state = self.state
+        state.phase, state.fill = "running", None
+        state.ticked_at = state.previous_tick_at = now
+        effects: list[SyncerEffect] = []
+        for member in state.members.values():
+            member.offset = state.clock - member.step
+            effects.append(
+                Send(
+                    member.learner,
+                    Welcome(self.shard, state.term, state.clock, member.run_step),
+                    why,
+                )
+            )
+        state.ahead = 0
+        for fragment, entry in state.fragments.items():
+            effects.append(Broadcast(entry.announcement(fragment, state.clock), why))
+        if self._end_ordered:
+            effects += self._sweep("the budget was spent before")
+        return effects
+
+    def _sweep(self, why: str) -> list[SyncerEffect]:
+        state = self.state
+        state.phase = "sweeping"
+        state.queue.clear()
+        state.again.clear()
+        state.closing = set(self.owned)
+        return [Broadcast(Ending(), why)]
+
+    def _move_on(self, now: float) -> list[SyncerEffect]:
+        """Everything that follows from the state alone, after any event."""
+        state, options = self.state, self.options
+        effects: list[SyncerEffect] = []
+        if state.fill is not None:
+            effects += syncer_fill.progress(state, self.owned, now)
+            if state.phase == "restoring" and syncer_fill.complete(state, self.owned):
+                effects += self._run(now, "every fragment is restored from what learners hold")
+        if state.phase == "running":
+            effects += self._advance_clock(now)
+        if state.phase in ("running", "sweeping"):
+            effects += syncer_rounds.progress(state, options, now)
+            effects += syncer_rounds.open_due(state, options, now)
+            effects += syncer_rounds.progress(state, options, now)
+        if state.phase == "sweeping" and not state.closing and not state.rounds:
+            state.phase = "swept"
+            effects.append(Tell(Swept(), "every fragment had its closing round"))
+        if state.phase == "finished" and not state.stopped and self._nobody_left(now):
+            state.stopped = True
+            effects.append(Stop("the run is finished and everybody has gone"))
+        return effects
+
+    def _nobody_left(self, now: float) -> bool:
+        state = self.state
+        connected = any(member.connected for member in state.members.values())
+        overdue = state.stop_at is not None and now >= state.stop_at
+        return overdue or not (connected or state.observers)
+
+    # ---- the clock
+
+    def _advance_step(self, member: Member, step: int) -> None:
+        """A learner's own step count grows; out-of-date reports change nothing."""
+        if step <= member.step:
+            return
+        before = member.run_step
+        member.step = step
+        if before <= self.state.clock < member.run_step:
+            self.state.ahead += 1
+
+    def _advance_clock(self, now: float) -> list[SyncerEffect]:
+        state = self.state
+        effects: list[SyncerEffect] = []
+        while state.ahead >= self.options.quorum:
+            state.clock += 1
+            state.previous_tick_at, state.ticked_at = state.ticked_at, now
+            state.ahead = sum(m.run_step > state.clock for m in state.members.values())
+            syncer_rounds.note_due(state, self.options, self._owned_set)
+            effects += syncer_rounds.progress(state, self.options, now)
+            effects += syncer_rounds.open_due(state, self.options, now)
+            why = f"{self.options.quorum} learners have reached step {state.clock}"
+            effects.append(ClockAdvanced(state.clock, len(state.members), why))
+            effects.append(Tell(Progress(state.clock, state.tokens), why))
+        return effects
+
+    # ---- members
+
+    def _renew(self, now: float, learner: str) -> None:
+        member = self.state.members.get(learner)
+        if member is not None and member.connected:
+            member.lease_until = max(member.lease_until, now + LEASE_SECONDS)
+            self._look_at_leases(member.lease_until)
+
+    def _look_at_leases(self, instant: float) -> None:
+        """Leases are looked at no later than this; renewals do not move the instant back."""
+        check_at = self.state.lease_check_at
+        self.state.lease_check_at = instant if check_at is None else min(check_at, instant)
+
+    def _ticked(self, now: float) -> list[SyncerEffect]:
+        state = self.state
+        told = self._deadline_told
+        lateness = 0.0 if told is None else now - told
+        if lateness > LATENESS_SECONDS_MIN:
+            for member in state.members.values():
+                member.lease_until += lateness
+            for round in state.rounds.values():
+                for ask in round.asks.values():
+                    ask.deadline += lateness
+        effects: list[SyncerEffect] = []
+        for learner, member in list(state.members.items()):
+            if now >= member.lease_until:
+                reason = "its connection broke" if not member.connected else "nothing was heard"
+                effects += self._remove(now, learner, f"{reason} and its lease ran out", evict=True)
+        state.lease_check_at = min(
+            (member.lease_until for member in state.members.values()), default=None
+        )
+        return effects
+
+    def _remove(self, now: float, learner: str, reason: str, *, evict: bool) -> list[SyncerEffect]:
+        """A learner is no longer live; the clock neither stalls nor goes back (rule 1)."""
+        state, options = self.state, self.options
+        member = state.members.pop(learner)
+        effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
+        effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))
+        for round in state.rounds.values():
+            effects += syncer_rounds.fall_out(
+                state, round.number, round.fragment, learner, "gone", reason
+            )
+        for fragment in state.fragments.values():
+            fragment.missed.pop(learner, None)
+        effects += syncer_fill.member_gone(state, learner)
+        rest = [m.run_step for m in state.members.values()]
+        by = shift_after_leave(state.clock, rest, options.quorum)
+        if by:
+            for m in state.members.values():
+                m.offset += by
+            effects.append(Broadcast(Shifted(by), f"{learner} was ahead and has gone"))
+        state.ahead = sum(m.run_step > state.clock for m in state.members.values())
+        return effects

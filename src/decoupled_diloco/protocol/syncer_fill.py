@@ -1,0 +1,213 @@
+"""How a shard's fragments get their first copies (rules 10 and 12). Functions of its state.
+
+*Seeding*: the coordinator names one learner (or the run's file); its parameters become version
+(term, 0) once every shard has its whole share. *Restoring*: a shard that starts again while the run
+is under way asks its learners which versions they hold, waits a moment so that the newest are among
+them, and takes each fragment from a holder of the newest.
+"""
+
+from __future__ import annotations
+
+from decoupled_diloco.protocol.effects import (
+    ExpectCopy,
+    Install,
+    LoadWeights,
+    Note,
+    Send,
+    SyncerEffect,
+    Tell,
+)
+from decoupled_diloco.protocol.events import CopyArrived, CopySpoiled
+from decoupled_diloco.protocol.membership import Member
+from decoupled_diloco.protocol.messages import (
+    CopyWanted,
+    SeedNamed,
+    ShardAdmitted,
+    ShardReady,
+    Version,
+)
+from decoupled_diloco.protocol.syncer_state import Fill, SyncerState
+
+SETTLE_SECONDS = 2.0
+"""After the first learner has come back, the others get this long (their reconnect backoff)."""
+
+FROM_FILE = ""
+"""The name of the learner when the initial weights come from the run's file."""
+
+
+def term_granted(
+    state: SyncerState, owned: tuple[int, ...], now: float, admitted: ShardAdmitted
+) -> list[SyncerEffect]:
+    """The coordinator let the shard in; only the first time matters."""
+    if state.phase != "starting":
+        return []
+    state.term = admitted.term
+    if not admitted.begun:
+        state.phase = "empty"
+        return []
+    state.phase = "restoring"
+    state.fill = Fill(attempt=0)
+    effects: list[SyncerEffect] = []
+    for member in state.members.values():
+        effects += member_connected(state, owned, now, member)
+    return effects
+
+
+def seed_named(
+    state: SyncerState, owned: tuple[int, ...], message: SeedNamed
+) -> list[SyncerEffect]:
+    """Take the initial weights from this learner; whatever came in earlier attempts is void."""
+    if state.phase not in ("empty", "seeding", "ready"):
+        return []
+    if state.fill is not None and state.fill.attempt >= message.attempt:
+        return []
+    state.phase = "seeding"
+    state.fill = Fill(message.attempt, message.learner, message.epoch)
+    if message.learner == FROM_FILE:
+        return [LoadWeights("the run names a file of initial weights")]
+    member = state.members.get(message.learner)
+    if member is None or member.epoch != message.epoch:
+        return []
+    return _ask_seed(state, owned, member)
+
+
+def member_connected(
+    state: SyncerState, owned: tuple[int, ...], now: float, member: Member
+) -> list[SyncerEffect]:
+    """A learner is here: it may be the seed, or hold what was lost."""
+    fill = state.fill
+    if fill is None:
+        return []
+    if state.phase == "seeding" and (member.learner, member.epoch) == (fill.source, fill.epoch):
+        return _ask_seed(state, owned, member)
+    if state.phase == "restoring" and fill.settle_at is None:
+        fill.settle_at = now + SETTLE_SECONDS
+    return []
+
+
+def _ask_seed(state: SyncerState, owned: tuple[int, ...], member: Member) -> list[SyncerEffect]:
+    effects: list[SyncerEffect] = []
+    for fragment in owned:
+        assert state.fill is not None
+        if fragment not in state.fill.digests:
+            effects += _want(state, fragment, member, None, "it was named as the seed")
+    return effects
+
+
+def _want(
+    state: SyncerState, fragment: int, member: Member, version: Version | None, why: str
+) -> list[SyncerEffect]:
+    fill = state.fill
+    assert fill is not None
+    fill.asked[fragment] = member.learner
+    path = f"/copy/{state.term}/{fill.attempt}/{fragment}/{member.learner}/{member.epoch}"
+    return [
+        ExpectCopy(path, member.learner, fragment, fill.attempt, why),
+        Send(member.learner, CopyWanted(fragment, fill.attempt, version, path), why),
+    ]
+
+
+def copy_arrived(state: SyncerState, event: CopyArrived) -> list[SyncerEffect]:
+    """A whole fragment is here."""
+    fill = state.fill
+    if fill is None or event.attempt != fill.attempt:
+        return []
+    if fill.asked.get(event.fragment) != event.learner or event.fragment in fill.digests:
+        return []
+    fill.digests[event.fragment] = event.digest
+    return []
+
+
+def copy_spoiled(state: SyncerState, event: CopySpoiled) -> list[SyncerEffect]:
+    """A whole fragment came wrong or not at all: ask again, in restoring somebody else first."""
+    fill = state.fill
+    if fill is None or event.attempt != fill.attempt:
+        return []
+    if fill.asked.get(event.fragment) != event.learner or event.fragment in fill.digests:
+        return []
+    del fill.asked[event.fragment]
+    note = Note(
+        f"the copy of fragment {event.fragment} from {event.learner} is no good", event.reason
+    )
+    member = state.members.get(event.learner)
+    if state.phase == "seeding" and member is not None and member.connected:
+        return [note, *_want(state, event.fragment, member, None, event.reason)]
+    fill.refused.setdefault(event.fragment, set()).add(event.learner)
+    return [note]
+
+
+def member_gone(state: SyncerState, learner: str) -> list[SyncerEffect]:
+    """Nothing more will come from this learner."""
+    fill = state.fill
+    if fill is not None:
+        for fragment, source in list(fill.asked.items()):
+            if source == learner and fragment not in fill.digests:
+                del fill.asked[fragment]
+    return []
+
+
+def weights_loaded(state: SyncerState, digests: tuple[tuple[int, str], ...]) -> list[SyncerEffect]:
+    """The run's file of initial weights was read."""
+    if state.phase == "seeding" and state.fill is not None:
+        state.fill.digests.update(digests)
+    return []
+
+
+def complete(state: SyncerState, owned: tuple[int, ...]) -> bool:
+    """Whether every owned fragment has its copy."""
+    return state.fill is not None and all(p in state.fill.digests for p in owned)
+
+
+def progress(state: SyncerState, owned: tuple[int, ...], now: float) -> list[SyncerEffect]:
+    """Asks for what is still missing, and closes a fill that is complete."""
+    fill = state.fill
+    assert fill is not None
+    if complete(state, owned) and state.phase in ("seeding", "restoring"):
+        return _install(state, owned)
+    if state.phase != "restoring" or fill.settle_at is None or now < fill.settle_at:
+        return []
+    effects: list[SyncerEffect] = []
+    for fragment in owned:
+        if fragment in fill.digests or fragment in fill.asked:
+            continue
+        holder = _newest_holder(state, fragment, fill.refused.get(fragment, set()))
+        if holder is not None:
+            version = holder.held[fragment]
+            fill.asked_version[fragment] = version
+            effects += _want(state, fragment, holder, version, f"it holds {version}, the newest")
+    fill.settle_at = now + SETTLE_SECONDS
+    fill.refused.clear()
+    return effects
+
+
+def _newest_holder(state: SyncerState, fragment: int, refused: set[str]) -> Member | None:
+    holders = [
+        member
+        for member in state.members.values()
+        if member.connected and fragment in member.held and member.learner not in refused
+    ]
+    return max(holders, key=lambda m: (m.held[fragment], m.learner), default=None)
+
+
+def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
+    fill = state.fill
+    assert fill is not None
+    effects: list[SyncerEffect] = []
+    seeding = state.phase == "seeding"
+    why = "the initial weights are complete" if seeding else "restored from its holder"
+    for fragment in owned:
+        entry = state.fragments[fragment]
+        if seeding:
+            entry.version, entry.base = Version(state.term, 0), None
+        else:
+            # The values are those of the old version; only the name is new, so who holds the old
+            # version need not fetch anything.
+            entry.base = fill.asked_version[fragment]
+            entry.version = Version(state.term, entry.base.counter)
+            entry.renamed = True
+        entry.digest = fill.digests[fragment]
+        effects.append(Install(fragment, entry.version, why))
+    if seeding:
+        state.phase = "ready"
+        effects.append(Tell(ShardReady(fill.attempt), why))
+    return effects

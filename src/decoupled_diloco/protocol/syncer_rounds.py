@@ -1,0 +1,394 @@
+"""Rounds of a shard (rules 2 to 4): opening, asking, folding, settling. Functions of its state.
+
+```
+        tick, queue           quorum, window             all answered          worker
+ (due) ────────────▶ gathering ─────────────▶ uploading ─────────────▶ merging ───────▶ merged
+                         │ everybody fell out     │ too few, no weight    │ failed
+                         └────────────────────────┴──────────▶ abandoned ◀┘ (due again)
+```
+Bodies are folded from the moment they arrive, in any of the first two states.
+"""
+
+from __future__ import annotations
+
+from decoupled_diloco.protocol.effects import (
+    Abandon,
+    Drop,
+    Expect,
+    Fold,
+    Merge,
+    Note,
+    Send,
+    SyncerEffect,
+    Unexpect,
+)
+from decoupled_diloco.protocol.events import BodyArrived
+from decoupled_diloco.protocol.membership import Member
+from decoupled_diloco.protocol.messages import Outcome, Pull, Verdict, Version
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.quorum import window_decision
+from decoupled_diloco.protocol.rounds import Ask, Round
+from decoupled_diloco.protocol.syncer_state import SyncerState
+
+SWEEP_TRIES_MAX = 3
+"""How often the closing round of a fragment is tried before its learners' rest is given up."""
+
+SOFT_DEADLINE_SECONDS_MIN = 1.0
+"""A round with its quorum delivered gives the others at least this long."""
+
+
+def note_due(state: SyncerState, options: Options, owned: frozenset[int]) -> None:
+    """Queues what the present tick makes due, and what an abandoned round left due."""
+    due = [p for p in options.due(state.clock) if p in owned]
+    for fragment in (*sorted(state.again), *due):
+        if fragment not in state.rounds and fragment not in state.queue:
+            state.queue.append(fragment)
+    state.again.clear()
+
+
+def open_due(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
+    """Opens queued rounds while the limit of rule 2 allows."""
+    effects: list[SyncerEffect] = []
+    while state.queue and len(state.rounds) < options.open_rounds_max:
+        fragment = state.queue.popleft()
+        effects += _open(state, options, now, fragment, final=False)
+    while state.closing and len(state.rounds) < options.open_rounds_max:
+        waiting = sorted(state.closing - state.rounds.keys())
+        if not waiting:
+            break
+        effects += _open(state, options, now, waiting[0], final=True)
+    return effects
+
+
+def _open(
+    state: SyncerState, options: Options, now: float, fragment: int, *, final: bool
+) -> list[SyncerEffect]:
+    version = state.fragments[fragment].version
+    assert version is not None
+    state.rounds_opened += 1
+    state.rounds[fragment] = Round(
+        number=state.rounds_opened,
+        fragment=fragment,
+        tick=state.clock,
+        base=version,
+        opened_at=now,
+        previous_tick_at=state.previous_tick_at,
+        grace=state.timing.window(
+            options.overlap,
+            options.grace_margin,
+            state.step_seconds,
+            options.grace and not final,
+        ),
+        final=final,
+    )
+    return ask_qualified(state, options, now, state.rounds[fragment])
+
+
+def ask_qualified(
+    state: SyncerState, options: Options, now: float, round: Round
+) -> list[SyncerEffect]:
+    """Pulls from every learner that qualifies and was not asked yet."""
+    effects: list[SyncerEffect] = []
+    if round.closed_at is not None:
+        return effects
+    for member in state.members.values():
+        effects += ask_if_qualified(state, options, now, round, member)
+    return effects
+
+
+def ask_if_qualified(
+    state: SyncerState, options: Options, now: float, round: Round, member: Member
+) -> list[SyncerEffect]:
+    """Pulls from one learner, the moment it qualifies (rule 3)."""
+    asked = round.asks.get(member.learner)
+    if round.closed_at is not None or not member.connected:
+        return []
+    if asked is not None and asked.epoch == member.epoch and asked.state != "gone":
+        return []
+    why = _qualifies(state, options, round, member)
+    if why is None:
+        return []
+    seconds = member.upload.deadline_seconds(float(member.step_seconds))
+    path = f"/up/{state.term}/{round.number}/{member.learner}/{member.epoch}"
+    round.asks[member.learner] = Ask(member.learner, member.epoch, path, now, now + seconds)
+    if round.quorum_at is None and round.qualified >= options.quorum:
+        round.quorum_at = now
+        state.timing.quorum.update(now - round.opened_at)
+    pull = Pull(
+        round=round.number,
+        fragment=round.fragment,
+        base=round.base,
+        tick=round.tick,
+        codec=options.uplink_codec,
+        path=path,
+        seconds=seconds,
+        final=round.final,
+    )
+    return [
+        Expect(path, member.learner, round.number, round.fragment, why),
+        Send(member.learner, pull, why),
+    ]
+
+
+def _qualifies(state: SyncerState, options: Options, round: Round, member: Member) -> str | None:
+    if round.final:
+        return "the closing sweep asks everyone"
+    if member.reported_at is None:
+        return None
+    if options.participants == "all":
+        return "every live learner takes part"
+    if member.run_step >= round.tick:
+        return f"its step {member.run_step} has reached the round's tick {round.tick}"
+    if member.reported_at > round.previous_tick_at:
+        return "it reported a step after the previous tick"
+    if state.fragments[round.fragment].missed.get(member.learner, 0) > 0:
+        # Steps that are an exact multiple of the fastest learner's would otherwise meet the same
+        # fragments for ever, and never the others.
+        return "it missed this fragment's last round"
+    return None
+
+
+def body_arrived(
+    state: SyncerState, options: Options, now: float, event: BodyArrived
+) -> list[SyncerEffect]:
+    """Folds a verified body in, or says why not (rule 6)."""
+    round = state.rounds.get(event.fragment)
+    if round is None or round.number != event.round:
+        return _drop(event, "late", "its round is over", None)
+    ask = round.asks.get(event.learner)
+    if ask is None or ask.epoch != event.epoch:
+        return _drop(event, "refused", f"epoch {event.epoch} was not asked", None)
+    if ask.state != "waiting" or round.settled_at is not None:
+        return _drop(event, "late", f"its part in the round is already {ask.state}", None)
+    if event.base != round.base:
+        return _drop(event, "behind", f"its base {event.base} is not {round.base}", ask)
+    if event.steps < 1 or event.tokens < 1:
+        return _drop(event, "refused", f"{event.tokens} tokens in {event.steps} steps", ask)
+    ask.state, ask.delivered_at = "folded", now
+    ask.steps, ask.tokens = event.steps, event.tokens
+    member = state.members.get(event.learner)
+    if member is not None:
+        member.upload.update(now - ask.asked_at)
+    cap = options.counter_cap_periods * options.period
+    scale = min(1.0, cap / event.steps)
+    why = "delivered in time" if scale == 1.0 else f"counters capped at {cap} steps"
+    return [
+        Fold(
+            event.round,
+            event.fragment,
+            event.learner,
+            event.steps * scale,
+            event.tokens * scale,
+            why,
+        )
+    ]
+
+
+def _drop(event: BodyArrived, verdict: Verdict, reason: str, ask: Ask | None) -> list[SyncerEffect]:
+    if ask is not None:
+        ask.state, ask.reason = "refused", reason
+    return [
+        Drop(event.round, event.fragment, event.learner, reason),
+        Send(
+            event.learner,
+            Outcome(event.round, event.fragment, verdict, reason, None),
+            reason,
+        ),
+    ]
+
+
+def fall_out(
+    state: SyncerState, number: int, fragment: int, learner: str, ask_state: str, reason: str
+) -> list[SyncerEffect]:
+    """A learner that was asked will not deliver: it declined, sent rubbish, or is gone."""
+    round = state.rounds.get(fragment)
+    if round is None or round.number != number:
+        return []
+    ask = round.asks.get(learner)
+    if ask is None or ask.state != "waiting":
+        return []
+    assert ask_state in ("declined", "refused", "gone", "late")
+    ask.state = ask_state  # type: ignore[assignment]
+    ask.reason = reason
+    effects: list[SyncerEffect] = [Unexpect(ask.path, reason)]
+    if ask_state in ("refused", "late"):
+        verdict: Verdict = "refused" if ask_state == "refused" else "late"
+        effects.append(Send(learner, Outcome(number, fragment, verdict, reason, None), reason))
+    return effects
+
+
+def progress(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
+    """Moves every open round as far as it can go at this instant."""
+    effects: list[SyncerEffect] = []
+    for round in list(state.rounds.values()):
+        if round.settled_at is None:
+            effects += _progress(state, options, now, round)
+    return effects
+
+
+def _progress(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
+    effects: list[SyncerEffect] = []
+    effects += _pass_deadlines(state, options, now, round)
+    if round.closed_at is None and not _close(state, options, now, round):
+        if _hopeless(state, options, round):
+            effects += _abandon(state, now, round, "too few learners are left for the quorum")
+        return effects
+    if round.count("waiting"):
+        return effects
+    return effects + _settle(state, options, now, round)
+
+
+def _pass_deadlines(
+    state: SyncerState, options: Options, now: float, round: Round
+) -> list[SyncerEffect]:
+    effects: list[SyncerEffect] = []
+    soft = soft_deadline(state, options, round)
+    for ask in list(round.asks.values()):
+        if ask.state != "waiting":
+            continue
+        over = now >= ask.deadline
+        if not over and (soft is None or now < soft):
+            continue
+        allowed = min(ask.deadline, soft or ask.deadline) - ask.asked_at
+        member = state.members.get(ask.learner)
+        if over and member is not None:
+            member.upload.missed(ask.deadline - ask.asked_at)
+        effects += fall_out(
+            state,
+            round.number,
+            round.fragment,
+            ask.learner,
+            "late",
+            f"no body within {allowed:.3g} s",
+        )
+    return effects
+
+
+def soft_deadline(state: SyncerState, options: Options, round: Round) -> float | None:
+    """When a round whose quorum has delivered stops waiting for the rest: after one period H.
+
+    ``None`` while the quorum has not delivered: then only the deadlines of the uploads count, so
+    that on a slow link rounds go on more slowly instead of never.
+    """
+    if round.closed_at is None or round.count("folded") < options.quorum:
+        return None
+    return round.closed_at + max(SOFT_DEADLINE_SECONDS_MIN, options.period * state.step_seconds)
+
+
+def _close(state: SyncerState, options: Options, now: float, round: Round) -> bool:
+    if round.final:
+        reason = "the closing sweep does not wait"
+    else:
+        decision = window_decision(
+            now,
+            closes_at=round.closes_at,
+            quorum=options.quorum,
+            qualified=round.qualified,
+            possible=_possible(state, round),
+        )
+        if not decision.close:
+            return False
+        reason = decision.reason
+    round.closed_at, round.close_reason = now, reason
+    return True
+
+
+def _possible(state: SyncerState, round: Round) -> int:
+    """Learners that are in, or may still come in before the window closes."""
+    candidates = sum(
+        member.learner not in round.asks or round.asks[member.learner].state == "gone"
+        for member in state.stepping
+    )
+    return round.qualified + candidates
+
+
+def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
+    """Whether those who fell out leave a quorum out of reach though enough learners are live."""
+    fell_out = round.count("declined", "refused", "late")
+    live_enough = len(state.stepping) >= options.quorum
+    return bool(fell_out) and live_enough and _possible(state, round) < options.quorum
+
+
+def _settle(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
+    folded = round.count("folded")
+    asked = len(round.asks) - (round.count("declined") if round.final else 0)
+    if round.final and asked == 0:
+        return _abandon(state, now, round, "nobody has anything new")
+    needed = max(1, min(options.quorum, asked))
+    if folded < needed:
+        return _abandon(state, now, round, f"{folded} delivered, {needed} are needed")
+    round.settled_at = now
+    round.version = Version(state.term, round.base.counter + 1)
+    return [Merge(round.number, round.fragment, round.version, round.base, round.close_reason)]
+
+
+def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[SyncerEffect]:
+    """Gives the round up; the fragment is due again at the next tick (rule 4)."""
+    del state.rounds[round.fragment]
+    fragment = state.fragments[round.fragment]
+    nothing_new = round.final and round.count("declined", "gone") == len(round.asks)
+    if round.final:
+        fragment.sweep_tries += 1
+        if nothing_new or fragment.sweep_tries >= SWEEP_TRIES_MAX:
+            state.closing.discard(round.fragment)
+    elif state.phase == "running":
+        state.again.add(round.fragment)
+    effects: list[SyncerEffect] = [Abandon(round.number, round.fragment, reason)]
+    for ask in round.asks.values():
+        if ask.state == "waiting":
+            ask.state, ask.reason = "late", reason
+            effects.append(Unexpect(ask.path, reason))
+        if ask.state != "gone":
+            message = Outcome(round.number, round.fragment, "abandoned", reason, None)
+            effects.append(Send(ask.learner, message, reason))
+    if round.final and not nothing_new and round.fragment not in state.closing:
+        effects.append(
+            Note(
+                f"closing round of fragment {round.fragment} given up after "
+                f"{SWEEP_TRIES_MAX} tries: what its learners trained last is not in the result",
+                reason,
+            )
+        )
+    effects.append(round.finished(now, "abandoned", reason))
+    return effects
+
+
+def merged(
+    state: SyncerState, now: float, number: int, fragment: int, digest: str
+) -> list[SyncerEffect]:
+    """The worker is done: a new published copy, and everybody is told."""
+    round = state.rounds.get(fragment)
+    if round is None or round.number != number or round.version is None:
+        return []
+    del state.rounds[fragment]
+    state.closing.discard(fragment)
+    entry = state.fragments[fragment]
+    entry.base, entry.version, entry.digest = round.base, round.version, digest
+    entry.published_at, entry.renamed = now, False
+    entry.merges += 1
+    assert round.closed_at is not None
+    state.timing.merge.update(now - round.closed_at)
+    effects: list[SyncerEffect] = []
+    for ask in round.asks.values():
+        if ask.state == "folded":
+            outcome = Outcome(number, fragment, "accepted", round.close_reason, round.version)
+            effects.append(Send(ask.learner, outcome, round.close_reason))
+    for member in state.stepping:
+        ask_ = round.asks.get(member.learner)
+        if ask_ is not None and ask_.state == "folded":
+            entry.missed.pop(member.learner, None)
+        else:
+            entry.missed[member.learner] = entry.missed.get(member.learner, 0) + 1
+    effects.append(round.finished(now, "merged", round.close_reason))
+    return effects
+
+
+def merge_failed(
+    state: SyncerState, now: float, number: int, fragment: int, reason: str
+) -> list[SyncerEffect]:
+    """The worker could not: as if the round had been given up."""
+    round = state.rounds.get(fragment)
+    if round is None or round.number != number:
+        return []
+    round.version = None
+    return _abandon(state, now, round, reason)

@@ -1,0 +1,104 @@
+"""All that a shard's state machine remembers, as plain data."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from decoupled_diloco.protocol.grace import Timing
+from decoupled_diloco.protocol.membership import Identity, Member
+from decoupled_diloco.protocol.messages import Published, Version
+from decoupled_diloco.protocol.rounds import Round
+
+Phase = Literal[
+    "starting", "empty", "seeding", "restoring", "ready", "running", "sweeping", "swept", "finished"
+]
+
+
+@dataclass(slots=True)
+class FragmentState:
+    """One owned fragment: its published version, and how learners fared in its last rounds."""
+
+    version: Version | None = None
+    digest: str = ""
+    published_at: float | None = None
+    merges: int = 0
+    missed: dict[str, int] = field(default_factory=dict)
+    waiting_since: int | None = None
+    base: Version | None = None
+    renamed: bool = False
+    sweep_tries: int = 0
+
+    def announcement(self, fragment: int, clock: int) -> Published:
+        """The message that tells of the newest published copy."""
+        assert self.version is not None
+        base = self.base
+        difference = (
+            "" if base is None or self.renamed else f"/difference/{fragment}/{self.version}"
+        )
+        return Published(
+            fragment=fragment,
+            version=self.version,
+            base=base,
+            digest=self.digest,
+            difference=difference,
+            whole=f"/whole/{fragment}/{self.version}",
+            clock=clock,
+        )
+
+
+@dataclass(slots=True)
+class Fill:
+    """How the owned fragments get their first copies: a seed, or what the learners still hold."""
+
+    attempt: int
+    source: str = ""
+    epoch: int = 0
+    settle_at: float | None = None
+    asked: dict[int, str] = field(default_factory=dict)
+    asked_version: dict[int, Version] = field(default_factory=dict)
+    refused: dict[int, set[str]] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SyncerState:
+    """The state of one shard."""
+
+    phase: Phase = "starting"
+    term: int = 0
+    clock: int = 0
+    ticked_at: float = 0.0
+    previous_tick_at: float = 0.0
+    ahead: int = 0
+    members: dict[str, Member] = field(default_factory=dict)
+    observers: set[str] = field(default_factory=set)
+    identities: dict[str, Identity] = field(default_factory=dict)
+    tokens_retired: int = 0
+    fragments: dict[int, FragmentState] = field(default_factory=dict)
+    queue: deque[int] = field(default_factory=deque)
+    again: set[int] = field(default_factory=set)
+    rounds: dict[int, Round] = field(default_factory=dict)
+    rounds_opened: int = 0
+    timing: Timing = field(default_factory=Timing)
+    fill: Fill | None = None
+    closing: set[int] = field(default_factory=set)
+    lease_check_at: float | None = None
+    stop_at: float | None = None
+    stopped: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were trained, as far as this shard knows."""
+        return self.tokens_retired + sum(known.tokens for known in self.identities.values())
+
+    @property
+    def stepping(self) -> list[Member]:
+        """Live learners that have reported a step."""
+        return [member for member in self.members.values() if member.reported_at is not None]
+
+    @property
+    def step_seconds(self) -> float:
+        """ξ_step: that of the fastest live learner; 0 while unknown."""
+        return min((float(m.step_seconds) for m in self.stepping), default=0.0)

@@ -1,0 +1,170 @@
+"""Messages, events and effects as JSON and back, checked field by field.
+
+One JSON object a value: ``{"type": "StepReport", "step": 3, …}``. Decoding trusts nothing: unknown
+types and fields, missing fields, wrong kinds, numbers out of range and overlong texts or lists are
+`ProtocolError`s that name the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Literal, TypeVar, cast
+
+from decoupled_diloco.errors import ProtocolError
+
+INTEGER_MAX = 2**53
+TEXT_CHARACTERS_MAX = 1 << 20
+ITEMS_MAX = 1 << 16
+
+_T = TypeVar("_T")
+Json = dict[str, Any]
+_Decoder = Callable[[Any, str], Any]
+
+
+def encode(value: object) -> Json:
+    """A dataclass of this package as a JSON object.
+
+    >>> from decoupled_diloco.protocol.messages import StepReport
+    >>> encode(StepReport(3, 96, 0.5))
+    {'type': 'StepReport', 'step': 3, 'tokens': 96, 'seconds': 0.5}
+    """
+    fields = {name: _plain(getattr(value, name)) for name in _names(type(value))}
+    return {"type": type(value).__name__, **fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float, bool)) or value is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return encode(value)
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
+
+
+def decode(data: object, classes: Iterable[type[_T]]) -> _T:
+    """One of these dataclasses from a JSON object.
+
+    Args:
+        data: what ``json.loads`` gave.
+        classes: what is allowed here.
+
+    Returns:
+        The value.
+
+    Raises:
+        ProtocolError: it is none of them, or a field is wrong; the message names the field.
+    """
+    return cast("_T", _union(tuple(classes))(data, "message"))
+
+
+@cache
+def _union(classes: tuple[type, ...]) -> _Decoder:
+    by_name = {cls.__name__: cls for cls in classes}
+
+    def decoder(data: Any, where: str) -> Any:
+        if not isinstance(data, dict):
+            raise ProtocolError(f"{where} is {type(data).__name__}, not an object")
+        name = data.get("type")
+        if not isinstance(name, str) or name not in by_name:
+            raise ProtocolError(f"{where} has type {str(name)[:40]!r}, expected {sorted(by_name)}")
+        return _object(by_name[name])(data, name)
+
+    return decoder
+
+
+@cache
+def _object(cls: type) -> _Decoder:
+    hints = typing.get_type_hints(cls)
+    fields = {name: _field(hints[name]) for name in _names(cls)}
+
+    def decoder(data: Any, where: str) -> Any:
+        unknown = data.keys() - fields.keys() - {"type"}
+        missing = fields.keys() - data.keys()
+        if unknown or missing:
+            raise ProtocolError(
+                f"{where}: unknown fields {sorted(map(str, unknown))[:5]}, "
+                f"missing {sorted(missing)[:5]}"
+            )
+        return cls(**{name: f(data[name], f"{where}.{name}") for name, f in fields.items()})
+
+    return decoder
+
+
+def _field(hint: Any) -> _Decoder:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return _literal(arguments)
+    if origin is tuple:
+        return _tuple(arguments)
+    if origin in (typing.Union, types.UnionType):
+        rest = [a for a in arguments if a is not type(None)]
+        if len(rest) < len(arguments):
+            inner = _field(rest[0]) if len(rest) == 1 else _union(tuple(rest))
+            return lambda value, where: None if value is None else inner(value, where)
+        return _union(tuple(rest))
+    if dataclasses.is_dataclass(hint):
+        return _union((cast("type", hint),))
+    return {int: _integer, float: _number, str: _text, bool: _boolean}[hint]
+
+
+def _literal(allowed: tuple[Any, ...]) -> _Decoder:
+    def decoder(value: Any, where: str) -> Any:
+        if value not in allowed:
+            raise ProtocolError(f"{where} is {str(value)[:40]!r}, expected one of {allowed}")
+        return value
+
+    return decoder
+
+
+def _tuple(arguments: tuple[Any, ...]) -> _Decoder:
+    variadic = len(arguments) == 2 and arguments[1] is Ellipsis
+    items = [_field(a) for a in (arguments[:1] if variadic else arguments)]
+
+    def decoder(value: Any, where: str) -> Any:
+        if not isinstance(value, list) or len(value) > ITEMS_MAX:
+            raise ProtocolError(f"{where} is not a list of at most {ITEMS_MAX} items")
+        if not variadic and len(value) != len(items):
+            raise ProtocolError(f"{where} has {len(value)} items, expected {len(items)}")
+        decoders = items * len(value) if variadic else items
+        return tuple(
+            d(v, f"{where}[{i}]") for i, (d, v) in enumerate(zip(decoders, value, strict=True))
+        )
+
+    return decoder
+
+
+def _integer(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ProtocolError(f"{where} is {type(value).__name__}, not an integer")
+    if not 0 <= value <= INTEGER_MAX:
+        raise ProtocolError(f"{where} is {value}, outside 0 to 2^53")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ProtocolError(f"{where} is {type(value).__name__}, not a number")
+    if not math.isfinite(value):
+        raise ProtocolError(f"{where} is {value}, not finite")
+    return float(value)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > TEXT_CHARACTERS_MAX:
+        raise ProtocolError(f"{where} is not a text of at most {TEXT_CHARACTERS_MAX} characters")
+    return value
+
+
+def _boolean(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ProtocolError(f"{where} is {type(value).__name__}, not true or false")
+    return value
