@@ -1,0 +1,299 @@
+"""What every transport offers: a control plane of small ordered messages, a data plane of bodies.
+
+The transport decides nothing about the protocol: control messages are dictionaries that JSON can
+carry, bodies are opaque bytes. `memory` (one process) and `http` (aiohttp) implement the same
+interface and pass the same contract tests.
+
+Nothing here asks a user for a timeout. Two derived intervals decide what is lost, both counted
+in time during which this process really ran, so that a paused process does not give up its peers
+the moment it wakes:
+
+- a channel is lost when its peer was silent for `Limits.lost_seconds` (ten missed pings);
+- a transfer is abandoned when no byte of it moved for `max(Limits.stall_seconds, 20 · rtt)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+PIECE_BYTES = 1 << 20
+"""Bodies move between buffers in pieces of this size: large enough for speed, small enough that
+copying one (about 0.1 ms) never delays a ping."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Every size a peer can name, and the derived intervals.
+
+    The defaults are meant for production; tests shorten the intervals.
+
+    Attributes:
+        message_bytes: Largest control message, in bytes of JSON text.
+        outbox_messages: Messages that may wait for a slow peer before its channel is closed.
+        outbox_bytes: The same, in bytes.
+        inbox_messages: Messages that may wait for `receive` before reading from the peer pauses.
+        inbox_bytes: The same, in bytes.
+        streams_per_principal: Requests of the data plane that one principal may have open.
+        connections: Connections of all kinds that a server accepts.
+        header_bytes: Largest request line and largest single header.
+        ping_seconds: Interval of control pings, which measure the round trip as well.
+        lost_seconds: Silence after which a channel is lost: ten pings.
+        stall_seconds: Least time without a moved byte after which a transfer is abandoned. Far
+            above a retransmission timeout (0.2 s and its doublings), below the lease of a learner.
+        retries: Attempts to resume a range after its connection failed.
+    """
+
+    message_bytes: int = 1 << 20
+    outbox_messages: int = 4096
+    outbox_bytes: int = 16 << 20
+    inbox_messages: int = 4096
+    inbox_bytes: int = 16 << 20
+    streams_per_principal: int = 128
+    connections: int = 4096
+    header_bytes: int = 8190
+    ping_seconds: float = 1.0
+    lost_seconds: float = 10.0
+    stall_seconds: float = 5.0
+    retries: int = 5
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who is at the other end of a channel.
+
+    Attributes:
+        principal: Learner id, observer or shard name, as bound by the token.
+        role: What the peer says it is: `learner`, `observer`, `shard`.
+        address: Where it is: the server's `http://host:port`, or the client's `host:port`.
+    """
+
+    principal: str
+    role: str
+    address: str
+
+
+@dataclass
+class Stats:
+    """Application bytes moved by one server or client since it was made."""
+
+    control_bytes_sent: int = 0
+    control_bytes_received: int = 0
+    data_bytes_sent: int = 0
+    data_bytes_received: int = 0
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """How one body was moved.
+
+    Attributes:
+        nbytes: Size of the body.
+        seconds: From the call to the last byte (GET) or the last acknowledgement (PUT).
+        stripes: Connections used in parallel.
+        retries: Ranges that were resumed after a failure.
+        congestion: Congestion control of the sending sockets (`bbr`, `cubic`); empty if unknown.
+        digest: What the sender gave with the body (GET); empty otherwise.
+    """
+
+    nbytes: int
+    seconds: float
+    stripes: int = 1
+    retries: int = 0
+    congestion: str = ""
+    digest: str = ""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Rate of the transfer."""
+        return self.nbytes / max(self.seconds, 1e-9)
+
+
+class Channel(Protocol):
+    """One control connection: ordered, and reliable while it lives."""
+
+    @property
+    def peer(self) -> Peer:
+        """Who is at the other end."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be sent."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is closed; empty while it lives."""
+
+    @property
+    def last_received(self) -> float:
+        """`time.monotonic()` of the last byte heard from the peer, pings and bodies included."""
+
+    @property
+    def rtt(self) -> float | None:
+        """Smallest recent round trip of a ping in seconds, or None before the first answer."""
+
+    def send(self, message: dict[str, object]) -> None:
+        """Put a message into the outbox; never blocks.
+
+        A full outbox means a peer that does not read: the channel is closed with a reason.
+        On a closed channel the message is dropped, and `receive` tells why.
+
+        Raises:
+            ProtocolError: the message is larger than `Limits.message_bytes`.
+        """
+
+    async def receive(self) -> dict[str, object]:
+        """Return the next message; what arrived before the peer closed is still delivered.
+
+        Raises:
+            TransportError: the channel is closed; the text is the reason.
+        """
+
+    async def close(self, reason: str = "") -> None:
+        """Send what waits in the outbox if the peer takes it at once, then close."""
+
+
+class Body(Protocol):
+    """A received body, in a buffer of the pool."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """Exactly the bytes that were sent."""
+
+    def release(self) -> None:
+        """Give the buffer back; `buffer` must not be used afterwards. Calling it twice is fine."""
+
+
+class Upload(Protocol):
+    """A PUT that is expected: one principal, one size, once.
+
+    Whoever called `expect` calls `cancel` when the body is not wanted any more, in a `finally`.
+    """
+
+    @property
+    def url(self) -> str:
+        """Relative URL to give to the uploader."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size expected."""
+
+    @property
+    def received(self) -> int:
+        """Bytes that have arrived so far."""
+
+    @property
+    def body(self) -> Awaitable[Body]:
+        """Await it for the body. Raises TransportError if cancelled or the uploader went away."""
+
+    def cancel(self, reason: str = "") -> None:
+        """Refuse the PUT from now on; a body that arrived but was never taken is released."""
+
+
+class BodyStore(Protocol):
+    """Server side of the data plane."""
+
+    def offer(self, path: str, body: memoryview, digest: str) -> str:
+        """Make a body available to GET and return its relative URL; the same path is replaced.
+
+        Nothing is copied, and transfers in flight finish from the buffer they began with: the
+        memory must not be written to again. Offer a fresh buffer instead.
+        """
+
+    def withdraw(self, path: str) -> None:
+        """Stop offering; a GET that asks afterwards is answered 410."""
+
+    def expect(self, path: str, nbytes: int, principal: str) -> Upload:
+        """Accept one PUT of exactly `nbytes` from `principal`; memory is taken when it begins."""
+
+
+class Server(Protocol):
+    """Accepts control connections and serves bodies on one port."""
+
+    @property
+    def address(self) -> str:
+        """`scheme://host:port`, with the port really bound."""
+
+    @property
+    def bodies(self) -> BodyStore:
+        """The data plane."""
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes moved so far."""
+
+    async def start(self) -> None:
+        """Bind and accept. Raises TransportError if the address cannot be bound."""
+
+    async def stop(self) -> None:
+        """Close all channels, fail all transfers, free the port."""
+
+
+class Client(Protocol):
+    """Dials out; one per process."""
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes moved so far."""
+
+    async def connect(self, address: str, role: str, principal: str) -> Channel:
+        """Open a control channel; one attempt.
+
+        Raises:
+            AccessError: the server refuses: wrong token, or another principal's.
+            TransportError: nobody answers.
+        """
+
+    async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
+        """Send a body.
+
+        Args:
+            url: What the control plane named: relative, or absolute to another host.
+            body: Contiguous bytes, unchanged until this returns.
+            base: Address a relative URL belongs to; default: the one connected to last.
+
+        Raises:
+            AccessError: refused for lack of rights.
+            ProtocolError: refused: unknown, replayed, cancelled, of another size.
+            TransportError: the connection failed and resuming did not help.
+        """
+
+    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
+        """Fill `out` with a body of exactly that size. Arguments and errors as for `put`."""
+
+    async def close(self) -> None:
+        """Close all channels and connections."""
+
+
+OnChannel = Callable[[Channel], Awaitable[None]]
+Health = Callable[[], dict[str, object]]
+
+
+@dataclass
+class Silence:
+    """Counts how long nothing was heard, in time during which this process really ran.
+
+    A step never counts for more than twice its nominal length: a process that was stopped for a
+    minute finds its peers as alive as when it stopped, and has time to read what they sent.
+
+    >>> silence = Silence(step_seconds=1.0, now=0.0)
+    >>> silence.observe(1.0, heard=0), silence.observe(61.0, heard=0)
+    (1.0, 3.0)
+    >>> silence.observe(62.0, heard=7)
+    0.0
+    """
+
+    step_seconds: float
+    now: float
+    heard: object = 0
+    seconds: float = field(default=0.0)
+
+    def observe(self, now: float, heard: object) -> float:
+        """Return the silence so far, given the time and any value that changes when heard."""
+        elapsed, self.now = now - self.now, now
+        if heard != self.heard:
+            self.heard, self.seconds = heard, 0.0
+        else:
+            self.seconds += min(elapsed, 2 * self.step_seconds)
+        return self.seconds

@@ -1,0 +1,384 @@
+"""The server's books of the data plane: what is offered, what is expected, what has arrived.
+
+Both transports use it; it knows no sockets. A PUT passes these states:
+
+    expected ──first bytes──▶ queued ──buffer from the pool──▶ receiving ──every byte──▶ arrived
+       └────────────┴──────────────── cancel, silence ──────────────┴──▶ ended (410, with a reason)
+
+A body may come as several ranges at once, each a `Stream`. A range whose connection broke keeps
+what it received; who resumes it asks `state` for the gaps and takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from decoupled_diloco.errors import TransportError
+from decoupled_diloco.transport.base import Body, Limits
+from decoupled_diloco.transport.pool import PoolBody, ReceivePool
+from decoupled_diloco.transport.ranges import Range, RangeSet
+from decoupled_diloco.transport.tokens import Refusal
+
+PREFIX = "/bodies/"
+ENDED_KEPT = 4096
+"""Ended uploads and withdrawn offers that are remembered, to answer why they are gone."""
+SERVER_PATIENCE = 3
+"""A server waits this many times longer than a client for the next byte, so that the client's
+attempt to resume comes first."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A body that can be fetched."""
+
+    body: memoryview
+    digest: str
+
+
+@dataclass(frozen=True)
+class UploadState:
+    """What somebody who resumes a PUT needs to know."""
+
+    state: str
+    received: list[Range]
+
+
+class Bodies:
+    """The `BodyStore` of a server, and what its connections need from it.
+
+    Args:
+        pool: Where received bodies go.
+        limits: Bounds and intervals.
+    """
+
+    def __init__(self, pool: ReceivePool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self._offers: dict[str, Offer] = {}
+        self._uploads: dict[str, BodyUpload] = {}
+        self._gone: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._streams: dict[str, int] = {}
+
+    def offer(self, path: str, body: memoryview, digest: str) -> str:
+        """See `BodyStore.offer`."""
+        self._offers[_key(path)] = Offer(body.cast("B"), digest)
+        return _url(path)
+
+    def withdraw(self, path: str) -> None:
+        """See `BodyStore.withdraw`."""
+        if self._offers.pop(_key(path), None) is not None:
+            self._remember("GET", _key(path), "was withdrawn")
+
+    def expect(self, path: str, nbytes: int, principal: str) -> BodyUpload:
+        """See `BodyStore.expect`. A path is used once."""
+        assert nbytes > 0
+        key = _key(path)
+        assert key not in self._uploads, f"an upload to {path!r} is expected already"
+        self._gone.pop(("PUT", key), None)
+        upload = BodyUpload(self, key, _url(path), nbytes, principal)
+        self._uploads[key] = upload
+        return upload
+
+    def look_up(self, key: str) -> Offer:
+        """Return what is offered at a path.
+
+        Raises:
+            Refusal: 404 if it never was, 410 if it was withdrawn.
+        """
+        offer = self._offers.get(key)
+        if offer is None:
+            raise self._missing("GET", key, "is not offered here")
+        return offer
+
+    def open(self, key: str, principal: str, part: Range, total: int, take_over: bool) -> Stream:
+        """Begin to receive a range of an upload.
+
+        Args:
+            key: The path.
+            principal: Who sends, as authorised.
+            part: The range that the request will carry.
+            total: Size of the whole body, as the sender understands it.
+            take_over: The sender resumes: end older streams in the range, accept what overlaps.
+
+        Raises:
+            Refusal: and nothing was allocated.
+        """
+        upload = self._upload(key, principal)
+        start, stop = part
+        if total != upload.nbytes:
+            raise Refusal(413, f"{upload.url} expects exactly {upload.nbytes} bytes, not {total}")
+        if not 0 <= start < stop <= upload.nbytes:
+            raise Refusal(416, f"bytes {start} to {stop} do not fit into {upload.nbytes}")
+        if self._streams.get(principal, 0) >= self.limits.streams_per_principal:
+            raise Refusal(
+                429,
+                f"{principal!r} has {self._streams[principal]} transfers open, the limit: "
+                "wait for one to end",
+            )
+        return upload._open(start, stop, take_over)
+
+    def state(self, key: str, principal: str) -> UploadState:
+        """Tell how far an upload is.
+
+        Raises:
+            Refusal: as for `open`.
+        """
+        upload = self._uploads.get(key)
+        if upload is None and self._gone.get(("PUT", key)) == ARRIVED:
+            return UploadState("arrived", [])
+        upload = self._upload(key, principal)
+        return UploadState(upload._phase(), upload._covered().ranges)
+
+    def stop(self, reason: str) -> None:
+        """End all uploads and offers."""
+        for upload in list(self._uploads.values()):
+            upload._end(f"ended: {reason}", status=503)
+        self._offers.clear()
+
+    def _upload(self, key: str, principal: str) -> BodyUpload:
+        upload = self._uploads.get(key)
+        if upload is None:
+            raise self._missing("PUT", key, "is not expected here")
+        if upload.principal != principal:
+            raise Refusal(403, f"{upload.url} is not for {principal!r} to write")
+        return upload
+
+    def _missing(self, method: str, key: str, unknown: str) -> Refusal:
+        why = self._gone.get((method, key))
+        if why is None:
+            return Refusal(404, f"{PREFIX}{key} {unknown}")
+        return Refusal(410, f"{PREFIX}{key} {why}")
+
+    def _remember(self, method: str, key: str, why: str) -> None:
+        self._gone[method, key] = why
+        self._gone.move_to_end((method, key))
+        while len(self._gone) > ENDED_KEPT:
+            self._gone.popitem(last=False)
+
+    def _ended(self, upload: BodyUpload, why: str) -> None:
+        self._uploads.pop(upload.key, None)
+        self._remember("PUT", upload.key, why)
+
+    def _count(self, principal: str, change: int) -> None:
+        count = self._streams.get(principal, 0) + change
+        if count:
+            self._streams[principal] = count
+        else:
+            self._streams.pop(principal, None)
+
+
+ARRIVED = "has arrived already: a body is sent once"
+
+
+class BodyUpload:
+    """One expected PUT; see `Upload`."""
+
+    def __init__(self, bodies: Bodies, key: str, url: str, nbytes: int, principal: str) -> None:
+        self.key = key
+        self.url = url
+        self.nbytes = nbytes
+        self.principal = principal
+        self._bodies = bodies
+        self._done = RangeSet()
+        self._streams: set[Stream] = set()
+        self._memory: PoolBody | None = None
+        self._acquiring: asyncio.Task[PoolBody] | None = None
+        self._taken = False
+        loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[Body] = loop.create_future()
+        self._future.add_done_callback(_retrieve)
+        self._watch: asyncio.TimerHandle | None = None
+        self._watched = 0
+
+    @property
+    def received(self) -> int:
+        """Bytes that have arrived so far."""
+        return self._done.nbytes + sum(stream.position - stream.start for stream in self._streams)
+
+    @property
+    def body(self) -> Awaitable[Body]:
+        """The body, when it has arrived; cancelling who awaits it does not cancel the upload."""
+        return _Arrival(self)
+
+    def cancel(self, reason: str = "") -> None:
+        """Refuse the PUT from now on, and release a body that nobody took."""
+        self._end(f"was cancelled{': ' if reason else ''}{reason}")
+        if not self._taken and not self._future.cancelled() and not self._future.exception():
+            self._future.result().release()
+
+    def _phase(self) -> str:
+        if self._memory is not None:
+            return "receiving"
+        return "queued" if self._acquiring is not None else "expected"
+
+    def _covered(self) -> RangeSet:
+        covered = RangeSet(self._done.ranges)
+        for stream in self._streams:
+            covered.add(stream.start, stream.position)
+        return covered
+
+    def _open(self, start: int, stop: int, take_over: bool) -> Stream:
+        clashing = [s for s in self._streams if s.start < stop and start < s.stop]
+        if not take_over and (clashing or self._done.overlaps(start, stop)):
+            raise Refusal(409, f"{self.url}: bytes {start} to {stop} overlap what was sent before")
+        for stream in clashing:
+            stream._abort(Refusal(409, f"{self.url}: another request took this range over"))
+        stream = Stream(self, start, stop)
+        self._streams.add(stream)
+        self._bodies._count(self.principal, +1)
+        return stream
+
+    async def _allocate(self) -> memoryview:
+        """Return the buffer; the first stream fetches it from the pool, the others wait with it."""
+        if self._memory is None:
+            if self._acquiring is None:
+                self._acquiring = asyncio.create_task(self._bodies.pool.acquire(self.nbytes))
+            memory = await asyncio.shield(self._acquiring)
+            if self._memory is None:
+                if self._future.done():
+                    raise Refusal(410, f"{self.url} has ended")
+                self._memory, self._acquiring = memory, None
+                self._wait_for_more()
+        return self._memory.buffer
+
+    def _closed(self, stream: Stream) -> None:
+        """Keep what a stream received; the last gap closed means that the body has arrived."""
+        if stream not in self._streams:
+            return
+        self._streams.remove(stream)
+        self._bodies._count(self.principal, -1)
+        self._done.add(stream.start, stream.position)
+        if self._future.done():
+            return
+        if self._memory is not None and self._done.ranges == [(0, self.nbytes)]:
+            memory, self._memory = self._memory, None
+            self._future.set_result(memory)
+            self._end(ARRIVED)
+        elif not self._streams and self._acquiring is not None:
+            self._stop_acquiring()
+
+    def _end(self, why: str, status: int = 410) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._bodies._uploads.get(self.key) is self:
+            self._bodies._ended(self, why)
+        if not self._future.done():
+            self._future.set_exception(TransportError(f"{self.url} {why}"))
+        for stream in list(self._streams):
+            stream._abort(Refusal(status, f"{self.url} {why}"))
+        self._stop_acquiring()
+        if self._memory is not None:
+            memory, self._memory = self._memory, None
+            memory.release()
+
+    def _stop_acquiring(self) -> None:
+        task, self._acquiring = self._acquiring, None
+        if task is not None and not task.cancel() and not task.cancelled():
+            task.result().release()
+
+    def _wait_for_more(self) -> None:
+        """Give up an upload of which nothing moved for a whole interval: it holds memory."""
+        seconds = SERVER_PATIENCE * self._bodies.limits.stall_seconds
+        self._watched = self.received
+        self._watch = asyncio.get_running_loop().call_later(seconds, self._check_moved, seconds)
+
+    def _check_moved(self, seconds: float) -> None:
+        if self.received > self._watched:
+            self._wait_for_more()
+            return
+        self._end(
+            f"was given up: {self.received} of {self.nbytes} bytes arrived from "
+            f"{self.principal!r}, then nothing for {seconds:.1f} s"
+        )
+
+
+class Stream:
+    """One range of an upload while its request lasts.
+
+    Use: `await prepare()`, then `write` each piece, `finish`, and `close` in a `finally`.
+    `on_abort` is called if the upload ends meanwhile; `refusal` then says why.
+    """
+
+    def __init__(self, upload: BodyUpload, start: int, stop: int) -> None:
+        self.start = start
+        self.stop = stop
+        self.position = start
+        self.refusal: Refusal | None = None
+        self.on_abort: Callable[[], object] | None = None
+        self._upload = upload
+        self._buffer: memoryview | None = None
+
+    async def prepare(self) -> None:
+        """Wait for memory: this is the backpressure of the pool."""
+        self._buffer = await self._upload._allocate()
+        if self.refusal is not None:
+            raise self.refusal
+
+    def write(self, piece: bytes | memoryview) -> None:
+        """Copy the next piece of the range into the buffer.
+
+        Raises:
+            Refusal: the upload ended, or the range is longer than announced.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        assert self._buffer is not None
+        end = self.position + len(piece)
+        if end > self.stop:
+            raise Refusal(413, f"{self._upload.url}: more bytes than the range announced")
+        self._buffer[self.position : end] = piece
+        self.position = end
+
+    def finish(self) -> None:
+        """Check that the whole range came.
+
+        Raises:
+            Refusal: it is short.
+        """
+        if self.position < self.stop:
+            raise Refusal(
+                400,
+                f"{self._upload.url}: truncated at byte {self.position} of {self.stop}",
+            )
+
+    def close(self) -> None:
+        """End the request; calling it twice is fine."""
+        self._buffer = None
+        self._upload._closed(self)
+
+    def _abort(self, refusal: Refusal) -> None:
+        self.refusal = refusal
+        self.close()
+        if self.on_abort is not None:
+            self.on_abort()
+
+
+class _Arrival:
+    """Awaitable of a body; whoever gets it has taken it, and releases it."""
+
+    def __init__(self, upload: BodyUpload) -> None:
+        self._upload = upload
+
+    def __await__(self) -> Generator[object, None, Body]:
+        body = yield from asyncio.shield(self._upload._future).__await__()
+        self._upload._taken = True
+        return body
+
+
+def _retrieve(future: asyncio.Future[Body]) -> None:
+    """Mark an exception as seen: an upload that nobody awaits any more may fail in silence."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _key(path: str) -> str:
+    return quote(path.strip("/"))
+
+
+def _url(path: str) -> str:
+    return PREFIX + _key(path)

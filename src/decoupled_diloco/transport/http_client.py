@@ -1,0 +1,444 @@
+"""The HTTP client: dials out, and moves bodies over connections apart from the control plane."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractStreamWriter
+from yarl import URL
+
+from decoupled_diloco.errors import ProtocolError, TransportError
+from decoupled_diloco.transport.base import (
+    PIECE_BYTES,
+    Limits,
+    Peer,
+    Silence,
+    Stats,
+    TransferStats,
+)
+from decoupled_diloco.transport.channel import WebSocketChannel
+from decoupled_diloco.transport.http_server import CONTROL, KEEP_ALIVE_SECONDS, READ_BUFFER_BYTES
+from decoupled_diloco.transport.ranges import (
+    Range,
+    RangeSet,
+    read_content_range,
+    read_list,
+    write_content_range,
+    write_range,
+)
+from decoupled_diloco.transport.sockets import BBR, NEAR_RTT_SECONDS, ask_for_congestion
+from decoupled_diloco.transport.stripes import StripeController
+from decoupled_diloco.transport.tokens import refusal_error
+from decoupled_diloco.transport.transfer import Transfer
+
+FIRST_PIECE_BYTES = 64 << 10
+"""Pieces begin small and grow with the link's speed, so that on a slow link progress is seen."""
+STALL_RTTS = 20
+REPLACED_MAX = 3
+"""Times a GET begins again because the body was replaced while it was fetched."""
+
+
+class HttpClient:
+    """A `Client` over HTTP.
+
+    Args:
+        token: Shown as a bearer token, only to servers that this client has connected to and to
+            `trusted`.
+        limits: Bounds and intervals.
+        congestion: Congestion control asked for on sockets that send bodies over a long link;
+            None keeps the kernel's default.
+        trusted: Further addresses (`http://host:port`) that may see the token.
+        rng: Source of jitter; inject a seeded one to repeat a run.
+    """
+
+    def __init__(
+        self,
+        *,
+        token: str | None = None,
+        limits: Limits | None = None,
+        congestion: str | None = BBR,
+        trusted: Iterable[str] = (),
+        rng: random.Random | None = None,
+    ) -> None:
+        self.stats = Stats()
+        self._token = token
+        self._limits = limits or Limits()
+        self._congestion = congestion
+        self._rng = rng or random.Random()
+        self._trusted = {URL(address).origin() for address in trusted}
+        self._principals: dict[URL, str] = {}
+        self._base: URL | None = None
+        self._channels: dict[URL, set[WebSocketChannel]] = {}
+        self._controllers: dict[tuple[URL, str], StripeController] = {}
+        self._control: aiohttp.ClientSession | None = None
+        self._data: aiohttp.ClientSession | None = None
+
+    async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
+        """See `Client.connect`."""
+        origin = URL(address).origin()
+        self._base = origin
+        self._principals[origin] = principal
+        self._trusted.add(origin)
+        headers = {**self._headers(origin), "X-Role": role}
+        try:
+            async with asyncio.timeout(self._limits.lost_seconds):
+                socket = await self._session("control").ws_connect(
+                    origin.with_path(CONTROL),
+                    headers=headers,
+                    autoping=False,
+                    compress=0,
+                    max_msg_size=self._limits.message_bytes,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+                )
+        except aiohttp.WSServerHandshakeError as error:
+            raise refusal_error(
+                error.status, _reason(error.status, error.headers), address
+            ) from None
+        except TimeoutError:
+            raise TransportError(
+                f"{address} did not answer within {self._limits.lost_seconds:g} s"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransportError(f"cannot reach {address}: {error}") from error
+        channel = WebSocketChannel(
+            socket, Peer(principal, role, str(origin)), self._limits, self.stats
+        )
+        channels = self._channels.setdefault(origin, set())
+        channels.add(channel)
+        channel.on_closed = lambda: channels.discard(channel)
+        channel.start()
+        return channel
+
+    async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
+        """See `Client.put`."""
+        target = self._resolve(url, base)
+        view = body.cast("B")
+        put = _Put(self, target, view)
+        transfer = Transfer(len(view), put.move, put.gaps, self._limits.retries, self._rng)
+        count, seconds = await transfer.run(self._controller(target, "PUT"), self.rtt(target))
+        return TransferStats(len(view), seconds, count, transfer.retries, put.congestion)
+
+    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
+        """See `Client.get`."""
+        target = self._resolve(url, base)
+        view = out.cast("B")
+        for _ in range(REPLACED_MAX):
+            get = _Get(self, target, view)
+            transfer = Transfer(len(view), get.move, get.gaps, self._limits.retries, self._rng)
+            try:
+                count, seconds = await transfer.run(
+                    self._controller(target, "GET"), self.rtt(target)
+                )
+            except _ReplacedError:
+                continue
+            return TransferStats(
+                len(view), seconds, count, transfer.retries, get.congestion, get.digest or ""
+            )
+        raise ProtocolError(f"{target} was replaced {REPLACED_MAX} times while it was fetched")
+
+    async def close(self) -> None:
+        """See `Client.close`."""
+        channels = [channel for some in self._channels.values() for channel in some]
+        await asyncio.gather(*(channel.close("the client closes") for channel in channels))
+        for session in (self._control, self._data):
+            if session is not None:
+                await session.close()
+        self._control = self._data = None
+
+    def rtt(self, target: URL) -> float | None:
+        """Return the round trip to a server in seconds, if a channel to it has measured it."""
+        rtts = [channel.rtt for channel in self._channels.get(target.origin(), ())]
+        return min((rtt for rtt in rtts if rtt is not None), default=None)
+
+    def _resolve(self, url: str, base: str) -> URL:
+        target = URL(url, encoded=True)
+        if target.is_absolute():
+            return target
+        origin = URL(base).origin() if base else self._base
+        assert origin is not None, f"connect first, or give a base for the relative url {url!r}"
+        return origin.join(target)
+
+    def _headers(self, target: URL) -> dict[str, str]:
+        """Return who we are; the token only for those who may see it."""
+        origin = target.origin()
+        if origin not in self._trusted:
+            return {}
+        principal = self._principals.get(origin)
+        if principal is None and self._base is not None:
+            principal = self._principals[self._base]
+        headers = {"X-Principal": principal or ""}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        return headers
+
+    def _controller(self, target: URL, method: str) -> StripeController:
+        return self._controllers.setdefault((target.origin(), method), StripeController())
+
+    def _session(self, plane: str) -> aiohttp.ClientSession:
+        """Return the session of a plane; made late, because it belongs to the running loop."""
+        if plane == "control":
+            if self._control is None:
+                self._control = self._new_session()
+            return self._control
+        if self._data is None:
+            self._data = self._new_session()
+        return self._data
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS / 2),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None),
+            auto_decompress=False,
+            read_bufsize=READ_BUFFER_BYTES,
+            headers={"Accept-Encoding": "identity"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    @asynccontextmanager
+    async def request(
+        self, method: str, target: URL, headers: dict[str, str], data: Any = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Open a request of the data plane; errors become ours, refusals carry their sentence."""
+        try:
+            async with self._session("data").request(
+                method,
+                target,
+                headers={**self._headers(target), **headers},
+                data=data,
+                allow_redirects=False,
+            ) as response:
+                if response.status >= 300:
+                    reason = _reason(response.status, response.headers)
+                    raise refusal_error(response.status, reason, str(target))
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransportError(f"{method} {target} failed: {error!r}") from error
+
+    def heard(self, target: URL) -> None:
+        """Note that bytes came from a server."""
+        for channel in self._channels.get(target.origin(), ()):
+            channel.heard()
+
+    def watch(self, target: URL) -> _StallWatch:
+        """Return a watch for one request to a server."""
+        return _StallWatch(
+            max(self._limits.stall_seconds, STALL_RTTS * (self.rtt(target) or 0.0)), target
+        )
+
+    def congestion(self, target: URL) -> str | None:
+        """Return the congestion control to ask for on the way to a server."""
+        rtt = self.rtt(target)
+        return self._congestion if rtt is not None and rtt > NEAR_RTT_SECONDS else None
+
+
+class _Put:
+    """Sends the ranges of one body."""
+
+    def __init__(self, client: HttpClient, target: URL, body: memoryview) -> None:
+        self.congestion = ""
+        self._client = client
+        self._target = target
+        self._body = body
+
+    async def move(self, start: int, stop: int, resumed: bool) -> None:
+        headers = {"Content-Range": write_content_range(start, stop, len(self._body))}
+        if resumed:
+            headers["X-Take-Over"] = "1"
+        watch = self._client.watch(self._target)
+        payload = _Pieces(self, self._body[start:stop], watch)
+
+        async def alive() -> bool:
+            return await self._moves(start, stop, watch)
+
+        async with (
+            watch.guard(alive),
+            self._client.request("PUT", self._target, headers, payload) as response,
+        ):
+            await response.read()
+
+    async def gaps(self, start: int, stop: int) -> list[Range]:
+        state, received = await self._ask()
+        return [] if state == "arrived" else received.missing(start, stop)
+
+    async def _moves(self, start: int, stop: int, watch: _StallWatch) -> bool:
+        """Ask the server, when nothing moved here, whether it moves there or waits for memory."""
+        try:
+            async with asyncio.timeout(watch.seconds):
+                state, received = await self._ask()
+        except (TransportError, ProtocolError, TimeoutError):
+            return False
+        left = sum(right - left for left, right in received.missing(start, stop))
+        return state in ("queued", "arrived") or watch.shrinks(left)
+
+    async def _ask(self) -> tuple[str, RangeSet]:
+        async with self._client.request("HEAD", self._target, {}) as response:
+            received = read_list(response.headers.get("X-Received", ""))
+            return response.headers.get("X-State", ""), RangeSet(received)
+
+    def sent(self, nbytes: int) -> None:
+        self._client.stats.data_bytes_sent += nbytes
+
+    def tune(self, writer: AbstractStreamWriter) -> None:
+        """Set the congestion control of the connection that a payload is about to use."""
+        transport = getattr(writer, "transport", None)
+        self.congestion = ask_for_congestion(transport, self._client.congestion(self._target))
+
+
+class _Pieces(aiohttp.Payload):
+    """Writes a view in pieces, without copying it."""
+
+    def __init__(self, put: _Put, view: memoryview, watch: _StallWatch) -> None:
+        super().__init__(view)
+        self._put = put
+        self._view = view
+        self._watch = watch
+        self._size = len(view)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        raise TypeError("a body is bytes")
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        self._put.tune(writer)
+        position, size = 0, FIRST_PIECE_BYTES
+        while position < len(self._view):
+            piece = self._view[position : position + size]
+            before = time.monotonic()
+            await writer.write(piece)
+            seconds = time.monotonic() - before
+            position += len(piece)
+            self._watch.moved += 1
+            self._put.sent(len(piece))
+            if seconds < 0.1:
+                size = min(2 * size, PIECE_BYTES)
+            elif seconds > 0.5:
+                size = max(size // 2, FIRST_PIECE_BYTES)
+
+    async def write_with_length(
+        self, writer: AbstractStreamWriter, content_length: int | None
+    ) -> None:
+        await self.write(writer)
+
+
+class _ReplacedError(Exception):
+    """The body changed between two ranges of one GET."""
+
+
+class _Get:
+    """Fetches the ranges of one body into a buffer."""
+
+    def __init__(self, client: HttpClient, target: URL, out: memoryview) -> None:
+        self.congestion = ""
+        self.digest: str | None = None
+        self._client = client
+        self._target = target
+        self._out = out
+        self._arrived = RangeSet()
+
+    async def move(self, start: int, stop: int, resumed: bool) -> None:
+        headers = {}
+        if (start, stop) != (0, len(self._out)):
+            headers["Range"] = write_range(start, stop)
+        watch = self._client.watch(self._target)
+        position = start
+        try:
+            async with (
+                watch.guard(None),
+                self._client.request("GET", self._target, headers) as response,
+            ):
+                self._check(response, start, stop)
+                while position < stop:
+                    piece, _ = await response.content.readchunk()
+                    if not piece:
+                        raise TransportError(f"GET {self._target}: the connection ended early")
+                    end = position + len(piece)
+                    if end > stop:
+                        raise ProtocolError(f"GET {self._target}: more bytes than announced")
+                    self._out[position:end] = piece
+                    position = end
+                    watch.moved += 1
+                    self._client.stats.data_bytes_received += len(piece)
+                    self._client.heard(self._target)
+        finally:
+            self._arrived.add(start, position)
+
+    async def gaps(self, start: int, stop: int) -> list[Range]:
+        return self._arrived.missing(start, stop)
+
+    def _check(self, response: aiohttp.ClientResponse, start: int, stop: int) -> None:
+        """Compare what the server announces with what was asked."""
+        announced = read_content_range(response.headers.get("Content-Range", ""))
+        if announced is None and response.status == 200:
+            announced = (0, response.content_length or 0, response.content_length or 0)
+        if announced is None or announced[2] != len(self._out):
+            size = "an unknown number of" if announced is None else announced[2]
+            raise ProtocolError(
+                f"GET {self._target}: the body has {size} bytes, {len(self._out)} are wanted"
+            )
+        if announced[:2] != (start, stop):
+            raise ProtocolError(f"GET {self._target}: another range came than was asked for")
+        digest = response.headers.get("ETag", "").strip('"')
+        if self.digest is not None and digest != self.digest:
+            raise _ReplacedError
+        self.digest = digest
+        self.congestion = response.headers.get("X-Congestion", "")
+
+
+class _StallWatch:
+    """Ends a request of which no byte moved for a whole interval."""
+
+    def __init__(self, seconds: float, target: URL) -> None:
+        self.seconds = seconds
+        self.moved = 0
+        self._target = target
+        self._left: int | None = None
+
+    def shrinks(self, left: int) -> bool:
+        """Whether less is missing than when last asked."""
+        before, self._left = self._left, left
+        return before is None or left < before
+
+    @asynccontextmanager
+    async def guard(self, alive: Any) -> AsyncIterator[None]:
+        """Watch the block; `alive` is asked before giving up, because a full pool is no stall."""
+        task = asyncio.current_task()
+        assert task is not None
+        gave_up = False
+
+        async def watch() -> None:
+            nonlocal gave_up
+            step = self.seconds / 5
+            silence = Silence(step, time.monotonic())
+            while True:
+                await asyncio.sleep(step)
+                if silence.observe(time.monotonic(), self.moved) < self.seconds:
+                    continue
+                if alive is not None and await alive():
+                    silence = Silence(step, time.monotonic(), self.moved)
+                    continue
+                gave_up = True
+                task.cancel()
+                return
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if gave_up:
+                task.uncancel()
+                raise TransportError(
+                    f"{self._target}: no byte moved for {self.seconds:.1f} s"
+                ) from None
+            raise
+        finally:
+            watcher.cancel()
+
+
+def _reason(status: int, headers: Any) -> str:
+    reason = (headers or {}).get("X-Reason")
+    return str(reason) if reason else f"the server answered {status}"

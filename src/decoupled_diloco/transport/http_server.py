@@ -1,0 +1,391 @@
+"""The HTTP server: control over WebSockets, bodies over PUT and GET, `/healthz`, on one port.
+
+GET  /control         upgrades to a WebSocket; headers Authorization, X-Principal, X-Role
+PUT  /bodies/PATH     a body or, with Content-Range, a part of one
+HEAD /bodies/PATH     how far a PUT is: X-State, X-Received; what a resuming client asks
+GET  /bodies/PATH     a body or, with Range, a part of one; ETag is the digest
+GET  /healthz         a JSON object, without a token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import sys
+import termios
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from decoupled_diloco.errors import TransportError
+from decoupled_diloco.transport.base import (
+    PIECE_BYTES,
+    Health,
+    Limits,
+    OnChannel,
+    Peer,
+    Stats,
+)
+from decoupled_diloco.transport.bodies import PREFIX, Bodies, Offer, Stream
+from decoupled_diloco.transport.channel import WebSocketChannel
+from decoupled_diloco.transport.pool import ReceivePool
+from decoupled_diloco.transport.ranges import (
+    Range,
+    read_content_range,
+    read_range,
+    write_content_range,
+    write_list,
+)
+from decoupled_diloco.transport.sockets import BBR, NEAR_RTT_SECONDS, ask_for_congestion
+from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role
+
+logger = logging.getLogger(__name__)
+
+CONTROL = "/control"
+READ_BUFFER_BYTES = 1 << 20
+LINGER_SECONDS = 2.0
+"""How long what a refused client still sends is thrown away, so that it can read the refusal."""
+KEEP_ALIVE_SECONDS = 300.0
+"""Data connections outlive the pauses between syncs: a new one begins with slow start."""
+
+
+class HttpServer:
+    """A `Server` over HTTP.
+
+    Args:
+        host: Address to bind to.
+        port: Port, 0 for any.
+        tokens: Who may speak.
+        on_channel: Run for each control connection; the channel closes when it returns.
+        health: What `/healthz` answers.
+        pool_bytes: Size of the receive pool.
+        limits: Bounds and intervals.
+        congestion: Congestion control asked for on sockets that send bodies over a long link;
+            None keeps the kernel's default.
+
+    Raises:
+        ConfigError: no token on an address that others can reach.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tokens: Tokens | None = None,
+        on_channel: OnChannel,
+        health: Health = dict,
+        pool_bytes: int = 1 << 30,
+        limits: Limits | None = None,
+        congestion: str | None = BBR,
+    ) -> None:
+        self.stats = Stats()
+        self._host = host
+        self._port = port
+        self._tokens = tokens or Tokens()
+        self._tokens.check_bind(host)
+        self._on_channel = on_channel
+        self._health = health
+        self._limits = limits or Limits()
+        self._congestion = congestion
+        self._pool = ReceivePool(pool_bytes)
+        self._bodies = Bodies(self._pool, self._limits)
+        self._channels: dict[str, set[WebSocketChannel]] = {}
+        self._handlers: set[asyncio.Task[Any]] = set()
+        self._web: web.Server | None = None
+        self._listener: asyncio.Server | None = None
+
+    @property
+    def bodies(self) -> Bodies:
+        """The data plane."""
+        return self._bodies
+
+    @property
+    def pool(self) -> ReceivePool:
+        """The receive buffers."""
+        return self._pool
+
+    @property
+    def address(self) -> str:
+        """`http://host:port`."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    async def start(self) -> None:
+        """See `Server.start`."""
+        self._web = web.Server(
+            self._handle,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            max_line_size=self._limits.header_bytes,
+            max_field_size=self._limits.header_bytes,
+            read_bufsize=READ_BUFFER_BYTES,
+            lingering_time=LINGER_SECONDS,
+            keepalive_timeout=KEEP_ALIVE_SECONDS,
+        )
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                self._accept, self._host, self._port, backlog=512
+            )
+        except OSError as error:
+            raise TransportError(
+                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}"
+            ) from error
+        self._port = self._listener.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """See `Server.stop`."""
+        if self._listener is None or self._web is None:
+            return
+        self._listener.close()
+        channels = [channel for some in self._channels.values() for channel in some]
+        await asyncio.gather(*(channel.close("the server stops") for channel in channels))
+        self._bodies.stop("the server stops")
+        await asyncio.sleep(0)
+        for task in list(self._handlers):
+            task.cancel()
+        await asyncio.gather(*self._handlers, return_exceptions=True)
+        await self._web.shutdown(timeout=0.1)
+        await self._listener.wait_closed()
+        self._listener = self._web = None
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        assert self._web is not None
+        if len(self._web.connections) >= self._limits.connections:
+            return _Full(self._limits.connections)
+        return self._web()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        try:
+            return await self._dispatch(request)
+        except Refusal as refusal:
+            return _refuse(refusal)
+        finally:
+            self._handlers.discard(task)
+
+    async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.rel_url.raw_path
+        if path == "/healthz" and request.method == "GET":
+            return web.Response(text=json.dumps(self._health()), content_type="application/json")
+        if "Origin" in request.headers:
+            raise Refusal(403, "browsers may not speak here: this is the plane of learners")
+        principal = self._tokens.authorize(
+            request.headers.get("Authorization"), request.headers.get("X-Principal", "")
+        )
+        if path == CONTROL and request.method == "GET":
+            return await self._control(request, principal)
+        if path.startswith(PREFIX):
+            key = path[len(PREFIX) :]
+            serve = {"PUT": self._put, "GET": self._get, "HEAD": self._head}.get(request.method)
+            if serve is None:
+                raise Refusal(405, f"{request.method} is not served: use PUT, GET or HEAD")
+            self._touch(principal)
+            return await serve(request, principal, key)
+        raise Refusal(404, f"nothing is served at {path[:200]}")
+
+    async def _control(self, request: web.BaseRequest, principal: str) -> web.StreamResponse:
+        role = request.headers.get("X-Role", "")
+        check_role(role)
+        ws = web.WebSocketResponse(
+            autoping=False, compress=False, max_msg_size=self._limits.message_bytes, timeout=1.0
+        )
+        try:
+            await ws.prepare(request)
+        except web.HTTPException as error:
+            raise Refusal(error.status, "the control plane is a WebSocket") from None
+        address = _address(request)
+        channel = WebSocketChannel(ws, Peer(principal, role, address), self._limits, self.stats)
+        channels = self._channels.setdefault(principal, set())
+        channels.add(channel)
+        channel.start()
+        reason = "the server has nothing more to say"
+        try:
+            await self._on_channel(channel)
+        except TransportError:
+            pass  # The channel closed while the handler used it; its reason says why.
+        except Exception:
+            logger.exception("the handler of %s failed", principal)
+            reason = "the server failed on this channel; its log says why"
+        finally:
+            channels.discard(channel)
+            if not channels:
+                self._channels.pop(principal, None)
+            await channel.close(reason)
+        return ws
+
+    async def _put(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
+        part, total = _part_of_put(request)
+        stream = self._bodies.open(
+            key, principal, part, total, take_over="X-Take-Over" in request.headers
+        )
+        task = asyncio.current_task()
+        assert task is not None
+        stream.on_abort = task.cancel
+        try:
+            await self._receive(request, stream, principal)
+        except asyncio.CancelledError:
+            if stream.refusal is None or request.transport is None:
+                raise
+            task.uncancel()
+            raise stream.refusal from None
+        finally:
+            stream.on_abort = None
+            stream.close()
+        return web.Response(status=204)
+
+    async def _receive(self, request: web.BaseRequest, stream: Stream, principal: str) -> None:
+        await stream.prepare()
+        content = request.content
+        channels = self._channels.get(principal, ())
+        try:
+            while stream.position < stream.stop:
+                piece, _ = await content.readchunk()
+                if not piece:
+                    break
+                stream.write(piece)
+                self.stats.data_bytes_received += len(piece)
+                for channel in channels:
+                    channel.heard()
+        except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
+            raise Refusal(400, f"the connection broke: {error}") from None
+        stream.finish()
+
+    async def _head(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
+        state = self._bodies.state(key, principal)
+        headers = {"X-State": state.state, "X-Received": write_list(state.received)}
+        return web.Response(status=204, headers=headers)
+
+    async def _get(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
+        offer = self._bodies.look_up(key)
+        start, stop = _part_of_get(request, offer)
+        response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
+        response.content_length = stop - start
+        response.headers["Content-Range"] = write_content_range(start, stop, len(offer.body))
+        response.headers["Accept-Ranges"] = "bytes"
+        response.headers["ETag"] = f'"{offer.digest}"'
+        response.headers["X-Congestion"] = ask_for_congestion(
+            request.transport, self._congestion if self._far(principal) else None
+        )
+        await response.prepare(request)
+        guard = _WriteGuard(request, 3 * self._limits.stall_seconds)
+        try:
+            for position in range(start, stop, PIECE_BYTES):
+                piece = offer.body[position : min(position + PIECE_BYTES, stop)]
+                await response.write(piece)
+                self.stats.data_bytes_sent += len(piece)
+            await response.write_eof()
+        except ConnectionError as error:
+            logger.debug("GET %s by %s ended: %s", key, principal, error)
+        finally:
+            guard.cancel()
+        return response
+
+    def _far(self, principal: str) -> bool:
+        rtts = [channel.rtt for channel in self._channels.get(principal, ()) if channel.rtt]
+        return bool(rtts) and min(rtts) > NEAR_RTT_SECONDS
+
+    def _touch(self, principal: str) -> None:
+        for channel in self._channels.get(principal, ()):
+            channel.heard()
+
+
+class _WriteGuard:
+    """Aborts a connection whose reader takes nothing for a whole interval."""
+
+    def __init__(self, request: web.BaseRequest, seconds: float) -> None:
+        self._transport = request.transport
+        self._seconds = seconds
+        self._seen = (-1, -1)
+        self._handle = asyncio.get_running_loop().call_later(seconds, self._check)
+
+    def cancel(self) -> None:
+        """Stop watching."""
+        self._handle.cancel()
+
+    def _check(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        assert isinstance(transport, asyncio.WriteTransport)
+        waiting = (transport.get_write_buffer_size(), _unsent(transport))
+        if waiting == self._seen:
+            transport.abort()
+            return
+        self._seen = waiting
+        self._handle = asyncio.get_running_loop().call_later(self._seconds, self._check)
+
+
+class _Full(asyncio.Protocol):
+    """Turns away a connection above the limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._text = f"this server has {limit} connections, its limit: try again later"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(
+            f"HTTP/1.1 503 Service Unavailable\r\nContent-Length: {len(self._text)}\r\n"
+            f"X-Reason: {self._text}\r\nConnection: close\r\n\r\n{self._text}".encode()
+        )
+        transport.close()
+
+
+def _part_of_put(request: web.BaseRequest) -> tuple[Range, int]:
+    """Return the range that a PUT carries and the size of the whole body.
+
+    Raises:
+        Refusal: 411, 415 or 416.
+    """
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise Refusal(415, "bodies are sent as they are, without Content-Encoding")
+    length = request.content_length
+    if length is None or "Transfer-Encoding" in request.headers:
+        raise Refusal(411, "a PUT names its Content-Length")
+    text = request.headers.get("Content-Range")
+    if text is None:
+        return (0, length), length
+    content = read_content_range(text)
+    if content is None or content[1] - content[0] != length:
+        raise Refusal(416, f"Content-Range {text[:100]!r} does not fit a body of {length} bytes")
+    return (content[0], content[1]), content[2]
+
+
+def _part_of_get(request: web.BaseRequest, offer: Offer) -> Range:
+    text = request.headers.get("Range")
+    if text is None:
+        return 0, len(offer.body)
+    part = read_range(text)
+    if part is None or part[1] > len(offer.body):
+        raise Refusal(416, f"Range {text[:100]!r} does not fit a body of {len(offer.body)} bytes")
+    return part
+
+
+def _address(request: web.BaseRequest) -> str:
+    """Return where a request comes from, as `host:port`."""
+    name = request.transport.get_extra_info("peername") if request.transport else None
+    return f"{name[0]}:{name[1]}" if name else "unknown"
+
+
+def _refuse(refusal: Refusal) -> web.Response:
+    """Answer with the sentence, in the body and in a header (HEAD and WebSockets see only that)."""
+    reason = " ".join(refusal.text.split()).encode("ascii", "replace").decode()[:1000]
+    return web.Response(status=refusal.status, text=refusal.text, headers={"X-Reason": reason})
+
+
+def _unsent(transport: asyncio.WriteTransport) -> int:
+    """Return the bytes in the kernel's send buffer that the peer has not acknowledged."""
+    sock = transport.get_extra_info("socket")
+    try:
+        return int.from_bytes(
+            fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4), sys.byteorder
+        )
+    except OSError:
+        return 0

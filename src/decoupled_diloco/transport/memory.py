@@ -1,0 +1,418 @@
+"""The transport within one process: the same books and the same rules, without sockets.
+
+For running real shells side by side in one event loop. Faults are optional and seeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from dataclasses import dataclass, field
+
+from yarl import URL
+
+from decoupled_diloco.errors import ProtocolError, TransportError
+from decoupled_diloco.transport.base import (
+    PIECE_BYTES,
+    Health,
+    Limits,
+    OnChannel,
+    Peer,
+    Stats,
+    TransferStats,
+)
+from decoupled_diloco.transport.bodies import PREFIX, Bodies, Stream
+from decoupled_diloco.transport.channel import Mailbox, decode, encode
+from decoupled_diloco.transport.pool import ReceivePool
+from decoupled_diloco.transport.ranges import Range, RangeSet
+from decoupled_diloco.transport.stripes import StripeController
+from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role, refusal_error
+from decoupled_diloco.transport.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Faults:
+    """Probabilities of trouble, drawn from a seeded source.
+
+    Attributes:
+        rng: Source of all choices.
+        refuse: That an attempt to connect finds nobody.
+        cut: That sending a message finds the channel cut; what was in flight is lost both ways.
+        cut_body: That a piece of a body finds its connection cut; the range is resumed.
+    """
+
+    rng: random.Random
+    refuse: float = 0.0
+    cut: float = 0.0
+    cut_body: float = 0.0
+
+    def strikes(self, probability: float) -> bool:
+        """Draw."""
+        return probability > 0 and self.rng.random() < probability
+
+
+@dataclass
+class MemoryNetwork:
+    """Where servers are found by address."""
+
+    faults: Faults | None = None
+    servers: dict[str, MemoryServer] = field(default_factory=dict)
+    _ports: itertools.count[int] = field(default_factory=lambda: itertools.count(40000))
+
+    def find(self, address: str) -> MemoryServer:
+        """Return the server at an address.
+
+        Raises:
+            TransportError: nobody listens there.
+        """
+        server = self.servers.get(address)
+        if server is None:
+            raise TransportError(f"cannot reach {address}: nobody listens there")
+        return server
+
+    def strikes(self, kind: str) -> bool:
+        """Whether a fault of a kind happens now."""
+        return self.faults is not None and self.faults.strikes(getattr(self.faults, kind))
+
+
+class MemoryChannel:
+    """One end of a pair of queues."""
+
+    def __init__(self, network: MemoryNetwork, peer: Peer, limits: Limits, stats: Stats) -> None:
+        self.peer = peer
+        self.reason = ""
+        self.rtt: float | None = 0.0
+        self._network = network
+        self._limits = limits
+        self._stats = stats
+        self._closed_at: float | None = None
+        self._inbox = Mailbox(
+            limits.inbox_messages + limits.outbox_messages, limits.inbox_bytes + limits.outbox_bytes
+        )
+        self._other: MemoryChannel = self
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be sent."""
+        return self._closed_at is not None
+
+    @property
+    def last_received(self) -> float:
+        """A peer in the same process is heard at any time."""
+        return time.monotonic() if self._closed_at is None else self._closed_at
+
+    def send(self, message: dict[str, object]) -> None:
+        """See `Channel.send`."""
+        text = encode(message, self._limits)
+        if self.closed:
+            return
+        if self._network.strikes("cut"):
+            self.cut()
+            return
+        other = self._other
+        if len(text) > other._limits.message_bytes:
+            other.shut(
+                f"protocol violation by {other.peer.principal!r}: a message of {len(text)} bytes "
+                f"exceeds {other._limits.message_bytes}"
+            )
+        elif other._inbox.full:
+            self.shut(
+                f"slow peer: {len(other._inbox)} messages of {other._inbox.nbytes} bytes wait for "
+                f"{self.peer.principal!r}"
+            )
+        else:
+            self._stats.control_bytes_sent += len(text)
+            other._stats.control_bytes_received += len(text)
+            other._inbox.put(text)
+
+    async def receive(self) -> dict[str, object]:
+        """See `Channel.receive`."""
+        while not self._inbox:
+            if self.closed:
+                raise TransportError(f"channel closed: {self.reason}")
+            await self._inbox.wait()
+        return decode(self._inbox.pop())
+
+    async def close(self, reason: str = "") -> None:
+        """See `Channel.close`."""
+        self.shut(reason or "closed by this side")
+        await asyncio.sleep(0)
+
+    def shut(self, reason: str) -> None:
+        """Close both ends; the other end is told the reason."""
+        if self.closed:
+            return
+        self._mark(reason)
+        other = self._other
+        other._mark(f"closed by {other.peer.principal!r} at {other.peer.address}: {reason}")
+
+    def cut(self) -> None:
+        """Lose the connection, and what was in flight."""
+        for end in (self, self._other):
+            while end._inbox:
+                end._inbox.pop()
+            end._mark(f"connection to {end.peer.principal!r} at {end.peer.address} lost")
+
+    def _mark(self, reason: str) -> None:
+        if not self.closed:
+            self._closed_at = time.monotonic()
+            self.reason = reason
+            self._inbox.changed.set()
+
+
+class MemoryServer:
+    """A `Server` in this process; arguments as for `HttpServer`."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tokens: Tokens | None = None,
+        on_channel: OnChannel,
+        health: Health = dict,
+        pool_bytes: int = 1 << 30,
+        limits: Limits | None = None,
+    ) -> None:
+        self.stats = Stats()
+        self.limits = limits or Limits()
+        self.tokens = tokens or Tokens()
+        self.tokens.check_bind(host)
+        self.health = health
+        self.pool = ReceivePool(pool_bytes)
+        self.bodies = Bodies(self.pool, self.limits)
+        self._network = network
+        self._host = host
+        self._port = port
+        self._on_channel = on_channel
+        self._channels: dict[MemoryChannel, asyncio.Task[None]] = {}
+
+    @property
+    def address(self) -> str:
+        """`memory://host:port`."""
+        return f"memory://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """See `Server.start`."""
+        if self._port == 0:
+            self._port = next(self._network._ports)
+        if self.address in self._network.servers:
+            raise TransportError(f"cannot listen on {self.address}: the address is in use")
+        self._network.servers[self.address] = self
+
+    async def stop(self) -> None:
+        """See `Server.stop`."""
+        if self._network.servers.get(self.address) is self:
+            del self._network.servers[self.address]
+        for channel in list(self._channels):
+            channel.shut("the server stops")
+        self.bodies.stop("the server stops")
+        await asyncio.sleep(0)
+        tasks = list(self._channels.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def accept(self, channel: MemoryChannel) -> None:
+        """Serve one end of a new channel."""
+        self._channels[channel] = asyncio.create_task(self._serve(channel))
+
+    async def _serve(self, channel: MemoryChannel) -> None:
+        reason = "the server has nothing more to say"
+        try:
+            await self._on_channel(channel)
+        except TransportError:
+            pass  # The channel closed while the handler used it; its reason says why.
+        except Exception:
+            logger.exception("the handler of %s failed", channel.peer.principal)
+            reason = "the server failed on this channel; its log says why"
+        finally:
+            self._channels.pop(channel, None)
+            channel.shut(reason)
+
+
+class MemoryClient:
+    """A `Client` in this process; arguments as for `HttpClient`."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        *,
+        token: str | None = None,
+        limits: Limits | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.stats = Stats()
+        self._network = network
+        self._token = token
+        self._limits = limits or Limits()
+        self._rng = rng or random.Random()
+        self._base = ""
+        self._principals: dict[str, str] = {}
+        self._channels: set[MemoryChannel] = set()
+
+    async def connect(self, address: str, role: str, principal: str) -> MemoryChannel:
+        """See `Client.connect`."""
+        self._base = address
+        self._principals[address] = principal
+        await asyncio.sleep(0)
+        server = self._network.find(address)
+        if self._network.strikes("refuse"):
+            raise TransportError(f"cannot reach {address}: refused by a fault")
+        try:
+            check_role(role)
+            self.authorize(server)
+        except Refusal as refusal:
+            raise refusal_error(refusal.status, refusal.text, address) from None
+        mine = MemoryChannel(
+            self._network, Peer(principal, role, address), self._limits, self.stats
+        )
+        peer = Peer(principal, role, f"memory:{id(mine):x}")
+        theirs = MemoryChannel(self._network, peer, server.limits, server.stats)
+        mine._other, theirs._other = theirs, mine
+        self._channels = {channel for channel in self._channels if not channel.closed} | {mine}
+        server.accept(theirs)
+        return mine
+
+    async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
+        """See `Client.put`."""
+        move = _MemoryPut(self, *self._resolve(url, base), body.cast("B"))
+        return await self._run(move, len(body.cast("B")))
+
+    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
+        """See `Client.get`."""
+        move = _MemoryGet(self, *self._resolve(url, base), out.cast("B"))
+        return await self._run(move, len(out.cast("B")))
+
+    async def close(self) -> None:
+        """See `Client.close`."""
+        for channel in self._channels:
+            channel.shut("the client closes")
+        await asyncio.sleep(0)
+
+    def authorize(self, server: MemoryServer) -> str:
+        """Return the principal under which the server knows this client."""
+        principal = self._principals.get(server.address, self._principals.get(self._base, ""))
+        header = None if self._token is None else f"Bearer {self._token}"
+        return server.tokens.authorize(header, principal)
+
+    def server(self, address: str) -> MemoryServer:
+        """Return the server that holds a body."""
+        return self._network.find(address)
+
+    def piece_lost(self) -> None:
+        """Lose the connection of a body, if the faults say so."""
+        if self._network.strikes("cut_body"):
+            raise TransportError("the connection was cut by a fault")
+
+    def _resolve(self, url: str, base: str) -> tuple[str, str]:
+        target = URL(url, encoded=True)
+        if target.is_absolute():
+            return str(target.origin()), target.raw_path.removeprefix(PREFIX)
+        assert base or self._base, f"connect first, or give a base for the relative url {url!r}"
+        return base or self._base, target.raw_path.removeprefix(PREFIX)
+
+    async def _run(self, move: _MemoryPut | _MemoryGet, nbytes: int) -> TransferStats:
+        transfer = Transfer(nbytes, move.move, move.gaps, self._limits.retries, self._rng)
+        count, seconds = await transfer.run(StripeController(), 0.0)
+        return TransferStats(nbytes, seconds, count, transfer.retries, "memory", move.digest)
+
+
+class _MemoryPut:
+    """Writes the ranges of one body into the server's books."""
+
+    digest = ""
+
+    def __init__(self, client: MemoryClient, address: str, key: str, body: memoryview) -> None:
+        self._client = client
+        self._address = address
+        self._key = key
+        self._body = body
+
+    async def move(self, start: int, stop: int, resumed: bool) -> None:
+        server = self._client.server(self._address)
+        try:
+            principal = self._client.authorize(server)
+            stream = server.bodies.open(
+                self._key, principal, (start, stop), len(self._body), resumed
+            )
+            await self._send(server, stream)
+        except Refusal as refusal:
+            target = f"{self._address}{PREFIX}{self._key}"
+            raise refusal_error(refusal.status, refusal.text, target) from None
+
+    async def _send(self, server: MemoryServer, stream: Stream) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        stream.on_abort = task.cancel
+        try:
+            await stream.prepare()
+            for position in range(stream.start, stream.stop, PIECE_BYTES):
+                self._client.piece_lost()
+                piece = self._body[position : min(position + PIECE_BYTES, stream.stop)]
+                stream.write(piece)
+                self._client.stats.data_bytes_sent += len(piece)
+                server.stats.data_bytes_received += len(piece)
+                await asyncio.sleep(0)
+            stream.finish()
+        except asyncio.CancelledError:
+            if stream.refusal is None:
+                raise
+            task.uncancel()
+            raise stream.refusal from None
+        finally:
+            stream.on_abort = None
+            stream.close()
+
+    async def gaps(self, start: int, stop: int) -> list[Range]:
+        server = self._client.server(self._address)
+        try:
+            state = server.bodies.state(self._key, self._client.authorize(server))
+        except Refusal as refusal:
+            raise refusal_error(refusal.status, refusal.text, self._address) from None
+        return [] if state.state == "arrived" else RangeSet(state.received).missing(start, stop)
+
+
+class _MemoryGet:
+    """Reads the ranges of one offer."""
+
+    def __init__(self, client: MemoryClient, address: str, key: str, out: memoryview) -> None:
+        self.digest = ""
+        self._client = client
+        self._address = address
+        self._key = key
+        self._out = out
+        self._arrived = RangeSet()
+
+    async def move(self, start: int, stop: int, resumed: bool) -> None:
+        server = self._client.server(self._address)
+        target = f"{self._address}{PREFIX}{self._key}"
+        try:
+            self._client.authorize(server)
+            offer = server.bodies.look_up(self._key)
+        except Refusal as refusal:
+            raise refusal_error(refusal.status, refusal.text, target) from None
+        if len(offer.body) != len(self._out):
+            raise ProtocolError(
+                f"GET {target}: the body has {len(offer.body)} bytes, {len(self._out)} are wanted"
+            )
+        self.digest = offer.digest
+        for position in range(start, stop, PIECE_BYTES):
+            self._client.piece_lost()
+            end = min(position + PIECE_BYTES, stop)
+            self._out[position:end] = offer.body[position:end]
+            self._arrived.add(position, end)
+            server.stats.data_bytes_sent += end - position
+            self._client.stats.data_bytes_received += end - position
+            await asyncio.sleep(0)
+            if server.address not in self._client._network.servers:
+                raise TransportError(f"GET {target}: the server stopped")
+
+    async def gaps(self, start: int, stop: int) -> list[Range]:
+        return self._arrived.missing(start, stop)

@@ -1,0 +1,107 @@
+"""A bounded pool of buffers that received bodies are read into."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class PoolBody:
+    """A buffer on loan from the pool."""
+
+    def __init__(self, pool: ReceivePool, storage: bytearray) -> None:
+        self._pool = pool
+        self._storage: bytearray | None = storage
+        self._nbytes = len(storage)
+        self.buffer = memoryview(storage)
+
+    def release(self) -> None:
+        """Give the buffer back; calling it twice is fine."""
+        storage, self._storage = self._storage, None
+        if storage is None:
+            return
+        try:
+            self.buffer.release()
+        except BufferError:
+            # Somebody still looks at the memory (an array made from it). Reusing it would change
+            # a body under its reader, so it is left to the garbage collector instead.
+            self._pool._give_back(self._nbytes, None)
+        else:
+            self._pool._give_back(self._nbytes, storage)
+
+
+class ReceivePool:
+    """At most `nbytes` of receive buffers, handed out in the order in which they were asked for.
+
+    Who asks for more than is free waits: that is the backpressure of the data plane. A body
+    larger than the whole pool is admitted alone, when nothing else is on loan, so that a pool
+    that is too small is slow but never stuck. Released buffers are kept and used again for bodies
+    of the same size, because touching fresh memory costs more than receiving into it.
+
+    Args:
+        nbytes: Size of the pool.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        assert nbytes > 0
+        self.nbytes = nbytes
+        self.in_use = 0
+        self._idle: dict[int, list[bytearray]] = {}
+        self._idle_bytes = 0
+        self._waiting: deque[tuple[int, asyncio.Future[PoolBody]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a buffer."""
+        return len(self._waiting)
+
+    async def acquire(self, nbytes: int) -> PoolBody:
+        """Return a buffer of `nbytes`, when it is this request's turn and there is room."""
+        if not self._waiting and self._admits(nbytes):
+            return self._take(nbytes)
+        future: asyncio.Future[PoolBody] = asyncio.get_running_loop().create_future()
+        entry = (nbytes, future)
+        self._waiting.append(entry)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                future.result().release()
+            elif entry in self._waiting:
+                self._waiting.remove(entry)
+                self._admit_waiting()
+            raise
+
+    def _admits(self, nbytes: int) -> bool:
+        return self.in_use == 0 or self.in_use + nbytes <= self.nbytes
+
+    def _take(self, nbytes: int) -> PoolBody:
+        self.in_use += nbytes
+        kept = self._idle.get(nbytes)
+        if kept:
+            self._idle_bytes -= nbytes
+            return PoolBody(self, kept.pop())
+        self._trim(max(0, self.nbytes - self.in_use))
+        return PoolBody(self, bytearray(nbytes))
+
+    def _give_back(self, nbytes: int, storage: bytearray | None) -> None:
+        self.in_use -= nbytes
+        if storage is not None and self.in_use + self._idle_bytes + nbytes <= self.nbytes:
+            self._idle.setdefault(nbytes, []).append(storage)
+            self._idle_bytes += nbytes
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        while self._waiting and self._admits(self._waiting[0][0]):
+            nbytes, future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(self._take(nbytes))
+
+    def _trim(self, idle_bytes_max: int) -> None:
+        """Drop idle buffers of other sizes, so that idle and lent together stay in bounds."""
+        for size in list(self._idle):
+            while self._idle[size] and self._idle_bytes > idle_bytes_max:
+                self._idle[size].pop()
+                self._idle_bytes -= size
+            if not self._idle[size]:
+                del self._idle[size]

@@ -1,0 +1,101 @@
+"""Byte ranges: which parts of a body have arrived, and how HTTP writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+Range = tuple[int, int]
+"""Half open: the bytes from start up to, not including, stop."""
+
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
+_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
+
+
+class RangeSet:
+    """A set of bytes, as sorted disjoint ranges.
+
+    >>> got = RangeSet()
+    >>> got.add(0, 10); got.add(20, 30); got.add(10, 15)
+    >>> got.ranges, got.nbytes, got.missing(5, 40)
+    ([(0, 15), (20, 30)], 25, [(15, 20), (30, 40)])
+    """
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self.ranges: list[Range] = []
+        for start, stop in ranges:
+            self.add(start, stop)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes in the set."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def add(self, start: int, stop: int) -> None:
+        """Add the bytes from start to stop, merging what touches."""
+        if stop <= start:
+            return
+        apart = [r for r in self.ranges if r[1] < start or r[0] > stop]
+        touching = [r for r in self.ranges if not (r[1] < start or r[0] > stop)]
+        merged = (min([start, *(r[0] for r in touching)]), max([stop, *(r[1] for r in touching)]))
+        self.ranges = sorted([*apart, merged])
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether any byte from start to stop is in the set."""
+        return any(r[0] < stop and start < r[1] for r in self.ranges)
+
+    def missing(self, start: int, stop: int) -> list[Range]:
+        """Return the ranges between start and stop that are not in the set."""
+        gaps, position = [], start
+        for left, right in self.ranges:
+            if right <= position or left >= stop:
+                continue
+            if left > position:
+                gaps.append((position, left))
+            position = max(position, right)
+        if position < stop:
+            gaps.append((position, stop))
+        return gaps
+
+
+def write_content_range(start: int, stop: int, total: int) -> str:
+    """Return the `Content-Range` of a half-open range."""
+    return f"bytes {start}-{stop - 1}/{total}"
+
+
+def read_content_range(text: str) -> tuple[int, int, int] | None:
+    """Return (start, stop, total), or None if the header is not a plain byte range."""
+    match = _CONTENT_RANGE.fullmatch(text)
+    if match is None:
+        return None
+    first, last, total = (int(group) for group in match.groups())
+    return (first, last + 1, total) if first <= last < total else None
+
+
+def write_range(start: int, stop: int) -> str:
+    """Return the `Range` header of a half-open range."""
+    return f"bytes={start}-{stop - 1}"
+
+
+def read_range(text: str) -> Range | None:
+    """Return (start, stop) of a single explicit range, the only kind we serve."""
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        return None
+    first, last = int(match[1]), int(match[2])
+    return (first, last + 1) if first <= last else None
+
+
+def write_list(ranges: Iterable[Range]) -> str:
+    """Return half-open ranges as text.
+
+    >>> read_list(write_list([(0, 4), (8, 9)]))
+    [(0, 4), (8, 9)]
+    """
+    return ",".join(f"{start}-{stop}" for start, stop in ranges)
+
+
+def read_list(text: str) -> list[Range]:
+    """Return the ranges that `write_list` wrote."""
+    pairs = (part.split("-") for part in text.split(",") if part)
+    return [(int(start), int(stop)) for start, stop in pairs]

@@ -1,0 +1,142 @@
+"""Who may speak: bearer tokens, and the principals they stand for."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from collections.abc import Mapping
+
+from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
+
+ROLES = ("learner", "observer", "shard")
+PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
+
+
+class Refusal(Exception):
+    """A request that is answered with an HTTP status and a sentence; never leaves the transport."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+class Tokens:
+    """The tokens a server accepts.
+
+    Three kinds, strictest last: none at all (open; loopback only), one run token that every
+    participant shares and under which any principal may be claimed, one token per principal.
+
+    Args:
+        run_token: The shared token.
+        principals: Token of each principal; the principal is bound by the token it shows.
+
+    Raises:
+        ConfigError: both kinds at once, an empty token, or one token for two principals.
+    """
+
+    def __init__(
+        self, run_token: str | None = None, principals: Mapping[str, str] | None = None
+    ) -> None:
+        if run_token is not None and principals is not None:
+            raise ConfigError(
+                "both a run token and tokens per principal are set: keep one of the two"
+            )
+        self._run_token = run_token
+        self._principals = dict(principals) if principals is not None else None
+        values = [run_token] if run_token is not None else list((principals or {}).values())
+        if any(not value.strip() for value in values):
+            raise ConfigError("a token is empty: remove it or give it a value")
+        if len(set(values)) < len(values):
+            raise ConfigError("two principals have the same token: give each its own")
+
+    @property
+    def open(self) -> bool:
+        """Whether anyone may speak."""
+        return self._run_token is None and self._principals is None
+
+    def check_bind(self, host: str) -> None:
+        """Refuse to be open on an address that others can reach.
+
+        Raises:
+            ConfigError: no token, and `host` is not a loopback address.
+        """
+        if self.open and not is_loopback(host):
+            raise ConfigError(
+                f"host={host!r} without a token would let anyone who can reach it into the run: "
+                "set a token, or bind to 127.0.0.1"
+            )
+
+    def authorize(self, authorization: str | None, principal: str) -> str:
+        """Return the principal, if the `Authorization` header allows it.
+
+        Raises:
+            Refusal: 401 without a good token, 403 for somebody else's principal, 400 for a bad
+                name.
+        """
+        if not PRINCIPAL.fullmatch(principal):
+            raise Refusal(
+                400,
+                f"principal {principal[:140]!r} is not a name: use 1 to 128 letters, digits, "
+                "'.', '_', ':', '@' or '-'",
+            )
+        if self.open:
+            return principal
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise Refusal(401, "this server wants a token: pass token=… or set it in the run file")
+        if self._run_token is not None:
+            if not _same(token, self._run_token):
+                raise Refusal(401, "the token is not this run's: check token=…")
+            return principal
+        bound = self._bound(token)
+        if bound is None:
+            raise Refusal(401, "the token is not known to this run: check token=…")
+        if bound != principal:
+            raise Refusal(
+                403, f"this token belongs to {bound!r}, not to {principal!r}: use your own token"
+            )
+        return principal
+
+    def _bound(self, token: str) -> str | None:
+        """Compare with every token, so that the time tells nothing."""
+        found = None
+        for principal, known in (self._principals or {}).items():
+            if _same(token, known):
+                found = principal
+        return found
+
+
+def check_role(role: str) -> None:
+    """Refuse a role that does not exist.
+
+    Raises:
+        Refusal: 400.
+    """
+    if role not in ROLES:
+        raise Refusal(400, f"role {role[:40]!r} is unknown: use one of {', '.join(ROLES)}")
+
+
+def refusal_error(status: int, reason: str, target: str) -> Exception:
+    """Return the error that a refusal is for the client: some are final, some worth a retry."""
+    if status in (401, 403):
+        return AccessError(f"{target}: {reason}")
+    if status in (409, 429) or status >= 500:
+        return TransportError(f"{target}: {reason} ({status})")
+    return ProtocolError(f"{target}: {reason} ({status})")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to bind to can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _same(left: str, right: str) -> bool:
+    """Compare in constant time; `compare_digest` refuses non-ASCII text, so bytes."""
+    return hmac.compare_digest(left.encode("utf-8", "replace"), right.encode("utf-8", "replace"))

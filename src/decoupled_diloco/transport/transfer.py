@@ -1,0 +1,122 @@
+"""Moves one body as ranges over several connections, and resumes what fails.
+
+Both clients use it. It is told how to move one range and how to learn which bytes are still
+missing; it plans the ranges, keeps every connection busy, retries with backoff and measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from decoupled_diloco.errors import TransportError
+from decoupled_diloco.transport.backoff import Backoff
+from decoupled_diloco.transport.ranges import Range
+from decoupled_diloco.transport.stripes import SMALL_BYTES, StripeController
+
+RANGES_PER_STRIPE = 4
+"""More ranges than connections: a connection that suffers a loss takes fewer of them, instead of
+making the whole body wait for it."""
+
+MoveRange = Callable[[int, int, bool], Awaitable[None]]
+"""Moves the bytes from start to stop; True if this resumes an earlier attempt."""
+FindGaps = Callable[[int, int], Awaitable[list[Range]]]
+"""Returns what is missing between start and stop."""
+
+
+@dataclass
+class Transfer:
+    """One body on its way.
+
+    Attributes:
+        nbytes: Size of the body.
+        move: Moves a range. Raises TransportError if trying again may help; anything else is
+            final.
+        gaps: Finds what a failed attempt left out.
+        retries_max: Attempts in a row that may fail without a byte of progress.
+        rng: Source of the jitter between attempts.
+    """
+
+    nbytes: int
+    move: MoveRange
+    gaps: FindGaps
+    retries_max: int
+    rng: random.Random
+    retries: int = field(default=0)
+
+    async def run(self, controller: StripeController, rtt: float | None) -> tuple[int, float]:
+        """Move everything; return the stripe count used and the seconds it took."""
+        count = controller.choose(self.nbytes, rtt)
+        ranges = deque(plan(self.nbytes, count))
+        started = time.monotonic()
+        count = min(count, len(ranges))
+        if count == 1:
+            await self._work(ranges)
+        else:
+            await all_or_none([self._work(ranges) for _ in range(count)])
+        seconds = time.monotonic() - started
+        if self.retries == 0:
+            controller.observe(count, self.nbytes, seconds)
+        return count, seconds
+
+    async def _work(self, ranges: deque[Range]) -> None:
+        while ranges:
+            start, stop = ranges.popleft()
+            await self._persist(start, stop)
+
+    async def _persist(self, start: int, stop: int) -> None:
+        """Move one range, resuming until it is whole or attempts stop helping."""
+        backoff = Backoff(self.rng)
+        missing, failures, resumed = [(start, stop)], 0, False
+        while missing:
+            before = _size(missing)
+            try:
+                if resumed:
+                    missing = await self.gaps(start, stop)
+                for left, right in missing:
+                    await self.move(left, right, resumed)
+                return
+            except TransportError as error:
+                failures = failures + 1 if _size(missing) >= before else 1
+                if failures > self.retries_max or not retryable(error):
+                    raise
+            self.retries += 1
+            resumed = True
+            await asyncio.sleep(backoff.next())
+
+
+def retryable(error: TransportError) -> bool:
+    """Whether trying again may help: a refusal (a subclass) does not change its mind."""
+    return type(error) is TransportError
+
+
+def plan(nbytes: int, count: int) -> list[Range]:
+    """Return the ranges of a body for `count` connections: one, or several per connection.
+
+    >>> plan(10, 1)
+    [(0, 10)]
+    >>> len(plan(64 << 20, 8))
+    32
+    """
+    size = nbytes if count == 1 else max(SMALL_BYTES, -(-nbytes // (RANGES_PER_STRIPE * count)))
+    return [(start, min(start + size, nbytes)) for start in range(0, nbytes, size)]
+
+
+async def all_or_none(work: list[Coroutine[Any, Any, None]]) -> None:
+    """Run all; the first failure cancels the rest and is raised as it is."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _size(ranges: list[Range]) -> int:
+    return sum(stop - start for start, stop in ranges)
