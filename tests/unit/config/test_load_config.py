@@ -1,0 +1,243 @@
+"""Reading, overriding and writing a run's TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from decoupled_diloco.config import RunConfig, Settings, dump_config, load_config
+from decoupled_diloco.errors import ConfigError
+
+MINIMAL = "[run]\nbudget_steps = 100\n"
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_defaults_are_the_papers_where_it_publishes_them(toml: Path) -> None:
+    sync = load_config(toml).sync
+    assert (sync.fragments, sync.period, sync.overlap, sync.quorum) == (24, 24, 2, 1)
+    assert (sync.participants, sync.alignment, sync.missed) == (
+        "reported",
+        "overwrite",
+        "overwrite",
+    )
+    assert (sync.apply, sync.wait, sync.merge) == ("on_arrival", "never", "rda")
+
+
+@pytest.mark.parametrize(
+    ("override", "table", "key", "value"),
+    [
+        ("sync.quorum=2", "sync", "quorum", 2),
+        ("outer.lr=1", "outer", "lr", 1.0),
+        ("sync.merge=mean", "sync", "merge", "mean"),
+        ('sync.merge="mean"', "sync", "merge", "mean"),
+        ("run.evaluator = false", "run", "evaluator", False),
+        ("workload.options.batch_size=3", "workload", "options", {"batch_size": 3}),
+        (
+            "sync.initial_weights=a/b.safetensors",
+            "sync",
+            "initial_weights",
+            Path("a/b.safetensors"),
+        ),
+        ('syncer.addresses=["http://a:1"]', "syncer", "addresses", ("http://a:1",)),
+    ],
+)
+def test_overrides_are_toml_values_or_bare_text(
+    toml: Path, override: str, table: str, key: str, value: object
+) -> None:
+    assert getattr(getattr(load_config(toml, [override]), table), key) == value
+
+
+def test_the_last_override_wins(toml: Path) -> None:
+    assert load_config(toml, ["run.seed=1", "run.seed=2"]).run.seed == 2
+
+
+def test_an_empty_override_takes_the_key_out(toml: Path) -> None:
+    config = load_config(toml, ["run.budget_steps=", "run.budget_tokens=1_000"])
+    assert (config.run.budget_steps, config.run.budget_tokens) == (None, 1000)
+
+
+def test_the_folder_follows_the_name(toml: Path) -> None:
+    assert load_config(toml, ["run.name=a"]).run.folder == Path("runs/a")
+    assert load_config(toml, ["run.name=a", "run.folder=b"]).run.folder == Path("b")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "momentum"), [("nesterov", 0.5), ("sgd", 0.0), ("AdamW", None)]
+)
+def test_momentum_has_the_optimizers_default(
+    toml: Path, optimizer: str, momentum: float | None
+) -> None:
+    assert load_config(toml, [f"outer.optimizer={optimizer}"]).outer.momentum == momentum
+
+
+@pytest.mark.parametrize("override", ["", "=1", "run", "run.=1", ".x=1"])
+def test_malformed_overrides_are_told(toml: Path, override: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(toml, [override])
+    assert str(error.value) == f"override {override!r} is not of the form table.key=value"
+
+
+def test_an_override_below_a_value_is_told(toml: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(toml, ["run.budget_steps.x=1"])
+    assert str(error.value) == (
+        "override 'run.budget_steps.x=1' does not fit: run.budget_steps is not a table"
+    )
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.toml does not exist: give the path"):
+        load_config(tmp_path / "no.toml")
+
+
+def test_a_folder_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"[run", "not valid TOML: "), (b"\xff", "not UTF-8")]
+)
+def test_a_broken_file_is_told(toml: Path, content: bytes, words: str) -> None:
+    toml.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        load_config(toml)
+
+
+FULL = """
+[run]
+name = "full"
+folder = "elsewhere"
+seed = 7
+learners = 3
+budget_steps = 10
+budget_tokens = 20
+evaluator = false
+[sync]
+alignment = "blend"
+blend_alpha = 0.25
+weighting = "uniform"
+initial_weights = "w.safetensors"
+[outer]
+optimizer = "AdamW"
+options = { betas = [0.9, 0.99], weight_decay = 0.0 }
+[syncer]
+shards = 2
+addresses = ["http://a:1", "https://b:2"]
+token_file = "secret"
+[learner]
+give_up_seconds = 3.5
+[workload]
+name = "my:own"
+options = { nested = { deep = [1, 2.5, "x", true] } }
+[[faults]]
+at = 0.5
+kill = "learner-2"
+restart = false
+[[faults]]
+at = 0
+kill = "learner-0"
+"""
+
+
+@pytest.mark.parametrize("content", [MINIMAL, FULL])
+def test_what_is_dumped_loads_as_the_same_configuration(toml: Path, content: str) -> None:
+    toml.write_text(content)
+    config = load_config(toml)
+    toml.write_text(dump_config(config))
+    assert load_config(toml) == config
+    assert load_config(toml).public() == config.public()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_valid_configuration_survives_the_round_trip(data: st.DataObject) -> None:
+    draw = data.draw
+    learners, fragments = draw(st.integers(1, 16)), draw(st.integers(1, 64))
+    period = draw(st.integers(1, 500))
+    alignment = draw(st.sampled_from(["overwrite", "carry", "blend"]))
+    sync: dict[str, object] = {
+        "fragments": fragments,
+        "period": period,
+        "overlap": draw(st.integers(0, period - 1)),
+        "quorum": draw(st.integers(1, learners)),
+        "grace_margin": draw(st.floats(0, 1, exclude_max=True)),
+        "alignment": alignment,
+        "wait": draw(st.sampled_from(["never", "at_overlap"])),
+        "weighting": draw(st.sampled_from(["tokens", "uniform"])),
+    }
+    if alignment == "blend":
+        sync["blend_alpha"] = draw(st.floats(0, 1))
+    config = RunConfig(
+        run={
+            "name": draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z")),
+            "learners": learners,
+            "budget_steps": draw(st.integers(1, 10**9)),
+            "evaluator": draw(st.booleans()),
+        },
+        sync=sync,
+        outer={
+            "optimizer": draw(st.sampled_from(["nesterov", "sgd", "Adam"])),
+            "lr": draw(st.floats(1e-9, 1e9)),
+        },
+        syncer={"shards": draw(st.integers(1, min(fragments, 100)))},
+        faults=[
+            {"at": draw(st.floats(0, 1, exclude_max=True)), "kill": f"learner-{index}"}
+            for index in range(draw(st.integers(0, learners)))
+        ],
+    )
+    assert RunConfig(**tomllib.loads(dump_config(config))) == config
+
+
+def test_public_holds_what_learners_must_agree_on_and_a_digest_of_it(toml: Path) -> None:
+    config = load_config(toml)
+    public = config.public()
+    assert public["sync"]["quorum"] == 1
+    assert public["workload"] == {"name": "gpt", "options": {"seed": 0, "total_steps": 100}}
+    for mine in ["syncer.port=1", "run.folder=x", "run.evaluator=false", "learner.threads=2"]:
+        assert load_config(toml, [mine]).public() == public
+    for shared in ["sync.period=25", "run.seed=1", "outer.lr=1", "workload.options.layers=1"]:
+        assert load_config(toml, [shared]).public()["digest"] != public["digest"]
+
+
+def test_public_tables_can_be_read_back_by_their_classes(toml: Path) -> None:
+    config = load_config(toml, ["sync.alignment=blend", "outer.optimizer=AdamW"])
+    public = config.public()
+    assert type(config.sync)(**public["sync"]) == config.sync
+    assert type(config.outer)(**public["outer"]) == config.outer
+
+
+def test_the_workload_gets_seed_and_schedule_length_from_the_run(toml: Path) -> None:
+    assert load_config(toml).workload_options() == {"seed": 0, "total_steps": 100}
+    own = load_config(toml, ["workload.options.total_steps=7", "run.seed=3"])
+    assert own.workload_options() == {"seed": 3, "total_steps": 7}
+    tokens = load_config(toml, ["run.budget_steps=", "run.budget_tokens=5"])
+    assert tokens.workload_options() == {"seed": 0}
+
+
+def test_settings_are_frozen(toml: Path) -> None:
+    with pytest.raises(Exception, match="frozen"):
+        load_config(toml).run.seed = 1  # type: ignore[misc]
+
+
+def test_every_setting_is_documented() -> None:
+    from decoupled_diloco.workloads.paced import PacedOptions
+
+    def check(model: type[Settings]) -> None:
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+                check(field.annotation)
+
+    check(RunConfig)
+    check(PacedOptions)

@@ -1,0 +1,194 @@
+"""Each mistake in a configuration is told in one exact sentence: what, the limit, the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.config import RunConfig, SyncSettings
+from decoupled_diloco.errors import ConfigError
+
+
+def build(**tables: Any) -> RunConfig:
+    return RunConfig(**{"run": {"budget_steps": 100}, **tables})
+
+
+def run(**settings: Any) -> dict[str, Any]:
+    return {"run": {"budget_steps": 100, **settings}}
+
+
+def fault(**settings: Any) -> dict[str, Any]:
+    return {"faults": [{"at": 0.5, "kill": "learner-1", **settings}]}
+
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"sync": {"quorom": 1}}, "unknown key 'quorom' in [sync]: did you mean 'quorum'?"),
+    ({"synch": {}}, "unknown table 'synch': did you mean 'sync'?"),
+    ({"works": 1}, "unknown key 'works': did you mean 'workload'?"),
+    (
+        {"learner": {"zzz": 1}},
+        "unknown key 'zzz' in [learner]: choose one of 'give_up_seconds', 'threads'",
+    ),
+    (
+        {"run": {}},
+        "[run] has no budget, so the run would never end: set budget_steps or budget_tokens",
+    ),
+    (run(learners=0), "learners=0 in [run] is out of range: it must be at least 1"),
+    (run(seed=-1), "seed=-1 in [run] is out of range: it must be at least 0"),
+    (run(budget_tokens=0), "budget_tokens=0 in [run] is out of range: it must be at least 1"),
+    (run(seed=1.5), "seed=1.5 in [run] is not a whole number: write it as one"),
+    (run(seed=True), "seed=True in [run] is not a whole number: write it as one"),
+    (run(name=7), "name=7 in [run] is not text in quotes: write it as one"),
+    (run(evaluator="yes"), "evaluator='yes' in [run] is not true or false: write it as one"),
+    (
+        run(evaluator=False, evaluate_every_seconds=5.0),
+        "evaluate_every_seconds=5.0 in [run] would be ignored with evaluator=false: "
+        "take evaluate_every_seconds out",
+    ),
+    (
+        run(name="a/b"),
+        "name='a/b' in [run] has a character that does not fit: "
+        "it must match ^[A-Za-z0-9][A-Za-z0-9._-]*$",
+    ),
+    (
+        {"sync": {"quorum": 5}},
+        "quorum=5 exceeds learners=4: lower quorum or start more learners",
+    ),
+    ({"sync": {"fragments": 0}}, "fragments=0 in [sync] is out of range: it must be at least 1"),
+    (
+        {"sync": {"overlap": 24}},
+        "overlap=24 is not below period=24: a fragment would be sent again before its merged value "
+        "is due: lower overlap or raise period",
+    ),
+    (
+        {"sync": {"overlap": 30, "wait": "at_overlap", "apply": "at_tau"}},
+        "overlap=30 is not below period=24: a fragment would be sent again before its merged value "
+        "is due: lower overlap or raise period",
+    ),
+    (
+        {"sync": {"grace_margin": 1}},
+        "grace_margin=1 in [sync] is out of range: it must be less than 1.0",
+    ),
+    (
+        {"sync": {"grace_margin": -0.1}},
+        "grace_margin=-0.1 in [sync] is out of range: it must be at least 0.0",
+    ),
+    (
+        {"sync": {"blend_alpha": 0.3}},
+        "blend_alpha=0.3 in [sync] would be ignored with alignment='overwrite': "
+        "take blend_alpha out",
+    ),
+    (
+        {"sync": {"weighting": "uniform", "counter_cap_periods": 2}},
+        "counter_cap_periods=2 in [sync] would be ignored with weighting='uniform': "
+        "take counter_cap_periods out",
+    ),
+    ({"sync": {"merge": "rad"}}, "merge='rad' in [sync] is not known: did you mean 'rda'?"),
+    (
+        {"sync": {"uplink_codec": "zip"}},
+        "uplink_codec='zip' in [sync] is not known: choose one of 'fp32', 'bf16'",
+    ),
+    (
+        {"outer": {"optimizer": "nestrov"}},
+        "optimizer='nestrov' in [outer] is not known: did you mean 'nesterov'?",
+    ),
+    (
+        {"outer": {"optimizer": "AdamW", "momentum": 0.9}},
+        "momentum=0.9 in [outer] would be ignored with optimizer='AdamW': take momentum out",
+    ),
+    (
+        {"outer": {"options": {"weight_decay": 0.1}}},
+        "options={'weight_decay': 0.1} in [outer] would be ignored with optimizer='nesterov': "
+        "take options out",
+    ),
+    ({"outer": {"lr": 0}}, "lr=0 in [outer] is out of range: it must be greater than 0.0"),
+    ({"outer": {"momentum": 1}}, "momentum=1 in [outer] is out of range: it must be less than 1.0"),
+    (
+        {"outer": {"lr": float("nan")}},
+        "lr=nan in [outer] is not a finite number: write it as one",
+    ),
+    (
+        {"syncer": {"shards": 25}},
+        "shards=25 exceeds fragments=24: a shard would own nothing: "
+        "lower shards or raise fragments",
+    ),
+    (
+        {"syncer": {"port": 65536}},
+        "port=65536 in [syncer] is out of range: it must be at most 65535",
+    ),
+    (
+        {"syncer": {"port": 65535, "shards": 2}},
+        "port=65535 with shards=2 needs ports up to 65536, but 65535 is the last: lower port",
+    ),
+    (
+        {"syncer": {"shards": 2, "addresses": ["http://a:1"]}},
+        "addresses has 1 entries, but shards=2: give one address per shard",
+    ),
+    (
+        {"syncer": {"addresses": ["a:1"]}},
+        "address 'a:1' in [syncer] is not a URL: "
+        "write it as 'http://host:port', for example 'http://a:1'",
+    ),
+    (
+        {"learner": {"give_up_seconds": 0}},
+        "give_up_seconds=0 in [learner] is out of range: it must be greater than 0.0",
+    ),
+    (
+        fault(kill="learner-9"),
+        "kill='learner-9' in [[faults]] names no learner: did you mean 'learner-3'?",
+    ),
+    (fault(at=1.5), "at=1.5 in [[faults]] is out of range: it must be less than 1.0"),
+    (fault(at=-0.1), "at=-0.1 in [[faults]] is out of range: it must be at least 0.0"),
+    ({"faults": [{"at": 0.1}]}, "[[faults]] lacks 'kill': add it"),
+    (
+        {
+            "faults": [
+                {"at": 0.7, "kill": "learner-1"},
+                {"at": 0.2, "kill": "learner-1", "restart": False},
+            ]
+        },
+        "kill='learner-1' at=0.7 in [[faults]] would be ignored, because it is dead since at=0.2: "
+        "set restart=true there or take it out",
+    ),
+    ({"sync": 3}, "sync=3 is not a table: write it as one"),
+    ({"faults": 3}, "faults=3 is not a list: write it as one"),
+]
+
+
+@pytest.mark.parametrize(("tables", "sentence"), CASES, ids=[sentence for _, sentence in CASES])
+def test_message(tables: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(**tables)
+    assert str(error.value) == sentence
+    assert error.value.__cause__ is None
+
+
+def test_a_file_without_a_run_table_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"^the file lacks 'run': add it$"):
+        RunConfig()
+
+
+def test_all_mistakes_of_a_table_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        SyncSettings(quorom=1, period=0)
+    assert str(error.value).splitlines() == [
+        "period=0 in [sync] is out of range: it must be at least 1",
+        "unknown key 'quorom' in [sync]: did you mean 'quorum'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"sync": {"period": 1, "overlap": 0, "fragments": 1}},
+        {"sync": {"quorum": 4}},
+        {"syncer": {"port": 0, "shards": 24}},
+        {"syncer": {"port": 65535}},
+        {"sync": {"alignment": "blend", "blend_alpha": 0.3}},
+        {"outer": {"options": {}}},
+        {"faults": [{"at": 0.2, "kill": "learner-1"}, {"at": 0.7, "kill": "learner-1"}]},
+    ],
+)
+def test_the_edge_of_what_is_allowed(tables: dict[str, Any]) -> None:
+    build(**tables)
