@@ -55,6 +55,8 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
 
 def _load_own(name: str, options: Mapping[str, Any]) -> Workload:
     module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"workload {name!r} is not of the form 'module:function'")
     module = _import(name, module_name)
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -66,7 +66,8 @@ class GptOptions(Settings):
     models: it forgets early gradients sooner than 0.999."""
 
     warmup_steps: int = Field(default=20, ge=0)
-    """Global steps until the learning rate reaches its peak, 0 and up."""
+    """Global steps until the learning rate reaches its peak, 0 to less than total_steps. 20 are
+    enough for AdamW's moments to mean something."""
 
     total_steps: int | None = Field(default=None, ge=1)
     """Global step at which the learning rate has fallen to a tenth, by a cosine. Filled in with
@@ -98,7 +99,8 @@ class GptOptions(Settings):
                 f"betas={list(self.betas)} in {self.table} are out of range: "
                 "each must be at least 0 and less than 1"
             )
-        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+        explicit = "warmup_steps" in self.model_fields_set
+        if explicit and self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} in {self.table} is not below "
                 f"total_steps={self.total_steps}: lower warmup_steps or train longer"
@@ -171,7 +173,7 @@ class GptWorkload:
             return (step + 1) / warmup
         if total is None:
             return 1.0
-        progress = min(1.0, (step - warmup) / (total - warmup))
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
         return LR_FINAL + (1 - LR_FINAL) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class PacedOptions(GptOptions):
     corpus_bytes_max: int | None = Field(default=2_000_000, ge=1)
     """Limit of the training text, bytes; small, so that a learner starts quickly."""
 
-    step_seconds: float | tuple[float, ...] = Field(default=0.1, strict=False)
+    step_seconds: float | Annotated[tuple[float, ...], Field(strict=False)] = 0.1
     """Seconds from the start of a step to that of the next one, greater than 0: one number, or a
     list with one for each learner, to mix fast and slow ones. A step that takes longer by itself is
     not shortened."""
