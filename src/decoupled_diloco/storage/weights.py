@@ -6,6 +6,7 @@ nor a full disk leaves a torn one. safetensors holds tensors and text, never cod
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -52,7 +53,8 @@ def save_weights(
         torn.replace(path)
         _force_to_disk(path.parent)
     except (OSError, SafetensorError) as error:
-        torn.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what matters is the first error
+            torn.unlink()
         raise StorageError(f"{path} cannot be written: {error}") from error
 
 
@@ -123,8 +125,8 @@ def _own_memory(tensor: Tensor) -> Tensor:
 
 def _parse_aliases(metadata: Mapping[str, str]) -> dict[str, str]:
     aliases = json.loads(metadata.get(ALIASES_KEY, "{}"))
-    if not isinstance(aliases, dict):
-        raise ValueError(f"{ALIASES_KEY} is not a table")
+    if not isinstance(aliases, dict) or not all(isinstance(v, str) for v in aliases.values()):
+        raise ValueError(f"{ALIASES_KEY} is not a table of names")
     return aliases
 
 
