@@ -33,7 +33,7 @@ def encode(value: object) -> Json:
     >>> encode(StepReport(3, 96, 0.5))
     {'type': 'StepReport', 'step': 3, 'tokens': 96, 'seconds': 0.5}
     """
-    fields = {name: _plain(getattr(value, name)) for name in _names(type(value))}
+    fields = {name: _plain(getattr(value, name)) for name in _names(value.__class__)}
     return {"type": type(value).__name__, **fields}
 
 
@@ -46,7 +46,7 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def _names(cls: type) -> tuple[str, ...]:
+def _names(cls: type[Any]) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls))
 
 
