@@ -1,0 +1,1 @@
+"""The learner: one's own training loop, and what exchanges fragments with the syncer beside it."""

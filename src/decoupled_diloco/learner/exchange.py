@@ -1,0 +1,151 @@
+"""The tensors of one learner: published copies, staged copies, snapshots.
+
+Pure arithmetic on the orders of `LearnerMachine`: used by the real learner and by the virtual world
+alike. The trainer calls `snapshot` and `apply` at step boundaries; the background calls the rest.
+No tensor that is kept here is ever written to again: whoever holds a reference may read it while a
+newer one takes its place.
+
+Host memory: 4 bytes a parameter for the published copies, and a few fragments in flight.
+
+Shapes: N elements of a fragment; B bytes of a body.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from decoupled_diloco.errors import MergeError
+from decoupled_diloco.learner.store import HostCopy, ParameterStore
+from decoupled_diloco.merge import Body, cast_like, contribution, digest, receive
+from decoupled_diloco.merge.plan import MergePlan
+
+Mode = Literal["overwrite", "carry", "rebase", "blend"]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A snapshot together with the published copy it was trained from: enough to encode later."""
+
+    plan: MergePlan
+    fragment: int
+    copy: HostCopy
+    published: Tensor
+
+    def encode(self) -> tuple[Tensor, str]:
+        """The contribution d = θ − cast(Θ̂) in the uplink codec (rule 6).
+
+        Returns:
+            The body, uint8 [B], and its digest.
+        """
+        part = self.plan.fragments[self.fragment]
+        d = contribution(part, self.plan.layout, self.copy.values(), self.published)
+        body = self.plan.uplink.encode(d)
+        return body, digest(body)
+
+
+class LearnerTensors:
+    """The tensors of one learner.
+
+    Args:
+        plan: The run's layout, cut and codecs.
+        store: The learner's parameters.
+        blend_alpha: α of ``alignment="blend"``: the share of the learner's own parameters.
+    """
+
+    def __init__(self, plan: MergePlan, store: ParameterStore, blend_alpha: float = 0.5) -> None:
+        self.plan = plan
+        self.store = store
+        self.blend_alpha = blend_alpha
+        count = len(plan.fragments)
+        self.published: list[Tensor | None] = [None] * count
+        self.staged: list[Tensor | None] = [None] * count
+        self.snapshots: list[HostCopy | None] = [None] * count
+        self._sent: dict[tuple[int, int], HostCopy] = {}
+
+    # ---- at step boundaries
+
+    def snapshot(self, fragment: int) -> None:
+        """Copies a fragment's parameters as they are now."""
+        self.snapshots[fragment] = self.store.snapshot(self.plan.fragments[fragment])
+
+    def apply(self, fragment: int, mode: Mode) -> None:
+        """Takes the staged published copy into the parameters (rule 7)."""
+        part, new = self.plan.fragments[fragment], self.staged[fragment]
+        assert new is not None, f"nothing is staged for fragment {fragment}"
+        match mode:
+            case "overwrite":
+                self.store.overwrite(part, new)
+            case "blend":
+                self.store.combine(part, new, None, self.blend_alpha)
+            case "carry":
+                self.store.combine(part, new, self._sent_copy(fragment).values(), 1.0)
+            case "rebase":
+                old = self.published[fragment]
+                assert old is not None
+                self.store.combine(part, new, cast_like(part, self.plan.layout, old), 1.0)
+        self.published[fragment], self.staged[fragment] = new, None
+        self.snapshots[fragment] = None
+
+    # ---- uplink
+
+    def capture(self, fragment: int, number: int) -> Capture:
+        """What round `number` is answered with: the newest snapshot and its published copy."""
+        copy, published = self.snapshots[fragment], self.published[fragment]
+        assert copy is not None, f"no snapshot of fragment {fragment}"
+        assert published is not None, f"no published copy of fragment {fragment}"
+        for key in [key for key in self._sent if key[0] == fragment]:
+            del self._sent[key]
+        self._sent[fragment, number] = copy
+        return Capture(self.plan, fragment, copy, published)
+
+    def _sent_copy(self, fragment: int) -> HostCopy:
+        for (sent, _), copy in self._sent.items():
+            if sent == fragment:
+                return copy
+        raise AssertionError(f"nothing of fragment {fragment} was sent")
+
+    def whole(self, fragment: int, *, published: bool) -> tuple[Tensor, str]:
+        """A whole fragment, fp32 [N], and its digest: the published copy, or the parameters."""
+        kept = self.published[fragment]
+        if published:
+            assert kept is not None
+            return kept, digest(kept)
+        values = self.store.read(self.plan.fragments[fragment])
+        return values, digest(values)
+
+    # ---- downlink
+
+    def take_difference(self, fragment: int, body: Body, announced: str) -> None:
+        """Stages the next version: what is here plus the difference.
+
+        Raises:
+            MergeError: the result's digest is not the announced one; nothing has changed.
+            ProtocolError: the body's size does not fit.
+        """
+        newest = self.staged[fragment]
+        if newest is None:
+            newest = self.published[fragment]
+        assert newest is not None, f"fragment {fragment} has no copy to add a difference to"
+        values = newest.clone()
+        receive(values, body, self.plan.downlink)
+        self._stage(fragment, values, announced)
+
+    def take_whole(self, fragment: int, values: Tensor, announced: str) -> None:
+        """Stages a whole published copy (fp32 [N], kept).
+
+        Raises:
+            MergeError: its digest is not the announced one; nothing has changed.
+        """
+        self._stage(fragment, values, announced)
+
+    def _stage(self, fragment: int, values: Tensor, announced: str) -> None:
+        actual = digest(values)
+        if actual != announced:
+            raise MergeError(
+                f"fragment {fragment} has digest {actual}, the shard announced {announced}: the "
+                "whole copy is fetched instead"
+            )
+        self.staged[fragment] = values

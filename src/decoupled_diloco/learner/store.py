@@ -1,0 +1,144 @@
+"""Parameter stores: how a learner's parameters are read and written at a step boundary.
+
+`ParameterStore` is the seam for sharded models (FSDP2, tensor parallel). `ModuleStore` is a plain
+module on one device. On CUDA nothing here but `read` makes the host wait for the device: a snapshot
+is gathered on the training stream (a copy inside the device), travels to pinned memory on a side
+stream, and only the background thread waits for it; what is applied is uploaded on the side stream,
+and the training stream, not the host, waits for that.
+
+Shapes: N elements of a fragment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from decoupled_diloco.merge import Fragment, Layout, gather, layout_of, scatter, tensors_of
+
+
+class HostCopy(Protocol):
+    """A fragment's parameters on their way to the host, or already there."""
+
+    def values(self) -> Tensor:
+        """fp32 [N] on the CPU; waits for the copy if need be, so call it in the background."""
+
+
+class ParameterStore(Protocol):
+    """The parameters of one learner, by fragments. Called at step boundaries, by the trainer."""
+
+    @property
+    def layout(self) -> Layout:
+        """What there is to synchronise."""
+
+    def snapshot(self, fragment: Fragment) -> HostCopy:
+        """Copies a fragment as it is now."""
+
+    def overwrite(self, fragment: Fragment, values: Tensor) -> None:
+        """θ ← values (fp32 [N] on the CPU, never written to again), rounded to θ's dtypes."""
+
+    def combine(
+        self, fragment: Fragment, values: Tensor, minus: Tensor | None, keep: float
+    ) -> None:
+        """θ ← (θ − minus) + values, or without ``minus`` θ ← keep·θ + (1 − keep)·values.
+
+        Both tensors are fp32 [N] on the CPU; the arithmetic is fp32, the result is rounded.
+        """
+
+    def read(self, fragment: Fragment) -> Tensor:
+        """θ as fp32 [N] on the CPU, at once: may wait for the device."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A copy that is complete."""
+
+    tensor: Tensor
+
+    def values(self) -> Tensor:
+        """See `HostCopy.values`."""
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Copying:
+    """A copy from CUDA that completes with an event."""
+
+    pinned: Tensor
+    event: torch.cuda.Event
+
+    def values(self) -> Tensor:
+        """See `HostCopy.values`."""
+        self.event.synchronize()
+        return self.pinned
+
+
+class ModuleStore:
+    """A plain module, all of its trainable parameters on one device.
+
+    Args:
+        module: The model; its parameters are changed in place.
+
+    Raises:
+        ConfigError: nothing is trainable, or a dtype is not supported.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layout = layout_of(module)
+        self._tensors: list[nn.Parameter] = tensors_of(module, self._layout)
+        self._device = self._tensors[0].device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @property
+    def layout(self) -> Layout:
+        """See `ParameterStore.layout`."""
+        return self._layout
+
+    def snapshot(self, fragment: Fragment) -> HostCopy:
+        """See `ParameterStore.snapshot`."""
+        if self._stream is None:
+            return Copied(gather(fragment, self._tensors))
+        flat = torch.empty(fragment.numel, dtype=torch.float32, device=self._device)
+        gather(fragment, self._tensors, flat)
+        pinned = torch.empty(fragment.numel, dtype=torch.float32, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            pinned.copy_(flat, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        flat.record_stream(self._stream)
+        return Copying(pinned, event)
+
+    def overwrite(self, fragment: Fragment, values: Tensor) -> None:
+        """See `ParameterStore.overwrite`."""
+        scatter(fragment, self._upload(values), self._tensors)
+
+    def combine(
+        self, fragment: Fragment, values: Tensor, minus: Tensor | None, keep: float
+    ) -> None:
+        """See `ParameterStore.combine`."""
+        theta = torch.empty(fragment.numel, dtype=torch.float32, device=self._device)
+        gather(fragment, self._tensors, theta)
+        if minus is not None:
+            theta.sub_(self._upload(minus)).add_(self._upload(values))
+        else:
+            theta.mul_(keep).add_(self._upload(values), alpha=1 - keep)
+        scatter(fragment, theta, self._tensors)
+
+    def read(self, fragment: Fragment) -> Tensor:
+        """See `ParameterStore.read`."""
+        return gather(fragment, self._tensors)
+
+    def _upload(self, values: Tensor) -> Tensor:
+        if self._stream is None:
+            return values
+        source = values if values.is_pinned() else values.pin_memory()
+        training = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            flat = source.to(self._device, non_blocking=True)
+        training.wait_stream(self._stream)
+        flat.record_stream(training)
+        return flat

@@ -1,0 +1,95 @@
+"""A run's tensors as both sides cut and encode them: one object made from the layout and settings.
+
+Learners and shards build it from the same layout and the same settings, so they agree on which
+element belongs to which fragment, and on the size of every body, without exchanging either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decoupled_diloco.merge.accumulate import Accumulator
+from decoupled_diloco.merge.codec import Codec, codec
+from decoupled_diloco.merge.fragments import (
+    Fragment,
+    Layout,
+    MergeMethod,
+    Strategy,
+    partition,
+    segments,
+)
+from decoupled_diloco.merge.outer import OuterOptimizer
+from decoupled_diloco.merge.weights import token_weight
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """What to merge, how, and in which wire formats.
+
+    Attributes:
+        layout: The model's trainable tensors.
+        fragments: P fragments; every trainable element is in exactly one of them.
+        uplink: Codec of contributions.
+        downlink: Codec of published differences.
+        method: `"rda"` or `"mean"`.
+        weighting: `"tokens"`: quantity times quality; `"uniform"`: all the same.
+        outer: Makes the outer optimizer of a fragment of N elements.
+    """
+
+    layout: Layout
+    fragments: tuple[Fragment, ...]
+    uplink: Codec
+    downlink: Codec
+    method: MergeMethod
+    weighting: str
+    outer: Callable[[int], OuterOptimizer]
+
+    @classmethod
+    def make(
+        cls,
+        layout: Layout,
+        *,
+        fragments: int,
+        strategy: Strategy,
+        uplink: str,
+        downlink: str,
+        method: MergeMethod,
+        weighting: str,
+        outer: Callable[[int], OuterOptimizer],
+    ) -> MergePlan:
+        """Cuts the layout and looks the codecs up.
+
+        Raises:
+            ConfigError: more fragments than can be cut, or an unknown codec.
+        """
+        return cls(
+            layout=layout,
+            fragments=partition(layout, fragments, strategy),
+            uplink=codec(uplink),
+            downlink=codec(downlink),
+            method=method,
+            weighting=weighting,
+            outer=outer,
+        )
+
+    def weight(self, tokens: float, steps: float) -> float:
+        """The weight of a contribution with these counters."""
+        return token_weight(tokens, steps) if self.weighting == "tokens" else 1.0
+
+    def accumulator(self, fragment: int) -> Accumulator:
+        """An empty accumulator for one round of a fragment."""
+        part = self.fragments[fragment]
+        return Accumulator(part.numel, segments(part, self.layout, self.method))
+
+    def uplink_nbytes(self, fragment: int) -> int:
+        """Size of a contribution's body."""
+        return self.uplink.nbytes(self.fragments[fragment].numel)
+
+    def downlink_nbytes(self, fragment: int) -> int:
+        """Size of a published difference's body."""
+        return self.downlink.nbytes(self.fragments[fragment].numel)
+
+    def whole_nbytes(self, fragment: int) -> int:
+        """Size of a whole published copy's body: fp32."""
+        return 4 * self.fragments[fragment].numel

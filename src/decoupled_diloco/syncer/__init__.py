@@ -1,0 +1,1 @@
+"""The syncer: shard processes that merge fragments; one of them hosts the coordinator."""

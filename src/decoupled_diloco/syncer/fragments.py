@@ -1,0 +1,164 @@
+"""The tensors of one shard: master, published copy, outer optimizer and accumulators.
+
+Pure arithmetic on the orders of `SyncerMachine`: used by the shard process and by the virtual
+world alike. Not thread-safe: one worker calls it, in the order of the orders.
+
+Host memory: 12 bytes an owned parameter (master, published copy, momentum), and while a round is
+open one accumulator (4 bytes) and one decoded body (4 bytes) of its fragment.
+
+Shapes: N elements of a fragment; B bytes of a body.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import MergeError, ProtocolError
+from decoupled_diloco.merge import (
+    Accumulator,
+    Body,
+    OuterOptimizer,
+    as_bytes,
+    digest,
+    is_finite,
+    publish,
+)
+from decoupled_diloco.merge.plan import MergePlan
+
+
+@dataclass
+class FragmentTensors:
+    """One fragment: Θ, Θ̂ (both fp32 [N]) and the outer optimizer's state."""
+
+    master: Tensor
+    published: Tensor
+    outer: OuterOptimizer
+
+
+@dataclass(frozen=True)
+class PublishedCopy:
+    """What everybody is given: the difference [B], the whole Θ̂ (fp32 [N]) and its digest.
+
+    Neither tensor is written to again.
+    """
+
+    difference: Tensor
+    whole: Tensor
+    digest: str
+
+
+class ShardTensors:
+    """The tensors of the fragments that one shard owns.
+
+    Args:
+        plan: The run's layout, cut, codecs and merge method.
+        owned: The fragments of this shard.
+    """
+
+    def __init__(self, plan: MergePlan, owned: tuple[int, ...]) -> None:
+        self.plan = plan
+        self.owned = owned
+        self.fragments: dict[int, FragmentTensors] = {}
+        self._arrived: dict[tuple[int, str], Tensor] = {}
+        self._accumulators: dict[int, Accumulator] = {}
+
+    def install(self, fragment: int, values: Tensor) -> str:
+        """Takes values (fp32 [N], kept) as master and published copy, with fresh momentum.
+
+        Returns:
+            The digest of the published copy.
+
+        Raises:
+            MergeError: the values are not finite.
+        """
+        numel = self.plan.fragments[fragment].numel
+        assert values.shape == (numel,), f"{tuple(values.shape)} for N={numel}"
+        if not is_finite(values):
+            raise MergeError(f"fragment {fragment} has NaN or infinite values: not installed")
+        self.fragments[fragment] = FragmentTensors(values.clone(), values, self.plan.outer(numel))
+        return digest(values)
+
+    def verify(self, fragment: int, number: int, learner: str, body: Body, announced: str) -> None:
+        """Checks a contribution whole and keeps it decoded until it is folded or dropped.
+
+        Args:
+            fragment: Which fragment.
+            number: The round.
+            learner: Whose it is.
+            body: [B] in the uplink codec.
+            announced: The digest that the learner gave.
+
+        Raises:
+            ProtocolError: another digest, or another size.
+            MergeError: not finite.
+        """
+        actual = digest(body)
+        if actual != announced:
+            raise ProtocolError(f"the body's digest is {actual}, {announced} was announced")
+        vector = self.plan.uplink.decode(body, self.plan.fragments[fragment].numel)
+        if not is_finite(vector):
+            raise MergeError("the contribution has NaN or infinite values")
+        self._arrived[number, learner] = vector
+
+    def fold(self, fragment: int, number: int, learner: str, steps: float, tokens: float) -> None:
+        """Folds a verified contribution into its round's accumulator."""
+        vector = self._arrived.pop((number, learner))
+        if number not in self._accumulators:
+            self._accumulators[number] = self.plan.accumulator(fragment)
+        self._accumulators[number].add(vector, self.plan.weight(tokens, steps))
+
+    def drop(self, number: int, learner: str) -> None:
+        """Forgets a verified contribution that is not wanted."""
+        self._arrived.pop((number, learner), None)
+
+    def abandon(self, number: int) -> None:
+        """Forgets everything of a round."""
+        self._accumulators.pop(number, None)
+        for key in [key for key in self._arrived if key[0] == number]:
+            del self._arrived[key]
+
+    def merge(self, fragment: int, number: int) -> PublishedCopy:
+        """Merges a round: outer gradient, outer step, new published copy.
+
+        The outer gradient is minus the merged contribution (Algorithm 2, and rule 6).
+
+        Raises:
+            MergeError: no weight, or a result that is not finite; the fragment is as it was.
+        """
+        entry = self.fragments[fragment]
+        accumulator = self._accumulators.pop(number)
+        self.abandon(number)
+        gradient = accumulator.result().neg_()
+        master = entry.master.clone()
+        state = {name: value.clone() for name, value in entry.outer.state_dict().items()}
+        published = entry.published.clone()
+        try:
+            entry.outer.step(master, gradient)
+            body = publish(master, published, self.plan.downlink)
+        except MergeError:
+            entry.outer = self.plan.outer(master.numel())
+            entry.outer.load_state_dict(state)
+            raise
+        entry.master, entry.published = master, published
+        return PublishedCopy(body, published, digest(published))
+
+    def whole(self, fragment: int) -> Tensor:
+        """The published copy Θ̂, fp32 [N]; never written to again."""
+        return self.fragments[fragment].published
+
+
+def values_of(body: Body, numel: int) -> Tensor:
+    """A whole fragment's body as fp32 [N] in memory of its own.
+
+    Raises:
+        ProtocolError: the size does not fit.
+    """
+    octets = as_bytes(body)
+    if octets.numel() != 4 * numel:
+        raise ProtocolError(f"the body has {octets.numel()} bytes, {4 * numel} are needed")
+    values = torch.empty(numel, dtype=torch.float32)
+    as_bytes(values).copy_(octets)
+    return values
