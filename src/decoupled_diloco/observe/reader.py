@@ -1,0 +1,160 @@
+"""Reading the event tape, after a run and during it; see `decoupled_diloco.observe.tape`."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.records import (
+    FOLDER_NAME,
+    MERGED_NAME,
+    Parser,
+    Record,
+    format_record,
+)
+
+
+class TapeReader:
+    """Reads the tape of a run: a run folder, a tape folder, or a single file, whole or torn.
+
+    Iterating gives the records of all processes, ordered by wall-clock time; each process's own
+    records stay in the order in which they were written. ``problems`` lists, once a pass is over,
+    what could not be read, one sentence each.
+
+    Args:
+        path: The folder or file.
+
+    Raises:
+        StorageError: There is no tape. While iterating: a file is of a newer schema.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.files = _tape_files(self.path)
+        self.problems: list[str] = []
+
+    def __iter__(self) -> Iterator[Record]:
+        self.problems.clear()
+        streams = [_ordered(_read_file(file, self.problems)) for file in self.files]
+        return (record for _, record in heapq.merge(*streams, key=lambda item: item[0]))
+
+
+def read_tape(path: str | Path) -> Iterator[Record]:
+    """The records of a run folder, a tape folder or a file, merged by (wall time, who, seq).
+
+    Torn lines are skipped; use `TapeReader` to hear of them.
+
+    Raises:
+        StorageError: There is no tape there, or it is of a newer schema.
+    """
+    return iter(TapeReader(path))
+
+
+def merge_tapes(run_folder: str | Path) -> Path:
+    """Writes ``RUN/tape.jsonl`` from the files of ``RUN/tape``: whole or not at all.
+
+    Returns:
+        The merged file.
+
+    Raises:
+        StorageError: There is no tape, or the merged file cannot be written.
+    """
+    folder = Path(run_folder)
+    merged = folder / MERGED_NAME
+    torn = merged.with_name(f".{MERGED_NAME}.{os.getpid()}.part")
+    records = read_tape(folder / FOLDER_NAME)
+    try:
+        with torn.open("w", encoding="utf-8") as file:
+            file.writelines(format_record(record) for record in records)
+        torn.replace(merged)
+    except OSError as error:
+        torn.unlink(missing_ok=True)
+        raise StorageError(f"{merged} cannot be written: {error.strerror}") from error
+    return merged
+
+
+class Follower:
+    """Reads a tape while it is being written. `poll` gives what has been added since.
+
+    A folder or a file that is not there yet is no error. Records of one poll are ordered by wall
+    time; a process that flushes late can bring older ones in a later poll.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        self._single = path.suffix == ".jsonl"
+        self.path = path if self._single or path.name == FOLDER_NAME else path / FOLDER_NAME
+        self.problems: list[str] = []
+        self._parsers: dict[Path, Parser] = {}
+        self._offsets: dict[Path, int] = {}
+
+    def poll(self) -> list[Record]:
+        """The records that have been added since the last call.
+
+        Raises:
+            StorageError: A file cannot be read or is of a newer schema.
+        """
+        files = [self.path] if self._single else sorted(self.path.glob("*.jsonl"))
+        records = [record for file in files for record in self._read_on(file)]
+        return sorted(records, key=_order)
+
+    def _read_on(self, path: Path) -> Iterator[Record]:
+        parser = self._parsers.setdefault(path, Parser(path, self.problems))
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                added = file.read()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+        whole = added[: added.rfind(b"\n") + 1]
+        self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+        for line in whole.splitlines():
+            record = parser.parse(line)
+            if record is not None:
+                yield record
+
+
+def follow(folder: str | Path) -> Follower:
+    """An incremental reader of a run folder, a tape folder or a file that is still growing."""
+    return Follower(folder)
+
+
+def _tape_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    inner = sorted((path / FOLDER_NAME).glob("*.jsonl"))
+    files = inner or ([path / MERGED_NAME] if (path / MERGED_NAME).is_file() else [])
+    files = files or sorted(path.glob("*.jsonl"))
+    if not files:
+        raise StorageError(f"{path} holds no event tape: give a run folder, or a .jsonl file of it")
+    return files
+
+
+def _read_file(path: Path, problems: list[str]) -> Iterator[Record]:
+    parser = Parser(path, problems)
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                record = parser.parse(line)
+                if record is not None:
+                    yield record
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _ordered(records: Iterable[Record]) -> Iterator[tuple[tuple[float, str, int, int], Record]]:
+    """Sort keys that never fall, so that a clock that was set back does not shuffle a file."""
+    latest = -math.inf
+    for record in records:
+        latest = max(latest, record.wall)
+        yield (latest, record.who, record.life, record.seq), record
+
+
+def _order(record: Record) -> tuple[float, str, int, int]:
+    return (record.wall, record.who, record.life, record.seq)

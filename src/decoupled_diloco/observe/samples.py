@@ -1,0 +1,130 @@
+"""What processes measure and say beside the protocol: losses, times, faults, lives of processes.
+
+Samples go on the event tape next to events and effects. They are for people and plots: no state
+machine ever sees one. A number that is not finite (a diverged loss) is written as ``None``, because
+JSON has no other word for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LossMeasured:
+    """A learner's training loss at one of its steps.
+
+    ``step``: own steps since it joined; ``tokens``: own tokens since it joined, this step's
+    included; ``loss``: mean over the step's batch.
+    """
+
+    step: int
+    global_step: int
+    tokens: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimed:
+    """How long one step of a learner took, and how much of that inside ``Learner.step()``."""
+
+    step: int
+    seconds: float
+    inside_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The global weights were evaluated on this many held-out tokens."""
+
+    global_step: int
+    loss: float | None
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStarted:
+    """The launcher started a process; a second one of the same name is a restart."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnded:
+    """A process ended: with an exit code, or by a signal (then ``code`` is ``None``)."""
+
+    name: str
+    code: int | None
+    signal: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FaultInjected:
+    """A fault was caused on purpose, for example ``kill`` on ``learner-1``."""
+
+    kind: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartScheduled:
+    """The launcher will start a process again, this many seconds from now."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSaved:
+    """A file of weights was written."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGenerated:
+    """Text that the trained model wrote."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusDescribed:
+    """What the learners train on, as a JSON object in a text."""
+
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """A learner's control connection to a shard opened or broke."""
+
+    shard: int
+    connected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BytesMoved:
+    """Bytes that this process has sent and received since it started, by plane (totals)."""
+
+    control_sent: int
+    control_received: int
+    data_sent: int
+    data_received: int
+
+
+Sample = (
+    LossMeasured
+    | StepTimed
+    | Evaluated
+    | ProcessStarted
+    | ProcessEnded
+    | FaultInjected
+    | RestartScheduled
+    | WeightsSaved
+    | SampleGenerated
+    | CorpusDescribed
+    | LinkState
+    | BytesMoved
+)

@@ -1,0 +1,57 @@
+"""The event tape: everything that a run's processes were told, ordered and measured, as JSON lines.
+
+Theory of operation. Every process appends to a file of its own, ``RUN/tape/<who>.jsonl``; a process
+that is started again appends a new ``start`` record, its next *life*. A record is one JSON object:
+
+```
+{"v":1,"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"StepFinished","data":{"tokens":96}}
+```
+
+``at`` is the instant that the state machine was told (seconds of a clock that never goes back, in
+full precision, so that a replay is exact); ``seq`` counts the records of one life from 0, its start
+record. Effects name the event that caused them in ``cause``. Readers turn ``at`` into wall-clock
+seconds with the pair of clocks in the latest start record, and merge the files by that.
+
+Who writes must not fail with the tape: a process that is killed loses what it had not yet flushed
+(at most about half a second), which leaves at most a torn last line; readers skip what is torn and
+say so. When the disk is full the tape ends there, with one `StorageError`, and training goes on.
+
+Files of a schema newer than ``SCHEMA`` are refused; older ones are to stay readable.
+"""
+
+from __future__ import annotations
+
+from decoupled_diloco.observe.reader import Follower, TapeReader, follow, merge_tapes, read_tape
+from decoupled_diloco.observe.recorder import Difference, Machine, Recorder, replay
+from decoupled_diloco.observe.records import (
+    FOLDER_NAME,
+    MERGED_NAME,
+    SCHEMA,
+    Effect,
+    Event,
+    Kind,
+    Record,
+)
+from decoupled_diloco.observe.writer import BUFFER_BYTES_MAX, FLUSH_SECONDS, TapeWriter
+
+__all__ = [
+    "BUFFER_BYTES_MAX",
+    "FLUSH_SECONDS",
+    "FOLDER_NAME",
+    "MERGED_NAME",
+    "SCHEMA",
+    "Difference",
+    "Effect",
+    "Event",
+    "Follower",
+    "Kind",
+    "Machine",
+    "Record",
+    "Recorder",
+    "TapeReader",
+    "TapeWriter",
+    "follow",
+    "merge_tapes",
+    "read_tape",
+    "replay",
+]

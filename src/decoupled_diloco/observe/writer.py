@@ -1,0 +1,161 @@
+"""Writing the event tape; see `decoupled_diloco.observe.tape`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import decoupled_diloco
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.records import SCHEMA, Effect, Event, Kind, plain_numbers, to_json
+from decoupled_diloco.observe.samples import Sample
+from decoupled_diloco.protocol import wire
+
+FLUSH_SECONDS = 0.5
+"""Records are written to the file no later than the next record after this long."""
+
+BUFFER_BYTES_MAX = 1 << 18
+"""Records are written to the file earlier than that when they are this many bytes."""
+
+
+class TapeWriter:
+    """Appends the records of one life of one process. To be called from one thread only.
+
+    A failed write (the disk is full) raises `StorageError` once; from then on records are dropped
+    and counted in ``dropped``, so that the tape stays a faithful beginning and training goes on.
+    What is buffered is written when a record comes ``FLUSH_SECONDS`` after the last write, and by
+    `flush`: a process that may fall silent calls it now and then.
+
+    Args:
+        path: The file, or the tape folder in which ``<who>.jsonl`` is made.
+        who: Name of the process.
+        header: JSON values to keep in the start record, for example what a replay needs.
+        clock: The clock of the instants that `event` and the others are given.
+        wall: Seconds since the Unix epoch; a virtual world gives its own.
+
+    Raises:
+        StorageError: The file cannot be opened or the start record cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        who: str,
+        header: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        path = Path(path)
+        self.path = path if path.suffix == ".jsonl" else path / f"{who}.jsonl"
+        self.who = who
+        self.dropped = 0
+        self._name = to_json(who)
+        self._seq = 0
+        self._buffer: list[str] = []
+        self._buffered_bytes = 0
+        self._failed = False
+        self._file = _open_at_line_start(self.path)
+        now = clock()
+        start = {
+            "wall": wall(),
+            "monotonic": now,
+            "pid": os.getpid(),
+            "version": decoupled_diloco.__version__,
+            "header": dict(header or {}),
+        }
+        self._flushed_at = time.monotonic()
+        self._write(now, "start", "start", start, None)
+        self.flush()
+
+    def event(self, now: float, event: Event) -> int:
+        """Writes what a state machine was told, and returns the record's number."""
+        return self._write_value(now, "event", event, None)
+
+    def effects(self, now: float, cause_seq: int, effects: Sequence[Effect]) -> None:
+        """Writes what a state machine ordered because of the event with this number."""
+        for effect in effects:
+            self._write_value(now, "effect", effect, cause_seq)
+
+    def sample(self, now: float, sample: Sample) -> None:
+        """Writes a measurement."""
+        self._write_value(now, "sample", sample, None)
+
+    def flush(self) -> None:
+        """Writes what is buffered to the file (the kernel has it then, not yet the disk)."""
+        self._flushed_at = time.monotonic()
+        if not self._buffer:
+            return
+        text, count = "".join(self._buffer), len(self._buffer)
+        self._buffer.clear()
+        self._buffered_bytes = 0
+        try:
+            view = memoryview(text.encode())
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            self._failed = True
+            self.dropped += count
+            raise StorageError(
+                f"{self.path} cannot be written: {error.strerror}: the event tape of {self.who} "
+                "ends here, training goes on; free disk space before the next run"
+            ) from error
+
+    def close(self) -> None:
+        """Writes what is buffered and closes the file; a second call does nothing."""
+        if self._file.closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def __enter__(self) -> TapeWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _write_value(self, now: float, kind: Kind, value: object, cause: int | None) -> int:
+        data = wire.encode(value)
+        return self._write(now, kind, data.pop("type"), data, cause)
+
+    def _write(
+        self, now: float, kind: Kind, name: str, data: dict[str, Any], cause: int | None
+    ) -> int:
+        seq = self._seq
+        self._seq += 1
+        if self._failed:
+            self.dropped += 1
+            return seq
+        try:
+            body = to_json(data)
+        except ValueError:
+            body = to_json(plain_numbers(data))
+        tail = "" if cause is None else f',"cause":{cause}'
+        line = (
+            f'{{"v":{SCHEMA},"at":{float(now)!r},"who":{self._name},"seq":{seq},'
+            f'"kind":"{kind}","type":"{name}","data":{body}{tail}}}\n'
+        )
+        self._buffer.append(line)
+        self._buffered_bytes += len(line)
+        elapsed = time.monotonic() - self._flushed_at
+        if elapsed >= FLUSH_SECONDS or self._buffered_bytes >= BUFFER_BYTES_MAX:
+            self.flush()
+        return seq
+
+
+def _open_at_line_start(path: Path) -> BinaryIO:
+    """Opens for appending; a line that an earlier life left torn is ended first."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab+", buffering=0)
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+    return file
