@@ -238,7 +238,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self._initialize(options.layers)
         if options.tied:
-            self.head.weight = self.embedding.weight
+            self.embedding.weight = self.head.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits of the next byte.
@@ -288,11 +288,15 @@ class GPT(nn.Module):
         return bytes(ids[0, -count:].tolist()) if count else b""
 
     def _initialize(self, layers: int) -> None:
-        """Normal, 1/√fan-in; what writes into the residual stream less, the deeper the model."""
+        """Embedding: normal with σ = 1; matrices: 1/√fan-in; into the residual stream: less.
+
+        With σ = 1 the residual stream starts at the size that the norms bring it to, so that the
+        blocks add to it in small steps; it learns clearly faster than from 1/√width.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
-            std = parameter.shape[1] ** -0.5
+            std = 1.0 if name == "embedding.weight" else parameter.shape[1] ** -0.5
             if name.endswith("project.weight"):
                 std /= math.sqrt(2 * layers)
             nn.init.normal_(parameter, std=std)
