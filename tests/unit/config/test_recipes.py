@@ -1,0 +1,54 @@
+"""Every recipe in the repository loads, and is what its name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.config import RunConfig, load_config
+from decoupled_diloco.workloads import load_workload
+from decoupled_diloco.workloads.gpt import GptWorkload
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def load(name: str) -> RunConfig:
+    return load_config(RECIPES / f"{name}.toml")
+
+
+def test_there_are_recipes() -> None:
+    assert {"quickstart", "data-parallel", "diloco", "streaming-diloco", "fedavg"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_loads_with_its_workload(name: str) -> None:
+    config = load(name)
+    assert config.run.name == name
+    workload = load_workload(config.workload.name, config.workload_options())
+    assert isinstance(workload, GptWorkload)
+    assert workload.options.total_steps == config.run.budget_steps
+
+
+@pytest.mark.parametrize("name", ["data-parallel", "diloco", "streaming-diloco", "fedavg"])
+def test_the_baselines_are_synchronous(name: str) -> None:
+    config = load(name)
+    assert config.sync.quorum == config.run.learners
+    assert (config.sync.wait, config.sync.merge) == ("at_overlap", "mean")
+
+
+def test_the_quickstart_kills_one_learner_on_the_way() -> None:
+    config = load("quickstart")
+    assert (config.run.learners, config.syncer.shards, config.run.evaluator) == (4, 2, True)
+    assert [(fault.at, fault.kill, fault.restart) for fault in config.faults] == [
+        (0.4, "learner-1", True)
+    ]
+
+
+def test_data_parallel_is_one_step_of_sgd_on_the_mean() -> None:
+    config = load("data-parallel")
+    sync, outer = config.sync, config.outer
+    assert (sync.fragments, sync.period, sync.overlap) == (1, 1, 0)
+    assert (outer.optimizer, outer.lr, outer.momentum) == ("sgd", 1.0, 0.0)
+    assert config.workload.options["optimizer"] == "sgd"
