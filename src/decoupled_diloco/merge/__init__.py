@@ -1,0 +1,53 @@
+"""Merge math: pure functions on tensors, without I/O, clock or threads.
+
+Learners and syncers share it. A model's trainable tensors form a `Layout`, which `partition` cuts
+into fragments; `contribution` gives what a learner changed, a `Codec` its bytes; an `Accumulator`
+merges contributions weighted by `token_weight`; an `OuterOptimizer` applies the merged outer
+gradient to the master copy; `publish` and `receive` keep published copies equal bit by bit.
+
+Shapes:
+    M  learners
+    P  fragments
+    N  elements of one fragment, flat
+    S  segments of one fragment: ranges that are merged as one vector
+    B  bytes of one body
+"""
+
+from decoupled_diloco.merge.fragments import (
+    Fragment,
+    MergeMethod,
+    Piece,
+    Segment,
+    Strategy,
+    cast_like,
+    gather,
+    merges_elementwise,
+    offsets,
+    partition,
+    scatter,
+    segments,
+)
+from decoupled_diloco.merge.layout import DTYPES, Layout, Role, TensorSpec, layout_of, tensors_of
+from decoupled_diloco.merge.weights import token_weight
+
+__all__ = [
+    "DTYPES",
+    "Fragment",
+    "Layout",
+    "MergeMethod",
+    "Piece",
+    "Role",
+    "Segment",
+    "Strategy",
+    "TensorSpec",
+    "cast_like",
+    "gather",
+    "layout_of",
+    "merges_elementwise",
+    "offsets",
+    "partition",
+    "scatter",
+    "segments",
+    "tensors_of",
+    "token_weight",
+]

@@ -1,0 +1,390 @@
+"""How a layout is cut into fragments, and fragments as flat vectors.
+
+`partition` assigns *pieces* (a tensor and an element range) to `P` fragments, every element exactly
+once. A fragment travels and is merged as one flat vector, its pieces one after the other;
+`segments` says which element ranges of that vector are merged how.
+
+Shapes:
+    P  fragments
+    N  elements of one fragment
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.merge.layout import DTYPES, Layout, TensorSpec
+
+Strategy = Literal["balanced", "tensor", "layer-strided", "layer-sequential"]
+MergeMethod = Literal["rda", "mean"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start <= i < stop` of the flattened tensor `layout.tensors[tensor]`."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What is synchronised together: pieces, one after the other, as one flat vector [N]."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """N, the number of elements."""
+        return sum(piece.numel for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements `start <= i < stop` of a flat fragment that are merged as one vector."""
+
+    start: int
+    stop: int
+    merge: MergeMethod
+
+
+def merges_elementwise(spec: TensorSpec) -> bool:
+    """Tell whether cutting the tensor leaves its merge unchanged, as a plain mean does."""
+    return spec.role == "embedding"
+
+
+def partition(
+    layout: Layout,
+    fragments: int,
+    strategy: Strategy = "balanced",
+    splittable: bool | Callable[[TensorSpec], bool] = merges_elementwise,
+) -> tuple[Fragment, ...]:
+    """Cut a layout into fragments; deterministic, every element in exactly one of them.
+
+    - `"balanced"` (default): tensors by size, descending, each into the smallest bin; a tensor
+      larger than a fair share `total / P` is first cut into parts of that size and a rest, between
+      leading rows if these are small; splittable tensors are then poured over the smallest bins.
+      The largest fragment is at most 4/3 of the optimum.
+    - `"tensor"`: whole tensors in turn; uneven.
+    - `"layer-strided"`, `"layer-sequential"`: whole layers, fragment = layer mod P, or consecutive
+      layers together; bursty. A layer is a name up to its first number (`blocks.3`); tensors
+      outside any layer are grouped by the module that owns them.
+
+    Args:
+        layout: What to cut.
+        fragments: P >= 1.
+        strategy: See above.
+        splittable: For `"balanced"`: which tensors merge element-wise and may be cut anywhere: the
+            embedding by default, True for all (right for a plain mean), or a function of the
+            tensor. False forbids cutting altogether, even of a tensor larger than a fair share.
+
+    Returns:
+        P fragments, none empty; pieces in layout order.
+
+    Raises:
+        ConfigError: P < 1, or P is more than can be cut.
+
+    Source:
+        Decoupled DiLoCo, Appendix C. Cutting single tensors is ours: where tensors stay whole, one
+        large embedding bounds the peak.
+    """
+    if fragments < 1:
+        raise ConfigError(f"fragments={fragments} is below 1: use at least one fragment")
+    match strategy:
+        case "balanced":
+            bins = _balanced(layout, fragments, splittable)
+        case "tensor":
+            groups = [[index] for index in range(len(layout.tensors))]
+            bins = _whole_groups(layout, groups, fragments, "tensors", strided=True)
+        case "layer-strided" | "layer-sequential":
+            strided = strategy == "layer-strided"
+            bins = _whole_groups(layout, _layers(layout), fragments, "layers", strided=strided)
+        case _:
+            raise ConfigError(
+                f"strategy='{strategy}' is unknown: use one of {', '.join(get_args(Strategy))}"
+            )
+    return tuple(Fragment(index, _in_order(pieces)) for index, pieces in enumerate(bins))
+
+
+def offsets(fragments: int, period: int) -> tuple[int, ...]:
+    """Spread the fragments' due steps evenly over the sync period: `t_p = floor(p · H / P)`.
+
+    Args:
+        fragments: P >= 1.
+        period: H >= 1, steps between two syncs of one fragment.
+
+    Returns:
+        P offsets in `0 … H-1`; distinct if P <= H.
+
+    Examples:
+        >>> offsets(fragments=4, period=6)
+        (0, 1, 3, 4)
+
+    Source:
+        Decoupled DiLoCo asks for distinct offsets; the even spread is ours.
+    """
+    assert fragments >= 1, f"fragments={fragments} is below 1"
+    assert period >= 1, f"period={period} is below 1"
+    return tuple(p * period // fragments for p in range(fragments))
+
+
+def _balanced(
+    layout: Layout, fragments: int, splittable: bool | Callable[[TensorSpec], bool]
+) -> list[list[Piece]]:
+    """Whole and giant tensors first, each part into the smallest bin; then pour the rest."""
+    if splittable is False:
+        limit, unit, way_out = len(layout.tensors), "tensors", "or let tensors be split"
+    else:
+        limit, unit, way_out = layout.numel, "elements", "or train a larger model"
+    if fragments > limit:
+        raise ConfigError(
+            f"fragments={fragments} exceeds {unit}={limit} of the layout: "
+            f"lower fragments to at most {limit}, {way_out}"
+        )
+    pourable = [
+        splittable if isinstance(splittable, bool) else splittable(spec) for spec in layout.tensors
+    ]
+    by_size = sorted(range(len(layout.tensors)), key=lambda i: (-layout.tensors[i].numel, i))
+    parts = [
+        part
+        for index in by_size
+        if not pourable[index]
+        for part in _cut(layout, index, fragments if splittable is not False else 1)
+    ]
+    bins: list[list[Piece]] = [[] for _ in range(fragments)]
+    loads = [0] * fragments
+    smallest_first = [(0, p) for p in range(fragments)]
+    for part in sorted(parts, key=lambda part: (-part.numel, part.tensor, part.start)):
+        _, p = smallest_first[0]
+        bins[p].append(part)
+        loads[p] += part.numel
+        heapq.heapreplace(smallest_first, (loads[p], p))
+    for index in by_size:
+        if pourable[index]:
+            _pour(layout, index, fragments, bins, loads)
+    return bins
+
+
+def _cut(layout: Layout, index: int, fragments: int) -> list[Piece]:
+    """Give a tensor whole, or in fair shares and a rest if it alone is larger than one."""
+    spec = layout.tensors[index]
+    if spec.numel * fragments <= layout.numel:
+        return [Piece(index, 0, spec.numel)]
+    unit = _unit(spec, layout.numel, fragments)
+    part = layout.numel // (fragments * unit) * unit
+    cuts = [*range(0, spec.numel, part), spec.numel]
+    return [Piece(index, start, stop) for start, stop in pairwise(cuts)]
+
+
+def _pour(
+    layout: Layout, index: int, fragments: int, bins: list[list[Piece]], loads: list[int]
+) -> None:
+    """Spread a tensor so that the smallest bins fill up first."""
+    spec = layout.tensors[index]
+    unit = _unit(spec, layout.numel, fragments)
+    start = 0
+    for p, count in enumerate(_water_fill(loads, spec.numel // unit, unit)):
+        if count:
+            stop = start + count * unit
+            bins[p].append(Piece(index, start, stop))
+            loads[p] += stop - start
+            start = stop
+    assert start == spec.numel
+
+
+def _unit(spec: TensorSpec, total: int, fragments: int) -> int:
+    """Cut between leading rows where a row is small against a fair share, else anywhere."""
+    row = math.prod(spec.shape[1:])
+    return row if 16 * row * fragments <= total else 1
+
+
+def _water_fill(loads: Sequence[int], count: int, unit: int) -> list[int]:
+    """Distribute `count` units of size `unit`, each into the then smallest bin."""
+    low, high = min(loads), max(loads) + count * unit
+    while low < high:  # the highest level that the units can fill
+        level = (low + high + 1) // 2
+        if sum(max(0, level - load) // unit for load in loads) <= count:
+            low = level
+        else:
+            high = level - 1
+    filled = [max(0, low - load) // unit for load in loads]
+    rest = count - sum(filled)
+    smallest = sorted(range(len(loads)), key=lambda p: (loads[p] + filled[p] * unit, p))
+    for p in smallest[:rest]:
+        filled[p] += 1
+    return filled
+
+
+def _layers(layout: Layout) -> list[list[int]]:
+    """Tensor indices by layer, layers in the order of their first tensor."""
+    groups: dict[str, list[int]] = {}
+    for index, spec in enumerate(layout.tensors):
+        groups.setdefault(_layer_name(spec.name), []).append(index)
+    return list(groups.values())
+
+
+def _layer_name(name: str) -> str:
+    """Cut a name behind its first integer component, or before its last component.
+
+    >>> _layer_name("blocks.3.attention.query.weight"), _layer_name("norm.weight")
+    ('blocks.3', 'norm')
+    """
+    components = name.split(".")
+    for position, component in enumerate(components):
+        if component.isdecimal():
+            return ".".join(components[: position + 1])
+    return ".".join(components[:-1]) or name
+
+
+def _whole_groups(
+    layout: Layout, groups: list[list[int]], fragments: int, unit: str, *, strided: bool
+) -> list[list[Piece]]:
+    """Assign whole groups of tensors, in turn or consecutively."""
+    if fragments > len(groups):
+        raise ConfigError(
+            f"fragments={fragments} exceeds {unit}={len(groups)} of the layout: lower fragments to "
+            f"at most {len(groups)}, or use strategy='balanced', which can cut tensors"
+        )
+    bins: list[list[Piece]] = [[] for _ in range(fragments)]
+    for position, group in enumerate(groups):
+        p = position % fragments if strided else position * fragments // len(groups)
+        bins[p] += [Piece(index, 0, layout.tensors[index].numel) for index in group]
+    return bins
+
+
+def _in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Sort pieces in layout order and join those that touch."""
+    joined: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.tensor, piece.start)):
+        if joined and joined[-1].tensor == piece.tensor and joined[-1].stop == piece.start:
+            piece = Piece(piece.tensor, joined.pop().start, piece.stop)
+        joined.append(piece)
+    return tuple(joined)
+
+
+def segments(fragment: Fragment, layout: Layout, method: MergeMethod) -> tuple[Segment, ...]:
+    """Say which element ranges of the flat fragment are merged how.
+
+    Args:
+        fragment: A fragment of `layout`.
+        layout: The layout.
+        method: `"rda"`: every piece is a vector of its own, merged by RDA, but embeddings by plain
+            mean. `"mean"`: one mean over everything.
+
+    Returns:
+        Segments that follow each other and cover `0 … N-1`.
+
+    Source:
+        Decoupled DiLoCo: the embedding by plain weighted mean, all else by RDA.
+    """
+    if method == "mean":
+        return (Segment(0, fragment.numel, "mean"),)
+    found: list[Segment] = []
+    for start, stop, piece in _spans(fragment):
+        merge: MergeMethod = "mean" if merges_elementwise(layout.tensors[piece.tensor]) else "rda"
+        if found and merge == found[-1].merge == "mean":
+            start = found.pop().start
+        found.append(Segment(start, stop, merge))
+    return tuple(found)
+
+
+def gather(fragment: Fragment, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Copy a fragment's pieces into one flat vector.
+
+    Args:
+        fragment: What to copy.
+        tensors: The tensors of the layout, in its order; any floating dtype, device and strides.
+        out: Vector [N] to fill, any floating dtype and device; a new fp32 one on the CPU if None.
+
+    Returns:
+        `out`. In fp32 it holds bf16, fp16 and fp32 values exactly.
+    """
+    if out is None:
+        out = torch.empty(fragment.numel, dtype=torch.float32)
+    assert out.shape == (fragment.numel,), f"out has shape {tuple(out.shape)}"
+    with torch.no_grad():
+        for start, stop, piece in _spans(fragment):
+            flat = tensors[piece.tensor].detach().reshape(-1)
+            out[start:stop].copy_(flat[piece.start : piece.stop])
+    return out
+
+
+def scatter(fragment: Fragment, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy a flat vector back into the tensors, in place, rounding to each tensor's dtype.
+
+    Args:
+        fragment: Where the elements belong.
+        flat: Vector [N], any floating dtype and device.
+        tensors: The tensors of the layout, in its order; may be leaves that require gradients.
+    """
+    assert flat.shape == (fragment.numel,), f"flat has shape {tuple(flat.shape)}"
+    with torch.no_grad():
+        for start, stop, piece in _spans(fragment):
+            tensor = tensors[piece.tensor].detach()
+            if tensor.is_contiguous():
+                tensor.view(-1)[piece.start : piece.stop].copy_(flat[start:stop])
+            else:
+                whole = tensor.reshape(-1)  # a copy: these strides cannot be viewed as flat
+                whole[piece.start : piece.stop].copy_(flat[start:stop])
+                tensor.copy_(whole.view(tensor.shape))
+
+
+def cast_like(
+    fragment: Fragment, layout: Layout, flat: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Round every element through the dtype of the tensor it belongs to.
+
+    This is what `gather` reads after `scatter` wrote `flat`, without touching a model.
+
+    Args:
+        fragment: A fragment of `layout`.
+        layout: Names each tensor's dtype.
+        flat: Vector [N], fp32.
+        out: Vector [N], fp32, to fill; may be `flat` itself; a new one if None.
+
+    Returns:
+        `out`.
+    """
+    assert flat.shape == (fragment.numel,), f"flat has shape {tuple(flat.shape)}"
+    if out is None:
+        out = torch.empty_like(flat)
+    for start, stop, dtype in dtype_runs(fragment, layout):
+        source, target = flat[start:stop], out[start:stop]
+        target.copy_(source if dtype.itemsize >= 4 else source.to(dtype))
+    return out
+
+
+def dtype_runs(fragment: Fragment, layout: Layout) -> list[tuple[int, int, torch.dtype]]:
+    """Give the element ranges of the flat fragment that share a dtype, in order."""
+    runs: list[tuple[int, int, torch.dtype]] = []
+    for start, stop, piece in _spans(fragment):
+        dtype = DTYPES[layout.tensors[piece.tensor].dtype]
+        if runs and runs[-1][2] == dtype:
+            start = runs.pop()[0]
+        runs.append((start, stop, dtype))
+    return runs
+
+
+def _spans(fragment: Fragment) -> Iterator[tuple[int, int, Piece]]:
+    """Where each piece lies in the flat fragment."""
+    start = 0
+    for piece in fragment.pieces:
+        yield start, start + piece.numel, piece
+        start += piece.numel
