@@ -13,6 +13,8 @@ Shapes:
     B  bytes of one body
 """
 
+from decoupled_diloco.merge.accumulate import EPSILON, Accumulator, Contribution, merge
+from decoupled_diloco.merge.blocks import is_finite, norm_of
 from decoupled_diloco.merge.fragments import (
     Fragment,
     MergeMethod,
@@ -32,6 +34,9 @@ from decoupled_diloco.merge.weights import token_weight
 
 __all__ = [
     "DTYPES",
+    "EPSILON",
+    "Accumulator",
+    "Contribution",
     "Fragment",
     "Layout",
     "MergeMethod",
@@ -42,8 +47,11 @@ __all__ = [
     "TensorSpec",
     "cast_like",
     "gather",
+    "is_finite",
     "layout_of",
+    "merge",
     "merges_elementwise",
+    "norm_of",
     "offsets",
     "partition",
     "scatter",

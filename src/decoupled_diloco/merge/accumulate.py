@@ -1,0 +1,408 @@
+"""Merging contributions as they arrive, in memory that does not grow with the learners.
+
+A fragment's flat vector is divided into segments (see `fragments.segments`). For each segment the
+accumulator keeps sums only, so a contribution is folded in at once and then forgotten:
+
+    mean   sum w,  sum w·v                   result = sum w·v / sum w
+    RDA    sum w,  sum w·‖v‖,  sum w·φ(v)    result = r · u / max(‖u‖, ε)
+           with φ(v) = v/‖v‖, φ(0) = 0,  r = sum w·‖v‖ / sum w,  u = sum w·φ(v) / sum w
+
+RDA merges length and direction apart. The updates of different learners are nearly orthogonal, so
+the plain mean of M of them is shorter than each by 1/√M; RDA keeps the mean length. The paper has
+φ(u) where we have u/max(‖u‖, ε): when directions cancel, u is small and its direction is noise, and
+a full-length step along noise would do harm.
+
+Everything kept is a sum over learners, so accumulators can be combined in any tree.
+
+Shapes:
+    N  elements of one fragment
+    S  segments of one fragment
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import MergeError
+from decoupled_diloco.merge.blocks import blocks_of, is_finite, norm_of, squares_of
+from decoupled_diloco.merge.fragments import Segment
+
+EPSILON = 1e-3
+
+
+class Accumulator:
+    """The running merge of one fragment.
+
+    Args:
+        numel: N, the elements of the fragment.
+        segments: Cover `0 … N-1` without gaps, in order.
+        epsilon: ε in (0, 1): below this length the merged direction of an RDA segment counts as
+            noise and the result shrinks with it. 1e-3 leaves even 10⁵ orthogonal learners alone.
+
+    Attributes:
+        count: Learners folded in (not messages: combining adds the counts).
+        weight: Sum of their weights.
+
+    Source:
+        Decoupled DiLoCo, RDA, in the "mean of norms" reading; ε is ours.
+    """
+
+    def __init__(self, numel: int, segments: Sequence[Segment], epsilon: float = EPSILON) -> None:
+        problem = _segments_problem(numel, segments)
+        assert problem is None, problem
+        assert 0 < epsilon < 1, f"epsilon={epsilon} is not in (0, 1)"
+        self.numel = numel
+        self.segments = tuple(segments)
+        self.epsilon = epsilon
+        self.count = 0
+        self.weight = 0.0
+        self._sums: Tensor | None = None
+        self._norm_sums = [0.0] * len(self.segments)
+
+    def add(self, vector: Tensor, weight: float, norms: Sequence[float] | None = None) -> None:
+        """Fold one whole contribution in. Nothing has changed if this raises.
+
+        Args:
+            vector: [N], fp32.
+            weight: w > 0, finite.
+            norms: The S segment norms ‖v‖ where they are known already (what stands for a mean
+                segment is not used); the caller then vouches that the vector is finite.
+
+        Raises:
+            MergeError: Wrong size or dtype, a weight that is not positive and finite, or a value
+                that is not finite.
+        """
+        _check_vector(vector, self.numel)
+        if norms is None:
+            contribution = Contribution(self.numel, self.segments)
+            contribution.add(0, vector)
+            self.add_contribution(contribution, weight)
+            return
+        _check_norms(norms, len(self.segments))
+        self._fold([(0, vector)], weight, norms)
+
+    def add_contribution(self, contribution: Contribution, weight: float) -> None:
+        """Fold in a contribution that arrived in parts.
+
+        Args:
+            contribution: Complete, over the same segments.
+            weight: w > 0, finite.
+
+        Raises:
+            MergeError: Parts are missing, or the weight is not positive and finite.
+        """
+        assert contribution.segments == self.segments, "the contribution has other segments"
+        self._fold(contribution.parts, weight, contribution.norms)
+
+    def combine(self, other: Accumulator) -> None:
+        """Add another accumulator's sums to this one, as in a tree of aggregators.
+
+        Raises:
+            MergeError: The other one has other segments or another epsilon.
+        """
+        if (self.segments, self.epsilon) != (other.segments, other.epsilon):
+            raise MergeError(
+                f"accumulators do not match: N={self.numel}, S={len(self.segments)}, "
+                f"epsilon={self.epsilon} here and N={other.numel}, S={len(other.segments)}, "
+                f"epsilon={other.epsilon} there: build both from one partition and configuration"
+            )
+        if other._sums is not None:
+            self._sums_like(other._sums).add_(other._sums)
+        self._norm_sums = [a + b for a, b in zip(self._norm_sums, other._norm_sums, strict=True)]
+        self.weight += other.weight
+        self.count += other.count
+
+    def result(self, out: Tensor | None = None) -> Tensor:
+        """Give the merged vector; the sums stay, more may be added.
+
+        Args:
+            out: [N], fp32, to fill; a new one if None.
+
+        Returns:
+            `out`.
+
+        Raises:
+            MergeError: Nothing was folded in, or the result is not finite.
+        """
+        if self._sums is None or self.weight <= 0:
+            raise MergeError("nothing to merge: the weights sum to 0, so no contribution counted")
+        if out is None:
+            out = torch.empty_like(self._sums)
+        _check_vector(out, self.numel)
+        for segment, norm_sum in zip(self.segments, self._norm_sums, strict=True):
+            sums = self._sums[segment.start : segment.stop]
+            scale = 1 / self.weight
+            if segment.merge == "rda":
+                direction_length = norm_of(sums) / self.weight
+                scale *= norm_sum / self.weight / max(direction_length, self.epsilon)
+            _scale(sums, scale, out[segment.start : segment.stop])
+        if not is_finite(out):
+            raise MergeError(
+                f"the merge of {self.count} contributions overflowed fp32: "
+                "their values or weights are too large"
+            )
+        return out
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Give everything as tensors, as safetensors wants it; the sums are shared, not copied."""
+        sums = torch.zeros(self.numel) if self._sums is None else self._sums
+        bounds = [(segment.start, segment.stop) for segment in self.segments]
+        return {
+            "sums": sums,
+            "norm_sums": torch.tensor(self._norm_sums, dtype=torch.float64),
+            "weight": torch.tensor([self.weight], dtype=torch.float64),
+            "count": torch.tensor([self.count], dtype=torch.int64),
+            "epsilon": torch.tensor([self.epsilon], dtype=torch.float64),
+            "segment_bounds": torch.tensor(bounds, dtype=torch.int64),
+            "segment_is_rda": torch.tensor([s.merge == "rda" for s in self.segments]),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> Accumulator:
+        """Read what `state_dict` gave, trusting nothing; the sums are shared, not copied.
+
+        Raises:
+            MergeError: A tensor is missing, unknown, of the wrong type or shape, not finite, or
+                contradicts the others.
+        """
+        _check_state(state)
+        rda = state["segment_is_rda"].tolist()
+        segments = tuple(
+            Segment(start, stop, "rda" if is_rda else "mean")
+            for (start, stop), is_rda in zip(state["segment_bounds"].tolist(), rda, strict=True)
+        )
+        problem = _segments_problem(state["sums"].numel(), segments)
+        if problem is not None:
+            raise MergeError(f"accumulator state: {problem}")
+        accumulator = cls(state["sums"].numel(), segments, float(state["epsilon"]))
+        accumulator.count, accumulator.weight = int(state["count"]), float(state["weight"])
+        if accumulator.count:
+            accumulator._sums = state["sums"]
+        accumulator._norm_sums = state["norm_sums"].tolist()
+        return accumulator
+
+    def _fold(
+        self, parts: Sequence[tuple[int, Tensor]], weight: float, norms: Sequence[float]
+    ) -> None:
+        """Add w·v to mean segments and (w/‖v‖)·v to RDA segments, part by part."""
+        if not (math.isfinite(weight) and weight > 0):
+            raise MergeError(
+                f"weight={weight} is not positive and finite: leave such a contribution out"
+            )
+        sums = self._sums_like(parts[0][1])
+        for part_start, part in parts:
+            for index, start, stop in _overlaps(self.segments, part_start, part.numel()):
+                is_rda = self.segments[index].merge == "rda"
+                if is_rda and norms[index] == 0:
+                    continue  # φ(0) = 0
+                factor = weight / norms[index] if is_rda else weight
+                values = part[start - part_start : stop - part_start]
+                _add_scaled(sums[start:stop], values, factor)
+        for index, segment in enumerate(self.segments):
+            if segment.merge == "rda":
+                self._norm_sums[index] += weight * norms[index]
+        self.weight += weight
+        self.count += 1
+
+    def _sums_like(self, vector: Tensor) -> Tensor:
+        if self._sums is None:
+            self._sums = torch.zeros(self.numel, dtype=torch.float32, device=vector.device)
+        return self._sums
+
+
+class Contribution:
+    """One learner's contribution to one fragment, arriving in slices in any order.
+
+    A direction is known only when the norm of the whole segment is: the slices' squared norms are
+    summed first, and `Accumulator.add_contribution` folds the slices in afterwards. The slices are
+    kept by reference until then.
+
+    Args:
+        numel: N, the elements of the fragment.
+        segments: Cover `0 … N-1` without gaps, in order.
+
+    Attributes:
+        parts: (start, slice) pairs received, in order of arrival.
+    """
+
+    def __init__(self, numel: int, segments: Sequence[Segment]) -> None:
+        self.numel = numel
+        self.segments = tuple(segments)
+        self.parts: list[tuple[int, Tensor]] = []
+        self._squares = [0.0] * len(self.segments)
+
+    def add(self, start: int, part: Tensor) -> None:
+        """Take the slice `start … start + len(part) - 1`.
+
+        Args:
+            start: Its first element's place in the fragment.
+            part: [n], fp32, n >= 1; not to be changed until it is folded in.
+
+        Raises:
+            MergeError: It lies outside, overlaps another slice, or holds a value not finite.
+        """
+        stop = start + part.numel()
+        _check_vector(part, part.numel())
+        if not 0 <= start < stop <= self.numel:
+            raise MergeError(f"slice {start}:{stop} lies outside the fragment's 0:{self.numel}")
+        for other, earlier in self.parts:
+            if start < other + earlier.numel() and other < stop:
+                raise MergeError(
+                    f"slice {start}:{stop} overlaps slice {other}:{other + earlier.numel()}, "
+                    "which came before: send every element once"
+                )
+        squares = list(self._squares)
+        for index, low, high in _overlaps(self.segments, start, part.numel()):
+            values = part[low - start : high - start]
+            if self.segments[index].merge == "rda":
+                squares[index] += squares_of(values)
+                finite = math.isfinite(squares[index])
+            else:
+                finite = is_finite(values)
+            if not finite:
+                raise MergeError(f"elements {low}:{high} hold a value that is not finite")
+        self._squares = squares
+        self.parts.append((start, part))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every element has arrived."""
+        return sum(part.numel() for _, part in self.parts) == self.numel
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        """The S segment norms; 0 for mean segments, which need none.
+
+        Raises:
+            MergeError: Parts are missing.
+        """
+        if not self.complete:
+            arrived = sum(part.numel() for _, part in self.parts)
+            raise MergeError(
+                f"contribution has {arrived} of {self.numel} elements: parts are missing"
+            )
+        return tuple(math.sqrt(square) for square in self._squares)
+
+
+def merge(
+    vectors: Sequence[Tensor],
+    weights: Sequence[float],
+    segments: Sequence[Segment],
+    epsilon: float = EPSILON,
+) -> Tensor:
+    """Merge vectors that are all at hand.
+
+    Args:
+        vectors: M >= 1 vectors [N], fp32.
+        weights: M weights, > 0 and finite.
+        segments: Cover `0 … N-1` without gaps, in order.
+        epsilon: See `Accumulator`.
+
+    Returns:
+        The merged vector [N], fp32.
+
+    Raises:
+        MergeError: See `Accumulator.add` and `Accumulator.result`.
+
+    Examples:
+        >>> rda = [Segment(0, 2, "rda")]
+        >>> merge([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])], [1, 1], rda)
+        tensor([0.7071, 0.7071])
+    """
+    accumulator = Accumulator(segments[-1].stop, segments, epsilon)
+    for vector, weight in zip(vectors, weights, strict=True):
+        accumulator.add(vector, weight)
+    return accumulator.result()
+
+
+def _add_scaled(sums: Tensor, values: Tensor, factor: float) -> None:
+    """Add factor·values; in fp64 where the factor leaves fp32's comfortable range."""
+    if 1e-30 < factor < 1e30:
+        sums.add_(values, alpha=factor)
+        return
+    for sums_block, block in zip(blocks_of(sums), blocks_of(values), strict=True):
+        sums_block.add_((block.double() * factor).float())
+
+
+def _scale(values: Tensor, factor: float, out: Tensor) -> None:
+    """Write factor·values to `out`; in fp64 where the factor leaves fp32's comfortable range."""
+    if 1e-30 < factor < 1e30:
+        torch.mul(values, factor, out=out)
+        return
+    for out_block, block in zip(blocks_of(out), blocks_of(values), strict=True):
+        out_block.copy_(block.double() * factor)
+
+
+def _overlaps(
+    segments: Sequence[Segment], start: int, numel: int
+) -> Iterator[tuple[int, int, int]]:
+    """The segments that the slice meets: index, first and last element + 1 of the intersection."""
+    stop = start + numel
+    for index, segment in enumerate(segments):
+        low, high = max(start, segment.start), min(stop, segment.stop)
+        if low < high:
+            yield index, low, high
+
+
+def _check_vector(vector: Tensor, numel: int) -> None:
+    if vector.dtype != torch.float32 or vector.dim() != 1:
+        raise MergeError(
+            f"vector is {str(vector.dtype).removeprefix('torch.')} of shape {tuple(vector.shape)}: "
+            "merging takes flat float32 vectors"
+        )
+    if vector.numel() != numel:
+        raise MergeError(f"vector has {vector.numel()} elements, the fragment has {numel}")
+
+
+def _check_norms(norms: Sequence[float], count: int) -> None:
+    if len(norms) != count:
+        raise MergeError(f"{len(norms)} norms were given for {count} segments")
+    for index, norm in enumerate(norms):
+        if not (math.isfinite(norm) and norm >= 0):
+            raise MergeError(f"norm {norm} of segment {index} is not finite and at least 0")
+
+
+def _segments_problem(numel: int, segments: Sequence[Segment]) -> str | None:
+    """Say what is wrong with the segments of a fragment, or None."""
+    if not segments or segments[0].start != 0 or segments[-1].stop != numel:
+        return f"segments do not cover 0:{numel}"
+    if any(segment.start >= segment.stop for segment in segments):
+        return "a segment is empty"
+    for before, after in pairwise(segments):
+        if before.stop != after.start:
+            return f"segments have a gap or overlap between {before.stop} and {after.start}"
+    return None
+
+
+def _check_state(state: Mapping[str, Tensor]) -> None:
+    """Raise MergeError unless the state has the tensors, shapes and ranges of `state_dict`."""
+    count = state["segment_is_rda"].numel() if "segment_is_rda" in state else 0
+    expected = {
+        "sums": (torch.float32, None),
+        "norm_sums": (torch.float64, (count,)),
+        "weight": (torch.float64, (1,)),
+        "count": (torch.int64, (1,)),
+        "epsilon": (torch.float64, (1,)),
+        "segment_bounds": (torch.int64, (count, 2)),
+        "segment_is_rda": (torch.bool, (count,)),
+    }
+    if state.keys() != expected.keys():
+        raise MergeError(f"accumulator state has {sorted(state)}, expected {sorted(expected)}")
+    for name, (dtype, shape) in expected.items():
+        tensor = state[name]
+        if tensor.dtype != dtype or (tensor.dim() != 1 if shape is None else tensor.shape != shape):
+            raise MergeError(f"accumulator state: '{name}' is {tensor.dtype} {tuple(tensor.shape)}")
+        if dtype.is_floating_point and not is_finite(tensor):
+            raise MergeError(f"accumulator state: '{name}' holds a value that is not finite")
+    weight, contributors = float(state["weight"]), int(state["count"])
+    in_range = contributors >= 0 and (weight > 0) == (contributors > 0) and weight >= 0
+    if not (in_range and 0 < float(state["epsilon"]) < 1 and bool((state["norm_sums"] >= 0).all())):
+        raise MergeError(
+            f"accumulator state: weight={weight}, count={contributors}, "
+            f"epsilon={float(state['epsilon'])} and the norm sums contradict each other"
+        )
