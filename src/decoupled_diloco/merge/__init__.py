@@ -30,6 +30,13 @@ from decoupled_diloco.merge.fragments import (
     segments,
 )
 from decoupled_diloco.merge.layout import DTYPES, Layout, Role, TensorSpec, layout_of, tensors_of
+from decoupled_diloco.merge.outer import (
+    NesterovSGD,
+    OuterFactory,
+    OuterOptimizer,
+    TorchOuter,
+    make_outer,
+)
 from decoupled_diloco.merge.weights import token_weight
 
 __all__ = [
@@ -40,15 +47,20 @@ __all__ = [
     "Fragment",
     "Layout",
     "MergeMethod",
+    "NesterovSGD",
+    "OuterFactory",
+    "OuterOptimizer",
     "Piece",
     "Role",
     "Segment",
     "Strategy",
     "TensorSpec",
+    "TorchOuter",
     "cast_like",
     "gather",
     "is_finite",
     "layout_of",
+    "make_outer",
     "merge",
     "merges_elementwise",
     "norm_of",

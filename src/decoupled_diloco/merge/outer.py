@@ -1,0 +1,290 @@
+"""Outer optimizers: what the syncer does with a merged outer gradient.
+
+One instance serves one fragment and owns that fragment's state. The outer gradient points from
+where the learners ended to where they started (`Δ = -d`), so that an optimizer descends along it.
+
+Shapes:
+    N  elements of one fragment
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError, MergeError
+from decoupled_diloco.merge.blocks import blocks_of
+
+LR = 0.7
+MOMENTUM = 0.5
+
+
+class OuterOptimizer(Protocol):
+    """Changes a fragment's master copy by a merged outer gradient."""
+
+    def step(self, master: Tensor, gradient: Tensor) -> None:
+        """Update `master` in place.
+
+        Args:
+            master: Θ [N], fp32, contiguous.
+            gradient: Δ [N], fp32; not changed.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Give the state as tensors, as safetensors wants it; empty before the first step."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave."""
+        ...
+
+
+OuterFactory = Callable[[int], OuterOptimizer]
+"""Makes the optimizer of one fragment of N elements."""
+
+
+class NesterovSGD:
+    """SGD with Nesterov momentum: `b ← μ·b + Δ;  Θ ← Θ - η·(Δ + μ·b)`.
+
+    Args:
+        lr: η > 0.
+        momentum: μ in [0, 1). With 0 no state is kept.
+        nesterov: False gives heavy-ball momentum, `Θ ← Θ - η·b`.
+
+    Attributes:
+        lr: η.
+        momentum: μ.
+        nesterov: Whether the momentum looks ahead.
+
+    Source:
+        Decoupled DiLoCo, SGD with Nesterov momentum. It does not publish η and μ; our 0.7 and 0.5
+        are gentler than DiLoCo's 0.7 and 0.9: merged gradients that are alike add up to η/(1-μ).
+    """
+
+    def __init__(self, lr: float = LR, momentum: float = MOMENTUM, nesterov: bool = True) -> None:
+        _check_lr(lr)
+        if not 0 <= momentum < 1:
+            raise ConfigError(f"outer momentum={momentum} is not in [0, 1): choose one below 1")
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self._momentum_buffer: Tensor | None = None
+
+    def step(self, master: Tensor, gradient: Tensor) -> None:
+        """Update `master` [N] in place; see `OuterOptimizer.step`.
+
+        Raises:
+            MergeError: The sizes of master, gradient and momentum differ.
+        """
+        _check_sizes(master, gradient, self._momentum_buffer)
+        if self.momentum == 0:
+            master.add_(gradient, alpha=-self.lr)
+            return
+        if self._momentum_buffer is None:
+            self._momentum_buffer = torch.zeros_like(master)
+        vectors = (master, gradient, self._momentum_buffer)
+        for theta, delta, b in zip(*map(blocks_of, vectors), strict=True):
+            b.mul_(self.momentum).add_(delta)
+            if self.nesterov:
+                theta.add_(delta, alpha=-self.lr)
+                theta.add_(b, alpha=-self.lr * self.momentum)
+            else:
+                theta.add_(b, alpha=-self.lr)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Give `{"momentum": b}`, or nothing before the first step or without momentum."""
+        return {} if self._momentum_buffer is None else {"momentum": self._momentum_buffer}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a copy of what `state_dict` gave.
+
+        Raises:
+            MergeError: The state is another optimizer's.
+        """
+        if not state.keys() <= ({"momentum"} if self.momentum else set()):
+            raise MergeError(
+                f"outer optimizer state has {sorted(state)}, SGD with momentum={self.momentum} "
+                f"keeps {['momentum'] if self.momentum else 'none'}: resume with the same optimizer"
+            )
+        kept = state.get("momentum")
+        self._momentum_buffer = None if kept is None else kept.to(torch.float32, copy=True)
+
+
+class TorchOuter:
+    """Any optimizer of `torch.optim`, on a flat fp32 parameter.
+
+    Args:
+        name: A class name of `torch.optim`, as `"AdamW"`.
+        numel: N.
+        **options: What that class takes, `lr` first of all.
+
+    Raises:
+        ConfigError: There is no such optimizer, or it does not take these options.
+    """
+
+    def __init__(self, name: str, numel: int, **options: Any) -> None:
+        self._name = name
+        self._numel = numel
+        self._options = options
+        self._parameter = torch.nn.Parameter(torch.zeros(numel))
+        make = _torch_optimizer(name)
+        _check_options(name, make, options)
+        try:
+            self._optimizer = make([self._parameter], **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"outer optimizer '{name}' refuses {options}: {error}") from error
+
+    def step(self, master: Tensor, gradient: Tensor) -> None:
+        """Update `master` [N] in place; see `OuterOptimizer.step`.
+
+        Raises:
+            MergeError: The sizes of master, gradient and state differ.
+        """
+        _check_sizes(master, gradient, self._parameter)
+        self._parameter.data = master  # the same memory: the optimizer works on the master itself
+        self._parameter.grad = gradient
+        self._optimizer.step()
+        self._parameter.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Give the optimizer's state; plain numbers become tensors under `number.<name>`."""
+        state: dict[str, Tensor] = {}
+        for key, value in self._optimizer.state.get(self._parameter, {}).items():
+            if isinstance(value, Tensor):
+                state[key] = value
+            elif value is not None:
+                state[f"number.{key}"] = torch.tensor(value)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a copy of what `state_dict` gave.
+
+        Raises:
+            MergeError: The state is another optimizer's, or of another number of elements.
+        """
+        expected = _try_out(self._name, self._options).state_dict()
+        if state and state.keys() != expected.keys():
+            raise MergeError(
+                f"outer optimizer state has {sorted(state)}, '{self._name}' keeps "
+                f"{sorted(expected)}: resume with the same optimizer and options"
+            )
+        own: dict[str, Any] = {}
+        for key, value in state.items():
+            if value.numel() not in (1, self._numel):
+                raise MergeError(
+                    f"outer optimizer state '{key}' has {value.numel()} elements, the fragment has "
+                    f"{self._numel}: the checkpoint has another partition"
+                )
+            is_number = key.startswith("number.")
+            own[key.removeprefix("number.")] = value.item() if is_number else value.clone()
+        self._optimizer.state[self._parameter] = own
+
+
+def make_outer(
+    name: str = "nesterov",
+    lr: float = LR,
+    momentum: float | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> OuterFactory:
+    """Check an outer optimizer's settings once and give a factory of one per fragment.
+
+    Args:
+        name: `"nesterov"`, `"sgd"` (heavy-ball, plain without momentum), or a class name of
+            `torch.optim`, as `"AdamW"`.
+        lr: η > 0.
+        momentum: μ in [0, 1). None means 0.5 for `"nesterov"`, 0 for `"sgd"`, and the class's own
+            default otherwise.
+        options: Further arguments of a `torch.optim` class.
+
+    Returns:
+        `factory(numel) -> OuterOptimizer`.
+
+    Raises:
+        ConfigError: The name is unknown (the nearest is named), a value is out of range, or the
+            optimizer does not take an option or cannot work on a flat vector.
+
+    Examples:
+        >>> optimizer = make_outer("nesterov", lr=1.0, momentum=0.0)(2)
+        >>> master = torch.tensor([1.0, 2.0])
+        >>> optimizer.step(master, torch.tensor([0.5, 0.0]))
+        >>> master
+        tensor([0.5000, 2.0000])
+    """
+    options = dict(options or {})
+    if name in ("nesterov", "sgd"):
+        if options:
+            raise ConfigError(
+                f"outer optimizer '{name}' takes lr and momentum, not {sorted(options)}: remove "
+                "them, or name a class of torch.optim, as 'SGD'"
+            )
+        mu = momentum if momentum is not None else (MOMENTUM if name == "nesterov" else 0.0)
+        NesterovSGD(lr, mu)
+        return lambda numel: NesterovSGD(lr, mu, nesterov=name == "nesterov")
+    _check_lr(lr)
+    if twice := sorted(options.keys() & {"lr", "momentum"}):
+        raise ConfigError(f"outer options hold {twice}: set lr and momentum beside the options")
+    arguments = {"lr": lr, **({} if momentum is None else {"momentum": momentum}), **options}
+    _try_out(name, arguments)
+    return lambda numel: TorchOuter(name, numel, **arguments)
+
+
+def _try_out(name: str, arguments: Mapping[str, Any]) -> TorchOuter:
+    """Take one step on two elements, so that what cannot work is refused before the run."""
+    optimizer = TorchOuter(name, 2, **arguments)
+    try:
+        optimizer.step(torch.zeros(2), torch.ones(2))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"outer optimizer '{name}' cannot step on a flat vector: {error}: use another one"
+        ) from error
+    return optimizer
+
+
+def _torch_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
+    classes = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if inspect.isclass(value)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+    }
+    if name in classes:
+        return classes[name]
+    known = ["nesterov", "sgd", *sorted(classes)]
+    by_lower = {key.lower(): key for key in reversed(known)}
+    near = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)
+    raise ConfigError(
+        f"outer optimizer '{name}' is unknown: did you mean '{by_lower[near[0]]}'? "
+        f"Known are {', '.join(known)}"
+    )
+
+
+def _check_options(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    known = list(inspect.signature(make).parameters)[1:]
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise ConfigError(
+            f"outer optimizer '{name}' does not take {', '.join(unknown)}: remove it; "
+            f"it takes {', '.join(known)}"
+        )
+
+
+def _check_lr(lr: float) -> None:
+    if not (math.isfinite(lr) and lr > 0):
+        raise ConfigError(f"outer lr={lr} is not positive and finite: choose one above 0")
+
+
+def _check_sizes(master: Tensor, gradient: Tensor, state: Tensor | None) -> None:
+    if master.shape != gradient.shape or (state is not None and state.shape != master.shape):
+        kept = "" if state is None else f", the optimizer's state {tuple(state.shape)}"
+        raise MergeError(
+            f"master has shape {tuple(master.shape)}, outer gradient {tuple(gradient.shape)}{kept}"
+            ": they must agree"
+        )

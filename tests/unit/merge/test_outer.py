@@ -1,0 +1,156 @@
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from decoupled_diloco.errors import ConfigError, MergeError
+from decoupled_diloco.merge import NesterovSGD, TorchOuter, make_outer
+
+WORKING = ["nesterov", "sgd", "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adafactor"]
+MANY = 2**17 + 5  # more than one block
+
+
+def gradients(count, numel=6):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(numel, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_state_goes_through_safetensors(name):
+    make = make_outer(name, lr=0.1)
+    original, restored = make(6), make(6)
+    master = torch.ones(6)
+    for gradient in gradients(3):
+        original.step(master, gradient)
+    restored.load_state_dict(load(save(original.state_dict())))
+    ours, theirs = master.clone(), master.clone()
+    for gradient in gradients(2):
+        original.step(ours, gradient)
+        restored.step(theirs, gradient)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_steps_in_place_and_leaves_the_gradient_alone(name):
+    master, gradient = torch.ones(6), torch.full((6,), 0.5)
+    address = master.data_ptr()
+    make_outer(name, lr=0.1)(6).step(master, gradient)
+    assert master.data_ptr() == address
+    assert not master.requires_grad
+    assert bool((master < 1).all())
+    assert torch.equal(gradient, torch.full((6,), 0.5))
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_fragments_are_independent(name):
+    make = make_outer(name, lr=0.1)
+    busy, fresh, alone = make(6), make(6), make(6)
+    for gradient in gradients(3):
+        busy.step(torch.ones(6), gradient)
+    ours, theirs = torch.ones(6), torch.ones(6)
+    fresh.step(ours, torch.ones(6))
+    alone.step(theirs, torch.ones(6))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_sizes_must_agree(name):
+    optimizer = make_outer(name, lr=0.1)(6)
+    with pytest.raises(MergeError, match="must agree"):
+        optimizer.step(torch.ones(6), torch.ones(5))
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.5, False), (0.0, False)])
+def test_nesterov_equals_torch(momentum, nesterov):
+    ours, theirs = torch.ones(MANY), torch.ones(MANY)
+    optimizer = NesterovSGD(0.7, momentum, nesterov)
+    reference = TorchOuter("SGD", MANY, lr=0.7, momentum=momentum, nesterov=nesterov)
+    for gradient in gradients(3, MANY):
+        optimizer.step(ours, gradient)
+        reference.step(theirs, gradient)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class TestNesterov:
+    def test_without_momentum_no_state_is_kept(self):
+        optimizer = NesterovSGD(1.0, 0.0)
+        optimizer.step(torch.ones(3), torch.ones(3))
+        assert optimizer.state_dict() == {}
+
+    def test_state_is_allocated_at_the_first_step(self):
+        optimizer = NesterovSGD()
+        assert optimizer.state_dict() == {}
+        optimizer.step(torch.ones(3), torch.ones(3))
+        assert optimizer.state_dict()["momentum"].dtype == torch.float32
+
+    def test_a_loaded_state_is_a_copy(self):
+        momentum = torch.ones(3)
+        optimizer = NesterovSGD()
+        optimizer.load_state_dict({"momentum": momentum})
+        optimizer.step(torch.ones(3), torch.ones(3))
+        assert torch.equal(momentum, torch.ones(3))
+
+    def test_state_of_another_size(self):
+        optimizer = NesterovSGD()
+        optimizer.load_state_dict({"momentum": torch.ones(4)})
+        with pytest.raises(MergeError, match="must agree"):
+            optimizer.step(torch.ones(3), torch.ones(3))
+
+    @pytest.mark.parametrize("momentum", [0.0, 0.5])
+    def test_state_of_another_optimizer(self, momentum):
+        with pytest.raises(MergeError, match="resume with the same optimizer"):
+            NesterovSGD(1.0, momentum).load_state_dict({"exp_avg": torch.ones(3)})
+
+    @pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
+    def test_momentum_out_of_range(self, momentum):
+        with pytest.raises(ConfigError, match=r"not in \[0, 1\)"):
+            NesterovSGD(momentum=momentum)
+
+
+class TestTorchOuter:
+    def test_state_of_another_optimizer(self):
+        adam = TorchOuter("Adam", 3, lr=0.1)
+        adam.step(torch.ones(3), torch.ones(3))
+        with pytest.raises(MergeError, match="'Adagrad' keeps"):
+            TorchOuter("Adagrad", 3, lr=0.1).load_state_dict(adam.state_dict())
+
+    def test_state_of_another_size(self):
+        adam = TorchOuter("Adam", 3, lr=0.1)
+        adam.step(torch.ones(3), torch.ones(3))
+        with pytest.raises(MergeError, match="another partition"):
+            TorchOuter("Adam", 4, lr=0.1).load_state_dict(adam.state_dict())
+
+
+class TestMakeOuter:
+    def test_defaults(self):
+        nesterov, sgd = make_outer()(3), make_outer("sgd", lr=1.0)(3)
+        assert (nesterov.lr, nesterov.momentum, nesterov.nesterov) == (0.7, 0.5, True)
+        assert (sgd.lr, sgd.momentum) == (1.0, 0.0)
+
+    def test_momentum_and_options_reach_the_torch_class(self):
+        optimizer = make_outer("SGD", 0.5, 0.9, {"nesterov": True, "weight_decay": 0.1})(3)
+        assert isinstance(optimizer, TorchOuter)
+        ours = torch.ones(3)
+        optimizer.step(ours, torch.zeros(3))
+        torch.testing.assert_close(ours, torch.full((3,), 1 - 0.5 * (0.1 + 0.9 * 0.1)))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("nestrov",), "'nestrov' is unknown: did you mean 'nesterov'"),
+            (("adamw",), "'adamw' is unknown: did you mean 'AdamW'"),
+            (("AdamW", 0.1, 0.9), "'AdamW' does not take momentum"),
+            (("AdamW", 0.1, None, {"beta": 1}), "'AdamW' does not take beta.* it takes lr, betas"),
+            (("AdamW", 0.1, None, {"betas": (2, 1)}), "'AdamW' refuses"),
+            (("AdamW", 0.1, None, {"lr": 0.2}), r"\['lr'\]: set lr and momentum beside"),
+            (("nesterov", 0.1, 0.9, {"weight_decay": 1}), r"takes lr and momentum, not \['weight"),
+            (("nesterov", 0.0), "lr=0.0 is not positive"),
+            (("AdamW", float("nan")), "lr=nan is not positive"),
+            (("sgd", 1.0, 1.0), "momentum=1.0"),
+            (("LBFGS", 0.1), "'LBFGS' cannot step on a flat vector"),
+            (("SparseAdam", 0.1), "'SparseAdam' cannot step on a flat vector"),
+            (("Optimizer", 0.1), "'Optimizer' is unknown"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_before_the_run(self, arguments, message):
+        with pytest.raises(ConfigError, match=message):
+            make_outer(*arguments)
