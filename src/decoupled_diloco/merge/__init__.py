@@ -15,6 +15,15 @@ Shapes:
 
 from decoupled_diloco.merge.accumulate import EPSILON, Accumulator, Contribution, merge
 from decoupled_diloco.merge.blocks import is_finite, norm_of
+from decoupled_diloco.merge.codec import (
+    Body,
+    Codec,
+    RawCodec,
+    as_bytes,
+    codec,
+    digest,
+    register_codec,
+)
 from decoupled_diloco.merge.fragments import (
     Fragment,
     MergeMethod,
@@ -37,12 +46,15 @@ from decoupled_diloco.merge.outer import (
     TorchOuter,
     make_outer,
 )
+from decoupled_diloco.merge.published import contribution, publish, receive
 from decoupled_diloco.merge.weights import token_weight
 
 __all__ = [
     "DTYPES",
     "EPSILON",
     "Accumulator",
+    "Body",
+    "Codec",
     "Contribution",
     "Fragment",
     "Layout",
@@ -51,12 +63,17 @@ __all__ = [
     "OuterFactory",
     "OuterOptimizer",
     "Piece",
+    "RawCodec",
     "Role",
     "Segment",
     "Strategy",
     "TensorSpec",
     "TorchOuter",
+    "as_bytes",
     "cast_like",
+    "codec",
+    "contribution",
+    "digest",
     "gather",
     "is_finite",
     "layout_of",
@@ -66,6 +83,9 @@ __all__ = [
     "norm_of",
     "offsets",
     "partition",
+    "publish",
+    "receive",
+    "register_codec",
     "scatter",
     "segments",
     "tensors_of",

@@ -13,12 +13,12 @@ from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.codec import Codec, codec
 from decoupled_diloco.merge.fragments import (
     Fragment,
-    Layout,
     MergeMethod,
     Strategy,
     partition,
     segments,
 )
+from decoupled_diloco.merge.layout import Layout
 from decoupled_diloco.merge.outer import OuterOptimizer
 from decoupled_diloco.merge.weights import token_weight
 

@@ -1,0 +1,224 @@
+"""How vectors become bytes.
+
+A codec turns an fp32 vector into a body and back. Bodies are raw and little-endian, without a
+header: their size follows from the codec and the number of elements. `register_codec` takes more.
+
+Shapes:
+    N  elements of one fragment
+    B  bytes of its body
+"""
+
+from __future__ import annotations
+
+import sys
+from difflib import get_close_matches
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError, ProtocolError
+
+Body = Tensor | bytes | bytearray | memoryview
+"""Bytes to read: a contiguous CPU tensor of any dtype, or any buffer, writable or not."""
+
+
+class Codec(Protocol):
+    """Turns fp32 vectors into bodies and back, deterministically: same bits in, same bits out."""
+
+    @property
+    def name(self) -> str:
+        """Its name in configurations and on the wire."""
+        ...
+
+    @property
+    def group(self) -> int | None:
+        """Elements that are coded together, so that a body can be cut between groups.
+
+        The body of a vector is the bodies of its parts, one after the other, if each part but the
+        last holds whole groups. 1 if every element stands alone; None if bodies cannot be cut.
+        """
+        ...
+
+    def nbytes(self, numel: int) -> int:
+        """Give B, the bytes of a body of N elements."""
+        ...
+
+    def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
+        """Encode a vector.
+
+        Args:
+            vector: [N], fp32, on the CPU.
+            out: [B], uint8, writable; a new one if None.
+
+        Returns:
+            [B], uint8: `out`, or a tensor over the same memory.
+        """
+        ...
+
+    def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
+        """Decode a body.
+
+        Args:
+            body: B bytes, never trusted to be of the right size.
+            numel: N.
+            out: [N], fp32, to fill; a new one if None.
+
+        Returns:
+            `out`.
+
+        Raises:
+            ProtocolError: The body's size is not `nbytes(numel)`.
+        """
+        ...
+
+
+class RawCodec:
+    """Every element in one floating-point dtype, rounded to nearest even.
+
+    Args:
+        name: The codec's name.
+        dtype: fp32 loses nothing; bf16 has a relative error of at most 2⁻⁸ (for normal numbers)
+            and half the bytes.
+
+    Source:
+        Decoupled DiLoCo: outer gradients in bf16 train as well as in fp32.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self._name = name
+        self._dtype = dtype
+
+    @property
+    def name(self) -> str:
+        """Its name in configurations and on the wire."""
+        return self._name
+
+    @property
+    def group(self) -> int:
+        """1: every element stands alone."""
+        return 1
+
+    def nbytes(self, numel: int) -> int:
+        """Give B = N · bytes per element."""
+        return numel * self._dtype.itemsize
+
+    def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
+        """Encode a vector; see `Codec.encode`."""
+        size = self.nbytes(vector.numel())
+        body = room_for(size, out)
+        if _is_aligned(body, self._dtype):
+            body.view(self._dtype).copy_(vector)
+        else:
+            body.copy_(vector.to(self._dtype).view(torch.uint8))
+        return body
+
+    def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
+        """Decode a body; see `Codec.decode`."""
+        source = as_bytes(body)
+        check_size(source, self, numel)
+        if not _is_aligned(source, self._dtype):
+            source = source.clone()
+        if out is None:
+            out = torch.empty(numel, dtype=torch.float32)
+        return out.copy_(source.view(self._dtype))
+
+
+_codecs: dict[str, Codec] = {}
+
+
+def register_codec(new: Codec) -> None:
+    """Make a codec known under its name.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    if new.name in _codecs:
+        raise ConfigError(f"codec '{new.name}' is registered already: choose another name")
+    _codecs[new.name] = new
+
+
+def codec(name: str) -> Codec:
+    """Find a codec: `"fp32"`, `"bf16"` or a registered one.
+
+    Raises:
+        ConfigError: There is none of that name; the nearest is named.
+    """
+    if name not in _codecs:
+        near = get_close_matches(name, _codecs, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"codec '{name}' is unknown: did you mean '{near}'? Known are {', '.join(_codecs)}"
+        )
+    return _codecs[name]
+
+
+register_codec(RawCodec("fp32", torch.float32))
+register_codec(RawCodec("bf16", torch.bfloat16))
+
+
+def digest(body: Body) -> str:
+    """Give the xxh3-128 of some bytes, as 32 hex digits; nothing is copied.
+
+    It finds accidents, not attacks: whoever may write may also write the matching digest.
+
+    Examples:
+        >>> digest(b"decoupled")
+        '0984748b2e711515551990b516c749e3'
+    """
+    return xxhash.xxh3_128_hexdigest(as_bytes(body).numpy().data)
+
+
+def as_bytes(body: Body) -> Tensor:
+    """View bytes as a flat uint8 tensor over the same memory, without a copy.
+
+    Args:
+        body: See `Body`. The result of a read-only buffer must not be written to.
+    """
+    if isinstance(body, Tensor):
+        assert body.is_contiguous(), "bytes are read from contiguous tensors"
+        assert body.device.type == "cpu", f"bytes are read on the CPU, not on {body.device}"
+        return body.detach().view(-1).view(torch.uint8)
+    array = np.frombuffer(body, dtype=np.uint8)
+    if not array.flags.writeable:
+        array = np.asarray(_Writable(array))  # torch has no read-only tensors, and would warn
+    return torch.from_numpy(array)
+
+
+def room_for(size: int, out: Tensor | memoryview | None) -> Tensor:
+    """Give `out`, or new memory, as a uint8 tensor [size]."""
+    if out is None:
+        return torch.empty(size, dtype=torch.uint8)
+    assert isinstance(out, Tensor) or not out.readonly, "out is a read-only buffer"
+    body = as_bytes(out)
+    assert body.numel() == size, f"out has {body.numel()} bytes, the body has {size}"
+    return body
+
+
+class _Writable:
+    """Presents a read-only array as writable to NumPy, and keeps it alive."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        address = array.__array_interface__["data"][0]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def _is_aligned(body: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the bytes can be viewed as elements of that dtype."""
+    size = dtype.itemsize
+    return body.data_ptr() % size == 0 and body.storage_offset() % size == 0
+
+
+def check_size(source: Tensor, codec: Codec, numel: int) -> None:
+    """Raise ProtocolError unless a body [B] has the codec's size for N elements."""
+    if source.numel() != codec.nbytes(numel):
+        raise ProtocolError(
+            f"body has {source.numel()} bytes, codec '{codec.name}' needs {codec.nbytes(numel)} "
+            f"for {numel} elements"
+        )
+
+
+if sys.byteorder != "little":
+    raise ConfigError("bodies are little-endian, as is every machine this package was tried on")

@@ -1,0 +1,273 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError
+from decoupled_diloco.merge import (
+    Codec,
+    RawCodec,
+    as_bytes,
+    codec,
+    contribution,
+    digest,
+    gather,
+    layout_of,
+    partition,
+    publish,
+    receive,
+    register_codec,
+    scatter,
+    tensors_of,
+)
+from decoupled_diloco.merge.blocks import BLOCK
+
+BOTH = ["fp32", "bf16"]
+MANY = BLOCK + 5
+
+
+def vector(numel=7):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+
+
+class WholeCodec:
+    """A codec that cannot be cut: the largest magnitude, then one byte per element."""
+
+    name = "test-int8"
+    group = None
+
+    def nbytes(self, numel):
+        return 4 + numel
+
+    def encode(self, vector, out=None):
+        out = torch.empty(self.nbytes(vector.numel()), dtype=torch.uint8) if out is None else out
+        scale = vector.abs().max().clamp_min(1e-30).reshape(1)
+        out[:4] = scale.view(torch.uint8)
+        out[4:] = (vector / scale * 127).round().to(torch.int8).view(torch.uint8)
+        return out
+
+    def decode(self, body, numel, out=None):
+        body = as_bytes(body)
+        scale = body[:4].clone().view(torch.float32)
+        decoded = body[4:].view(torch.int8).float() * scale / 127
+        return decoded if out is None else out.copy_(decoded)
+
+
+class GroupCodec(RawCodec):
+    """A codec of groups of three elements, padded to four bytes each."""
+
+    group = 3
+
+    def nbytes(self, numel):
+        return -(-numel // 3) * 4 * 3
+
+    def encode(self, vector, out=None):
+        out = torch.empty(self.nbytes(vector.numel()), dtype=torch.uint8) if out is None else out
+        out.zero_()
+        out[: vector.numel() * 4] = vector.view(torch.uint8)
+        return out
+
+    def decode(self, body, numel, out=None):
+        return out.copy_(as_bytes(body)[: numel * 4].view(torch.float32))
+
+
+class TestCodecs:
+    @pytest.mark.parametrize(("name", "size"), [("fp32", 28), ("bf16", 14)])
+    def test_size(self, name, size):
+        found: Codec = codec(name)
+        assert found.name == name
+        assert found.nbytes(7) == size
+        body = found.encode(vector())
+        assert (body.dtype, body.shape) == (torch.uint8, (size,))
+
+    def test_bodies_are_little_endian(self):
+        assert bytes(codec("fp32").encode(torch.tensor([1.0])).numpy()) == b"\x00\x00\x80\x3f"
+        assert bytes(codec("bf16").encode(torch.tensor([1.0])).numpy()) == b"\x80\x3f"
+
+    def test_fp32_loses_nothing(self):
+        assert torch.equal(codec("fp32").decode(codec("fp32").encode(vector()), 7), vector())
+
+    def test_bf16_rounds_to_nearest_even(self):
+        bits = vector(1000).numpy().view(np.uint32)
+        bits = np.concatenate([bits, bits & 0xFFFF0000 | 0x8000]).astype(np.uint32)  # and ties
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        values = torch.from_numpy(bits.view(np.float32).copy())
+        found = codec("bf16").decode(codec("bf16").encode(values), values.numel())
+        assert np.array_equal(found.numpy().view(np.uint32), rounded.astype(np.uint32))
+
+    @pytest.mark.parametrize("name", BOTH)
+    def test_into_given_memory_even_if_misaligned(self, name):
+        plain = codec(name).encode(vector())
+        for offset in range(4):
+            room = bytearray(plain.numel() + 8)
+            view = memoryview(room)[offset : offset + plain.numel()]
+            codec(name).encode(vector(), view)
+            assert bytes(view) == bytes(plain.numpy())
+            out = torch.empty(7)
+            assert codec(name).decode(view, 7, out) is out
+            assert torch.equal(out, codec(name).decode(plain, 7))
+            tensor = torch.zeros(plain.numel() + 8, dtype=torch.uint8)[offset:][: plain.numel()]
+            assert torch.equal(codec(name).encode(vector(), tensor), plain)
+            assert torch.equal(codec(name).decode(tensor, 7), out)
+
+    @pytest.mark.parametrize("name", BOTH)
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_decodes_any_buffer(self, name, kind):
+        body = codec(name).encode(vector())
+        given = kind(bytes(body.numpy()))
+        assert torch.equal(codec(name).decode(given, 7), codec(name).decode(body, 7))
+
+    @pytest.mark.parametrize("name", BOTH)
+    @pytest.mark.parametrize("body", [b"", b"x" * 13, b"x" * 29])
+    def test_a_body_of_the_wrong_size(self, name, body):
+        with pytest.raises(ProtocolError, match=f"{len(body)} bytes, codec '{name}' needs"):
+            codec(name).decode(body, 7)
+
+    def test_a_read_only_buffer_is_not_written_to(self):
+        with pytest.raises(AssertionError, match="read-only"):
+            codec("fp32").encode(torch.ones(1), memoryview(b"1234"))
+
+    def test_unknown_names_the_nearest(self):
+        with pytest.raises(ConfigError, match="'bf-16' is unknown: did you mean 'bf16'"):
+            codec("bf-16")
+
+    def test_registering(self):
+        register_codec(RawCodec("test-fp16", torch.float16))
+        assert codec("test-fp16").nbytes(3) == 6
+        with pytest.raises(ConfigError, match="registered already"):
+            register_codec(RawCodec("test-fp16", torch.float16))
+
+
+class TestDigest:
+    def test_known_value(self):
+        assert digest(b"") == "99aa06d3014798d86001c324468d497f"
+
+    def test_the_same_bytes_in_any_wrapping(self):
+        tensor = vector(6)
+        raw = tensor.numpy().tobytes()
+        for body in (raw, bytearray(raw), memoryview(raw), tensor.view(2, 3), as_bytes(tensor)):
+            assert digest(body) == digest(raw)
+        assert digest(tensor.to(torch.bfloat16)) != digest(raw)
+
+    def test_one_bit_changes_it(self):
+        assert digest(b"\x00") != digest(b"\x01")
+
+    def test_nothing_is_copied(self):
+        tensor = vector()
+        assert as_bytes(tensor).data_ptr() == tensor.data_ptr()
+        raw = b"12345678"
+        assert as_bytes(raw).data_ptr() == np.frombuffer(raw, np.uint8).ctypes.data
+
+    def test_a_view_keeps_its_buffer_alive(self):
+        view = as_bytes(bytes(range(200)))
+        assert view.tolist() == list(range(200))
+
+
+class TestContribution:
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(5, 6),
+            nn.Linear(6, 5, dtype=torch.bfloat16),
+            nn.Linear(5, 4, dtype=torch.float16),
+            nn.Linear(4, 3, dtype=torch.float64),
+        )
+
+    def test_no_training_gives_exactly_zero_in_every_dtype(self):
+        model = self.model()
+        layout = layout_of(model)
+        tensors = tensors_of(model, layout)
+        for fragment in partition(layout, 3):
+            published = vector(fragment.numel)
+            scatter(fragment, published, tensors)
+            d = contribution(fragment, layout, gather(fragment, tensors), published)
+            assert d.dtype == torch.float32
+            assert torch.equal(d, torch.zeros(fragment.numel))
+
+    def test_gives_what_training_changed(self):
+        model = self.model()
+        layout = layout_of(model)
+        (fragment,) = partition(layout, 1)
+        tensors = tensors_of(model, layout)
+        published = vector(fragment.numel)
+        scatter(fragment, published, tensors)
+        before = gather(fragment, tensors)
+        scatter(fragment, before + 1, tensors)
+        theta = gather(fragment, tensors)
+        d = contribution(fragment, layout, theta, published)
+        assert torch.equal(d, theta - before)
+        assert contribution(fragment, layout, theta, published, out=theta) is theta
+        assert torch.equal(theta, d)
+
+    def test_longer_than_a_block(self):
+        model = nn.Linear(MANY, 1, bias=False, dtype=torch.bfloat16)
+        layout = layout_of(model)
+        (fragment,) = partition(layout, 1)
+        published = vector(MANY)
+        theta = published.to(torch.bfloat16).float() + 1
+        d = contribution(fragment, layout, theta, published)
+        torch.testing.assert_close(d, torch.ones(MANY), rtol=1e-5, atol=1e-5)
+
+    def test_sizes_must_agree(self):
+        layout = layout_of(nn.Linear(2, 2))
+        (fragment,) = partition(layout, 1)
+        with pytest.raises(AssertionError, match="N=6"):
+            contribution(fragment, layout, torch.zeros(5), torch.zeros(5))
+
+
+CODECS = [codec("fp32"), codec("bf16"), WholeCodec(), GroupCodec("test-group", torch.float32)]
+
+
+@pytest.mark.parametrize("used", CODECS, ids=lambda used: used.name)
+class TestPublish:
+    def test_sender_and_receivers_hold_the_same_bits(self, used):
+        master, sent = vector(MANY), torch.zeros(MANY)
+        received = sent.clone()
+        for step in range(3):
+            master += 0.1 * vector(MANY).roll(step)
+            receive(received, publish(master, sent, used), used)
+            assert torch.equal(sent, received)
+
+    def test_what_rounding_took_goes_out_next_time(self, used):
+        master, published = vector(MANY), torch.zeros(MANY)
+        errors = []
+        for _ in range(4):
+            publish(master, published, used)
+            errors.append(float((master - published).abs().max()))
+        assert errors[0] < 0.05
+        assert errors[-1] <= 2**-22  # half a unit in the last place of the largest element
+
+    def test_a_diverged_master_is_told_and_changes_nothing(self, used):
+        for bad in (math.nan, math.inf):
+            master, published = torch.ones(MANY), torch.zeros(MANY)
+            master[-1] = bad
+            with pytest.raises(MergeError, match="the outer step diverged"):
+                publish(master, published, used)
+            assert torch.equal(published, torch.zeros(MANY))
+
+    def test_a_body_of_the_wrong_size_changes_nothing(self, used):
+        published = torch.zeros(9)
+        with pytest.raises(ProtocolError, match="body has 3 bytes"):
+            receive(published, b"123", used)
+        assert torch.equal(published, torch.zeros(9))
+
+    def test_the_body_is_the_encoded_difference(self, used):
+        master, published = vector(9), vector(9).roll(1)
+        expected = used.encode(master - published)
+        room = torch.zeros(used.nbytes(9), dtype=torch.uint8)
+        body = publish(master, published, used, room)
+        assert torch.equal(body, expected)
+        assert body.data_ptr() == room.data_ptr()
+
+
+def test_the_body_of_a_long_vector_is_the_bodies_of_its_parts():
+    for used in CODECS[:2]:
+        master = vector(MANY)
+        assert torch.equal(publish(master, torch.zeros(MANY), used), used.encode(master))
+
+
+def test_bf16_overflow_is_told():
+    with pytest.raises(MergeError, match="more than codec 'bf16' can hold"):
+        publish(torch.full((3,), 3.4e38), torch.zeros(3), codec("bf16"))
