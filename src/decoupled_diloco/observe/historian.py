@@ -1,0 +1,319 @@
+"""Builds a `RunHistory` from the records of a tape."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.observe.history import (
+    Evaluation,
+    LearnerHistory,
+    Life,
+    Loss,
+    Outage,
+    Remark,
+    Round,
+    RunHistory,
+    ShardHistory,
+)
+from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.samples import (
+    BytesMoved,
+    CorpusDescribed,
+    Evaluated,
+    FaultInjected,
+    LossMeasured,
+    ProcessEnded,
+    SampleGenerated,
+    WeightsSaved,
+)
+from decoupled_diloco.protocol.effects import (
+    Apply,
+    ClockAdvanced,
+    EndTraining,
+    Evict,
+    Note,
+    Ready,
+    RoundFinished,
+    RunOver,
+)
+from decoupled_diloco.protocol.events import StepFinished, TermGranted
+
+OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
+"""Processes that are neither learners nor shards."""
+
+_LOOKED_AT = frozenset(
+    cls.__name__
+    for cls in (
+        Apply,
+        BytesMoved,
+        ClockAdvanced,
+        CorpusDescribed,
+        EndTraining,
+        Evaluated,
+        Evict,
+        FaultInjected,
+        LossMeasured,
+        Note,
+        ProcessEnded,
+        Ready,
+        RoundFinished,
+        RunOver,
+        SampleGenerated,
+        StepFinished,
+        TermGranted,
+        WeightsSaved,
+    )
+)
+
+
+def read_history(path: str | Path) -> RunHistory:
+    """What happened in a run, from its run folder, its tape folder or a single tape file.
+
+    What could not be read of the tape is in the history's ``problems``.
+
+    Raises:
+        StorageError: There is no tape, or it is of a newer schema.
+    """
+    reader = TapeReader(path)
+    history = build_history(reader)
+    history.problems[:0] = reader.problems
+    return history
+
+
+def build_history(records: Iterable[Record]) -> RunHistory:
+    """What happened in a run, from its records in the order of time."""
+    historian = _Historian()
+    for record in records:
+        historian.take(record)
+    return historian.finish()
+
+
+def is_shard(who: str) -> bool:
+    """Whether a process is a shard of the syncer, by its name."""
+    return who.startswith("shard-")
+
+
+def is_learner(who: str) -> bool:
+    """Whether a process is a learner, by its name."""
+    return who not in OTHERS and not is_shard(who)
+
+
+def ending_in_words(code: int | None, signal_number: int | None) -> str:
+    """How a process ended.
+
+    >>> ending_in_words(None, 9), ending_in_words(4, None)
+    ('killed (SIGKILL)', 'ended with exit code 4')
+    """
+    if signal_number is not None:
+        try:
+            return f"killed ({signal.Signals(signal_number).name})"
+        except ValueError:
+            return f"killed (signal {signal_number})"
+    return f"ended with exit code {code}"
+
+
+class _Historian:
+    def __init__(self) -> None:
+        self.run = RunHistory()
+        self._began = False
+        self._ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
+        self._evictions: dict[str, list[tuple[float, str]]] = {}
+        self._bytes: dict[str, dict[int, BytesMoved]] = {}
+
+    def take(self, record: Record) -> None:
+        run = self.run
+        if not self._began:
+            self._began, run.started_wall = True, record.wall
+        at = record.wall - run.started_wall
+        run.duration = max(run.duration, at)
+        who = record.who
+        if record.kind == "start":
+            run.versions[who] = str(record.data.get("version", "unknown"))
+            run.headers[who] = dict(record.data.get("header") or {})
+        life = self._life(record, at)
+        if record.type not in _LOOKED_AT:
+            return
+        try:
+            value = record.value()
+        except ProtocolError as error:
+            run.problems.append(f"{who}: record {record.seq} was left out: {error}")
+            return
+        if is_learner(who):
+            self._learner(run.learners[who], life, at, value)
+        elif is_shard(who):
+            self._shard(run.shards[who], life, at, value)
+        self._anybody(record, at, value)
+
+    def finish(self) -> RunHistory:
+        run = self.run
+        for learner in run.learners.values():
+            learner.rounds_merged_in_run = run.rounds_merged
+            for shard in run.shards.values():
+                self._count_rounds(learner, shard)
+        for member in run.members:
+            member.outages = self._outages(member)
+        for member in run.members:
+            member.outages = [self._with_lost_steps(outage) for outage in member.outages]
+        run.bytes_moved = {
+            who: BytesMoved(*map(sum, zip(*map(dataclasses.astuple, lives.values()), strict=True)))
+            for who, lives in self._bytes.items()
+        }
+        run.remarks.sort(key=lambda remark: remark.at)
+        return run
+
+    def _life(self, record: Record, at: float) -> Life | None:
+        """The life that a record of a learner or shard belongs to."""
+        who, run = record.who, self.run
+        member: LearnerHistory | ShardHistory
+        if is_shard(who):
+            member = run.shards.setdefault(who, ShardHistory(who))
+        elif is_learner(who):
+            member = run.learners.setdefault(who, LearnerHistory(who))
+        else:
+            return None
+        if record.kind == "start" or not member.lives:
+            member.lives.append(Life(at, at))
+        member.lives[-1].last_at = at
+        return member.lives[-1]
+
+    def _learner(self, learner: LearnerHistory, life: Life | None, at: float, value: Any) -> None:
+        assert life is not None
+        match value:
+            case StepFinished(tokens):
+                life.steps_at.append(at)
+                learner.tokens += tokens
+            case LossMeasured(_, global_step, _, loss):
+                if loss is None:
+                    learner.losses_not_finite += 1
+                else:
+                    learner.losses.append(Loss(at, global_step, loss))
+            case Apply(_, _, mode, discarded_tokens, _):
+                learner.applied[mode] += 1
+                learner.discarded_tokens += discarded_tokens
+            case Ready():
+                life.ready_at = at if life.ready_at is None else life.ready_at
+            case EndTraining() | RunOver():
+                life.over = True
+
+    def _shard(self, shard: ShardHistory, life: Life | None, at: float, value: Any) -> None:
+        assert life is not None
+        match value:
+            case ClockAdvanced(clock, _, _):
+                shard.clock_at.append(at)
+                shard.clock.append(clock)
+                life.steps_at.append(at)
+            case RoundFinished(closed_seconds=closed, finished_seconds=finished):
+                opened_at = at - finished
+                closed_at = None if closed is None else opened_at + closed
+                shard.rounds.append(Round(opened_at, closed_at, at, value))
+            case TermGranted(admitted):
+                shard.terms.append(admitted.term)
+            case Evict(learner, reason, _):
+                self._evictions.setdefault(learner, []).append((at, reason))
+
+    def _anybody(self, record: Record, at: float, value: Any) -> None:
+        run, who = self.run, record.who
+        match value:
+            case Evaluated(global_step, loss, tokens):
+                run.evaluations.append(Evaluation(at, global_step, loss, tokens))
+            case ProcessEnded(name, code, signal_number):
+                self._ends.setdefault(name, []).append((at, value))
+                if code != 0:
+                    how = ending_in_words(code, signal_number)
+                    run.remarks.append(Remark(at, who, f"{name} {how}"))
+            case FaultInjected():
+                run.faults.append((at, value))
+            case BytesMoved():
+                self._bytes.setdefault(who, {})[record.life] = value
+            case WeightsSaved(path):
+                run.weights.append(path)
+            case SampleGenerated(text):
+                run.sample_text = text
+            case CorpusDescribed(description):
+                run.corpus = self._corpus(description)
+            case Note(text, why):
+                run.remarks.append(Remark(at, who, f"{text}: {why}"))
+
+    def _corpus(self, description: str) -> dict[str, Any] | None:
+        try:
+            corpus = json.loads(description)
+        except ValueError:
+            corpus = None
+        if not isinstance(corpus, dict):
+            self.run.problems.append("the description of the corpus is no JSON object")
+            return None
+        return corpus
+
+    def _count_rounds(self, learner: LearnerHistory, shard: ShardHistory) -> None:
+        for round in shard.rounds:
+            for participant in round.result.participants:
+                if participant.learner == learner.name:
+                    learner.rounds_asked += 1
+                    merged = round.result.verdict == "merged"
+                    learner.rounds_folded += merged and participant.state == "folded"
+
+    def _outages(self, member: LearnerHistory | ShardHistory) -> list[Outage]:
+        outages = []
+        for index, life in enumerate(member.lives):
+            following = member.lives[index + 1] if index + 1 < len(member.lives) else None
+            ending = self._ending(member.name, life, following)
+            if ending is None:
+                continue
+            down_at, how = ending
+            back_at = None
+            if following is not None:
+                back_at = following.ready_at
+                back_at = (
+                    following.steps_at[0] if back_at is None and following.steps_at else back_at
+                )
+            outages.append(
+                Outage(
+                    who=member.name,
+                    down_at=down_at,
+                    how=how,
+                    global_step=self.run.global_step_by(down_at),
+                    restarted_at=following.started_at if following else None,
+                    back_at=back_at,
+                    lost_steps={},
+                )
+            )
+        return outages
+
+    def _ending(self, name: str, life: Life, following: Life | None) -> tuple[float, str] | None:
+        """When and how a life ended, if it was not the proper end of the run."""
+        until = following.started_at if following else self.run.duration
+        for at, ended in self._ends.get(name, []):
+            if life.started_at <= at <= until:
+                proper = following is None and (ended.code == 0 or life.over)
+                how = ending_in_words(ended.code, ended.signal)
+                return None if proper else (at, how)
+        if following is not None:
+            return (life.last_at, "fell silent")
+        for at, reason in self._evictions.get(name, []):
+            if at > life.last_at and not reason.startswith("left") and not life.over:
+                return (life.last_at, "fell silent")
+        return None
+
+    def _with_lost_steps(self, outage: Outage) -> Outage:
+        """Fills in what the learners that lived through an outage lost meanwhile."""
+        span = self.run.training_span
+        if span is None:
+            return outage
+        until = span[1] if outage.back_at is None else min(outage.back_at, span[1])
+        lost = {
+            name: learner.lost_steps(outage.down_at, until)
+            for name, learner in self.run.learners.items()
+            if name != outage.who
+            and not any(
+                other.down_at < until and (other.back_at is None or other.back_at > outage.down_at)
+                for other in learner.outages
+            )
+        }
+        return dataclasses.replace(outage, lost_steps=lost)

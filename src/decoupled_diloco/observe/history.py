@@ -1,0 +1,328 @@
+"""What happened in a run, from one pass over its event tape.
+
+`read_history` works on the tape of real processes and of virtual worlds alike. All instants are
+seconds since the run's first record. Two definitions that the numbers rest on:
+
+* An **outage** of a learner begins when its process ends (as the launcher saw it, else at the last
+  record of that life) and is over when it is **back**: when it holds all global weights again
+  (``Ready``), or, if that is not on the tape, at its next step.
+* **Lost steps**: a gap between two steps of one life that is longer than ``GAP_MEDIANS`` times the
+  learner's median step counts as the steps that would have fitted in, one less than the gap divided
+  by the median, rounded.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from decoupled_diloco.observe.samples import BytesMoved, FaultInjected
+from decoupled_diloco.protocol.effects import RoundFinished
+
+GAP_MEDIANS = 3.0
+"""Gaps between steps longer than this many median steps count as standing still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A learner's training loss at one step."""
+
+    at: float
+    global_step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation of the global weights; ``loss`` is ``None`` when it was not finite."""
+
+    at: float
+    global_step: int
+    loss: float | None
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something worth a line: a fault, a learner that came or went, what a process noted."""
+
+    at: float
+    who: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A process that died.
+
+    Attributes:
+        who: The process.
+        down_at: When it ended.
+        how: In words: ``killed (SIGKILL)``, ``ended with exit code 4``, ``fell silent``.
+        global_step: The run's global step at that time.
+        restarted_at: When its next life began; ``None``: it had none.
+        back_at: When it took part again; ``None``: it did not.
+        lost_steps: For each learner that lived: steps it lost between ``down_at`` and ``back_at``.
+    """
+
+    who: str
+    down_at: float
+    how: str
+    global_step: int
+    restarted_at: float | None
+    back_at: float | None
+    lost_steps: dict[str, int]
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it was away."""
+        return None if self.back_at is None else self.back_at - self.down_at
+
+    @property
+    def lost_steps_total(self) -> int:
+        """Steps that all the others together lost meanwhile."""
+        return sum(self.lost_steps.values())
+
+
+@dataclass(slots=True)
+class Life:
+    """One life of a process, from its start record to its last record."""
+
+    started_at: float
+    last_at: float
+    steps_at: list[float] = field(default_factory=list)
+    ready_at: float | None = None
+    over: bool = False
+
+
+@dataclass
+class LearnerHistory:
+    """One learner."""
+
+    name: str
+    lives: list[Life] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    losses_not_finite: int = 0
+    tokens: int = 0
+    discarded_tokens: int = 0
+    applied: Counter[str] = field(default_factory=Counter)
+    outages: list[Outage] = field(default_factory=list)
+    rounds_asked: int = 0
+    rounds_folded: int = 0
+    rounds_merged_in_run: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of all lives."""
+        return sum(len(life.steps_at) for life in self.lives)
+
+    @property
+    def steps_at(self) -> list[float]:
+        """The instants at which steps were finished."""
+        return [at for life in self.lives for at in life.steps_at]
+
+    @property
+    def joins_at(self) -> list[float]:
+        """When each life had the global weights and began to train."""
+        return [life.ready_at for life in self.lives if life.ready_at is not None]
+
+    @cached_property
+    def step_seconds_median(self) -> float | None:
+        """Median seconds from one step to the next."""
+        gaps = [b - a for a, b in self._gaps()]
+        return statistics.median(gaps) if gaps else None
+
+    @cached_property
+    def gap_seconds_longest(self) -> float | None:
+        """The longest time from one step to the next within a life: outages are not counted."""
+        return max((b - a for a, b in self._gaps()), default=None)
+
+    @property
+    def participation(self) -> float | None:
+        """Share of the run's merged rounds that its contribution went into."""
+        total = self.rounds_merged_in_run
+        return self.rounds_folded / total if total else None
+
+    def stepping_seconds(self) -> float:
+        """Time spent stepping: gaps between steps without those that count as standing still."""
+        limit = GAP_MEDIANS * (self.step_seconds_median or 0.0)
+        return sum(b - a for a, b in self._gaps() if b - a <= limit)
+
+    def lost_steps(self, since: float, until: float) -> int:
+        """Steps that are missing in gaps that reach into this time; see the head of this file."""
+        median = self.step_seconds_median
+        if not median:
+            return 0
+        gaps = [(a, b) for a, b in self._gaps() if b > since and a < until]
+        last = self.lives[-1].steps_at[-1:]
+        if last and last[0] < until and not self.lives[-1].over:
+            gaps.append((max(last[0], since), until))
+        return sum(round((b - a) / median) - 1 for a, b in gaps if b - a > GAP_MEDIANS * median)
+
+    def _gaps(self) -> Iterator[tuple[float, float]]:
+        for life in self.lives:
+            yield from pairwise(life.steps_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of a shard: when, and everything that the shard said of it."""
+
+    opened_at: float
+    closed_at: float | None
+    finished_at: float
+    result: RoundFinished
+
+
+@dataclass
+class ShardHistory:
+    """One shard of the syncer."""
+
+    name: str
+    lives: list[Life] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    clock_at: list[float] = field(default_factory=list)
+    clock: list[int] = field(default_factory=list)
+    terms: list[int] = field(default_factory=list)
+    outages: list[Outage] = field(default_factory=list)
+
+    @property
+    def merged(self) -> int:
+        """Rounds that were merged."""
+        return sum(r.result.verdict == "merged" for r in self.rounds)
+
+    @property
+    def abandoned(self) -> int:
+        """Rounds that were given up."""
+        return len(self.rounds) - self.merged
+
+    def clock_by(self, at: float) -> int:
+        """The shard's global step at an instant."""
+        index = bisect.bisect_right(self.clock_at, at)
+        return self.clock[index - 1] if index else 0
+
+
+@dataclass
+class RunHistory:
+    """A whole run."""
+
+    started_wall: float = 0.0
+    duration: float = 0.0
+    learners: dict[str, LearnerHistory] = field(default_factory=dict)
+    shards: dict[str, ShardHistory] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    faults: list[tuple[float, FaultInjected]] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
+    bytes_moved: dict[str, BytesMoved] = field(default_factory=dict)
+    headers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    weights: list[str] = field(default_factory=list)
+    corpus: dict[str, Any] | None = None
+    sample_text: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def global_step(self) -> int:
+        """The latest global step of any shard."""
+        return max((s.clock[-1] for s in self.shards.values() if s.clock), default=0)
+
+    def global_step_by(self, at: float) -> int:
+        """The latest global step of any shard at an instant."""
+        return max((shard.clock_by(at) for shard in self.shards.values()), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all learners together were trained on."""
+        return sum(learner.tokens for learner in self.learners.values())
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Tokens whose training was overwritten by merged fragments."""
+        return sum(learner.discarded_tokens for learner in self.learners.values())
+
+    @property
+    def rounds_merged(self) -> int:
+        """Rounds that were merged, of all shards."""
+        return sum(shard.merged for shard in self.shards.values())
+
+    @property
+    def rounds_abandoned(self) -> int:
+        """Rounds that were given up, of all shards."""
+        return sum(shard.abandoned for shard in self.shards.values())
+
+    @property
+    def members(self) -> list[LearnerHistory | ShardHistory]:
+        """All learners, then all shards."""
+        return [*self.learners.values(), *self.shards.values()]
+
+    @property
+    def outages(self) -> list[Outage]:
+        """The outages of all learners and shards, in order of time."""
+        every = [outage for member in self.members for outage in member.outages]
+        return sorted(every, key=lambda outage: outage.down_at)
+
+    @property
+    def training_span(self) -> tuple[float, float] | None:
+        """From the first step of anybody to the last step of anybody."""
+        steps = [at for learner in self.learners.values() for at in learner.steps_at]
+        return (min(steps), max(steps)) if steps else None
+
+    @property
+    def stepping_share(self) -> float | None:
+        """Share of all learners' time within `training_span` that was spent stepping.
+
+        1 would be: every learner stepped from the first step to the last, without a pause. This is
+        the run's goodput in learner time, except that discarded work counts as work.
+        """
+        span = self.training_span
+        if span is None or span[1] == span[0]:
+            return None
+        stepping = sum(learner.stepping_seconds() for learner in self.learners.values())
+        return stepping / ((span[1] - span[0]) * len(self.learners))
+
+    @property
+    def uptime(self) -> float | None:
+        """Share of `training_span` in which at least one learner stepped."""
+        span = self.training_span
+        if span is None or span[1] == span[0]:
+            return None
+        intervals = sorted(i for learner in self.learners.values() for i in stepping(learner))
+        covered, end = 0.0, span[0]
+        for a, b in intervals:
+            covered += max(0.0, b - max(a, end))
+            end = max(end, b)
+        return covered / (span[1] - span[0])
+
+    @property
+    def bytes_total(self) -> BytesMoved | None:
+        """What all learners together have sent and received."""
+        parts = [b for who, b in self.bytes_moved.items() if who in self.learners]
+        if not parts:
+            return None
+        return BytesMoved(
+            sum(p.control_sent for p in parts),
+            sum(p.control_received for p in parts),
+            sum(p.data_sent for p in parts),
+            sum(p.data_received for p in parts),
+        )
+
+
+def stepping(learner: LearnerHistory) -> list[tuple[float, float]]:
+    """The intervals in which a learner was stepping, without gaps that count as standing still."""
+    limit = GAP_MEDIANS * (learner.step_seconds_median or 0.0)
+    merged: list[tuple[float, float]] = []
+    for life in learner.lives:
+        for a, b in pairwise(life.steps_at):
+            if b - a > limit:
+                continue
+            if merged and merged[-1][1] == a:
+                merged[-1] = (merged[-1][0], b)
+            else:
+                merged.append((a, b))
+    return merged

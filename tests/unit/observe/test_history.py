@@ -1,0 +1,163 @@
+import shutil
+
+import pytest
+
+from decoupled_diloco.observe.historian import ending_in_words, read_history
+from decoupled_diloco.observe.samples import LossMeasured, ProcessEnded
+from decoupled_diloco.observe.tape import TapeWriter, merge_tapes
+from decoupled_diloco.protocol.events import StepFinished
+
+
+@pytest.fixture(scope="module")
+def history(run_folder):
+    return read_history(run_folder)
+
+
+def test_run_totals(history):
+    assert history.duration == pytest.approx(66.0)
+    assert history.global_step == 120
+    assert history.global_step_by(30.2) == 52
+    assert (history.rounds_merged, history.rounds_abandoned) == (234, 6)
+    assert history.tokens == (120 + 52 + 56 + 120 + 80) * 512
+    assert history.evaluations[0].global_step == 0
+    assert len(history.evaluations) == 7
+    assert history.corpus["name"] == "standard library"
+    assert history.weights == ["weights.safetensors"]
+    assert history.headers["launcher"]["versions"]["torch"] == "2.13.0"
+    assert history.problems == []
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "median"),
+    [
+        ("learner-0", 120, 0.5),
+        ("learner-1", 108, 0.5),
+        ("learner-2", 120, 0.5),
+        ("learner-3", 80, 0.75),
+    ],
+)
+def test_learner_numbers(history, name, steps, median):
+    learner = history.learners[name]
+    assert learner.steps == steps
+    assert learner.tokens == steps * 512
+    assert len(learner.losses) == steps
+    assert learner.step_seconds_median == pytest.approx(median)
+    assert learner.gap_seconds_longest == pytest.approx(median)
+    assert learner.applied == {"overwrite": learner.discarded_tokens // 128}
+    assert learner.discarded_tokens == 128 * (13 + 14 if name == "learner-1" else steps // 4)
+
+
+def test_participation_counts_merged_rounds_only(history):
+    assert history.learners["learner-0"].participation == 1.0
+    assert history.learners["learner-0"].rounds_asked == 240
+    # Of 120 ticks every third has no learner-3; 40, 80 and 120 are abandoned on both shards.
+    assert history.learners["learner-3"].rounds_folded == 2 * (80 - 2)
+    # learner-1 misses the ticks from 30.0 s to 36.0 s, 13 of them, none a multiple of 40.
+    assert history.learners["learner-1"].rounds_folded == 2 * (117 - 13)
+
+
+def test_outage(history):
+    (outage,) = history.outages
+    assert outage.who == "learner-1"
+    assert outage.how == "killed (SIGKILL)"
+    assert outage.down_at == pytest.approx(30.2)
+    assert outage.restarted_at == pytest.approx(31.2)
+    assert outage.back_at == pytest.approx(36.0)
+    assert outage.seconds == pytest.approx(5.8)
+    assert outage.global_step == 52
+    assert outage.lost_steps == {"learner-0": 0, "learner-2": 0, "learner-3": 0}
+    assert history.learners["learner-1"].joins_at == pytest.approx([4.0, 36.0])
+
+
+def test_shares(history):
+    assert history.training_span == pytest.approx((4.5, 64.0))
+    assert history.uptime == pytest.approx(1.0)
+    # Stepping time: the first step of a life has no step before it.
+    stepping = 119 * 0.5 + (51 + 55) * 0.5 + 119 * 0.5 + 79 * 0.75
+    assert history.stepping_share == pytest.approx(stepping / (59.5 * 4))
+
+
+def test_bytes_are_summed_over_lives(history):
+    assert history.bytes_moved["learner-1"].data_sent == 6_000_000
+    assert history.bytes_moved["learner-0"].data_sent == 3_000_000
+    assert history.bytes_total.control_sent == 5000
+
+
+def test_a_single_merged_file_tells_the_same(run_folder, history, tmp_path):
+    shutil.copytree(run_folder / "tape", tmp_path / "tape")
+    again = read_history(merge_tapes(tmp_path))
+    assert again.outages == history.outages
+    assert again.tokens == history.tokens
+
+
+def write_steps(folder, name, instants):
+    with TapeWriter(folder, name, clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        for at in instants:
+            tape.event(at, StepFinished(1))
+
+
+def test_gaps_of_survivors_count_as_lost_steps(tmp_path):
+    steps = [float(at) for at in range(1, 31)]
+    write_steps(tmp_path, "learner-0", [at for at in steps if not 10 < at < 16])
+    write_steps(tmp_path, "learner-1", steps[:10])
+    write_steps(tmp_path, "learner-2", steps)
+    with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        tape.sample(10.5, ProcessEnded("learner-1", 3, None))
+    (outage,) = read_history(tmp_path).outages
+    assert outage.how == "ended with exit code 3"
+    assert outage.back_at is None
+    assert outage.seconds is None
+    assert outage.lost_steps == {"learner-0": 5, "learner-2": 0}
+    assert outage.lost_steps_total == 5
+    assert read_history(tmp_path).learners["learner-0"].gap_seconds_longest == 6.0
+
+
+def test_two_learners_down_at_once_lose_nothing_for_each_other(tmp_path):
+    for name in ("learner-0", "learner-1"):
+        write_steps(tmp_path, name, [float(at) for at in range(1, 11)])
+    write_steps(tmp_path, "learner-2", [float(at) for at in range(1, 31)])
+    with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        tape.sample(10.5, ProcessEnded("learner-1", None, 9))
+        tape.sample(10.6, ProcessEnded("learner-0", None, 9))
+    for outage in read_history(tmp_path).outages:
+        assert outage.lost_steps == {"learner-2": 0}
+
+
+def test_restart_without_a_launcher_is_an_outage_since_the_last_record(tmp_path):
+    write_steps(tmp_path, "learner-0", [1.0, 2.0, 3.0])
+    with TapeWriter(tmp_path, "learner-0", clock=lambda: 50.0, wall=lambda: 1010.0) as tape:
+        tape.event(52.0, StepFinished(1))
+    (outage,) = read_history(tmp_path).outages
+    assert (outage.down_at, outage.restarted_at, outage.back_at) == (3.0, 10.0, 12.0)
+    assert outage.how == "fell silent"
+
+
+def test_a_run_that_ends_properly_has_no_outage(tmp_path):
+    write_steps(tmp_path, "learner-0", [1.0, 2.0])
+    with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        tape.sample(3.0, ProcessEnded("learner-0", 0, None))
+    assert read_history(tmp_path).outages == []
+
+
+def test_losses_that_are_not_finite_are_counted_apart(tmp_path):
+    with TapeWriter(tmp_path, "learner-0") as tape:
+        tape.sample(1.0, LossMeasured(1, 1, 1, float("nan")))
+        tape.sample(2.0, LossMeasured(2, 2, 2, 1.5))
+    learner = read_history(tmp_path).learners["learner-0"]
+    assert learner.losses_not_finite == 1
+    assert [loss.loss for loss in learner.losses] == [1.5]
+
+
+def test_records_of_another_version_are_left_out_and_told(tmp_path):
+    with TapeWriter(tmp_path, "learner-0") as tape:
+        tape.event(1.0, StepFinished(1))
+    path = tmp_path / "learner-0.jsonl"
+    path.write_text(path.read_text().replace('"tokens":1', '"words":1'))
+    history = read_history(tmp_path)
+    assert history.learners["learner-0"].steps == 0
+    assert "record 1 was left out: StepFinished: unknown fields ['words']" in history.problems[0]
+
+
+def test_endings_in_words():
+    assert ending_in_words(None, 200) == "killed (signal 200)"
+    assert ending_in_words(2, None) == "ended with exit code 2"

@@ -1,0 +1,368 @@
+import errno
+import json
+import shutil
+
+import pytest
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.samples import BytesMoved, Evaluated, LinkState, LossMeasured
+from decoupled_diloco.observe.tape import (
+    MERGED_NAME,
+    Recorder,
+    TapeReader,
+    TapeWriter,
+    follow,
+    merge_tapes,
+    read_tape,
+    replay,
+)
+from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine
+from decoupled_diloco.protocol.effects import Note, RoundFinished
+from decoupled_diloco.protocol.events import Greeted, Heard, Linked, StepFinished, TermGranted, Tick
+from decoupled_diloco.protocol.messages import Hello, ShardAdmitted
+
+
+def writer(folder, who="learner-0", monotonic=0.0, wall=1000.0, header=None):
+    return TapeWriter(folder, who, header, clock=lambda: monotonic, wall=lambda: wall)
+
+
+def test_round_trip(tmp_path):
+    event, sample = StepFinished(96), LinkState(1, connected=True)
+    effects = [Note("Grüße\n", "because"), Note("b", "c")]
+    with writer(tmp_path, header={"options": {"quorum": 2}}) as tape:
+        seq = tape.event(0.1 + 0.2, event)
+        tape.effects(0.1 + 0.2, seq, effects)
+        tape.sample(0.5, sample)
+    start, *records = read_tape(tmp_path)
+    assert start.kind == "start"
+    assert start.data["header"] == {"options": {"quorum": 2}}
+    assert {"wall", "monotonic", "pid", "version"} <= start.data.keys()
+    assert [r.value() for r in records] == [event, *effects, sample]
+    assert [(r.seq, r.kind, r.cause) for r in records] == [
+        (1, "event", None),
+        (2, "effect", 1),
+        (3, "effect", 1),
+        (4, "sample", None),
+    ]
+    assert records[0].at == 0.1 + 0.2
+    assert {r.who for r in records} == {"learner-0"}
+
+
+def test_every_record_says_its_schema(tmp_path):
+    with writer(tmp_path) as tape:
+        tape.event(1.0, StepFinished(1))
+    lines = (tmp_path / "learner-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["v"] for line in lines] == [1, 1]
+
+
+def test_wall_time_comes_from_the_latest_start(tmp_path):
+    with writer(tmp_path, monotonic=10.0, wall=1000.0) as tape:
+        tape.event(11.0, StepFinished(1))
+    with writer(tmp_path, monotonic=500.0, wall=1050.0) as tape:
+        tape.event(501.5, StepFinished(1))
+    steps = [r for r in read_tape(tmp_path) if r.kind == "event"]
+    assert [r.wall for r in steps] == [1001.0, 1051.5]
+    assert [(r.life, r.seq) for r in steps] == [(0, 1), (1, 1)]
+
+
+def test_files_are_merged_by_wall_time_and_then_by_name(tmp_path):
+    with writer(tmp_path, "shard-0", monotonic=7.0) as tape:
+        tape.event(8.0, Tick())
+        tape.event(9.0, Tick())
+    with writer(tmp_path, "learner-0", monotonic=100.0) as tape:
+        tape.event(101.0, StepFinished(1))
+        tape.event(101.5, StepFinished(2))
+    records = [r for r in read_tape(tmp_path) if r.kind != "start"]
+    assert [(r.who, r.wall) for r in records] == [
+        ("learner-0", 1001.0),
+        ("shard-0", 1001.0),
+        ("learner-0", 1001.5),
+        ("shard-0", 1002.0),
+    ]
+
+
+def test_a_clock_that_is_set_back_keeps_each_files_order(tmp_path):
+    with writer(tmp_path, wall=1000.0) as tape:
+        tape.event(5.0, StepFinished(1))
+    with writer(tmp_path, wall=900.0) as tape:
+        tape.event(1.0, StepFinished(2))
+    with writer(tmp_path, "shard-0", wall=1000.0) as tape:
+        tape.event(2.0, Tick())
+    records = [r for r in read_tape(tmp_path) if r.who == "learner-0"]
+    assert [(r.life, r.seq) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_merged_file_reads_as_the_folder_does(tmp_path, run_folder):
+    shutil.copytree(run_folder / "tape", tmp_path / "tape")
+    merged = merge_tapes(tmp_path)
+    assert merged == tmp_path / MERGED_NAME
+    expected = list(read_tape(run_folder))
+    assert list(read_tape(merged)) == expected
+    shutil.rmtree(tmp_path / "tape")
+    assert list(read_tape(tmp_path)) == expected
+    assert [p.name for p in tmp_path.iterdir()] == [MERGED_NAME]
+
+
+def test_torn_last_line_is_left_out_and_told(tmp_path):
+    with writer(tmp_path) as tape:
+        tape.event(1.0, StepFinished(1))
+        tape.event(2.0, StepFinished(2))
+    path = tmp_path / "learner-0.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    reader = TapeReader(tmp_path)
+    assert [r.seq for r in reader] == [0, 1]
+    assert len(reader.problems) == 1
+    assert "learner-0.jsonl: line 3 is torn and was left out" in reader.problems[0]
+
+
+def test_a_restart_ends_the_torn_line_of_the_earlier_life(tmp_path):
+    with writer(tmp_path) as tape:
+        tape.event(1.0, StepFinished(1))
+    path = tmp_path / "learner-0.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    with writer(tmp_path) as tape:
+        tape.event(9.0, StepFinished(3))
+    reader = TapeReader(tmp_path)
+    assert [(r.life, r.seq) for r in reader] == [(0, 0), (1, 0), (1, 1)]
+    assert len(reader.problems) == 1
+
+
+@pytest.mark.parametrize("line", [b"[1]\n", b'{"v":1}\n', b"\xff\xfe\n", b'{"v":"x"}\n', b"7\n"])
+def test_lines_that_are_no_records_are_problems(tmp_path, line):
+    with writer(tmp_path) as tape:
+        tape.event(1.0, StepFinished(1))
+    path = tmp_path / "learner-0.jsonl"
+    path.write_bytes(path.read_bytes() + line)
+    reader = TapeReader(tmp_path)
+    assert [r.seq for r in reader] == [0, 1]
+    assert len(reader.problems) == 1
+
+
+def test_a_file_without_a_start_record_keeps_its_own_clock(tmp_path):
+    with writer(tmp_path) as tape:
+        tape.event(1.0, StepFinished(1))
+    path = tmp_path / "learner-0.jsonl"
+    path.write_text(path.read_text().splitlines()[1] + "\n")
+    reader = TapeReader(path)
+    assert [r.wall for r in reader] == [1.0]
+    assert "no start record of learner-0" in reader.problems[0]
+
+
+def test_newer_schema_is_refused_with_the_way_out(tmp_path):
+    with writer(tmp_path):
+        pass
+    path = tmp_path / "learner-0.jsonl"
+    path.write_text(path.read_text().replace('"v":1', '"v":2'))
+    with pytest.raises(StorageError, match=r"schema 2, but this program reads up to 1: read it"):
+        list(read_tape(tmp_path))
+    with pytest.raises(StorageError, match="schema 2"):
+        follow(path).poll()
+
+
+def test_no_tape_is_an_error_with_the_way_out(tmp_path):
+    with pytest.raises(StorageError, match="holds no event tape: give a run folder"):
+        read_tape(tmp_path)
+
+
+def test_numbers_that_are_not_finite_become_none(tmp_path):
+    with writer(tmp_path) as tape:
+        tape.sample(1.0, LossMeasured(1, 1, 32, float("inf")))
+        tape.sample(2.0, Evaluated(1, float("nan"), 32))
+    values = [r.value() for r in read_tape(tmp_path) if r.kind == "sample"]
+    assert values == [LossMeasured(1, 1, 32, None), Evaluated(1, None, 32)]
+
+
+def test_records_are_buffered_and_written_half_a_second_later(tmp_path, monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr("decoupled_diloco.observe.writer.time.monotonic", lambda: seconds[0])
+    tape = writer(tmp_path)
+    reader = follow(tmp_path / "learner-0.jsonl")
+    assert [r.kind for r in reader.poll()] == ["start"]
+    tape.event(1.0, StepFinished(1))
+    assert reader.poll() == []
+    seconds[0] = 0.6
+    tape.event(2.0, StepFinished(2))
+    assert [r.seq for r in reader.poll()] == [1, 2]
+    tape.event(3.0, StepFinished(3))
+    assert reader.poll() == []
+    tape.flush()
+    assert [r.seq for r in reader.poll()] == [3]
+    tape.close()
+    tape.close()
+
+
+def test_much_is_written_at_once(tmp_path):
+    tape = writer(tmp_path)
+    tape.effects(1.0, 0, [Note("x" * 300_000, "long")])
+    assert len(follow(tape.path).poll()) == 2
+    tape.close()
+
+
+class FullDisk:
+    """A file on a disk that has become full."""
+
+    closed = False
+
+    def write(self, _data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self):
+        self.closed = True
+
+
+def fill_disk(tape):
+    tape._file.close()
+    tape._file = FullDisk()
+
+
+def test_full_disk_is_told_once_and_then_records_are_dropped(tmp_path):
+    tape = writer(tmp_path)
+    fill_disk(tape)
+    tape.event(1.0, StepFinished(1))
+    with pytest.raises(StorageError, match=r"No space left on device: the event tape of learner-0"):
+        tape.flush()
+    assert tape.dropped == 1
+    assert tape.event(2.0, StepFinished(1)) == 2
+    tape.flush()
+    tape.close()
+    assert tape.dropped == 2
+
+
+def test_full_disk_does_not_cost_the_recorder_an_effect(tmp_path, caplog):
+    tape = writer(tmp_path)
+    fill_disk(tape)
+    told = []
+    recorder = Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape, told.append)
+    tape._flushed_at -= 1
+    assert [type(e).__name__ for e in recorder.handle(1.0, Linked(0))] == ["Say"]
+    assert [type(e).__name__ for e in recorder.handle(2.0, Linked(0))] == ["Say"]
+    assert len(told) == 1
+    tape._failed, tape._flushed_at = False, -1e9
+    Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape).handle(3.0, Linked(0))
+    assert "cannot be written" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path):
+    (tmp_path / "tape").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot be written"):
+        writer(tmp_path / "tape")
+
+
+def test_follow_hears_of_added_lines_and_new_files(tmp_path):
+    reader = follow(tmp_path)
+    assert reader.poll() == []
+    tape = writer(tmp_path / "tape")
+    assert [r.kind for r in reader.poll()] == ["start"]
+    other = writer(tmp_path / "tape", "shard-0")
+    tape.event(1.0, StepFinished(1))
+    tape.flush()
+    assert [(r.who, r.kind) for r in reader.poll()] == [
+        ("shard-0", "start"),
+        ("learner-0", "event"),
+    ]
+    tape.close()
+    other.close()
+    assert reader.poll() == []
+
+
+def test_follow_waits_for_the_end_of_a_line(tmp_path):
+    with writer(tmp_path) as tape:
+        tape.event(1.0, StepFinished(1))
+    path = tmp_path / "learner-0.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    reader = follow(path)
+    assert [r.seq for r in reader.poll()] == [0]
+    assert reader.poll() == []
+    path.write_bytes(whole)
+    assert [r.seq for r in reader.poll()] == [1]
+    assert reader.problems == []
+
+
+def test_follow_reports_torn_lines(tmp_path):
+    reader = follow(tmp_path)
+    (tmp_path / "tape").mkdir()
+    (tmp_path / "tape" / "learner-0.jsonl").write_text('{"v":1,"at\n')
+    assert reader.poll() == []
+    assert len(reader.problems) == 1
+
+
+# ---- recording and replay
+
+OPTIONS = Options(fragments=4, period=4, shards=2)
+
+
+def record_shard(folder, options=OPTIONS):
+    with writer(folder, "shard-0", header={"shards": options.shards}) as tape:
+        recorder = Recorder(SyncerMachine(options, 0), tape)
+        recorder.handle(1.0, TermGranted(ShardAdmitted(1, False)))
+        hello = Hello("learner-0", 1, "nonce", "learner", 0, 0, ())
+        effects = recorder.handle(2.0, Greeted(7, hello))
+        recorder.handle(3.0, Heard(("learner-0",)))
+        recorder.handle(99.0, Tick())
+        tape.sample(100.0, BytesMoved(1, 2, 3, 4))
+    return effects
+
+
+def machine(header):
+    return SyncerMachine(Options(fragments=4, period=4, shards=header["shards"]), 0)
+
+
+def test_recorder_gives_the_machines_effects_and_tapes_them(tmp_path):
+    effects = record_shard(tmp_path)
+    taped = [r.value() for r in read_tape(tmp_path) if r.kind == "effect" and r.cause is not None]
+    assert effects
+    assert all(effect in taped for effect in effects)
+
+
+def test_replay_is_exact(tmp_path):
+    record_shard(tmp_path)
+    record_shard(tmp_path)
+    records = list(read_tape(tmp_path))
+    assert {r.life for r in records} == {0, 1}
+    assert replay(records, machine) == []
+
+
+def test_replay_finds_what_differs(tmp_path):
+    record_shard(tmp_path)
+    path = tmp_path / "shard-0.jsonl"
+    path.write_text(
+        path.read_text().replace('"connection":7,"learner"', '"connection":8,"learner"')
+    )
+    (difference,) = replay(read_tape(tmp_path), machine)
+    assert difference.event == "Greeted"
+    assert difference.taped["connection"] == 8
+    assert difference.replayed["connection"] == 7
+
+
+def test_replay_forgives_effects_that_a_kill_cut_off(tmp_path):
+    with writer(tmp_path, "shard-0", header={"shards": 2}) as tape:
+        recorder = Recorder(SyncerMachine(OPTIONS, 0), tape)
+        recorder.handle(1.0, TermGranted(ShardAdmitted(1, False)))
+        recorder.handle(2.0, Greeted(7, Hello("learner-0", 1, "nonce", "learner", 0, 0, ())))
+    path = tmp_path / "shard-0.jsonl"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert replay(read_tape(tmp_path), machine) == []
+
+
+def test_effects_with_infinite_numbers_are_written(tmp_path):
+    finished = RoundFinished(
+        round=1,
+        fragment=0,
+        tick=1,
+        version=None,
+        verdict="abandoned",
+        reason="r",
+        participants=(),
+        quorum_seconds=None,
+        grace_seconds=0.0,
+        closed_seconds=None,
+        uploaded_seconds=None,
+        finished_seconds=1.0,
+        step_seconds=0.0,
+        slack_seconds=float("-inf"),
+        why="w",
+    )
+    with writer(tmp_path, "shard-0") as tape:
+        tape.effects(1.0, 0, [finished])
+    assert list(read_tape(tmp_path))[1].data["slack_seconds"] is None
