@@ -1,0 +1,61 @@
+"""The one source of randomness of a virtual world: everything follows from a seed.
+
+A world never draws from one shared stream: each thing that chooses forks a stream of its own by
+name, so that one more draw in the network does not change when a fault strikes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class Choices:
+    """A seeded stream of choices.
+
+    >>> Choices(1).fork("network").uniform(0, 1) == Choices(1).fork("network").uniform(0, 1)
+    True
+    >>> Choices(1).fork("network").uniform(0, 1) == Choices(1).fork("faults").uniform(0, 1)
+    False
+    """
+
+    def __init__(self, seed: int | str) -> None:
+        self.seed = str(seed)
+        number = int.from_bytes(blake2b(self.seed.encode(), digest_size=8).digest(), "big")
+        self._random = random.Random(number)
+
+    def fork(self, name: str) -> Choices:
+        """An independent stream that depends on this one's seed and the name, on no draw."""
+        return Choices(f"{self.seed}/{name}")
+
+    def uniform(self, low: float, high: float) -> float:
+        """A number between the two."""
+        return low + (high - low) * self._random.random()
+
+    def log_uniform(self, low: float, high: float) -> float:
+        """A positive number whose logarithm is uniform."""
+        return float(low * (high / low) ** self._random.random())
+
+    def exponential(self, mean: float) -> float:
+        """A waiting time of a Poisson process."""
+        return self._random.expovariate(1.0 / mean)
+
+    def normal(self, mean: float, deviation: float) -> float:
+        """A normally distributed number."""
+        return self._random.gauss(mean, deviation)
+
+    def integer(self, low: int, high: int) -> int:
+        """An integer between the two, both included."""
+        return self._random.randint(low, high)
+
+    def chance(self, probability: float) -> bool:
+        """True with this probability."""
+        return probability > 0 and self._random.random() < probability
+
+    def pick(self, items: Sequence[_T]) -> _T:
+        """One of the items."""
+        return items[int(self._random.random() * len(items))]

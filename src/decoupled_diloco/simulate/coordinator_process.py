@@ -1,0 +1,128 @@
+"""The virtual process that hosts the coordinator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
+from decoupled_diloco.protocol.effects import (
+    Admit,
+    AdmitShard,
+    AdoptLayout,
+    CoordinatorEffect,
+    Deny,
+    Note,
+    Order,
+    Persist,
+    Stop,
+)
+from decoupled_diloco.protocol.events import (
+    JoinAsked,
+    LearnerGone,
+    ShardGone,
+    ShardGreeted,
+    ShardSaid,
+)
+from decoupled_diloco.protocol.messages import (
+    Admitted,
+    Join,
+    JoinRefused,
+    LayoutSet,
+    ShardAdmitted,
+    ShardHello,
+)
+from decoupled_diloco.simulate.network import Connection
+from decoupled_diloco.simulate.shell import Shell
+
+if TYPE_CHECKING:
+    from decoupled_diloco.simulate.world import World
+
+LAYOUT = "{}"
+"""Every learner of a virtual world has the same layout."""
+
+
+class CoordinatorProcess(Shell):
+    """Runs the `CoordinatorMachine`; what it persists outlives its crashes."""
+
+    machine: CoordinatorMachine
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "coordinator")
+        self.durable: CoordinatorState | None = None
+        self.guests: dict[int, Join | ShardHello] = {}
+        self.shards: dict[int, Connection] = {}
+
+    def begin(self) -> None:
+        """Starts, or starts again from what is durable."""
+        super().begin()
+        self.guests.clear()
+        self.shards.clear()
+        self.machine = CoordinatorMachine(
+            self.world.options, weights_from_file=self.world.weights_from_file
+        )
+        if self.durable is not None:
+            self.machine.restore(self.durable)
+
+    def received(self, connection: Connection, message: Any) -> None:
+        """A message of a learner, an observer or a shard."""
+        if isinstance(message, Join):
+            self.guests[connection.number] = message
+            self.tell(
+                JoinAsked(
+                    connection.number, message.learner, message.nonce, message.role, LAYOUT, ""
+                )
+            )
+        elif isinstance(message, ShardHello):
+            self.guests[connection.number] = message
+            self.shards[message.shard] = connection
+            self.tell(ShardGreeted(message.shard, message.nonce))
+        else:
+            hello = self.guests.get(connection.number)
+            if isinstance(hello, ShardHello) and self.shards.get(hello.shard) is connection:
+                self.tell(ShardSaid(hello.shard, message))
+
+    def lost(self, connection: Connection) -> None:
+        """A connection is gone."""
+        guest = self.guests.pop(connection.number, None)
+        if isinstance(guest, ShardHello):
+            if self.shards.get(guest.shard) is connection:
+                del self.shards[guest.shard]
+                self.tell(ShardGone(guest.shard))
+        elif guest is not None and guest.role == "learner":
+            again = [g for g in self.guests.values() if isinstance(g, Join)]
+            if not any((g.learner, g.nonce) == (guest.learner, guest.nonce) for g in again):
+                self.tell(LearnerGone(guest.learner, guest.nonce))
+
+    def carry_out(self, effect: CoordinatorEffect) -> None:
+        """Carries one order out."""
+        match effect:
+            case Persist():
+                self.durable = self.machine.snapshot()
+                if self.choices.chance(self.world.crash_after_persist):
+                    self.world.crash(self)
+                    self.world.clockwork.after(self.choices.uniform(0.1, 3.0), self.begin)
+            case Admit(number, _, epoch):
+                self._answer(number, Admitted(epoch, "", LAYOUT, ()))
+            case Deny(number, reason, retry):
+                connection = self.connections.get(number)
+                self._answer(number, JoinRefused(reason, retry))
+                self.guests.pop(number, None)
+                if connection is not None:
+                    connection.close(self)
+            case AdmitShard(shard, term, begun):
+                self._order(shard, ShardAdmitted(term, begun))
+                self._order(shard, LayoutSet(LAYOUT))
+            case Order(shard, message):
+                self._order(shard, message)
+            case AdoptLayout() | Note() | Stop():
+                pass
+
+    def _answer(self, number: int, message: Any) -> None:
+        connection = self.connections.get(number)
+        if connection is not None:
+            connection.send(self, message)
+
+    def _order(self, shard: int, message: Any) -> None:
+        connection = self.shards.get(shard)
+        if connection is not None:
+            connection.send(self, message)

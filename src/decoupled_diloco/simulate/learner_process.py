@@ -1,0 +1,307 @@
+"""The virtual process of one learner (or observer): its training loop and its background."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, assert_never
+
+from decoupled_diloco.protocol.effects import (
+    Apply,
+    EndTraining,
+    Expelled,
+    Fetch,
+    Hold,
+    LearnerEffect,
+    Note,
+    Ready,
+    Relabel,
+    Release,
+    RunOver,
+    Say,
+    SendBody,
+    SendCopy,
+    Snapshot,
+)
+from decoupled_diloco.protocol.events import (
+    Fetched,
+    FetchFailed,
+    Linked,
+    Paused,
+    StepFinished,
+    Told,
+    Unlinked,
+    UploadFailed,
+)
+from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.messages import (
+    Admitted,
+    Copy,
+    Join,
+    JoinRefused,
+    Leave,
+    Role,
+    Upload,
+)
+from decoupled_diloco.simulate.bodies import Body, LearnerBodies
+from decoupled_diloco.simulate.network import Connection, Link
+from decoupled_diloco.simulate.shell import REDIAL_SECONDS, Shell
+
+if TYPE_CHECKING:
+    from decoupled_diloco.simulate.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSpec:
+    """One learner of a virtual world.
+
+    Attributes:
+        name: its id.
+        step_seconds: mean duration of an inner step.
+        variance: standard deviation of a step's duration, as a share of the mean.
+        latency: one way to every shard and the coordinator, seconds.
+        jitter: further delay, uniform between zero and this, seconds.
+        up_bytes_per_second: shared by all its uploads.
+        down_bytes_per_second: shared by all its downloads.
+        tokens_per_step: what one inner step trains.
+        joins_at: when its process starts, seconds.
+        role: observers follow the published copies and no more.
+    """
+
+    name: str
+    step_seconds: float = 1.0
+    variance: float = 0.0
+    latency: float = 0.001
+    jitter: float = 0.0
+    up_bytes_per_second: float = float("inf")
+    down_bytes_per_second: float = float("inf")
+    tokens_per_step: int = 8
+    joins_at: float = 0.0
+    role: Role = "learner"
+
+
+class LearnerProcess(Shell):
+    """Runs one `LearnerMachine`: the loop steps, everything else happens between."""
+
+    machine: LearnerMachine
+    bodies: LearnerBodies
+
+    def __init__(self, world: World, spec: LearnerSpec) -> None:
+        super().__init__(world, spec.name)
+        self.spec = spec
+        self.link = Link(
+            spec.latency, spec.jitter, spec.up_bytes_per_second, spec.down_bytes_per_second
+        )
+        self.slowness = 1.0
+        self.over = False
+        self.expelled = ""
+        self.shards: dict[int, Connection] = {}
+        self.joined = self.stepping = self.stopped = self.held = False
+        self.epoch = 0
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the loop stands between two steps, so that there is time to apply."""
+        return not self.stepping
+
+    def begin(self) -> None:
+        """Starts with nothing but the model."""
+        super().begin()
+        self.shards.clear()
+        self.joined = self.stepping = self.stopped = self.held = False
+        self.expelled = ""
+        self.link.up_free_at = self.link.down_free_at = 0.0
+        self.dial_coordinator()
+
+    # ---- joining
+
+    def coordinator_reached(self, connection: Connection) -> None:
+        """See `Shell`."""
+        connection.send(self, Join(self.name, f"{self.name}-{self.life}", self.spec.role, ""))
+
+    def received(self, connection: Connection, message: Any) -> None:
+        """A message of the coordinator or of a shard."""
+        if isinstance(message, Admitted):
+            if not self.joined:
+                self._join(message.epoch)
+        elif isinstance(message, JoinRefused):
+            pass  # the coordinator closes the connection, which dials again
+        else:
+            shard = next((s for s, c in self.shards.items() if c is connection), None)
+            if shard is not None:
+                self.tell(Told(shard, message))
+
+    def _join(self, epoch: int) -> None:
+        self.joined, self.epoch = True, epoch
+        nonce = f"{self.name}-{self.life}"
+        options = self.world.options
+        self.machine = LearnerMachine(options, self.name, epoch, nonce, self.spec.role)
+        self.bodies = self.world.bodies.learner(self.name, epoch, self.spec.tokens_per_step)
+        for shard in range(options.shards):
+            self._dial(shard)
+
+    def _dial(self, shard: int) -> None:
+        def opened(connection: Connection) -> None:
+            if not connection.open[self.name]:
+                failed()
+                return
+            self.shards[shard] = connection
+            self.tell(Linked(shard))
+
+        def failed() -> None:
+            self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
+
+        if not self.expelled and not self.over:
+            self.world.network.dial(self, self.world.shards[shard], opened, failed)
+
+    def lost(self, connection: Connection) -> None:
+        """A connection is gone."""
+        if connection is self.coordinator_link:
+            self.coordinator_lost()
+            return
+        for shard, mine in list(self.shards.items()):
+            if mine is connection:
+                del self.shards[shard]
+                self.tell(Unlinked(shard))
+                self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
+
+    # ---- the training loop
+
+    def _begin_training(self) -> None:
+        self.tell(Paused())
+        self._start_step()
+
+    def _start_step(self) -> None:
+        if self.held or self.stopped or self.stepping or self.spec.role == "observer":
+            return
+        self.stepping = True
+        seconds = self.spec.step_seconds * self.slowness
+        if self.spec.variance:
+            seconds *= max(0.1, self.choices.normal(1.0, self.spec.variance))
+        self.later(seconds, self._finish_step)
+
+    def _finish_step(self) -> None:
+        self.stepping = False
+        self.tell(StepFinished(self.bodies.step()))
+        if self.alive and self.machine is not None:
+            self._start_step()
+
+    def after(self, event: Any) -> None:
+        """While the loop stands still, every event may bring something to do."""
+        idle = self.held or self.stopped or self.spec.role == "observer"
+        if not isinstance(event, Paused | StepFinished) and idle and self.machine.state.ready:
+            self.tell(Paused())
+
+    # ---- orders
+
+    def carry_out(self, effect: LearnerEffect) -> None:
+        """Carries one order out."""
+        match effect:
+            case Snapshot(fragment, base, step):
+                self.bodies.snapshot(fragment, base, step)
+            case Apply(fragment, version, mode, discarded):
+                assert self.at_boundary, "parameters change at step boundaries only"
+                self.bodies.apply(fragment, version, mode, discarded)
+            case Relabel(fragment, version):
+                self.bodies.relabel(fragment, version)
+            case Say(shard, message):
+                if shard in self.shards:
+                    self.shards[shard].send(self, message)
+            case SendBody():
+                self._send_body(effect)
+            case SendCopy():
+                self._send_copy(effect)
+            case Fetch():
+                self._fetch(effect)
+            case Hold():
+                self.held = True
+            case Release():
+                self.held = False
+                self.later(0.0, self._start_step)
+            case Ready():
+                self.later(0.0, self._begin_training)
+            case EndTraining():
+                self.stopped = True
+            case RunOver():
+                self._leave()
+            case Expelled(reason):
+                self.expelled = reason
+                self.world.expelled(self, reason)
+            case Note():
+                pass
+            case _:
+                assert_never(effect)
+
+    def _leave(self) -> None:
+        self.over = True
+        for connection in list(self.shards.values()):
+            connection.send(self, Leave("the run is over"))
+        self.world.left(self)
+        self.end()
+
+    def _send_body(self, order: SendBody) -> None:
+        body = self.bodies.encode(
+            order.fragment, order.base, order.steps, order.tokens, order.codec
+        )
+        announcement = Upload(
+            order.round, order.fragment, order.base, order.steps, order.tokens, body.digest
+        )
+        if order.shard in self.shards:
+            self.shards[order.shard].send(self, announcement)
+        self._put(order.shard, order.path, body, UploadFailed(order.round, order.fragment, "lost"))
+
+    def _send_copy(self, order: SendCopy) -> None:
+        body = self.bodies.copy(order.fragment, order.version)
+        if order.shard in self.shards:
+            announcement = Copy(order.fragment, order.attempt, body.digest)
+            self.shards[order.shard].send(self, announcement)
+        self._put(order.shard, order.path, body, None)
+
+    def _put(self, shard: int, path: str, body: Body, failure: UploadFailed | None) -> None:
+        target = self.world.shards[shard]
+        clockwork, life = self.world.clockwork, self.life
+
+        def failed() -> None:
+            if self.life == life and failure is not None:
+                clockwork.arrive(self, clockwork.now, self.tell, failure)
+
+        def done() -> None:
+            if not target.arrived(path, body):
+                failed()
+
+        self.world.network.transfer(self, target, body.nbytes, done, failed)
+
+    def _fetch(self, order: Fetch) -> None:
+        target = self.world.shards[order.shard]
+        clockwork, network = self.world.clockwork, self.world.network
+        life = self.life
+
+        def fail(reason: str) -> None:
+            if self.life == life:
+                event = FetchFailed(order.fragment, order.version, reason)
+                clockwork.arrive(self, clockwork.now, self.tell, event)
+
+        def ask() -> None:
+            if not target.alive:
+                fail("refused")
+            elif target.paused or network.is_cut(self, target):
+                clockwork.after(5.0, fail, "no answer")
+            else:
+                body = target.served(order.path)
+                if body is None:
+                    fail("gone")
+                else:
+                    network.transfer(
+                        target, self, body.nbytes, lambda: stage(body), lambda: fail("lost")
+                    )
+
+        def stage(body: Body) -> None:
+            spoiled = self.choices.chance(self.world.spoil)
+            good = not spoiled and self.bodies.stage(
+                order.fragment, order.version, body, whole=order.whole, digest=order.digest
+            )
+            if good:
+                self.tell(Fetched(order.fragment, order.version))
+            else:
+                fail("another digest")
+
+        clockwork.after(network.delay(self, target), ask)

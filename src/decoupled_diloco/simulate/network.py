@@ -1,0 +1,280 @@
+"""Virtual links: latency, jitter, shared bandwidth, cuts, lost connections.
+
+Control messages are ordered on a connection and are lost when it breaks. A cut stalls what is
+under way (as TCP does); heals it soon, everything arrives late but whole; lasts it, both ends lose
+the connection, each in its own time. Bodies travel apart: a learner's uplink and downlink are each
+one queue, first come first served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.clockwork import Clockwork, Process
+
+LOST_SECONDS = 10.0
+"""Silence after which an end gives a connection up: the transport's ten pings."""
+
+STALL_SECONDS = 5.0
+"""A transfer that does not move for so long is given up."""
+
+
+@dataclass(slots=True)
+class Link:
+    """What lies between one process and the rest of the world."""
+
+    latency: float = 0.0005
+    jitter: float = 0.0
+    up_bytes_per_second: float = float("inf")
+    down_bytes_per_second: float = float("inf")
+    up_free_at: float = 0.0
+    down_free_at: float = 0.0
+
+
+class Endpoint(Process):
+    """A process that has connections."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.link = Link()
+        self.connections: dict[int, Connection] = {}
+
+    def accepted(self, connection: Connection) -> None:
+        """Somebody has connected to this process."""
+
+    def received(self, connection: Connection, message: Any) -> None:
+        """A message has arrived."""
+
+    def lost(self, connection: Connection) -> None:
+        """A connection is gone; it was not this end that closed it."""
+
+
+class Connection:
+    """One control connection between a dialer and an acceptor."""
+
+    def __init__(self, network: Network, number: int, dialer: Endpoint, acceptor: Endpoint) -> None:
+        self.network = network
+        self.number = number
+        self.ends = (dialer, acceptor)
+        self.open = {dialer.name: True, acceptor.name: True}
+        self.broken = False
+        self._arrives_at = {dialer.name: 0.0, acceptor.name: 0.0}
+        self._stalled: list[tuple[Endpoint, Any]] = []
+        dialer.connections[number] = self
+        acceptor.connections[number] = self
+
+    def other(self, end: Endpoint) -> Endpoint:
+        """The process at the other end."""
+        return self.ends[1] if end is self.ends[0] else self.ends[0]
+
+    def send(self, sender: Endpoint, message: Any) -> None:
+        """Sends a message; nothing happens if this end is no longer open."""
+        if self.open[sender.name]:
+            self._carry(self.other(sender), self._arrived, message)
+
+    def close(self, closer: Endpoint) -> None:
+        """This end is done; what it has sent before still arrives, then the other end knows."""
+        if self.open[closer.name]:
+            self.open[closer.name] = False
+            closer.connections.pop(self.number, None)
+            self._carry(self.other(closer), self._ended, None)
+
+    def reset(self) -> None:
+        """The network breaks the connection: whatever is under way is lost."""
+        self.broken = True
+        self._stalled.clear()
+        for end in self.ends:
+            delay = self.network.delay(*self.ends)
+            self.network.clockwork.arrive(
+                end, self.network.clockwork.now + delay, self._ended, end, None
+            )
+
+    def vanish(self, end: Endpoint) -> None:
+        """One end gives up after silence; the other finds out by itself."""
+        if self.open[end.name]:
+            self.open[end.name] = False
+            end.connections.pop(self.number, None)
+            end.lost(self)
+            self._carry(self.other(end), self._ended, None)
+
+    def heal(self) -> None:
+        """What a cut has stalled goes on, in order."""
+        stalled, self._stalled = self._stalled, []
+        for end, (function, message) in stalled:
+            self._reach(end, function, message)
+
+    def _carry(self, end: Endpoint, function: Callable[..., None], message: Any) -> None:
+        clockwork = self.network.clockwork
+        instant = clockwork.now + self.network.delay(*self.ends)
+        instant = max(instant, self._arrives_at[end.name])
+        self._arrives_at[end.name] = instant
+        clockwork.at(instant, self._reach, end, function, message)
+
+    def _reach(self, end: Endpoint, function: Callable[..., None], message: Any) -> None:
+        if self.broken or not self.open[end.name]:
+            return
+        if self._stalled or self.network.is_cut(*self.ends):
+            self._stalled.append((end, (function, message)))
+            return
+        end.run(end.life, False, function, (end, message))
+
+    def _arrived(self, end: Endpoint, message: Any) -> None:
+        if self.open[end.name] and not self.broken:
+            end.received(self, message)
+
+    def _ended(self, end: Endpoint, _: Any) -> None:
+        if self.open[end.name]:
+            self.open[end.name] = False
+            end.connections.pop(self.number, None)
+            end.lost(self)
+
+
+class Network:
+    """All links and connections of one world."""
+
+    def __init__(self, clockwork: Clockwork, choices: Choices) -> None:
+        self.clockwork = clockwork
+        self.choices = choices
+        self.cuts: dict[frozenset[str], float] = {}
+        self._connections = 0
+
+    def delay(self, a: Endpoint, b: Endpoint) -> float:
+        """One way from one to the other, seconds."""
+        seconds = a.link.latency + b.link.latency
+        jitter = a.link.jitter + b.link.jitter
+        return seconds + self.choices.uniform(0.0, jitter) if jitter else seconds
+
+    # ---- connections
+
+    def dial(
+        self,
+        dialer: Endpoint,
+        target: Endpoint,
+        opened: Callable[[Connection], None],
+        failed: Callable[[], None],
+    ) -> None:
+        """Connects; one of the two callbacks runs later, in this life of the dialer."""
+        clockwork, way = self.clockwork, self.delay(dialer, target)
+        life = dialer.life
+
+        def reach() -> None:
+            if not dialer.alive or dialer.life != life:
+                return
+            if self.is_cut(dialer, target) or (target.alive and target.paused):
+                clockwork.timer(dialer, clockwork.now + STALL_SECONDS, failed)
+            elif not target.alive:
+                clockwork.timer(dialer, clockwork.now + way, failed)
+            else:
+                self._connections += 1
+                connection = Connection(self, self._connections, dialer, target)
+                target.accepted(connection)
+                clockwork.arrive(dialer, clockwork.now + way, opened, connection)
+
+        clockwork.after(way, reach)
+
+    def crashed(self, process: Endpoint, *, silent: bool) -> None:
+        """A process is gone: its kernel says so at once, or (silent: host, power) nobody does."""
+        for connection in list(process.connections.values()):
+            if silent:
+                connection.open[process.name] = False
+                other = connection.other(process)
+                self.clockwork.timer(other, self._given_up_at(), connection.vanish, other)
+            else:
+                connection.close(process)
+        process.connections.clear()
+
+    def paused(self, process: Endpoint) -> None:
+        """A process hears nothing: if that lasts, the others give its connections up."""
+        for connection in list(process.connections.values()):
+            other = connection.other(process)
+            life = process.life
+
+            def give_up(
+                connection: Connection = connection, other: Endpoint = other, life: int = life
+            ) -> None:
+                if process.paused and process.life == life:
+                    connection.vanish(other)
+
+            self.clockwork.timer(other, self._given_up_at(), give_up)
+
+    def _given_up_at(self) -> float:
+        return self.clockwork.now + LOST_SECONDS + self.choices.uniform(0.0, 1.0)
+
+    # ---- cuts
+
+    def is_cut(self, a: Endpoint, b: Endpoint) -> bool:
+        """Whether nothing passes between the two."""
+        return bool(self.cuts) and frozenset((a.name, b.name)) in self.cuts
+
+    def cut(self, a: Endpoint, b: Endpoint) -> None:
+        """Nothing passes between the two from now on."""
+        pair = frozenset((a.name, b.name))
+        if pair in self.cuts:
+            return
+        since = self.cuts[pair] = self.clockwork.now
+        for connection in list(a.connections.values()):
+            if connection.other(a) is not b:
+                continue
+            for end in connection.ends:
+
+                def give_up(connection: Connection = connection, end: Endpoint = end) -> None:
+                    if self.cuts.get(pair) == since:
+                        connection.vanish(end)
+
+                self.clockwork.timer(end, self._given_up_at(), give_up)
+
+    def heal(self, a: Endpoint, b: Endpoint) -> None:
+        """The two hear each other again."""
+        if self.cuts.pop(frozenset((a.name, b.name)), None) is None:
+            return
+        seen = {**a.connections, **b.connections}
+        for connection in seen.values():
+            if {end.name for end in connection.ends} == {a.name, b.name}:
+                connection.heal()
+
+    def reset(self, a: Endpoint, b: Endpoint) -> None:
+        """Breaks every connection between the two; they may connect again at once."""
+        for connection in list(a.connections.values()):
+            if connection.other(a) is b:
+                connection.reset()
+
+    # ---- bodies
+
+    def transfer(
+        self,
+        sender: Endpoint,
+        receiver: Endpoint,
+        nbytes: int,
+        done: Callable[[], None],
+        failed: Callable[[], None],
+    ) -> None:
+        """Moves a body; ``done`` runs at the receiver when all of it is there.
+
+        ``failed`` runs at the sender or the receiver, whichever is the learner's; the world binds
+        it to the right process.
+        """
+        clockwork, now = self.clockwork, self.clockwork.now
+        start = max(now, sender.link.up_free_at, receiver.link.down_free_at)
+        rate = min(sender.link.up_bytes_per_second, receiver.link.down_bytes_per_second)
+        end = start + nbytes / rate
+        if sender.link.up_bytes_per_second < float("inf"):
+            sender.link.up_free_at = end
+        if receiver.link.down_bytes_per_second < float("inf"):
+            receiver.link.down_free_at = end
+        lives = (sender.life, receiver.life)
+
+        def finish(stalled: float) -> None:
+            if (sender.life, receiver.life) != lives or not (sender.alive and receiver.alive):
+                failed()
+            elif self.is_cut(sender, receiver):
+                if stalled >= STALL_SECONDS:
+                    failed()
+                else:
+                    clockwork.after(1.0, finish, stalled + 1.0)
+            else:
+                receiver.run(receiver.life, False, done, ())
+
+        clockwork.at(end + self.delay(sender, receiver), finish, 0.0)

@@ -1,0 +1,298 @@
+"""The virtual process of one syncer shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, assert_never
+
+from decoupled_diloco.protocol.effects import (
+    Abandon,
+    Accept,
+    Broadcast,
+    ClockAdvanced,
+    Drop,
+    Evict,
+    Expect,
+    ExpectCopy,
+    Fold,
+    Install,
+    LoadWeights,
+    Merge,
+    Note,
+    Reject,
+    RoundFinished,
+    Send,
+    Stop,
+    SyncerEffect,
+    Tell,
+    Unexpect,
+)
+from decoupled_diloco.protocol.events import (
+    BodyArrived,
+    BodySpoiled,
+    CopyArrived,
+    CopySpoiled,
+    Disconnected,
+    Greeted,
+    Heard,
+    Merged,
+    MergeFailed,
+    Ordered,
+    Said,
+    TermGranted,
+    WeightsLoaded,
+)
+from decoupled_diloco.protocol.messages import (
+    Copy,
+    Hello,
+    Refusal,
+    ShardAdmitted,
+    ShardHello,
+    Upload,
+)
+from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.simulate.bodies import Body, ShardBodies
+from decoupled_diloco.simulate.network import Connection
+from decoupled_diloco.simulate.shell import Shell
+
+if TYPE_CHECKING:
+    from decoupled_diloco.simulate.world import World
+
+HEARD_SECONDS = 2.0
+"""How often a shard tells its machine whose pings have come in."""
+
+
+@dataclass(slots=True)
+class Expected:
+    """A body that may come, and the halves of it that have come."""
+
+    learner: str
+    epoch: int
+    order: Expect | ExpectCopy
+    announced: Upload | Copy | None = None
+    body: Body | None = None
+
+
+class ShardProcess(Shell):
+    """Runs one `SyncerMachine`, with its merge worker and its data plane."""
+
+    machine: SyncerMachine
+    bodies: ShardBodies
+
+    def __init__(self, world: World, shard: int) -> None:
+        super().__init__(world, f"shard-{shard}")
+        self.shard = shard
+        self.finished = False
+        self.bound: dict[str, Connection] = {}
+        self.who: dict[int, tuple[str, int]] = {}
+        self.expected: dict[str, Expected] = {}
+        self.bodies_here: dict[tuple[int, str], Body] = {}
+        self.worker_free_at = 0.0
+
+    def begin(self) -> None:
+        """Starts with nothing."""
+        super().begin()
+        self.bound.clear()
+        self.who.clear()
+        self.expected.clear()
+        self.bodies_here.clear()
+        self.worker_free_at = 0.0
+        options = self.world.options
+        self.machine = SyncerMachine(options, self.shard)
+        self.bodies = self.world.bodies.shard(self.shard, options.owned(self.shard))
+        self.dial_coordinator()
+        self.later(HEARD_SECONDS, self._hear)
+
+    # ---- what arrives
+
+    def coordinator_reached(self, connection: Connection) -> None:
+        """See `Shell`."""
+        connection.send(self, ShardHello(self.shard, f"{self.name}-{self.life}"))
+
+    def received(self, connection: Connection, message: Any) -> None:
+        """A message of the coordinator or of a learner."""
+        if connection is self.coordinator_link:
+            known = isinstance(message, ShardAdmitted)
+            self.tell(TermGranted(message) if known else Ordered(message))
+        elif isinstance(message, Hello):
+            self.tell(Greeted(connection.number, message))
+        elif connection.number in self.who:
+            learner, _ = self.who[connection.number]
+            if self.bound.get(learner) is not connection:
+                return
+            if isinstance(message, Upload | Copy):
+                self._announced(learner, message)
+            else:
+                self.tell(Said(learner, message))
+
+    def lost(self, connection: Connection) -> None:
+        """A connection is gone."""
+        if connection is self.coordinator_link:
+            self.coordinator_lost()
+            return
+        learner, _ = self.who.pop(connection.number, ("", 0))
+        if learner and self.bound.get(learner) is connection:
+            del self.bound[learner]
+            self.tell(Disconnected(learner))
+
+    def _hear(self) -> None:
+        heard = [
+            learner
+            for learner, connection in self.bound.items()
+            if not connection.other(self).paused
+            and connection.other(self).alive
+            and not self.world.network.is_cut(self, connection.other(self))
+        ]
+        self.later(HEARD_SECONDS, self._hear)
+        if heard:
+            self.tell(Heard(tuple(heard)))
+
+    # ---- bodies that come in
+
+    def arrived(self, path: str, body: Body) -> bool:
+        """A body is here whole; ``False``: nobody expects it."""
+        expected = self.expected.get(path)
+        if expected is None or expected.body is not None:
+            return False
+        expected.body = body
+        self._join(path, expected)
+        return True
+
+    def _announced(self, learner: str, message: Upload | Copy) -> None:
+        for path, expected in list(self.expected.items()):
+            order = expected.order
+            mine = (
+                order.round == message.round
+                if isinstance(order, Expect) and isinstance(message, Upload)
+                else isinstance(order, ExpectCopy)
+                and isinstance(message, Copy)
+                and order.attempt == message.attempt
+            )
+            if expected.learner == learner and mine and order.fragment == message.fragment:
+                expected.announced = message
+                self._join(path, expected)
+                return
+
+    def _join(self, path: str, expected: Expected) -> None:
+        announced, body, order = expected.announced, expected.body, expected.order
+        if announced is None or body is None:
+            return
+        del self.expected[path]
+        wrong = "another digest" if announced.digest != body.digest else ""
+        wrong = "spoiled" if self.choices.chance(self.world.spoil) else wrong
+        if isinstance(announced, Upload):
+            assert isinstance(order, Expect)
+            if wrong:
+                self.tell(BodySpoiled(expected.learner, order.round, order.fragment, wrong))
+                return
+            self.bodies_here[(order.round, expected.learner)] = body
+            self.tell(
+                BodyArrived(
+                    learner=expected.learner,
+                    epoch=expected.epoch,
+                    round=order.round,
+                    fragment=order.fragment,
+                    base=announced.base,
+                    steps=announced.steps,
+                    tokens=announced.tokens,
+                    nbytes=body.nbytes,
+                )
+            )
+        else:
+            assert isinstance(order, ExpectCopy)
+            place = (expected.learner, order.fragment, order.attempt)
+            if wrong:
+                self.tell(CopySpoiled(*place, wrong))
+            else:
+                digest = self.bodies.receive_copy(order.fragment, body)
+                self.tell(CopyArrived(*place, digest))
+
+    def served(self, path: str) -> Body | None:
+        """What a GET of this path gives at this moment."""
+        kind, fragment, term_counter = path.strip("/").split("/")
+        entry = self.machine.state.fragments[int(fragment)]
+        if entry.version is None or str(entry.version) != term_counter:
+            return None
+        give = self.bodies.whole if kind == "whole" else self.bodies.difference
+        return give(int(fragment), entry.version)
+
+    # ---- orders
+
+    def carry_out(self, effect: SyncerEffect) -> None:
+        """Carries one order out."""
+        match effect:
+            case Accept(number, learner, epoch):
+                self._bind(number, learner, epoch)
+            case Reject(number, reason, final):
+                connection = self.connections.get(number)
+                if connection is not None:
+                    connection.send(self, Refusal(reason, final))
+                    connection.close(self)
+            case Send(learner, message):
+                if learner in self.bound:
+                    self.bound[learner].send(self, message)
+            case Broadcast(message):
+                for connection in self.bound.values():
+                    connection.send(self, message)
+            case Expect(path, learner) | ExpectCopy(path, learner):
+                if learner in self.bound:
+                    epoch = self.who[self.bound[learner].number][1]
+                    self.expected[path] = Expected(learner, epoch, effect)
+            case Unexpect(path):
+                self.expected.pop(path, None)
+            case Fold(number, fragment, learner, steps, tokens):
+                body = self.bodies_here.pop((number, learner))
+                self.bodies.fold(number, fragment, learner, body, steps, tokens)
+            case Drop(number, _, learner):
+                del self.bodies_here[(number, learner)]
+            case Merge():
+                self._work(self._merge, effect)
+            case Abandon(number, fragment):
+                self.bodies.abandon(number, fragment)
+            case Install(fragment, version):
+                digest = self.bodies.install(fragment, version)
+                assert digest == self.machine.state.fragments[fragment].digest
+            case LoadWeights():
+                self._work(self._load)
+            case Evict(learner):
+                bound = self.bound.pop(learner, None)
+                if bound is not None:
+                    self.who.pop(bound.number, None)
+                    bound.close(self)
+            case Tell(message):
+                if self.coordinator_link is not None:
+                    self.coordinator_link.send(self, message)
+            case Stop():
+                self.finished = True
+                self.end()
+            case RoundFinished() | ClockAdvanced() | Note():
+                pass
+            case _:
+                assert_never(effect)
+
+    def _bind(self, number: int, learner: str, epoch: int) -> None:
+        older = self.bound.pop(learner, None)
+        if older is not None:
+            self.who.pop(older.number, None)
+            older.close(self)
+        connection = self.connections.get(number)
+        if connection is not None:
+            self.bound[learner] = connection
+            self.who[number] = (learner, epoch)
+
+    def _work(self, function: Any, *arguments: Any) -> None:
+        """One after the other, as the merge worker would."""
+        start = max(self.now, self.worker_free_at)
+        self.worker_free_at = start + self.world.merge_seconds
+        self.world.clockwork.arrive(self, self.worker_free_at, function, *arguments)
+
+    def _merge(self, order: Merge) -> None:
+        if self.choices.chance(self.world.merge_fails):
+            self.tell(MergeFailed(order.round, order.fragment, "the worker failed"))
+            return
+        digest = self.bodies.merge(order.round, order.fragment, order.version, order.base)
+        self.tell(Merged(order.round, order.fragment, digest))
+
+    def _load(self) -> None:
+        owned = self.world.options.owned(self.shard)
+        self.tell(WeightsLoaded(tuple((p, self.bodies.load(p)) for p in owned)))

@@ -1,0 +1,190 @@
+"""A deterministic virtual world: the real state machines, virtual time, virtual links.
+
+It decides nothing that the protocol decides. Its processes carry out effects and report facts, as
+the real shells do; everything random comes from one seed, so that a run can be repeated exactly.
+
+    world = World(Options(quorum=2), [LearnerSpec("a"), LearnerSpec("b")], seed=7)
+    world.run(until=100.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.simulate.bodies import Bodies, NoBodies
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.clockwork import Clockwork
+from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
+from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
+from decoupled_diloco.simulate.network import Endpoint, Network
+from decoupled_diloco.simulate.shard_process import ShardProcess
+from decoupled_diloco.simulate.shell import Shell
+
+Recorder = Callable[[str, float, Any, Sequence[Any]], None]
+"""Called as ``recorder(who, now, event, effects)`` for every event that a machine has handled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mishaps:
+    """Probabilities of small things that go wrong all the time; see `faults` for big ones.
+
+    Attributes:
+        spurious_ticks: of an extra, early ``Tick`` after each event.
+        spoil: that a body is wrong when it arrives.
+        merge_fails: that the merge worker fails.
+        crash_after_persist: that the coordinator dies right after it has written its state.
+    """
+
+    spurious_ticks: float = 0.0
+    spoil: float = 0.0
+    merge_fails: float = 0.0
+    crash_after_persist: float = 0.0
+
+
+class World:
+    """One virtual run.
+
+    Args:
+        options: the settings of the method.
+        learners: learners and observers.
+        seed: every random choice follows from it.
+        bodies: the tensor side; lineage without tensors by default.
+        fragment_bytes: size of each fragment's fp32 copy, for `NoBodies`.
+        recorder: the event tape.
+        mishaps: what goes wrong all the time.
+        weights_from_file: the initial weights come from the run's file, not from a learner.
+        merge_seconds: how long the merge worker takes.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        learners: Iterable[LearnerSpec],
+        *,
+        seed: int | str = 0,
+        bodies: Bodies | None = None,
+        fragment_bytes: Sequence[int] | None = None,
+        recorder: Recorder | None = None,
+        mishaps: Mishaps | None = None,
+        weights_from_file: bool = False,
+        merge_seconds: float = 0.002,
+    ) -> None:
+        mishaps = mishaps or Mishaps()
+        self.options = options
+        self.choices = Choices(seed)
+        self.clockwork = Clockwork()
+        self.network = Network(self.clockwork, self.choices.fork("network"))
+        sizes = list(fragment_bytes or [1000] * options.fragments)
+        self.bodies: Bodies = NoBodies(sizes) if bodies is None else bodies
+        self.weights_from_file = weights_from_file
+        self.merge_seconds = merge_seconds
+        self.spurious_ticks = mishaps.spurious_ticks
+        self.spoil = mishaps.spoil
+        self.merge_fails = mishaps.merge_fails
+        self.crash_after_persist = mishaps.crash_after_persist
+        self.events = 0
+        self.recorders: list[Recorder] = [] if recorder is None else [recorder]
+        self.coordinator = CoordinatorProcess(self)
+        self.shards = [ShardProcess(self, shard) for shard in range(options.shards)]
+        self.learners = {spec.name: LearnerProcess(self, spec) for spec in learners}
+        self.clockwork.at(0.0, self.coordinator.begin)
+        for shard in self.shards:
+            self.clockwork.at(0.0, shard.begin)
+        for learner in self.learners.values():
+            self.clockwork.at(learner.spec.joins_at, self.restart, learner)
+
+    @property
+    def now(self) -> float:
+        """Virtual time in seconds."""
+        return self.clockwork.now
+
+    @property
+    def finished(self) -> bool:
+        """Whether every shard has stopped of itself."""
+        return all(shard.finished for shard in self.shards)
+
+    @property
+    def processes(self) -> list[Shell]:
+        """Every process, dead or alive."""
+        return [self.coordinator, *self.shards, *self.learners.values()]
+
+    def run(
+        self, *, until: float | None = None, events: int | None = None, finish: bool = True
+    ) -> str:
+        """Lets time pass until one of the limits is reached.
+
+        Args:
+            until: virtual instant, seconds.
+            events: number of events that machines have handled, all in all.
+            finish: stop when the run is over.
+
+        Returns:
+            Why it stopped: ``"until"``, ``"events"``, ``"finished"`` or ``"nothing left"``.
+        """
+        clockwork = self.clockwork
+        while True:
+            if finish and self.finished:
+                return "finished"
+            if events is not None and self.events >= events:
+                return "events"
+            instant = clockwork.next
+            if instant is None:
+                return "nothing left"
+            if until is not None and instant > until:
+                clockwork.now = max(clockwork.now, until)
+                return "until"
+            clockwork.step()
+
+    # ---- what may be done to it
+
+    def crash(self, process: Shell, *, silent: bool = False) -> None:
+        """SIGKILL; ``silent``: the host is gone, so that nobody is told."""
+        process.end(silent=silent)
+
+    def restart(self, process: Shell) -> None:
+        """A process that is dead starts again, as a new one."""
+        over = isinstance(process, LearnerProcess) and process.over
+        finished = isinstance(process, ShardProcess) and process.finished
+        if not (process.alive or over or finished):
+            process.begin()
+
+    def pause(self, process: Shell) -> None:
+        """SIGSTOP."""
+        if process.alive and not process.paused:
+            process.paused = True
+            self.network.paused(process)
+
+    def resume(self, process: Shell) -> None:
+        """SIGCONT."""
+        process.wake()
+
+    def cut(self, a: Endpoint, b: Endpoint) -> None:
+        """Nothing passes between two processes."""
+        self.network.cut(a, b)
+
+    def heal(self, a: Endpoint, b: Endpoint) -> None:
+        """Two processes hear each other again."""
+        self.network.heal(a, b)
+
+    def break_connections(self, a: Endpoint, b: Endpoint) -> None:
+        """Connections between the two are lost with what is under way."""
+        self.network.reset(a, b)
+
+    # ---- told by the processes
+
+    def happened(self, process: Shell, event: Any, effects: Sequence[Any]) -> None:
+        """A machine has handled an event."""
+        self.events += 1
+        for recorder in self.recorders:
+            recorder(process.name, self.now, event, effects)
+
+    def expelled(self, process: LearnerProcess, reason: str) -> None:
+        """A shard refused the learner for good; its supervisor starts a new process."""
+        self.clockwork.after(0.0, self.crash, process)
+        self.clockwork.after(1.0, self.restart, process)
+
+    def left(self, process: LearnerProcess) -> None:
+        """A learner has seen the end of the run."""
