@@ -1,3 +1,47 @@
-"""Decoupled DiLoCo for PyTorch: learners that never wait, and a syncer that merges what it can get."""
+"""Decoupled DiLoCo for PyTorch: learners that never wait, a syncer that merges what it can get.
+
+>>> import decoupled_diloco as dd
+>>> dd.Learner.__name__
+'Learner'
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from decoupled_diloco.errors import (
+    AccessError,
+    ConfigError,
+    Error,
+    MergeError,
+    ProtocolError,
+    StorageError,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from decoupled_diloco.learner.learner import Learner, Observer
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AccessError",
+    "ConfigError",
+    "Error",
+    "Learner",
+    "MergeError",
+    "Observer",
+    "ProtocolError",
+    "StorageError",
+    "TransportError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch only when it is needed: the command line answers at once."""
+    if name in ("Learner", "Observer"):
+        from decoupled_diloco.learner import learner
+
+        return getattr(learner, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

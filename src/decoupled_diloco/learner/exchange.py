@@ -118,11 +118,11 @@ class LearnerTensors:
 
     # ---- downlink
 
-    def take_difference(self, fragment: int, body: Body, announced: str) -> None:
-        """Stages the next version: what is here plus the difference.
+    def next_values(self, fragment: int, body: Body, announced: str) -> Tensor:
+        """The next version's values: what is here, staged or published, plus the difference.
 
         Raises:
-            MergeError: the result's digest is not the announced one; nothing has changed.
+            MergeError: the result's digest is not the announced one.
             ProtocolError: the body's size does not fit.
         """
         newest = self.staged[fragment]
@@ -131,21 +131,27 @@ class LearnerTensors:
         assert newest is not None, f"fragment {fragment} has no copy to add a difference to"
         values = newest.clone()
         receive(values, body, self.plan.downlink)
-        self._stage(fragment, values, announced)
+        return verified(values, fragment, announced)
 
-    def take_whole(self, fragment: int, values: Tensor, announced: str) -> None:
-        """Stages a whole published copy (fp32 [N], kept).
+    def stage(self, fragment: int, values: Tensor) -> None:
+        """Keeps verified values (fp32 [N]) for the next boundary.
 
-        Raises:
-            MergeError: its digest is not the announced one; nothing has changed.
+        Called together with telling the machine ``Fetched``, under the same lock, so that what is
+        staged here is always the version that the machine thinks it is.
         """
-        self._stage(fragment, values, announced)
-
-    def _stage(self, fragment: int, values: Tensor, announced: str) -> None:
-        actual = digest(values)
-        if actual != announced:
-            raise MergeError(
-                f"fragment {fragment} has digest {actual}, the shard announced {announced}: the "
-                "whole copy is fetched instead"
-            )
         self.staged[fragment] = values
+
+
+def verified(values: Tensor, fragment: int, announced: str) -> Tensor:
+    """The values, if their digest is the announced one.
+
+    Raises:
+        MergeError: it is not.
+    """
+    actual = digest(values)
+    if actual != announced:
+        raise MergeError(
+            f"fragment {fragment} has digest {actual}, the shard announced {announced}: the "
+            "whole copy is fetched instead"
+        )
+    return values

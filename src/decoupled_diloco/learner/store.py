@@ -90,7 +90,9 @@ class ModuleStore:
         self._layout = layout_of(module)
         self._tensors: list[nn.Parameter] = tensors_of(module, self._layout)
         self._device = self._tensors[0].device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
     def layout(self) -> Layout:
@@ -107,7 +109,7 @@ class ModuleStore:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             pinned.copy_(flat, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         flat.record_stream(self._stream)
         return Copying(pinned, event)

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.merge.accumulate import Accumulator
-from decoupled_diloco.merge.codec import Codec, codec
+from decoupled_diloco.merge.codec import Body, Codec, as_bytes, codec
 from decoupled_diloco.merge.fragments import (
     Fragment,
     MergeMethod,
@@ -93,3 +97,17 @@ class MergePlan:
     def whole_nbytes(self, fragment: int) -> int:
         """Size of a whole published copy's body: fp32."""
         return 4 * self.fragments[fragment].numel
+
+
+def values_of(body: Body, numel: int) -> Tensor:
+    """A whole fragment's body as fp32 [N] in memory of its own.
+
+    Raises:
+        ProtocolError: the size does not fit.
+    """
+    octets = as_bytes(body)
+    if octets.numel() != 4 * numel:
+        raise ProtocolError(f"the body has {octets.numel()} bytes, {4 * numel} are needed")
+    values = torch.empty(numel, dtype=torch.float32)
+    as_bytes(values).copy_(octets)
+    return values

@@ -231,6 +231,13 @@ class JoinRefused:
     retry: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Referred:
+    """Shard → learner: I do not host the coordinator, this address does."""
+
+    address: str
+
+
 # ---- shard ↔ coordinator
 
 
@@ -316,6 +323,7 @@ Message = (
     | Join
     | Admitted
     | JoinRefused
+    | Referred
     | ShardHello
     | ShardAdmitted
     | FromShard

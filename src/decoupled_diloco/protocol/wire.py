@@ -33,7 +33,7 @@ def encode(value: object) -> Json:
     >>> encode(StepReport(3, 96, 0.5))
     {'type': 'StepReport', 'step': 3, 'tokens': 96, 'seconds': 0.5}
     """
-    fields = {name: _plain(getattr(value, name)) for name in _names(value.__class__)}
+    fields = {name: _plain(getattr(value, name)) for name in _names(cast("Any", type(value)))}
     return {"type": type(value).__name__, **fields}
 
 

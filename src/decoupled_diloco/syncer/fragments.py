@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError, ProtocolError
@@ -21,7 +20,6 @@ from decoupled_diloco.merge import (
     Accumulator,
     Body,
     OuterOptimizer,
-    as_bytes,
     digest,
     is_finite,
     publish,
@@ -148,17 +146,3 @@ class ShardTensors:
     def whole(self, fragment: int) -> Tensor:
         """The published copy Θ̂, fp32 [N]; never written to again."""
         return self.fragments[fragment].published
-
-
-def values_of(body: Body, numel: int) -> Tensor:
-    """A whole fragment's body as fp32 [N] in memory of its own.
-
-    Raises:
-        ProtocolError: the size does not fit.
-    """
-    octets = as_bytes(body)
-    if octets.numel() != 4 * numel:
-        raise ProtocolError(f"the body has {octets.numel()} bytes, {4 * numel} are needed")
-    values = torch.empty(numel, dtype=torch.float32)
-    as_bytes(values).copy_(octets)
-    return values

@@ -1,0 +1,186 @@
+"""The commands of `ddiloco` and their options. What they do is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from decoupled_diloco import __version__
+from decoupled_diloco.config import RunConfig, load_config
+from decoupled_diloco.errors import Error
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="ddiloco",
+    help="Train on machines that fail, differ and sit far apart (Decoupled DiLoCo).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 done, 2 wrong configuration or usage, 3 protocol, 4 transport, 5 access "
+    "refused, 6 storage, 7 merge, 130 interrupted, 1 anything else.",
+)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as sync.period=48."),
+]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the run's secret.")]
+SyncerAddresses = Annotated[
+    str,
+    typer.Option("--syncer", metavar="URL[,URL…]", help="Where the shards are."),
+]
+StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True)]
+
+
+@app.command()
+def train(run: RunFile, settings: Sets = None) -> None:
+    """Everything on this machine: shards, learners, evaluator, supervised; then the report."""
+    from decoupled_diloco.cli.train import train_locally
+
+    _exit(train_locally(load_config(run, settings or ()), _console()))
+
+
+@app.command()
+def syncer(
+    run: RunFile,
+    settings: Sets = None,
+    shard: Annotated[
+        int | None, typer.Option(help="Serve this one shard only; default: all, supervised.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port of this one shard.")] = None,
+    addresses: Annotated[
+        str, typer.Option(metavar="URL[,URL…]", help="Where learners reach the shards.")
+    ] = "",
+    token_file: TokenFile = None,
+    stop_with_parent: StopWithParent = False,
+) -> None:
+    """The syncer: all its shards on this machine, or one of them."""
+    config = load_config(run, settings or ())
+    if shard is None:
+        from decoupled_diloco.cli.train import serve_locally
+
+        _exit(serve_locally(config, _console()))
+    from decoupled_diloco.launch import roles
+    from decoupled_diloco.launch.folder import read_token
+
+    _prepare(stop_with_parent)
+    if not 0 <= shard < config.syncer.shards:
+        _fail(f"--shard {shard} is no shard of this run: 0 to {config.syncer.shards - 1}")
+    given = tuple(a for a in addresses.split(",") if a) or config.syncer.addresses
+    own_port = port if port is not None else config.syncer.port + shard
+    folder = Path(config.run.folder)
+    (folder / "tape").mkdir(parents=True, exist_ok=True)
+    roles.run_shard(
+        config,
+        shard,
+        port=own_port,
+        addresses=given or _default_addresses(config),
+        folder=folder,
+        token=read_token(token_file or config.syncer.token_file),
+    )
+
+
+@app.command()
+def learner(
+    run: RunFile,
+    index: Annotated[int, typer.Option(help="Which learner: 0 to learners - 1.")],
+    settings: Sets = None,
+    syncer: SyncerAddresses = "",
+    token_file: TokenFile = None,
+    stop_with_parent: StopWithParent = False,
+) -> None:
+    """One learner that trains the run's workload; start it again and it goes on."""
+    from decoupled_diloco.launch import roles
+    from decoupled_diloco.launch.folder import read_token
+
+    _prepare(stop_with_parent)
+    config = load_config(run, settings or ())
+    roles.run_learner(
+        config,
+        index,
+        syncer=_addresses(syncer, config),
+        folder=Path(config.run.folder),
+        token=read_token(token_file or config.syncer.token_file),
+    )
+
+
+@app.command()
+def evaluator(
+    run: RunFile,
+    settings: Sets = None,
+    syncer: SyncerAddresses = "",
+    token_file: TokenFile = None,
+    stop_with_parent: StopWithParent = False,
+) -> None:
+    """An observer that scores the published weights on held-out data."""
+    from decoupled_diloco.launch import roles
+    from decoupled_diloco.launch.folder import read_token
+
+    _prepare(stop_with_parent)
+    config = load_config(run, settings or ())
+    roles.run_evaluator(
+        config,
+        syncer=_addresses(syncer, config),
+        folder=Path(config.run.folder),
+        token=read_token(token_file or config.syncer.token_file),
+    )
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> NoReturn:
+    """The entry point: every operating error is one sentence and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except Error as error:
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    sys.exit(0)
+
+
+def _prepare(parent_matters: bool) -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
+    )
+    if parent_matters:
+        from decoupled_diloco.launch.roles import stop_with_parent
+
+        stop_with_parent()
+
+
+def _addresses(given: str, config: RunConfig) -> tuple[str, ...]:
+    named = tuple(address for address in given.split(",") if address)
+    return named or config.syncer.addresses or _default_addresses(config)
+
+
+def _default_addresses(config: RunConfig) -> tuple[str, ...]:
+    host = "127.0.0.1" if config.syncer.host in ("0.0.0.0", "::") else config.syncer.host
+    first = config.syncer.port
+    return tuple(f"http://{host}:{first + shard}" for shard in range(config.syncer.shards))
+
+
+def _console() -> Console:
+    return Console()
+
+
+def _exit(code: int) -> NoReturn:
+    raise typer.Exit(code)
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -1,0 +1,92 @@
+"""`ddiloco train` and `ddiloco syncer`: run it, show it, say what remains."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.launch.local import LocalRun, Outcome
+from decoupled_diloco.observe.progress import Progress
+from decoupled_diloco.observe.report import write_report
+from decoupled_diloco.observe.summary import print_summary
+
+INTERRUPTED = 130
+
+
+def train_locally(config: RunConfig, console: Console) -> int:
+    """Runs everything on this machine; returns the exit code."""
+    run = LocalRun(config)
+    budget = (config.run.budget_steps, config.run.budget_tokens)
+    try:
+        with _termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
+            run.start()
+            outcome = run.wait(progress.poll)
+            progress.poll()
+    except KeyboardInterrupt:
+        console.print("interrupted: ending all processes")
+        outcome = Outcome(False, "interrupted", None)
+    finally:
+        with _undisturbed():
+            run.close()
+    write_report(run.path, run.path / "report.html", run.path / "report.png")
+    print_summary(run.path, console)
+    if outcome.finished:
+        return 0
+    console.print(f"the run did not finish: {outcome.reason}", style="bold red")
+    return INTERRUPTED if outcome.reason == "interrupted" else 1
+
+
+def serve_locally(config: RunConfig, console: Console) -> int:
+    """Runs all shards on this machine, for learners that are started elsewhere."""
+    run = LocalRun(config, learners=False)
+    try:
+        with _termination_as_interrupt():
+            run.start()
+            console.print(
+                f"syncer of {config.run.name}: {', '.join(run.addresses)}\n"
+                f"secret: {run.token_file}\n"
+                "join with:\n"
+                f'  dd.Learner(model, syncer="{run.addresses[0]}", token=…)\n'
+                f"  ddiloco learner {run.path}/run.toml --index 0 "
+                f"--syncer {run.addresses[0]} --token-file {run.token_file}",
+                soft_wrap=True,
+            )
+            outcome = run.wait(lambda: None)
+    except KeyboardInterrupt:
+        outcome = Outcome(False, "interrupted", None)
+    finally:
+        with _undisturbed():
+            run.close()
+    console.print(f"{outcome.reason}; {outcome.weights or 'no weights were written'}")
+    if outcome.finished:
+        return 0
+    return INTERRUPTED if outcome.reason == "interrupted" else 1
+
+
+@contextlib.contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C must not interrupt the clean-up that leaves no orphan."""
+    before = [(n, signal.signal(n, signal.SIG_IGN)) for n in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -1,0 +1,85 @@
+"""From a run's settings to what the state machines and the merge arithmetic are told.
+
+Shards read the run's file; learners and observers get its public part from the coordinator, as JSON
+text. Both go through the same two functions, so that all agree on the schedule and on the cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from decoupled_diloco.config.run import OuterSettings, RunConfig, SyncSettings
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.merge import Layout, make_outer
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol.options import Options
+
+Public = Mapping[str, Any]
+
+
+def public_text(config: RunConfig) -> str:
+    """The public settings with the number of shards, as JSON text."""
+    return json.dumps(config.public() | {"shards": config.syncer.shards}, default=str)
+
+
+def read_public(text: str) -> Public:
+    """The public settings from what the coordinator sent.
+
+    Raises:
+        ProtocolError: it is not what `public_text` writes.
+    """
+    try:
+        public = json.loads(text)
+        options_of(public)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ProtocolError(f"the coordinator's settings cannot be read: {error}") from error
+    return dict(public)
+
+
+def options_of(public: Public) -> Options:
+    """What the state machines need to know."""
+    sync = SyncSettings(**public["sync"])
+    return Options(
+        fragments=sync.fragments,
+        period=sync.period,
+        overlap=sync.overlap,
+        quorum=sync.quorum,
+        shards=int(public["shards"]),
+        grace=sync.grace,
+        grace_margin=sync.grace_margin,
+        participants=sync.participants,
+        alignment=sync.alignment,
+        missed=sync.missed,
+        apply=sync.apply,
+        wait=sync.wait,
+        counter_cap_periods=sync.counter_cap_periods,
+        uplink_codec=sync.uplink_codec,
+        budget_steps=public["run"].get("budget_steps"),
+        budget_tokens=public["run"].get("budget_tokens"),
+    )
+
+
+def plan_of(layout: Layout, public: Public) -> MergePlan:
+    """How the run's tensors are cut, encoded and merged.
+
+    Raises:
+        ConfigError: the layout cannot be cut into so many fragments.
+    """
+    sync, outer = SyncSettings(**public["sync"]), OuterSettings(**public["outer"])
+    return MergePlan.make(
+        layout,
+        fragments=sync.fragments,
+        strategy=sync.partition,
+        uplink=sync.uplink_codec,
+        downlink=sync.downlink_codec,
+        method=sync.merge,
+        weighting=sync.weighting,
+        outer=make_outer(outer.optimizer, outer.lr, outer.momentum, outer.options),
+    )
+
+
+def blend_alpha_of(public: Public) -> float:
+    """α, the learner's own share of a blend."""
+    return SyncSettings(**public["sync"]).blend_alpha

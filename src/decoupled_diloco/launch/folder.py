@@ -1,0 +1,140 @@
+"""The run folder: who may use it, and where things are in it.
+
+```
+RUN/run.toml  lock  token  coordinator.json  tape/*.jsonl  tape.jsonl  logs/*.log  positions/
+    checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from decoupled_diloco.errors import ConfigError, StorageError
+
+
+class RunFolder:
+    """A run folder that this process alone may use until it exits.
+
+    Args:
+        path: Made if it does not exist. What an earlier run left in it is moved aside to
+            ``<path>.1``, ``<path>.2``, …
+
+    Raises:
+        ConfigError: another process is using it.
+        StorageError: it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+        try:
+            self._take()
+        except OSError as error:
+            raise StorageError(f"the run folder {path} cannot be made: {error}") from error
+
+    def _take(self) -> None:
+        if self.path.exists():
+            self._lock_or_refuse()
+            if any(entry.name != "lock" for entry in self.path.iterdir()):
+                self.release()
+                self.path.rename(self._free_name())
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is None:
+            self._lock_or_refuse()
+        for name in ("logs", "tape", "positions"):
+            (self.path / name).mkdir(exist_ok=True)
+
+    def _lock_or_refuse(self) -> None:
+        file = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ConfigError(
+                f"the run folder {self.path} is in use by another process: wait for it, or choose "
+                "another with --set run.folder=…"
+            ) from None
+        self._lock = file
+
+    def _free_name(self) -> Path:
+        number = 1
+        while (free := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            number += 1
+        return free
+
+    def token_file(self) -> Path:
+        """A new secret for this run, readable by this user only."""
+        path = self.path / "token"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(24) + "\n")
+        return path
+
+    def release(self) -> None:
+        """Lets others use it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def read_token(path: Path | None) -> str | None:
+    """The secret in a file, without the line's end; ``None`` for no file.
+
+    Raises:
+        ConfigError: the file cannot be read or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"token_file={str(path)!r} cannot be read: {error}") from error
+    if not token:
+        raise ConfigError(f"token_file={str(path)!r} is empty: put the run's secret into it")
+    return token
+
+
+class Position:
+    """How many batches a learner has trained on; survives SIGKILL.
+
+    Eight bytes of a mapped file: writing costs nothing, and the kernel keeps what a killed process
+    wrote.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.stat().st_size != 8:
+            path.write_bytes(bytes(8))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 8)
+
+    @property
+    def batches(self) -> int:
+        """Batches trained on so far."""
+        return int(struct.unpack("<q", self._map[:8])[0])
+
+    def advance(self) -> None:
+        """One more."""
+        self._map[:8] = struct.pack("<q", self.batches + 1)
+
+    def close(self) -> None:
+        """Frees the mapping."""
+        self._map.close()

@@ -1,0 +1,191 @@
+"""A whole run on this machine: shards, learners, evaluator, faults, and what remains at the end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.launch.folder import RunFolder
+from decoupled_diloco.launch.roles import EVALUATOR
+from decoupled_diloco.launch.supervisor import Supervisor
+from decoupled_diloco.observe.samples import FaultInjected, WeightsSaved
+from decoupled_diloco.observe.tape import Follower, TapeWriter, follow, merge_tapes
+from decoupled_diloco.syncer.result import assemble, read_layout
+from decoupled_diloco.workloads import load_workload
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+EVALUATOR_SECONDS = 60.0
+"""How long the evaluator may take for its last evaluation after the shards have finished."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    finished: bool
+    reason: str
+    weights: Path | None
+
+
+class LocalRun:
+    """Everything on this machine, supervised.
+
+    Args:
+        config: The run.
+        config_path: Its file, handed to the processes as the resolved copy.
+
+    Raises:
+        ConfigError: the folder is in use, or the workload cannot be built.
+    """
+
+    def __init__(self, config: RunConfig, *, learners: bool = True) -> None:
+        self.config = config
+        load_workload(config.workload.name, config.workload_options())
+        self.folder = RunFolder(Path(config.run.folder))
+        self.path = self.folder.path
+        (self.path / "run.toml").write_text(dump_config(config))
+        self._with_learners = learners
+        self._token_file = config.syncer.token_file or self.folder.token_file()
+        self._tape = TapeWriter(
+            self.path / "tape" / "launcher.jsonl", "launcher", {"machine": "launcher"}
+        )
+        self.supervisor = Supervisor(self.path, self._tape)
+        self._follower: Follower = follow(self.path)
+        self._faults = sorted(config.faults, key=lambda fault: fault.at)
+        self._clock = self._tokens = 0
+        self.addresses: tuple[str, ...] = ()
+
+    @property
+    def token_file(self) -> Path:
+        """Where the run's secret is."""
+        return Path(self._token_file)
+
+    def start(self) -> None:
+        """Starts the shards, then the learners and the evaluator."""
+        config, names = self.config, [f"shard-{s}" for s in range(self.config.syncer.shards)]
+        ports = _ports(config)
+        host = "127.0.0.1" if config.syncer.host in ("0.0.0.0", "::") else config.syncer.host
+        self.addresses = config.syncer.addresses or tuple(f"http://{host}:{p}" for p in ports)
+        common = ["--token-file", str(self._token_file), "--stop-with-parent"]
+        run_file = str(self.path / "run.toml")
+        joined = ",".join(self.addresses)
+        for shard, name in enumerate(names):
+            arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(ports[shard])]
+            self.supervisor.start(name, [*arguments, "--addresses", joined, *common])
+        if not self._with_learners:
+            return
+        for index, name in enumerate(config.learner_ids):
+            arguments = ["learner", run_file, "--index", str(index), "--syncer", joined]
+            self.supervisor.start(name, [*arguments, *common])
+        if config.run.evaluator:
+            self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", joined, *common])
+
+    def wait(self, on_poll: Callable[[], None]) -> Outcome:
+        """Watches until the run is finished or cannot go on.
+
+        Args:
+            on_poll: Called ten times a second, for displays.
+        """
+        shards = [f"shard-{s}" for s in range(self.config.syncer.shards)]
+        finished_at: float | None = None
+        while True:
+            self.supervisor.poll()
+            self._follow()
+            on_poll()
+            children = self.supervisor.children
+            if all(children[name].done for name in shards):
+                finished_at = finished_at or time.monotonic()
+                if self._all_done() or time.monotonic() > finished_at + EVALUATOR_SECONDS:
+                    return self._finish()
+            problem = self._hopeless()
+            if problem is not None:
+                return Outcome(False, problem, None)
+            time.sleep(POLL_SECONDS)
+
+    def _all_done(self) -> bool:
+        children = self.supervisor.children.values()
+        return all(child.done or child.down for child in children)
+
+    def _hopeless(self) -> str | None:
+        children = self.supervisor.children
+        down = [name for name, child in children.items() if child.down]
+        learners = [name for name in self.config.learner_ids if name in children]
+        for name in down:
+            if name.startswith("shard-"):
+                return f"{name} does not run: {self.supervisor.last_words(name)}"
+            if children[name].code == ConfigError.exit_code:
+                return f"{name} was refused: {self.supervisor.last_words(name)}"
+        if learners and all(name in down for name in learners):
+            return f"no learner runs: {self.supervisor.last_words(learners[0])}"
+        return None
+
+    def _follow(self) -> None:
+        for record in self._follower.poll():
+            if record.kind == "effect" and record.type == "Tell":
+                message = record.data["message"]
+                if message["type"] == "Progress":
+                    self._clock = max(self._clock, message["clock"])
+                    self._tokens = max(self._tokens, message["tokens"])
+        while self._faults and self.used_budget() >= self._faults[0].at and self._clock > 0:
+            fault = self._faults.pop(0)
+            if self.supervisor.kill(fault.kill, restart=fault.restart):
+                self._tape.sample(time.monotonic(), FaultInjected("kill", fault.kill))
+                self._tape.flush()
+
+    def used_budget(self) -> float:
+        """The share of the budget that is spent, 0 to 1."""
+        run = self.config.run
+        shares = [0.0]
+        if run.budget_steps:
+            shares.append(self._clock / run.budget_steps)
+        if run.budget_tokens:
+            shares.append(self._tokens / run.budget_tokens)
+        return min(1.0, max(shares))
+
+    def _finish(self) -> Outcome:
+        try:
+            layout = read_layout(self.path)
+            plan = plan_of(layout, read_public(public_text(self.config)))
+            weights = assemble(self.path, plan, self.config.syncer.shards)
+        except Error as error:
+            return Outcome(False, f"the result cannot be put together: {error}", None)
+        self._tape.sample(time.monotonic(), WeightsSaved(str(weights)))
+        return Outcome(True, "the budget is spent", weights)
+
+    def stop(self) -> None:
+        """Ends all processes, learners first, so that they can say goodbye."""
+        learners = [n for n in self.supervisor.children if not n.startswith("shard-")]
+        self.supervisor.stop(learners)
+        self.supervisor.stop()
+
+    def close(self) -> None:
+        """Ends what still runs, merges the tapes, frees the folder."""
+        self.stop()
+        self._tape.close()
+        merge_tapes(self.path)
+        self.folder.release()
+
+
+def _ports(config: RunConfig) -> list[int]:
+    """One port a shard: those of the settings, or free ones."""
+    count = config.syncer.shards
+    if config.syncer.port:
+        return [config.syncer.port + shard for shard in range(count)]
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind((config.syncer.host, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,158 @@
+"""Processes of this machine: started, watched, started again with bounded backoff, ended.
+
+No orphan is left: each child's standard input is a pipe from this process, and a child ends when
+that closes, however this process dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.samples import ProcessEnded, ProcessStarted, RestartScheduled
+from decoupled_diloco.observe.tape import TapeWriter
+
+logger = logging.getLogger(__name__)
+
+RESTART_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Delays before a process is started again; after as many failures in a row it stays down."""
+
+HEALTHY_SECONDS = 30.0
+"""A process that has lived so long has not failed in a row."""
+
+TERMINATE_SECONDS = 8.0
+"""How long a process that was told to end may take before it is killed."""
+
+
+@dataclass
+class Child:
+    """One process and its lives."""
+
+    name: str
+    arguments: list[str]
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    failures: int = 0
+    restart_at: float | None = None
+    restarts: bool = True
+    code: int | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it has a live process."""
+        return self.process is not None
+
+    @property
+    def down(self) -> bool:
+        """Whether it failed and will not come back."""
+        return not self.running and self.restart_at is None and self.code not in (None, 0)
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended well."""
+        return not self.running and self.restart_at is None and self.code == 0
+
+
+@dataclass
+class Supervisor:
+    """The children of this process.
+
+    Attributes:
+        folder: The run folder; logs go to ``logs/<name>.log``.
+        tape: The launcher's tape.
+    """
+
+    folder: Path
+    tape: TapeWriter
+    children: dict[str, Child] = field(default_factory=dict)
+    stopping: bool = False
+
+    def start(self, name: str, arguments: list[str]) -> None:
+        """Starts ``ddiloco ARGUMENTS`` under a name."""
+        child = Child(name, arguments)
+        self.children[name] = child
+        self._spawn(child)
+
+    def _spawn(self, child: Child) -> None:
+        child.restart_at, child.started_at = None, time.monotonic()
+        with (self.folder / "logs" / f"{child.name}.log").open("ab") as log:
+            child.process = subprocess.Popen(
+                [sys.executable, "-m", "decoupled_diloco.cli", *child.arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self._sample(ProcessStarted(child.name, child.process.pid))
+
+    def _sample(self, sample: ProcessStarted | ProcessEnded | RestartScheduled) -> None:
+        self.tape.sample(time.monotonic(), sample)
+        self.tape.flush()
+
+    def poll(self) -> None:
+        """Takes note of children that ended, and starts again those whose time has come."""
+        now = time.monotonic()
+        for child in self.children.values():
+            if child.process is not None and (code := child.process.poll()) is not None:
+                self._ended(child, code, now)
+            if child.restart_at is not None and now >= child.restart_at and not self.stopping:
+                self._spawn(child)
+
+    def _ended(self, child: Child, code: int, now: float) -> None:
+        assert child.process is not None
+        if child.process.stdin is not None:
+            child.process.stdin.close()
+        child.process, child.code = None, code
+        by_signal = -code if code < 0 else None
+        self._sample(ProcessEnded(child.name, None if by_signal else code, by_signal))
+        if code == 0 or self.stopping or not child.restarts:
+            return
+        child.failures = 1 if now - child.started_at > HEALTHY_SECONDS else child.failures + 1
+        if code == ConfigError.exit_code or child.failures > len(RESTART_SECONDS):
+            logger.error("%s stays down: %s", child.name, self.last_words(child.name))
+            return
+        delay = RESTART_SECONDS[child.failures - 1]
+        child.restart_at = now + delay
+        self._sample(RestartScheduled(child.name, delay))
+
+    def last_words(self, name: str) -> str:
+        """The last line that a child wrote to its log."""
+        log = self.folder / "logs" / f"{name}.log"
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        return lines[-1] if lines else "it wrote nothing to its log"
+
+    def kill(self, name: str, *, restart: bool) -> bool:
+        """SIGKILL; returns whether there was a process."""
+        child = self.children[name]
+        child.restarts = restart
+        if child.process is None:
+            return False
+        child.process.kill()
+        return True
+
+    def stop(self, names: list[str] | None = None) -> None:
+        """Tells children to end, in a group; kills those that take too long."""
+        self.stopping = self.stopping or names is None
+        chosen = [c for n, c in self.children.items() if names is None or n in names]
+        for child in chosen:
+            child.restarts, child.restart_at = False, None
+            if child.process is not None:
+                child.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + TERMINATE_SECONDS
+        while any(child.running for child in chosen) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self.poll()
+        for child in chosen:
+            if child.process is not None:
+                logger.warning("%s does not end: killing it", child.name)
+                child.process.kill()
+                child.process.wait()
+        self.poll()

@@ -1,0 +1,537 @@
+"""The background of a learner or observer: one thread, one event loop, all of its connections.
+
+The trainer and the background share one `LearnerMachine` under one lock that neither holds for
+longer than a decision takes. Orders that belong to a step boundary are carried out by the trainer
+(`Participant`); everything else ends in a queue, in order, which the event loop carries out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.config.method import (
+    Public,
+    blend_alpha_of,
+    options_of,
+    plan_of,
+    read_public,
+)
+from decoupled_diloco.errors import (
+    AccessError,
+    ConfigError,
+    Error,
+    MergeError,
+    ProtocolError,
+    TransportError,
+)
+from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
+from decoupled_diloco.learner.store import ParameterStore
+from decoupled_diloco.merge import Layout, as_bytes
+from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
+from decoupled_diloco.observe.tape import Recorder, TapeWriter
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.transport.backoff import Backoff
+from decoupled_diloco.transport.base import Channel, Client
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_TO_LEARNER = get_args(say.ToLearner)
+
+STATS_SECONDS = 5.0
+"""How often the bytes moved are written to the tape."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is in the run."""
+
+    name: str
+    nonce: str
+    role: say.Role
+
+
+@dataclass
+class Shared:
+    """What the trainer and the background share, once the run has let this process in."""
+
+    machine: LearnerMachine
+    tensors: LearnerTensors
+    public: Public
+    recorder: Recorder[Any, Any]
+
+
+class Background:
+    """Connections, transfers and the event loop's thread.
+
+    Args:
+        identity: Who this process is.
+        addresses: One or several shards' addresses; each knows where the coordinator is.
+        store: The parameters.
+        client: Makes the transport's client, inside the loop.
+        tape: Where events go, or ``None``.
+        give_up_seconds: After so long without any shard, give up; ``None``: never.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        addresses: tuple[str, ...],
+        store: ParameterStore,
+        *,
+        client: Callable[[], Client],
+        tape: Callable[[dict[str, Any]], TapeWriter] | None,
+        give_up_seconds: float | None,
+    ) -> None:
+        self.identity = identity
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.shared: Shared | None = None
+        self.failure: Error | None = None
+        self.ready = False
+        self._addresses = addresses
+        self._store = store
+        self._make_client = client
+        self._make_tape = tape
+        self._tape: TapeWriter | None = None
+        self._give_up_seconds = give_up_seconds
+        self._queue: deque[tuple[do.LearnerEffect, Any]] = deque()
+        self._channels: dict[int, Channel] = {}
+        self._shards: tuple[str, ...] = ()
+        self._alone_since = time.monotonic()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="ddiloco-codec")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._client: Client | None = None
+        self._thread = threading.Thread(target=self._run, name="ddiloco", daemon=True)
+
+    # ---- called by the trainer
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def tell(self, event: fact.LearnerEvent) -> list[do.LearnerEffect]:
+        """Tells the machine a fact of the trainer; returns the orders for this step boundary."""
+        boundary: list[do.LearnerEffect] = []
+        with self.lock:
+            shared = self.shared
+            assert shared is not None
+            for effect in shared.recorder.handle(time.monotonic(), event):
+                if isinstance(effect, (do.Snapshot, do.Apply)):
+                    self._at_boundary(shared, effect)
+                    boundary.append(effect)
+                elif isinstance(effect, (do.Hold, do.Release, do.EndTraining)):
+                    boundary.append(effect)
+                else:
+                    self._enqueue(shared, effect)
+            pending = bool(self._queue)
+        if pending and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._drain)
+        return boundary
+
+    def sample(self, sample: Sample) -> None:
+        """Writes a measurement to the tape."""
+        if self._tape is not None:
+            with self.lock:
+                self._tape.sample(time.monotonic(), sample)
+
+    def stop(self, farewell: str, *, wait_seconds: float = 5.0) -> None:
+        """Says goodbye to the shards, closes all connections, ends the thread."""
+        loop = self._loop
+        if loop is not None and self._thread.is_alive():
+
+            def leave() -> None:
+                for channel in self._channels.values():
+                    if farewell:
+                        channel.send(encode(say.Leave(farewell)))
+                if self._stop is not None:
+                    self._stop.set()
+
+            loop.call_soon_threadsafe(leave)
+            self._thread.join(wait_seconds)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        if self._tape is not None and not self._thread.is_alive():
+            self._tape.close()
+
+    @staticmethod
+    def _at_boundary(shared: Shared, effect: do.Snapshot | do.Apply) -> None:
+        if isinstance(effect, do.Snapshot):
+            shared.tensors.snapshot(effect.fragment)
+        else:
+            shared.tensors.apply(effect.fragment, effect.mode)
+
+    # ---- the queue between the two
+
+    def _enqueue(self, shared: Shared, effect: do.LearnerEffect) -> None:
+        """Called with the lock held; what must be captured at this instant is captured here."""
+        captured: Any = None
+        match effect:
+            case do.SendBody(_, number, fragment):
+                captured = shared.tensors.capture(fragment, number)
+            case do.SendCopy(_, fragment, _, version):
+                captured = shared.tensors.whole(fragment, published=version is not None)
+        self._queue.append((effect, captured))
+
+    def _told(self, event: fact.LearnerEvent) -> None:
+        """Tells the machine a fact of the background, and carries out what follows."""
+        with self.lock:
+            shared = self.shared
+            assert shared is not None
+            for effect in shared.recorder.handle(time.monotonic(), event):
+                self._enqueue(shared, effect)
+            self.changed.notify_all()
+        self._drain()
+        self._arm(shared.machine.deadline())
+
+    def _drain(self) -> None:
+        while True:
+            with self.lock:
+                if not self._queue:
+                    return
+                effect, captured = self._queue.popleft()
+            self._do(effect, captured)
+
+    def _arm(self, deadline: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            delay = max(0.0, deadline - time.monotonic())
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay, lambda: self._told(fact.Tick()))
+
+    def _do(self, effect: do.LearnerEffect, captured: Any) -> None:
+        match effect:
+            case do.Say(shard, message):
+                self._say(shard, message)
+            case do.SendBody():
+                self._spawn(self._send_body(effect, captured))
+            case do.SendCopy():
+                self._spawn(self._send_copy(effect, *captured))
+            case do.Fetch():
+                self._spawn(self._fetch(effect))
+            case do.Ready():
+                with self.lock:
+                    self.ready = True
+                    self.changed.notify_all()
+            case do.Expelled(reason):
+                self._fail(ProtocolError(reason))
+            case do.Note(text, why):
+                logger.info("%s: %s (%s)", self.identity.name, text, why)
+            case do.Relabel() | do.RunOver() | do.Release() | do.Hold() | do.EndTraining():
+                pass  # the machine's state says it; the trainer was notified
+            case do.Snapshot() | do.Apply():
+                raise AssertionError("only a step boundary orders this")
+
+    def _say(self, shard: int, message: say.FromLearner | say.Hello) -> None:
+        channel = self._channels.get(shard)
+        if channel is not None:
+            channel.send(encode(message))
+
+    def _fail(self, error: Error) -> None:
+        with self.lock:
+            if self.failure is None:
+                self.failure = error
+            self.changed.notify_all()
+
+    # ---- the thread
+
+    @property
+    def _stopping(self) -> bool:
+        over = self.shared is not None and self.shared.machine.state.over
+        return over or self._stop is None or self._stop.is_set()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Error as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("the background of %s failed", self.identity.name)
+            self._fail(Error(f"the background of {self.identity.name} failed: {error!r}"))
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._client = self._make_client()
+        stopped = self._loop.create_task(self._stop.wait())
+        try:
+            joining = self._loop.create_task(self._join())
+            await asyncio.wait({joining, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not joining.done():
+                joining.cancel()
+                return
+            channel = joining.result()
+            self._spawn(self._stay_joined(channel))
+            for shard, address in enumerate(self._shards):
+                self._spawn(self._follow(shard, address))
+            self._spawn(self._watch())
+            await stopped
+        finally:
+            stopped.cancel()
+            for channel in list(self._channels.values()):
+                await channel.close("goodbye")
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._client.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if isinstance(error, Error):
+            self._fail(error)
+            return
+        logger.error("the background of %s failed", self.identity.name, exc_info=error)
+        self._fail(Error(f"the background of {self.identity.name} failed: {error!r}"))
+
+    async def _watch(self) -> None:
+        """Bytes to the tape now and then; gives up when nobody was there for too long."""
+        while True:
+            await asyncio.sleep(min(STATS_SECONDS, self._give_up_seconds or STATS_SECONDS))
+            assert self._client is not None
+            stats = self._client.stats
+            self.sample(
+                BytesMoved(
+                    stats.control_bytes_sent,
+                    stats.control_bytes_received,
+                    stats.data_bytes_sent,
+                    stats.data_bytes_received,
+                )
+            )
+            if self._tape is not None:
+                with self.lock:
+                    self._tape.flush()
+            self._check_patience("no shard has been reachable")
+
+    def _check_patience(self, what: str) -> None:
+        alone = time.monotonic() - self._alone_since
+        limit = self._give_up_seconds
+        if limit is not None and not self._channels and alone > limit:
+            raise TransportError(
+                f"{what} for {alone:.0f} s, give_up_seconds={limit:g}: start the syncer, correct "
+                f"its address ({', '.join(self._addresses)}), or leave give_up_seconds out"
+            )
+
+    # ---- joining
+
+    async def _join(self) -> Channel:
+        """Asks the coordinator to be let in, for as long as it takes."""
+        backoff, told = Backoff(), ""
+        while True:
+            for address in self._addresses:
+                try:
+                    return await self._join_once(address)
+                except _TryAgainError as error:
+                    problem = str(error)
+                except AccessError:
+                    raise
+                except TransportError as error:
+                    problem = str(error)
+                if problem != told:
+                    logger.warning("%s is not in the run yet: %s", self.identity.name, problem)
+                    told = problem
+            self._check_patience("the run could not be joined")
+            await asyncio.sleep(backoff.next())
+
+    async def _join_once(self, address: str) -> Channel:
+        assert self._client is not None
+        channel = await self._client.connect(address, self.identity.role, self.identity.name)
+        layout = json.dumps(self._store.layout.to_json())
+        identity = self.identity
+        join = say.Join(identity.name, identity.nonce, identity.role, layout)
+        channel.send(encode(join))
+        kinds: tuple[type[Any], ...] = (say.Admitted, say.JoinRefused, say.Referred)
+        answer: Any = decode(await channel.receive(), kinds)
+        if isinstance(answer, say.Referred):
+            await channel.close("going to the coordinator")
+            if address == answer.address:
+                raise TransportError(f"{address} refers to itself for the coordinator")
+            return await self._join_once(answer.address)
+        if isinstance(answer, say.JoinRefused):
+            await channel.close("refused")
+            if answer.retry:
+                raise _TryAgainError(answer.reason)
+            raise ConfigError(answer.reason)
+        self._admitted(answer)
+        return channel
+
+    def _admitted(self, admitted: say.Admitted) -> None:
+        with self.lock:
+            if self.shared is not None:
+                return  # joined again after the coordinator came back; nothing is new
+            public = read_public(admitted.settings)
+            options = options_of(public)
+            layout = Layout.from_json(json.loads(admitted.layout))
+            identity = self.identity
+            header = {
+                "machine": "learner",
+                "learner": identity.name,
+                "epoch": admitted.epoch,
+                "nonce": identity.nonce,
+                "role": identity.role,
+                "settings": public,
+            }
+            machine = LearnerMachine(
+                options, identity.name, admitted.epoch, identity.nonce, identity.role
+            )
+            tensors = LearnerTensors(plan_of(layout, public), self._store, blend_alpha_of(public))
+            self._tape = self._make_tape(header) if self._make_tape else None
+            recorder: Any = Recorder(machine, self._tape) if self._tape else _Unrecorded(machine)
+            self._shards = admitted.shards
+            self.shared = Shared(machine, tensors, public, recorder)
+            self.changed.notify_all()
+        logger.info(
+            "%s has joined %s, epoch %d", self.identity.name, public["run"]["name"], admitted.epoch
+        )
+
+    async def _stay_joined(self, channel: Channel) -> None:
+        """The coordinator knows by this connection that the id is taken."""
+        while True:
+            try:
+                while True:
+                    await channel.receive()
+            except TransportError:
+                pass
+            await asyncio.sleep(Backoff().next())
+            channel = await self._join()
+
+    # ---- shards
+
+    async def _follow(self, shard: int, address: str) -> None:
+        """Keeps one shard's connection, for ever."""
+        assert self._client is not None
+        backoff, told = Backoff(), False
+        while True:
+            try:
+                channel = await self._client.connect(
+                    address, self.identity.role, self.identity.name
+                )
+                told = False
+                await self._converse(shard, channel, backoff)
+            except AccessError:
+                raise
+            except TransportError as error:
+                if not told and not self._stopping:
+                    logger.warning(
+                        "%s: shard %d is out of reach (%s): training goes on, trying again",
+                        self.identity.name,
+                        shard,
+                        error,
+                    )
+                    told = True
+            await asyncio.sleep(backoff.next())
+
+    async def _converse(self, shard: int, channel: Channel, backoff: Backoff) -> None:
+        self._channels[shard] = channel
+        self.sample(LinkState(shard, True))
+        self._told(fact.Linked(shard))
+        try:
+            while True:
+                message = cast("say.ToLearner", decode(await channel.receive(), _TO_LEARNER))
+                backoff.reset()
+                self._told(fact.Told(shard, message))
+        except ProtocolError as error:
+            await channel.close(str(error))
+            raise TransportError(f"the shard broke the protocol: {error}") from error
+        finally:
+            del self._channels[shard]
+            self._alone_since = time.monotonic()
+            self.sample(LinkState(shard, False))
+            self._told(fact.Unlinked(shard))
+
+    # ---- bodies
+
+    async def _in_worker(self, task: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, task)
+
+    async def _send_body(self, effect: do.SendBody, capture: Capture) -> None:
+        body, digest = await self._in_worker(capture.encode)
+        self._say(
+            effect.shard,
+            say.Upload(
+                effect.round, effect.fragment, effect.base, effect.steps, effect.tokens, digest
+            ),
+        )
+        try:
+            await self._put(effect.shard, effect.path, body)
+        except (TransportError, ProtocolError) as error:
+            self._told(fact.UploadFailed(effect.round, effect.fragment, str(error)))
+
+    async def _send_copy(self, effect: do.SendCopy, values: Tensor, digest: str) -> None:
+        self._say(effect.shard, say.Copy(effect.fragment, effect.attempt, digest))
+        try:
+            await self._put(effect.shard, effect.path, as_bytes(values))
+        except (TransportError, ProtocolError) as error:
+            logger.warning("fragment %d could not be handed over: %s", effect.fragment, error)
+
+    async def _put(self, shard: int, url: str, body: Tensor) -> None:
+        assert self._client is not None
+        await self._client.put(url, body.numpy().data, base=self._shards[shard])
+
+    async def _fetch(self, effect: do.Fetch) -> None:
+        assert self._client is not None
+        shared = self.shared
+        assert shared is not None
+        tensors, fragment = shared.tensors, effect.fragment
+        plan = tensors.plan
+        nbytes = plan.whole_nbytes(fragment) if effect.whole else plan.downlink_nbytes(fragment)
+        body = torch.empty(nbytes, dtype=torch.uint8)
+        numel = plan.fragments[fragment].numel
+
+        def decoded() -> Tensor:
+            if effect.whole:
+                return verified(values_of(body, numel), fragment, effect.digest)
+            return tensors.next_values(fragment, body, effect.digest)
+
+        try:
+            base = self._shards[effect.shard]
+            await self._client.get(effect.path, body.numpy().data, base=base)
+            values = await self._in_worker(decoded)
+        except (TransportError, ProtocolError, MergeError) as error:
+            self._told(fact.FetchFailed(fragment, effect.version, str(error)))
+            return
+        with self.lock:
+            tensors.stage(fragment, values)
+            self._told(fact.Fetched(fragment, effect.version))
+
+
+class _TryAgainError(Exception):
+    """The coordinator refuses for a reason that may pass."""
+
+
+class _Unrecorded:
+    """A recorder that records nothing."""
+
+    def __init__(self, machine: LearnerMachine) -> None:
+        self._machine = machine
+
+    def handle(self, now: float, event: fact.LearnerEvent) -> list[do.LearnerEffect]:
+        return self._machine.handle(now, event)

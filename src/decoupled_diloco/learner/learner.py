@@ -1,0 +1,432 @@
+"""`Learner`: one's own training loop as part of a run. `Observer`: follow the global weights.
+
+```python
+learner = Learner(model, syncer="http://syncer:7070", token=token)
+for batch in loader:
+    loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
+    if not learner.step(tokens=batch.numel()):
+        break
+learner.close()
+```
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.background import Background, Identity, Shared
+from decoupled_diloco.learner.store import ModuleStore, ParameterStore
+from decoupled_diloco.observe.samples import LossMeasured
+from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol.coordinator import LEARNER_ID
+from decoupled_diloco.protocol.events import Paused, StepFinished
+from decoupled_diloco.transport.base import Client
+from decoupled_diloco.transport.http import HttpClient
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 30.0
+"""How long `close` waits for the closing sweep while no shard is reachable."""
+
+
+class _Participant:
+    """What learners and observers have in common: joining, following, closing."""
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        syncer: str | Sequence[str],
+        *,
+        name: str,
+        role: Literal["learner", "observer"],
+        token: str | None,
+        give_up_seconds: float | None,
+        tape: str | Path | None,
+        client: Callable[[], Client] | None,
+    ) -> None:
+        if not LEARNER_ID.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} cannot be a learner id: use 1 to 64 letters, digits, dots, dashes or "
+                "underscores, beginning with a letter or digit"
+            )
+        addresses = (syncer,) if isinstance(syncer, str) else tuple(syncer)
+        for address in addresses:
+            if not address.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"syncer={address!r} is not a URL: write it as 'http://host:port'"
+                )
+        self.name = name
+        self._store = store
+        self._closed = False
+        self._background = Background(
+            Identity(name, uuid.uuid4().hex, role),
+            addresses,
+            store,
+            client=client or (lambda: HttpClient(token=token)),
+            tape=None if tape is None else lambda header: TapeWriter(Path(tape), name, header),
+            give_up_seconds=give_up_seconds,
+        )
+        self._background.start()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self._background.stop("")
+            self._closed = True
+            raise
+
+    def _wait_until_ready(self) -> None:
+        background = self._background
+        with background.changed:
+            while not background.ready:
+                self._raise_failure()
+                background.changed.wait(1.0)
+        self._boundary()
+
+    def _raise_failure(self) -> None:
+        if self._background.failure is not None:
+            raise self._background.failure
+
+    @property
+    def _shared(self) -> Shared:
+        shared = self._background.shared
+        assert shared is not None, "the constructor returns only once the run let us in"
+        return shared
+
+    def _boundary(self) -> bool:
+        """Carries out what a step boundary allows; returns whether anything was applied."""
+        orders = self._background.tell(Paused())
+        return any(isinstance(order, do.Apply) for order in orders)
+
+    @property
+    def global_step(self) -> int:
+        """The run's step: never goes back, and is the same on all learners to within a few."""
+        return self._shared.machine.global_step
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's budget is spent: stop training and `close`."""
+        return self._shared.machine.state.ending
+
+    @property
+    def over(self) -> bool:
+        """Whether every shard has finished; no newer weights will come."""
+        return self._shared.machine.state.over
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The run's public settings, as the syncer has them."""
+        return dict(self._shared.public)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The version of each fragment that the parameters were last aligned with."""
+        return tuple(str(view.held) for view in self._shared.machine.state.fragments)
+
+    def close(self) -> None:
+        """Ends the participation and frees the thread and connections; calling it twice is fine."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._leave(f"{kind.__name__} in the training loop")
+
+    def _leave(self, farewell: str) -> None:
+        if not self._closed:
+            self._closed = True
+            self._background.stop(farewell)
+
+
+class Learner(_Participant):
+    """A training job's part in a run. It never makes the training loop wait.
+
+    The constructor joins the run and overwrites the model's parameters with the global weights (if
+    this is the first learner, the model's own become the global ones). It waits for that, and for
+    nothing else ever after, unless the run's own settings say ``wait="at_overlap"``.
+
+    Args:
+        model: Its trainable parameters are synchronised, in place; frozen parameters and buffers
+            are not. On any one device.
+        syncer: Address of a shard, as ``"http://host:7070"``, or of several; each knows the others.
+        token: The run's secret, if it has one.
+        learner_id: A name of its own that stays the same across restarts: 1 to 64 letters, digits,
+            ``.``, ``_``, ``-``. Default: host name and process id.
+        optimizer: The inner optimizer; given, it is checked not to hold weights of its own, which
+            would undo what is applied.
+        after_apply: Called at the end of a step in which global weights were applied, with the
+            fragments' numbers: the place to refresh an optimizer's own copies of the weights.
+        give_up_seconds: Raise `TransportError` after so long without any shard. Default: train on
+            and keep trying for ever.
+        tape: File to which this learner's events are appended.
+        store: How to read and write the parameters; default: `ModuleStore(model)`.
+        client: Makes the transport's client. Default: HTTP.
+
+    Raises:
+        ConfigError: the model differs from the run's (the first differing tensor is named), the id
+            or address is no good, or the optimizer holds copies.
+        AccessError: the syncer refuses the token.
+        TransportError: ``give_up_seconds`` have passed.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        syncer: str | Sequence[str],
+        *,
+        token: str | None = None,
+        learner_id: str | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        after_apply: Callable[[tuple[int, ...]], None] | None = None,
+        give_up_seconds: float | None = None,
+        tape: str | Path | None = None,
+        store: ParameterStore | None = None,
+        client: Callable[[], Client] | None = None,
+    ) -> None:
+        if optimizer is not None and after_apply is None:
+            _refuse_own_copies(model, optimizer)
+        self._after_apply = after_apply
+        self._steps_before = self._tokens_before = 0
+        super().__init__(
+            store or ModuleStore(model),
+            syncer,
+            name=learner_id or _default_id(),
+            role="learner",
+            token=token,
+            give_up_seconds=give_up_seconds,
+            tape=tape,
+            client=client,
+        )
+
+    def step(self, tokens: int, loss: float | None = None) -> bool:
+        """One inner step is finished: call it after ``optimizer.step()``.
+
+        Applies the global weights that have arrived, takes the snapshots that are due and hands the
+        report over; all else goes on in the background.
+
+        Args:
+            tokens: What was trained on since the last call, in tokens (or samples); at least 1.
+            loss: The step's training loss, for the tape and displays.
+
+        Returns:
+            Whether the run goes on. After ``False``, stop training and `close`.
+
+        Raises:
+            ProtocolError: another process has taken over this learner's id.
+            TransportError: ``give_up_seconds`` have passed without any shard.
+        """
+        if tokens < 1 or isinstance(tokens, bool):
+            raise ConfigError(f"tokens={tokens}: a step trains on at least 1")
+        self._raise_failure()
+        orders = self._background.tell(StepFinished(int(tokens)))
+        applied = [order.fragment for order in orders if isinstance(order, do.Apply)]
+        if any(isinstance(order, do.Hold) for order in orders):
+            applied += self._hold()
+        if applied and self._after_apply is not None:
+            self._after_apply(tuple(applied))
+        if loss is not None:
+            state = self._shared.machine.state
+            self._background.sample(
+                LossMeasured(state.step, self.global_step, state.tokens, float(loss))
+            )
+        return not self._shared.machine.state.ended
+
+    def _hold(self) -> list[int]:
+        """Waits for what is due; only with the run's setting ``wait="at_overlap"``."""
+        background, applied = self._background, []
+        with background.changed:
+            while self._shared.machine.state.holding:
+                self._raise_failure()
+                orders = background.tell(Paused())
+                applied += [order.fragment for order in orders if isinstance(order, do.Apply)]
+                if self._shared.machine.state.holding:
+                    background.changed.wait(1.0)
+        return applied
+
+    @property
+    def steps(self) -> int:
+        """This learner's own steps, those before `load_state_dict` included."""
+        return self._steps_before + self._shared.machine.state.step
+
+    @property
+    def tokens(self) -> int:
+        """This learner's own tokens, those before `load_state_dict` included."""
+        return self._tokens_before + self._shared.machine.state.tokens
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Token-fragments whose training an overwrite threw away, divided by the fragments."""
+        state = self._shared.machine.state
+        return state.discarded_tokens // len(state.fragments)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the coordinator gave this process."""
+        return self._shared.machine.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this learner needs to count on after a restart: plain numbers.
+
+        Weights are not in it: a learner that joins takes the global ones. Keep the inner optimizer
+        and the position in the data beside it.
+        """
+        return {"learner": self.name, "steps": self.steps, "tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on counting from a `state_dict`.
+
+        Raises:
+            ConfigError: it is another learner's, or not a learner's state.
+        """
+        if state.get("learner") != self.name:
+            raise ConfigError(
+                f"the state is of learner {state.get('learner')!r}, this is {self.name!r}: load "
+                "each learner's own"
+            )
+        own = self._shared.machine.state
+        self._steps_before = int(state["steps"]) - own.step
+        self._tokens_before = int(state["tokens"]) - own.tokens
+
+    def close(self) -> None:
+        """Hands in what the closing sweep asks for if the run has ended, says goodbye, and ends.
+
+        After a run that has ended the model holds the final global weights.
+        """
+        if self._closed:
+            return
+        if self.finished and self._background.failure is None:
+            self._finish()
+        self._leave("" if self.over else "its loop has ended")
+
+    def _finish(self) -> None:
+        background = self._background
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        with background.changed:
+            while not self.over and background.failure is None:
+                self._boundary()
+                if any(shard.linked for shard in self._shared.machine.state.shards):
+                    deadline = time.monotonic() + FAREWELL_SECONDS
+                elif time.monotonic() > deadline:
+                    logger.warning("%s leaves before the end: no shard is reachable", self.name)
+                    return
+                if not self.over:
+                    background.changed.wait(0.2)
+        self._take_last()
+
+    def _take_last(self) -> None:
+        """The last published copies may still be on their way when the shards are finished."""
+        state = self._shared.machine.state
+        with self._background.changed:
+            while any(view.fetching is not None for view in state.fragments):
+                if self._background.failure is not None:
+                    return
+                if not any(shard.linked for shard in state.shards):
+                    break
+                self._background.changed.wait(0.2)
+        self._boundary()
+
+
+class Observer(_Participant):
+    """Follows the published weights without taking part: evaluation, dashboards, export.
+
+    Args:
+        model: Its parameters become the global weights at every `update`.
+        syncer: As for `Learner`.
+        name: The observer's name.
+        token: As for `Learner`.
+        give_up_seconds: As for `Learner`.
+        tape: As for `Learner`.
+        client: As for `Learner`.
+
+    Raises:
+        ConfigError: the model differs from the run's.
+        AccessError: the syncer refuses the token.
+        TransportError: ``give_up_seconds`` have passed.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        syncer: str | Sequence[str],
+        *,
+        name: str = "observer",
+        token: str | None = None,
+        give_up_seconds: float | None = None,
+        tape: str | Path | None = None,
+        client: Callable[[], Client] | None = None,
+    ) -> None:
+        super().__init__(
+            ModuleStore(model),
+            syncer,
+            name=name,
+            role="observer",
+            token=token,
+            give_up_seconds=give_up_seconds,
+            tape=tape,
+            client=client,
+        )
+
+    def update(self) -> bool:
+        """Takes the newest published weights into the model; returns whether any were newer.
+
+        Raises:
+            TransportError: ``give_up_seconds`` have passed without any shard.
+        """
+        self._raise_failure()
+        return self._boundary()
+
+    def wait(self, seconds: float) -> None:
+        """Returns after so long, or as soon as the run is over and all weights are here."""
+        deadline = time.monotonic() + seconds
+        with self._background.changed:
+            while time.monotonic() < deadline and not self.complete:
+                self._raise_failure()
+                self._background.changed.wait(min(0.5, max(0.0, deadline - time.monotonic())))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run is over and its last weights are here."""
+        state = self._shared.machine.state
+        return state.over and all(view.fetching is None for view in state.fragments)
+
+    def close(self) -> None:
+        """Ends the observation."""
+        self._leave("")
+
+
+def _default_id() -> str:
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "host"
+    return f"{host[:48]}-{os.getpid()}"
+
+
+def _refuse_own_copies(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ConfigError(
+                    f"group {number} of {type(optimizer).__name__} holds a tensor of shape "
+                    f"{tuple(parameter.shape)} that is not a parameter of the model: its own copy "
+                    "of the weights would undo what is applied. Refresh it in after_apply=…"
+                )

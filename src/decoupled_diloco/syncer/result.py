@@ -1,0 +1,109 @@
+"""The weights before and after: the run's file of initial weights, and the result's shares.
+
+Each shard writes its share of the final published copies to the run folder before the run is called
+finished; `assemble` puts the shares together into one safetensors file with the model's own names.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.merge import DTYPES, Layout, gather, scatter
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
+from decoupled_diloco.syncer.fragments import ShardTensors
+
+SHARES = "checkpoints"
+RESULT = "weights.safetensors"
+
+
+def initial_values(path: Path, plan: MergePlan, fragment: int) -> Tensor:
+    """One fragment of the run's initial weights, fp32 [N].
+
+    Raises:
+        StorageError: the file is missing or torn.
+        ConfigError: a tensor is missing, or has another shape.
+    """
+    weights = load_weights(path)
+    tensors: list[Tensor] = []
+    for spec in plan.layout.tensors:
+        found = weights.get(spec.name)
+        if found is None:
+            raise ConfigError(
+                f"initial_weights={str(path)!r} lacks {spec.name!r}, which the model has: use the "
+                "weights of this model, or leave initial_weights out"
+            )
+        if tuple(found.shape) != spec.shape:
+            raise ConfigError(
+                f"{spec.name!r} has shape {tuple(found.shape)} in {str(path)!r} and {spec.shape} "
+                "in the model: use the weights of this model, or leave initial_weights out"
+            )
+        tensors.append(found)
+    return gather(plan.fragments[fragment], tensors)
+
+
+def save_share(folder: Path, shard: int, tensors: ShardTensors, versions: dict[int, str]) -> None:
+    """Writes one shard's published copies, with the layout and versions.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    copies = {f"fragment.{p}": tensors.whole(p) for p in tensors.owned if p in tensors.fragments}
+    metadata = {
+        "layout": json.dumps(tensors.plan.layout.to_json()),
+        "versions": json.dumps(versions),
+    }
+    save_weights(folder / SHARES / f"shard-{shard}.safetensors", copies, metadata)
+
+
+def assemble(folder: Path, plan: MergePlan, shards: int) -> Path:
+    """Puts the shards' shares together.
+
+    Args:
+        folder: The run folder.
+        plan: How the run was cut.
+        shards: S.
+
+    Returns:
+        The file with the global weights, under the model's names (tied ones too) and dtypes.
+
+    Raises:
+        StorageError: a share is missing or torn, or the file cannot be written.
+    """
+    tensors = [torch.empty(s.shape, dtype=DTYPES[s.dtype]) for s in plan.layout.tensors]
+    missing = set(range(len(plan.fragments)))
+    versions: dict[str, str] = {}
+    for shard in range(shards):
+        path = folder / SHARES / f"shard-{shard}.safetensors"
+        for name, values in load_weights(path).items():
+            fragment = int(name.removeprefix("fragment."))
+            scatter(plan.fragments[fragment], values, tensors)
+            missing.discard(fragment)
+        versions |= json.loads(load_metadata(path)["versions"])
+    if missing:
+        raise StorageError(f"fragments {sorted(missing)} are in no share below {folder / SHARES}")
+    named: dict[str, Tensor] = {}
+    for spec, tensor in zip(plan.layout.tensors, tensors, strict=True):
+        named[spec.name] = tensor
+        named |= dict.fromkeys(spec.aliases, tensor)
+    result = folder / RESULT
+    save_weights(result, named, {"versions": json.dumps(versions)})
+    return result
+
+
+def read_layout(folder: Path) -> Layout:
+    """The run's layout, from the first shard's share.
+
+    Raises:
+        StorageError: it is missing or torn.
+    """
+    path = folder / SHARES / "shard-0.safetensors"
+    try:
+        return Layout.from_json(json.loads(load_metadata(path)["layout"]))
+    except (KeyError, ValueError) as error:
+        raise StorageError(f"{path} is not a share of a result: {error}") from error

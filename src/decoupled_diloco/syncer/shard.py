@@ -1,0 +1,612 @@
+"""One syncer shard as a process: the shell around `SyncerMachine`.
+
+One event loop carries out orders; tensors are handled by one worker thread, in the order of the
+orders, so that the loop answers heartbeats while a merge is running. Shard 0 also hosts the
+coordinator; the other shards dial it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, assert_never, cast, get_args
+
+import torch
+
+from decoupled_diloco import __version__
+from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
+from decoupled_diloco.config.run import RunConfig
+from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
+from decoupled_diloco.merge import Layout, as_bytes
+from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.observe.tape import Recorder, TapeWriter
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.syncer.coordinator import CoordinatorHost
+from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
+from decoupled_diloco.syncer.result import initial_values, save_share
+from decoupled_diloco.transport.backoff import Backoff, reconnecting
+from decoupled_diloco.transport.base import Body, Channel, Client, Server, Upload
+
+logger = logging.getLogger(__name__)
+
+HEARD_SECONDS = 1.0
+"""How often the shard looks at who was heard: every ping interval."""
+
+_T = TypeVar("_T")
+_FROM_LEARNER = get_args(say.FromLearner)
+_TO_SHARD = (say.ShardAdmitted, *get_args(say.ToShard))
+
+ServerFactory = Callable[[Callable[[Channel], Coroutine[Any, Any, None]]], Server]
+
+
+@dataclass
+class Session:
+    """The current connection of a learner or observer."""
+
+    channel: Channel
+    role: say.Role
+    epoch: int
+    connection: int
+    heard: float = 0.0
+
+
+@dataclass
+class Arrival:
+    """A body that is expected: the upload, its announcement, the task that waits for both."""
+
+    upload: Upload
+    task: asyncio.Task[None]
+    announced: asyncio.Future[say.Upload | say.Copy] = field(repr=False)
+
+
+class Shard:
+    """One shard process.
+
+    Args:
+        config: The run's settings.
+        shard: Which shard this is.
+        addresses: Where the shards are, in order; the first hosts the coordinator.
+        folder: The run folder.
+        server: Makes the transport's server, given what to run for each channel.
+        client: Dials the coordinator (shards other than 0).
+        tape: This shard's tape.
+        coordinator_tape: The coordinator's tape (shard 0).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shard: int,
+        *,
+        addresses: tuple[str, ...],
+        folder: Path,
+        server: ServerFactory,
+        client: Client,
+        tape: TapeWriter,
+        coordinator_tape: TapeWriter | None = None,
+    ) -> None:
+        self.config = config
+        self.shard = shard
+        self._public = read_public(public_text(config))
+        self._addresses = addresses
+        self._folder = folder
+        self._server = server(self._serve)
+        self._client = client
+        self._tape = tape
+        self.machine = SyncerMachine(options_of(self._public), shard)
+        self._recorder = Recorder(self.machine, tape)
+        self._host = (
+            CoordinatorHost(config, addresses, folder, coordinator_tape or tape)
+            if shard == 0
+            else None
+        )
+        self._nonce = uuid.uuid4().hex
+        self._tell: Callable[[say.FromShard], None] = lambda message: None
+        self._tensors: ShardTensors | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sessions: dict[str, Session] = {}
+        self._greeting: dict[int, Channel] = {}
+        self._roles: dict[int, say.Role] = {}
+        self._connections = 0
+        self._arrivals: dict[str, Arrival] = {}
+        self._copies: dict[int, PublishedCopy] = {}
+        self._offered: dict[int, list[str]] = {}
+        self._urls: dict[str, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopping = asyncio.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the server listens."""
+        return self._server.address
+
+    async def run(self, started: Callable[[], None] = lambda: None) -> None:
+        """Serves until the run is finished or `stop` is called.
+
+        Raises:
+            TransportError: the port is taken.
+            Error: the state on disk cannot be read or written.
+        """
+        torch.set_num_threads(self.config.syncer.threads)
+        await self._server.start()
+        logger.info("shard %d listens on %s", self.shard, self.address)
+        self._spawn(self._coordinate())
+        self._spawn(self._listen())
+        started()
+        try:
+            await self._stopping.wait()
+        finally:
+            await self._close()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Ends `run`; safe to call from a signal handler of the loop."""
+        self._stopping.set()
+
+    async def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.stop()
+        await self._client.close()
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._tape.flush()
+
+    def health(self) -> dict[str, object]:
+        """What `/healthz` answers."""
+        state = self.machine.state
+        return {
+            "shard": self.shard,
+            "version": __version__,
+            "run": self.config.run.name,
+            "phase": state.phase,
+            "term": state.term,
+            "clock": state.clock,
+            "learners": sorted(state.members),
+            "observers": sorted(state.observers),
+            "open_rounds": len(state.rounds),
+        }
+
+    # ---- telling the machine
+
+    def _handle(self, event: fact.SyncerEvent) -> None:
+        for effect in self._recorder.handle(time.monotonic(), event):
+            self._do(effect)
+        self._arm()
+
+    def _arm(self) -> None:
+        deadline = self.machine.deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None and not self._stopping.is_set():
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._spawn(self._tick())
+
+    async def _tick(self) -> None:
+        """Drains what has arrived before the machine looks at leases and windows (rule 13)."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self._hear()
+        self._handle(fact.Tick())
+
+    async def _listen(self) -> None:
+        while True:
+            await asyncio.sleep(HEARD_SECONDS)
+            self._hear()
+            self._tape.flush()
+
+    def _hear(self) -> None:
+        heard = []
+        for learner, session in self._sessions.items():
+            if session.channel.last_received > session.heard + HEARD_SECONDS / 2:
+                session.heard = session.channel.last_received
+                heard.append(learner)
+        if heard:
+            self._handle(fact.Heard(tuple(heard)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and self._error is None:
+            self._error = task.exception()
+            logger.error("shard %d stops: %s", self.shard, self._error, exc_info=self._error)
+            self._stopping.set()
+
+    # ---- connections
+
+    async def _serve(self, channel: Channel) -> None:
+        """One control connection; its first message says what it is for."""
+        try:
+            kinds: tuple[type[Any], ...] = (say.Hello, say.Join, say.ShardHello)
+            first: Any = decode(await channel.receive(), kinds)
+            match first:
+                case say.Hello():
+                    await self._serve_learner(channel, first)
+                case _ if self._host is None:
+                    channel.send(encode(say.Referred(self._addresses[0])))
+                    await channel.close("this shard does not host the coordinator")
+                case say.Join():
+                    self._require_principal(channel, first.learner)
+                    await self._host.serve_join(channel, first)
+                case say.ShardHello():
+                    self._require_principal(channel, f"shard-{first.shard}")
+                    await self._host.serve_shard(channel, first)
+        except ProtocolError as error:
+            logger.warning("dropping %s: %s", channel.peer.principal, error)
+            await channel.close(str(error))
+        except TransportError:
+            pass
+
+    @staticmethod
+    def _require_principal(channel: Channel, name: str) -> None:
+        if channel.peer.principal != name:
+            raise ProtocolError(f"the token is for {channel.peer.principal!r}, not for {name!r}")
+
+    async def _serve_learner(self, channel: Channel, hello: say.Hello) -> None:
+        self._require_principal(channel, hello.learner)
+        known = self._sessions.get(hello.learner)
+        if known is not None and known.role != hello.role:
+            raise ProtocolError(f"{hello.learner!r} is here as {known.role}: use another name")
+        self._connections += 1
+        connection = self._connections
+        self._greeting[connection] = channel
+        self._roles[connection] = hello.role
+        self._handle(fact.Greeted(connection, hello))
+        try:
+            while True:
+                message = cast("say.FromLearner", decode(await channel.receive(), _FROM_LEARNER))
+                if self._is_current(hello.learner, connection):
+                    self._said(hello.learner, message)
+        finally:
+            if self._is_current(hello.learner, connection):
+                del self._sessions[hello.learner]
+                if not self._stopping.is_set():
+                    self._handle(fact.Disconnected(hello.learner))
+
+    def _is_current(self, learner: str, connection: int) -> bool:
+        session = self._sessions.get(learner)
+        return session is not None and session.connection == connection
+
+    def _said(self, learner: str, message: say.FromLearner) -> None:
+        match message:
+            case say.Upload(number, fragment):
+                self._announce(f"{learner}/{number}/{fragment}", message)
+            case say.Copy(fragment, attempt):
+                self._announce(f"{learner}/copy/{attempt}/{fragment}", message)
+        self._handle(fact.Said(learner, message))
+
+    def _announce(self, key: str, message: say.Upload | say.Copy) -> None:
+        arrival = self._arrivals.get(key)
+        if arrival is not None and not arrival.announced.done():
+            arrival.announced.set_result(message)
+
+    # ---- orders
+
+    def _do(self, effect: do.SyncerEffect) -> None:
+        match effect:
+            case do.Accept(connection, learner, epoch):
+                self._accept(connection, learner, epoch)
+            case do.Reject(connection, reason, final):
+                channel = self._greeting.pop(connection)
+                channel.send(encode(say.Refusal(reason, final)))
+                self._spawn(channel.close(reason))
+            case do.Send(learner, message):
+                session = self._sessions.get(learner)
+                if session is not None:
+                    session.channel.send(encode(self._located(message)))
+            case do.Broadcast(message):
+                encoded = encode(self._located(message))
+                for session in self._sessions.values():
+                    session.channel.send(encoded)
+            case do.Evict(learner, reason):
+                session = self._sessions.pop(learner, None)
+                if session is not None:
+                    self._spawn(session.channel.close(reason))
+            case do.Tell(message):
+                self._report(message)
+            case do.ClockAdvanced() | do.RoundFinished():
+                pass
+            case do.Note(text, why):
+                logger.info("%s (%s)", text, why)
+            case do.Stop():
+                self._stopping.set()
+            case _:
+                self._do_with_bodies(effect)
+
+    def _do_with_bodies(
+        self,
+        effect: do.Expect
+        | do.ExpectCopy
+        | do.Unexpect
+        | do.Fold
+        | do.Drop
+        | do.Merge
+        | do.Abandon
+        | do.Install
+        | do.LoadWeights,
+    ) -> None:
+        tensors = self._tensors
+        assert tensors is not None, "bodies are spoken of only after the layout is set"
+        match effect:
+            case do.Expect(path, learner, number, fragment):
+                nbytes = tensors.plan.uplink_nbytes(fragment)
+                self._expect(path, learner, nbytes, f"{learner}/{number}/{fragment}", effect)
+            case do.ExpectCopy(path, learner, fragment, attempt):
+                nbytes = tensors.plan.whole_nbytes(fragment)
+                self._expect(path, learner, nbytes, f"{learner}/copy/{attempt}/{fragment}", effect)
+            case do.Unexpect(path, why):
+                self._unexpect(path, why)
+            case do.Fold(number, fragment, learner, steps, tokens):
+                self._work(lambda: tensors.fold(fragment, number, learner, steps, tokens))
+            case do.Drop(number, _, learner):
+                self._work(lambda: tensors.drop(number, learner))
+            case do.Abandon(number):
+                self._work(lambda: tensors.abandon(number))
+            case do.Merge():
+                self._spawn(self._merge(tensors, effect))
+            case do.Install(fragment, version):
+                self._install(tensors, fragment, version)
+            case do.LoadWeights():
+                self._spawn(self._load_weights(tensors))
+            case _:
+                assert_never(effect)
+
+    def _accept(self, connection: int, learner: str, epoch: int) -> None:
+        channel = self._greeting.pop(connection)
+        older = self._sessions.get(learner)
+        if older is not None:
+            self._spawn(older.channel.close("a newer connection of the same id took over"))
+        role = self._roles.pop(connection)
+        self._sessions[learner] = Session(channel, role, epoch, connection)
+
+    def _located(self, message: say.ToLearner) -> say.ToLearner:
+        """The message with the paths of the core replaced by URLs of the transport."""
+        match message:
+            case say.Pull() | say.CopyWanted():
+                return dataclasses.replace(message, path=self._urls[message.path])
+            case say.Published():
+                return dataclasses.replace(
+                    message,
+                    difference=self._urls.get(message.difference, ""),
+                    whole=self._urls[message.whole],
+                )
+            case _:
+                return message
+
+    def _report(self, message: say.FromShard) -> None:
+        if isinstance(message, say.Swept):
+            self._spawn(self._hand_in_share(message))
+        else:
+            self._tell(message)
+
+    # ---- bodies
+
+    def _expect(
+        self, path: str, learner: str, nbytes: int, key: str, effect: do.Expect | do.ExpectCopy
+    ) -> None:
+        self._unexpect(path, "asked again")
+        upload = self._server.bodies.expect(path, nbytes, learner)
+        self._urls[path] = upload.url
+        announced: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        waiting = (
+            self._await_contribution(upload, announced, effect)
+            if isinstance(effect, do.Expect)
+            else self._await_copy(upload, announced, effect)
+        )
+        task = self._spawn(waiting)
+        self._arrivals[key] = Arrival(upload, task, announced)
+        task.add_done_callback(lambda _: self._forget(key, path, upload))
+
+    def _forget(self, key: str, path: str, upload: Upload) -> None:
+        arrival = self._arrivals.get(key)
+        if arrival is not None and arrival.upload is upload:
+            del self._arrivals[key]
+            self._urls.pop(path, None)
+
+    def _unexpect(self, path: str, why: str) -> None:
+        url = self._urls.get(path)
+        for arrival in list(self._arrivals.values()):
+            if arrival.upload.url == url:
+                arrival.upload.cancel(why)
+                arrival.task.cancel()
+
+    async def _await_contribution(
+        self, upload: Upload, announced: asyncio.Future[say.Upload], effect: do.Expect
+    ) -> None:
+        learner, number, fragment = effect.learner, effect.round, effect.fragment
+        tensors = self._tensors
+        assert tensors is not None
+        body: Body | None = None
+        try:
+            body = await upload.body
+            message = await announced
+            buffer, digest = body.buffer, message.digest
+            await self._in_worker(lambda: tensors.verify(fragment, number, learner, buffer, digest))
+        except TransportError as error:
+            if not self._stopping.is_set():
+                self._handle(fact.BodySpoiled(learner, number, fragment, str(error)))
+            return
+        except (ProtocolError, MergeError) as error:
+            logger.warning("round %d: %s is refused: %s", number, learner, error)
+            self._handle(fact.BodySpoiled(learner, number, fragment, str(error)))
+            return
+        finally:
+            upload.cancel("the wait for it is over")
+            if body is not None:
+                body.release()
+        session = self._sessions.get(learner)
+        epoch = session.epoch if session is not None else self._epoch_of(effect.path)
+        self._handle(
+            fact.BodyArrived(
+                learner=learner,
+                epoch=epoch,
+                round=number,
+                fragment=fragment,
+                base=message.base,
+                steps=message.steps,
+                tokens=message.tokens,
+                nbytes=upload.nbytes,
+            )
+        )
+
+    @staticmethod
+    def _epoch_of(path: str) -> int:
+        return int(path.rsplit("/", 1)[1])
+
+    async def _await_copy(
+        self, upload: Upload, announced: asyncio.Future[say.Copy], effect: do.ExpectCopy
+    ) -> None:
+        learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
+        tensors = self._tensors
+        assert tensors is not None
+        body: Body | None = None
+        try:
+            body = await upload.body
+            message = await announced
+            buffer = body.buffer
+            numel = tensors.plan.fragments[fragment].numel
+
+            def install() -> str:
+                return tensors.install(fragment, values_of(buffer, numel))
+
+            digest = await self._in_worker(install)
+            if digest != message.digest:
+                raise ProtocolError(f"digest {digest}, announced {message.digest}")
+        except (TransportError, ProtocolError, MergeError) as error:
+            if not self._stopping.is_set():
+                self._handle(fact.CopySpoiled(learner, fragment, attempt, str(error)))
+            return
+        finally:
+            upload.cancel("the wait for it is over")
+            if body is not None:
+                body.release()
+        self._handle(fact.CopyArrived(learner, fragment, attempt, digest))
+
+    async def _merge(self, tensors: ShardTensors, effect: do.Merge) -> None:
+        number, fragment = effect.round, effect.fragment
+        try:
+            published = await self._in_worker(lambda: tensors.merge(fragment, number))
+        except MergeError as error:
+            logger.warning("round %d of fragment %d: %s", number, fragment, error)
+            self._handle(fact.MergeFailed(number, fragment, str(error)))
+            return
+        self._offer(fragment, effect.version, published)
+        self._handle(fact.Merged(number, fragment, published.digest))
+
+    def _install(self, tensors: ShardTensors, fragment: int, version: say.Version) -> None:
+        whole = tensors.whole(fragment)
+        digest = self.machine.state.fragments[fragment].digest
+        self._offer(fragment, version, PublishedCopy(torch.empty(0), whole, digest))
+
+    def _offer(self, fragment: int, version: say.Version, published: PublishedCopy) -> None:
+        """Offers a version's bodies; the ones of the version before stay for one more round."""
+        bodies = self._server.bodies
+        whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
+        paths = [whole]
+        self._urls[whole] = bodies.offer(whole, _view(published.whole), published.digest)
+        if published.difference.numel():
+            paths.append(difference)
+            self._urls[difference] = bodies.offer(difference, _view(published.difference), "")
+        kept = self._offered.setdefault(fragment, [])
+        kept.extend(paths)
+        while len(kept) > 4:
+            old = kept.pop(0)
+            bodies.withdraw(old)
+            self._urls.pop(old, None)
+
+    async def _load_weights(self, tensors: ShardTensors) -> None:
+        path = self.config.sync.initial_weights
+        assert path is not None
+        digests = await self._in_worker(
+            lambda: tuple(
+                (p, tensors.install(p, initial_values(path, tensors.plan, p)))
+                for p in tensors.owned
+            )
+        )
+        self._handle(fact.WeightsLoaded(digests))
+
+    async def _hand_in_share(self, message: say.Swept) -> None:
+        """Writes this shard's share of the result before the coordinator hears of the end."""
+        tensors = self._tensors
+        if tensors is not None:
+            versions = {p: str(f.version) for p, f in self.machine.state.fragments.items()}
+            await self._in_worker(lambda: save_share(self._folder, self.shard, tensors, versions))
+        self._tell(message)
+
+    # ---- the worker
+
+    def _work(self, task: Callable[[], None]) -> None:
+        self._spawn(self._in_worker(task))
+
+    async def _in_worker(self, task: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, task)
+
+    # ---- the coordinator
+
+    async def _coordinate(self) -> None:
+        """Keeps this shard in touch with the coordinator; rounds go on without it."""
+        hello = say.ShardHello(self.shard, self._nonce)
+        if self._host is not None:
+            host = self._host
+            self._tell = lambda message: host.shard_said(self.shard, message)
+            host.shard_greeted(hello, self._ordered)
+            return
+        backoff = Backoff()
+        while True:
+            channel = await reconnecting(
+                self._client, self._addresses[0], "shard", f"shard-{self.shard}", backoff
+            )
+            self._tell = lambda message, channel=channel: channel.send(encode(message))  # type: ignore[misc]
+            channel.send(encode(hello))
+            with contextlib.suppress(TransportError):
+                while True:
+                    self._ordered(cast("Any", decode(await channel.receive(), _TO_SHARD)))
+                    backoff.reset()
+            logger.warning("the coordinator is out of reach: rounds go on, joins do not")
+            await asyncio.sleep(backoff.next())
+
+    def _ordered(self, message: say.ToShard | say.ShardAdmitted) -> None:
+        if isinstance(message, say.ShardAdmitted):
+            self._handle(fact.TermGranted(message))
+            return
+        if isinstance(message, say.LayoutSet):
+            self._set_layout(message.layout)
+        self._handle(fact.Ordered(message))
+
+    def _set_layout(self, text: str) -> None:
+        if self._tensors is not None:
+            return
+        plan = plan_of(Layout.from_json(json.loads(text)), self._public)
+        self._tensors = ShardTensors(plan, self.machine.owned)
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return as_bytes(tensor).numpy().data
