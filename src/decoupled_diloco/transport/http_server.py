@@ -203,9 +203,23 @@ class HttpServer:
             raise Refusal(error.status, "the control plane is a WebSocket") from None
         address = _address(request)
         channel = WebSocketChannel(ws, Peer(principal, role, address), self._limits, self.stats)
-        channels = self._channels.setdefault(principal, set())
-        channels.add(channel)
+        self._channels.setdefault(principal, set()).add(channel)
         channel.start()
+        serving = asyncio.create_task(self._serve(channel))
+        self._handlers.add(serving)
+        serving.add_done_callback(self._handlers.discard)
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            # aiohttp cancels a request whose connection is gone. The handler of the channel is
+            # told by the channel instead, so that it can put its affairs in order.
+            channel.shut(f"connection to {principal!r} at {channel.peer.address} lost")
+            raise
+        return ws
+
+    async def _serve(self, channel: WebSocketChannel) -> None:
+        """Run the handler of a channel, then close it."""
+        principal = channel.peer.principal
         reason = "the server has nothing more to say"
         try:
             await self._on_channel(channel)
@@ -215,11 +229,11 @@ class HttpServer:
             logger.exception("the handler of %s failed", principal)
             reason = "the server failed on this channel; its log says why"
         finally:
+            channels = self._channels.get(principal, set())
             channels.discard(channel)
             if not channels:
                 self._channels.pop(principal, None)
             await channel.close(reason)
-        return ws
 
     async def _put(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
         part, total = _part_of_put(request)

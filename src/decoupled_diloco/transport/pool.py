@@ -22,9 +22,10 @@ class PoolBody:
             return
         try:
             self.buffer.release()
+            storage.append(storage.pop())  # A bytearray that is looked at refuses to be resized.
         except BufferError:
-            # Somebody still looks at the memory (an array made from it). Reusing it would change
-            # a body under its reader, so it is left to the garbage collector instead.
+            # An array or a slice made from the body is still alive. Using the memory again would
+            # change a body under its reader; it is left to the garbage collector instead.
             self._pool._give_back(self._nbytes, None)
         else:
             self._pool._give_back(self._nbytes, storage)

@@ -42,7 +42,7 @@ class RangeSet:
 
     def overlaps(self, start: int, stop: int) -> bool:
         """Whether any byte from start to stop is in the set."""
-        return any(r[0] < stop and start < r[1] for r in self.ranges)
+        return any(max(start, r[0]) < min(stop, r[1]) for r in self.ranges)
 
     def missing(self, start: int, stop: int) -> list[Range]:
         """Return the ranges between start and stop that are not in the set."""

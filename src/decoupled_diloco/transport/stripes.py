@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-COUNTS = (1, 2, 4, 8, 16)
+COUNTS = (1, 2, 4, 8, 16, 32)
 SMALL_BYTES = 256 << 10
 """Below this a body is over before a second connection would help."""
 LOCAL_RTT_SECONDS = 0.002
@@ -29,6 +29,7 @@ class StripeController:
 
     count: int = 1
     rates: dict[int, float] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)
     _since_probe: int = 0
     _probe_up: bool = True
     _started: bool = False
@@ -52,11 +53,12 @@ class StripeController:
         """Take in how fast a body went; small bodies say nothing and are ignored."""
         if nbytes < SMALL_BYTES or seconds <= 0:
             return
-        rate = nbytes / seconds
-        before = self.rates.get(count)
-        self.rates[count] = (
-            rate if before is None else (1 - EMA_WEIGHT) * before + EMA_WEIGHT * rate
-        )
+        rate, seen = nbytes / seconds, self._seen.get(count, 0)
+        self._seen[count] = seen + 1
+        if seen == 0:
+            return  # Cold: connections begin with slow start, buffers with page faults.
+        before = self.rates.get(count, rate)
+        self.rates[count] = (1 - EMA_WEIGHT) * before + EMA_WEIGHT * rate
         if count == self.count:
             self._since_probe += 1
         else:
@@ -71,6 +73,8 @@ class StripeController:
         up, down = 2 * self.count, self.count // 2
         if up <= COUNTS[-1] and up not in self.rates:
             return up
+        if down >= 1 and down not in self.rates:
+            return down
         if self._since_probe >= PROBE_EVERY:
             if self._probe_up and up <= COUNTS[-1]:
                 return up
@@ -93,9 +97,7 @@ def starting_count(rtt: float | None) -> int:
     """Return a first guess from the round trip: the longer the link, the more one loss costs."""
     if rtt is None or rtt < 0.005:
         return 1
-    if rtt < 0.02:
-        return 4
-    return 8
+    return 4 if rtt < 0.02 else 16
 
 
 def _ceiling(rtt: float | None) -> int:

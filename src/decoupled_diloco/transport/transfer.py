@@ -17,11 +17,10 @@ from typing import Any
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.transport.backoff import Backoff
 from decoupled_diloco.transport.ranges import Range
-from decoupled_diloco.transport.stripes import SMALL_BYTES, StripeController
+from decoupled_diloco.transport.stripes import StripeController
 
-RANGES_PER_STRIPE = 4
-"""More ranges than connections: a connection that suffers a loss takes fewer of them, instead of
-making the whole body wait for it."""
+RANGE_BYTES_MIN = 128 << 10
+"""The last ranges are this small, so that no connection is left alone with much to do."""
 
 MoveRange = Callable[[int, int, bool], Awaitable[None]]
 """Moves the bytes from start to stop; True if this resumes an earlier attempt."""
@@ -82,7 +81,10 @@ class Transfer:
                     await self.move(left, right, resumed)
                 return
             except TransportError as error:
-                failures = failures + 1 if _size(missing) >= before else 1
+                failures += 1
+                if _size(missing) < before:
+                    failures = 1
+                    backoff.reset()
                 if failures > self.retries_max or not retryable(error):
                     raise
             self.retries += 1
@@ -96,15 +98,24 @@ def retryable(error: TransportError) -> bool:
 
 
 def plan(nbytes: int, count: int) -> list[Range]:
-    """Return the ranges of a body for `count` connections: one, or several per connection.
+    """Return the ranges of a body for `count` connections, in the order in which to begin them.
+
+    One connection gets one range. Several take ranges from a common queue, so that one which
+    suffers a loss takes fewer; each range is half of an equal share of what is left, because few
+    large ranges save round trips and small last ones let all connections end together.
 
     >>> plan(10, 1)
     [(0, 10)]
-    >>> len(plan(64 << 20, 8))
-    32
+    >>> [stop - start >> 10 for start, stop in plan(4 << 20, 4)][::4]
+    [512, 300, 175, 128, 128]
     """
-    size = nbytes if count == 1 else max(SMALL_BYTES, -(-nbytes // (RANGES_PER_STRIPE * count)))
-    return [(start, min(start + size, nbytes)) for start in range(0, nbytes, size)]
+    ranges, start = [], 0
+    while start < nbytes:
+        share = -(-(nbytes - start) // (2 * count)) if count > 1 else nbytes
+        stop = min(nbytes, start + max(share, RANGE_BYTES_MIN))
+        ranges.append((start, stop))
+        start = stop
+    return ranges
 
 
 async def all_or_none(work: list[Coroutine[Any, Any, None]]) -> None:

@@ -1,0 +1,273 @@
+"""Data plane: bodies, refusals, backpressure, resuming. Every test runs over both transports."""
+
+# Polling is what these tests do while something else runs.
+# ruff: noqa: ASYNC110
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
+from decoupled_diloco.transport.tokens import Tokens
+
+MIB = 1 << 20
+
+
+def body_of(nbytes: int, seed: int = 0) -> memoryview:
+    return memoryview(bytearray(random.Random(seed).randbytes(nbytes)))
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 300_000, 16 * MIB])
+async def test_put(world: Any, nbytes: int) -> None:
+    server, client, _, _ = await world.pair()
+    body = body_of(nbytes)
+    upload = server.bodies.expect("fragment 3/v7", nbytes, "learner-0")
+    stats = await client.put(upload.url, body)
+    arrived = await upload.body
+    assert arrived.buffer == body
+    assert (stats.nbytes, stats.retries) == (nbytes, 0)
+    assert client.stats.data_bytes_sent == server.stats.data_bytes_received == nbytes
+    arrived.release()
+    assert server.pool.in_use == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 300_000, 16 * MIB])
+async def test_get(world: Any, nbytes: int) -> None:
+    server, client, _, _ = await world.pair()
+    body = body_of(nbytes)
+    url = server.bodies.offer("fragment 3/v7", body, "digest-1")
+    out = memoryview(bytearray(nbytes))
+    stats = await client.get(url, out)
+    assert out == body
+    assert stats.digest == "digest-1"
+    assert client.stats.data_bytes_received == server.stats.data_bytes_sent == nbytes
+
+
+async def test_absolute_urls_and_bases(world: Any) -> None:
+    first, second = await world.server(), await world.server()
+    client = world.client()
+    for server in (first, second):
+        await client.connect(server.address, "learner", "learner-0")
+    url = first.bodies.offer("a", body_of(10), "")
+    second.bodies.offer("a", body_of(10, seed=1), "")
+    out = memoryview(bytearray(10))
+    await client.get(first.address + url, out)
+    assert out == body_of(10)
+    await client.get(url, out)  # The last one connected to.
+    assert out == body_of(10, seed=1)
+    await client.get(url, out, base=first.address)
+    assert out == body_of(10)
+
+
+async def test_offer_again_replaces_and_withdraw_ends(world: Any) -> None:
+    server, client, _, _ = await world.pair()
+    out = memoryview(bytearray(10))
+    url = server.bodies.offer("a", body_of(10), "1")
+    assert server.bodies.offer("a", body_of(10, seed=1), "2") == url
+    assert (await client.get(url, out)).digest == "2"
+    assert out == body_of(10, seed=1)
+    server.bodies.withdraw("a")
+    with pytest.raises(ProtocolError, match="was withdrawn"):
+        await client.get(url, out)
+
+
+async def test_get_of_another_length(world: Any) -> None:
+    server, client, _, _ = await world.pair()
+    url = server.bodies.offer("a", body_of(MIB), "")
+    for wanted in (MIB - 1, MIB + 1, 10, 3 * MIB):
+        with pytest.raises(ProtocolError, match=r"1048576|does not fit"):
+            await client.get(url, memoryview(bytearray(wanted)))
+
+
+async def test_unknown_paths(world: Any) -> None:
+    _, client, _, _ = await world.pair()
+    with pytest.raises(ProtocolError, match="is not offered here"):
+        await client.get("/bodies/none", memoryview(bytearray(10)))
+    with pytest.raises(ProtocolError, match="is not expected here"):
+        await client.put("/bodies/none", body_of(8 * MIB))
+
+
+@pytest.mark.parametrize("nbytes", [MIB - 1, MIB + 1, 20 * MIB])
+async def test_put_of_another_size_allocates_nothing(world: Any, nbytes: int) -> None:
+    server, client, _, _ = await world.pair()
+    upload = server.bodies.expect("a", MIB, "learner-0")
+    with pytest.raises(ProtocolError, match="expects exactly 1048576 bytes"):
+        await client.put(upload.url, body_of(nbytes))
+    assert (server.pool.in_use, upload.received) == (0, 0)
+    await client.put(upload.url, body_of(MIB))  # The right one is still welcome.
+    (await upload.body).release()
+
+
+async def test_put_of_somebody_else(world: Any) -> None:
+    server = await world.server(tokens=Tokens(principals={"a": "token-a", "b": "token-b"}))
+    upload = server.bodies.expect("x", 10, "a")
+    thief = world.client(token="token-b")
+    await thief.connect(server.address, "learner", "b")
+    with pytest.raises(AccessError, match="is not for 'b' to write"):
+        await thief.put(upload.url, body_of(10))
+
+
+async def test_bodies_want_the_token_too(world: Any) -> None:
+    server = await world.server(tokens=Tokens("secret"))
+    url = server.bodies.offer("x", body_of(10), "")
+    client = world.client(token="wrong")
+    with pytest.raises(AccessError):
+        await client.connect(server.address, "learner", "a")
+    with pytest.raises(AccessError):
+        await client.get(url, memoryview(bytearray(10)))
+
+
+async def test_replayed_put(world: Any) -> None:
+    server, client, _, _ = await world.pair()
+    upload = server.bodies.expect("a", MIB, "learner-0")
+    await client.put(upload.url, body_of(MIB))
+    body = await upload.body
+    with pytest.raises(ProtocolError, match="arrived already"):
+        await client.put(upload.url, body_of(MIB, seed=1))
+    assert body.buffer == body_of(MIB)
+    body.release()
+
+
+async def test_cancelled_before_it_begins(world: Any) -> None:
+    server, client, _, _ = await world.pair()
+    upload = server.bodies.expect("a", MIB, "learner-0")
+    upload.cancel("the round was given up")
+    with pytest.raises(ProtocolError, match="the round was given up"):
+        await client.put(upload.url, body_of(MIB))
+    with pytest.raises(TransportError, match="the round was given up"):
+        await upload.body
+
+
+async def test_cancelled_while_it_waits_for_memory(world: Any) -> None:
+    server, client, _, _ = await world.pair(pool_bytes=MIB)
+    hog = await server.pool.acquire(MIB)
+    upload = server.bodies.expect("a", MIB, "learner-0")
+    putting = asyncio.create_task(client.put(upload.url, body_of(MIB)))
+    while not server.pool.waiting:
+        await asyncio.sleep(0.01)
+    upload.cancel("too late")
+    with pytest.raises(ProtocolError, match="too late"):
+        await asyncio.wait_for(putting, 5)
+    assert server.pool.waiting == 0
+    hog.release()
+    assert server.pool.in_use == 0
+
+
+async def test_cancel_releases_a_body_that_nobody_took(world: Any) -> None:
+    server, client, _, _ = await world.pair()
+    upload = server.bodies.expect("a", MIB, "learner-0")
+    await client.put(upload.url, body_of(MIB))
+    assert server.pool.in_use == MIB
+    upload.cancel()
+    assert server.pool.in_use == 0
+
+
+async def test_cancelling_who_waits_does_not_cancel_the_upload(world: Any) -> None:
+    server, client, _, _ = await world.pair()
+    upload = server.bodies.expect("a", MIB, "learner-0")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(upload.body, 0.01)
+    await client.put(upload.url, body_of(MIB))
+    (await upload.body).release()
+
+
+async def test_many_at_once_in_both_directions(world: Any) -> None:
+    server, client, _, _ = await world.pair()
+
+    async def put(number: int) -> None:
+        upload = server.bodies.expect(f"up/{number}", MIB, "learner-0")
+        await client.put(upload.url, body_of(MIB, number))
+        body = await upload.body
+        assert body.buffer == body_of(MIB, number)
+        body.release()
+
+    async def get(number: int) -> None:
+        url = server.bodies.offer(f"down/{number}", body_of(MIB, number), "")
+        out = memoryview(bytearray(MIB))
+        await client.get(url, out)
+        assert out == body_of(MIB, number)
+
+    await asyncio.gather(*(work(number) for work in (put, get) for number in range(16)))
+    assert server.pool.in_use == 0
+
+
+@pytest.mark.parametrize("pool_mib", [16, 3])
+async def test_eight_bodies_through_a_pool_for_fewer(world: Any, pool_mib: int) -> None:
+    """Backpressure, longer than the stall interval, and never more than the pool (or one body)."""
+    server, client, mine, theirs = await world.pair(pool_bytes=pool_mib * MIB)
+    most = 0
+
+    async def put(number: int) -> None:
+        nonlocal most
+        upload = server.bodies.expect(f"{number}", 8 * MIB, "learner-0")
+        sending = asyncio.create_task(client.put(upload.url, body_of(8 * MIB, number)))
+        body = await upload.body
+        most = max(most, server.pool.in_use)
+        await asyncio.sleep(0.1)
+        assert body.buffer == body_of(8 * MIB, number)
+        body.release()
+        await sending
+
+    async with asyncio.timeout(15):
+        await asyncio.gather(*(put(number) for number in range(8)))
+    assert most <= max(pool_mib, 8) * MIB
+    assert server.pool.in_use == 0
+    assert not mine.closed
+    assert not theirs.closed
+
+
+async def test_peer_disappears_mid_put_then_resumes(world: Any) -> None:
+    """What has arrived is not sent again."""
+    server, client, _, _ = await world.pair()
+    nbytes = 48 * MIB
+    body = body_of(nbytes)
+    upload = server.bodies.expect("a", nbytes, "learner-0")
+    putting = asyncio.create_task(client.put(upload.url, body))
+    while upload.received == 0:
+        await asyncio.sleep(0)
+    putting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await putting
+    await asyncio.sleep(0.05)
+    before = upload.received
+    assert 0 < before < nbytes
+    stats = await client.put(upload.url, body)
+    assert stats.retries == 1
+    arrived = await upload.body
+    assert arrived.buffer == body
+    assert server.stats.data_bytes_received == nbytes
+    arrived.release()
+
+
+async def test_peer_disappears_mid_put_for_good(world: Any) -> None:
+    server, client, _, _ = await world.pair()
+    upload = server.bodies.expect("a", 48 * MIB, "learner-0")
+    putting = asyncio.create_task(client.put(upload.url, body_of(48 * MIB)))
+    while upload.received == 0:
+        await asyncio.sleep(0)
+    putting.cancel()
+    with pytest.raises(TransportError, match=r"of 50331648 bytes arrived .* then nothing for 0\.6"):
+        await asyncio.wait_for(upload.body, 5)
+    assert server.pool.in_use == 0
+    with pytest.raises(ProtocolError, match="was given up"):
+        await client.put(upload.url, body_of(48 * MIB))
+
+
+async def test_stop_while_transfers_are_in_flight(world: Any) -> None:
+    server, client, _, _ = await world.pair(pool_bytes=MIB)
+    hog = await server.pool.acquire(MIB)
+    upload = server.bodies.expect("a", 8 * MIB, "learner-0")
+    waiting = asyncio.create_task(client.put(upload.url, body_of(8 * MIB)))
+    while not server.pool.waiting:
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(server.stop(), 5)
+    with pytest.raises(TransportError):
+        await asyncio.wait_for(waiting, 10)
+    with pytest.raises(TransportError, match="the server stops"):
+        await upload.body
+    hog.release()
+    assert server.pool.in_use == 0
