@@ -186,8 +186,8 @@ class Background:
         """Called with the lock held; what must be captured at this instant is captured here."""
         captured: Any = None
         match effect:
-            case do.SendBody(_, number, fragment):
-                captured = shared.tensors.capture(fragment, number)
+            case do.SendBody(fragment=fragment):
+                captured = shared.tensors.capture(fragment)
             case do.SendCopy(_, fragment, _, version):
                 captured = shared.tensors.whole(fragment, published=version is not None)
         self._queue.append((effect, captured))

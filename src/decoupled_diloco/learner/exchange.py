@@ -63,7 +63,7 @@ class LearnerTensors:
         self.published: list[Tensor | None] = [None] * count
         self.staged: list[Tensor | None] = [None] * count
         self.snapshots: list[HostCopy | None] = [None] * count
-        self._sent: dict[tuple[int, int], HostCopy] = {}
+        self._sent: list[HostCopy | None] = [None] * count
 
     # ---- at step boundaries
 
@@ -81,31 +81,25 @@ class LearnerTensors:
             case "blend":
                 self.store.combine(part, new, None, self.blend_alpha)
             case "carry":
-                self.store.combine(part, new, self._sent_copy(fragment).values(), 1.0)
+                sent = self._sent[fragment]
+                assert sent is not None, f"nothing of fragment {fragment} was sent"
+                self.store.combine(part, new, sent.values(), 1.0)
             case "rebase":
                 old = self.published[fragment]
                 assert old is not None
                 self.store.combine(part, new, cast_like(part, self.plan.layout, old), 1.0)
         self.published[fragment], self.staged[fragment] = new, None
-        self.snapshots[fragment] = None
+        self.snapshots[fragment] = self._sent[fragment] = None
 
     # ---- uplink
 
-    def capture(self, fragment: int, number: int) -> Capture:
-        """What round `number` is answered with: the newest snapshot and its published copy."""
+    def capture(self, fragment: int) -> Capture:
+        """What a round is answered with: the newest snapshot and its published copy."""
         copy, published = self.snapshots[fragment], self.published[fragment]
         assert copy is not None, f"no snapshot of fragment {fragment}"
         assert published is not None, f"no published copy of fragment {fragment}"
-        for key in [key for key in self._sent if key[0] == fragment]:
-            del self._sent[key]
-        self._sent[fragment, number] = copy
+        self._sent[fragment] = copy
         return Capture(self.plan, fragment, copy, published)
-
-    def _sent_copy(self, fragment: int) -> HostCopy:
-        for (sent, _), copy in self._sent.items():
-            if sent == fragment:
-                return copy
-        raise AssertionError(f"nothing of fragment {fragment} was sent")
 
     def whole(self, fragment: int, *, published: bool) -> tuple[Tensor, str]:
         """A whole fragment, fp32 [N], and its digest: the published copy, or the parameters."""
