@@ -1,0 +1,285 @@
+"""What a run looks like right now, kept up to date record by record while it is going on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.observe.historian import ending_in_words, is_learner, is_shard
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.samples import (
+    Evaluated,
+    FaultInjected,
+    LossMeasured,
+    ProcessEnded,
+    ProcessStarted,
+    RestartScheduled,
+    WeightsSaved,
+)
+from decoupled_diloco.protocol.effects import (
+    ClockAdvanced,
+    EndTraining,
+    Expect,
+    Note,
+    Ready,
+    RoundFinished,
+)
+from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.units import format_duration
+
+RATE_SECONDS = 15.0
+"""Rates are those of this much time before the latest record."""
+
+QUIET_SECONDS = 10.0
+"""A learner without a step for this long is shown as quiet."""
+
+REPEAT_SECONDS = 5.0
+"""The same line, from several processes within this time, is told once."""
+
+_LOOKED_AT = frozenset(
+    cls.__name__
+    for cls in (
+        ClockAdvanced,
+        EndTraining,
+        Evaluated,
+        Expect,
+        FaultInjected,
+        LossMeasured,
+        Note,
+        ProcessEnded,
+        ProcessStarted,
+        Ready,
+        RestartScheduled,
+        RoundFinished,
+        StepFinished,
+        WeightsSaved,
+    )
+)
+
+
+class Rate:
+    """How much of something there is per second, over the last ``RATE_SECONDS``."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, float]] = deque()
+
+    def add(self, at: float, total: float) -> None:
+        """Notes the running total at an instant."""
+        self._points.append((at, total))
+        while len(self._points) > 2 and self._points[1][0] < at - RATE_SECONDS:
+            self._points.popleft()
+
+    def clear(self) -> None:
+        """Forgets what was: the process has started anew."""
+        self._points.clear()
+
+    def per_second(self) -> float | None:
+        """The rate, ``None`` when there is too little to tell."""
+        if len(self._points) < 2 or self._points[-1][0] <= self._points[0][0]:
+            return None
+        (since, before), (until, after) = self._points[0], self._points[-1]
+        return (after - before) / (until - since)
+
+
+@dataclass
+class LearnerView:
+    """One learner, as of now.
+
+    ``state`` is one of starting, joining, training, down, restarting, finished.
+    """
+
+    name: str
+    state: str = "starting"
+    down_at: float | None = None
+    stepped_at: float | None = None
+    steps: int = 0
+    tokens: int = 0
+    token_rate: Rate = field(default_factory=Rate)
+    loss: float | None = None
+    folded: int = 0
+
+
+@dataclass
+class ShardView:
+    """One shard of the syncer, as of now."""
+
+    name: str
+    state: str = "starting"
+    clock: int = 0
+    merged: int = 0
+    abandoned: int = 0
+    open: set[int] = field(default_factory=set)
+    grace_seconds: float | None = None
+
+
+class LiveView:
+    """The run as of the latest record; `take` returns lines worth telling."""
+
+    def __init__(self) -> None:
+        self.learners: dict[str, LearnerView] = {}
+        self.shards: dict[str, ShardView] = {}
+        self.evaluation: Evaluated | None = None
+        self.began: float | None = None
+        self.now = 0.0
+        self.clock_rate = Rate()
+        self.token_rate = Rate()
+        self._told: dict[str, float] = {}
+
+    @property
+    def step(self) -> int:
+        """The clock of the slowest shard: what a budget of steps is measured by."""
+        return min((shard.clock for shard in self.shards.values()), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all learners together."""
+        return sum(learner.tokens for learner in self.learners.values())
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from the first record to the latest."""
+        return 0.0 if self.began is None else self.now - self.began
+
+    def state_of(self, learner: LearnerView) -> str:
+        """A learner's state in words, also that it has not been heard of for a while."""
+        if learner.state == "training" and learner.stepped_at is not None:
+            silence = self.now - learner.stepped_at
+            if silence > QUIET_SECONDS:
+                return f"quiet for {format_duration(silence)}"
+        return learner.state
+
+    def take(self, record: Record) -> list[tuple[float, str]]:
+        """Takes one record in.
+
+        Returns:
+            Lines for people, each with seconds since the run's first record.
+        """
+        self.began = record.wall if self.began is None else min(self.began, record.wall)
+        self.now = max(self.now, record.wall)
+        if record.kind == "start":
+            self._started(record)
+            return []
+        if record.type not in _LOOKED_AT:
+            return []
+        try:
+            value = record.value()
+        except ProtocolError as error:
+            return [(self._since(record), f"a record of {record.who} is left out: {error}")]
+        lines = [*self._member(record, value), *self._anybody(record, value)]
+        return [(self._since(record), line) for line in lines if self._is_new(record.wall, line)]
+
+    def _since(self, record: Record) -> float:
+        assert self.began is not None
+        return record.wall - self.began
+
+    def _is_new(self, wall: float, line: str) -> bool:
+        told = self._told.get(line)
+        self._told[line] = wall
+        return told is None or wall - told > REPEAT_SECONDS
+
+    def _started(self, record: Record) -> None:
+        if is_learner(record.who):
+            learner = self._learner(record.who)
+            learner.state = "joining"
+            learner.token_rate.clear()
+        elif is_shard(record.who):
+            shard = self._shard(record.who)
+            shard.state = "running"
+            shard.open.clear()
+
+    def _learner(self, name: str) -> LearnerView:
+        return self.learners.setdefault(name, LearnerView(name))
+
+    def _shard(self, name: str) -> ShardView:
+        return self.shards.setdefault(name, ShardView(name))
+
+    def _member(self, record: Record, value: Any) -> Iterator[str]:
+        if is_learner(record.who):
+            yield from self._learner_said(self._learner(record.who), record.wall, value)
+        elif is_shard(record.who):
+            self._shard_said(self._shard(record.who), record.wall, value)
+
+    def _learner_said(self, learner: LearnerView, wall: float, value: Any) -> Iterator[str]:
+        match value:
+            case StepFinished(tokens):
+                learner.steps += 1
+                learner.tokens += tokens
+                learner.stepped_at = wall
+                learner.token_rate.add(wall, learner.tokens)
+                self.token_rate.add(self.now, self.tokens)
+            case LossMeasured(loss=loss):
+                learner.loss = loss
+                if loss is None:
+                    yield f"the loss of {learner.name} is not finite: it has diverged"
+            case Ready():
+                learner.state, learner.stepped_at = "training", wall
+                if learner.down_at is None:
+                    yield f"{learner.name} joined"
+                else:
+                    away = format_duration(wall - learner.down_at)
+                    yield f"{learner.name} is back, {away} after it went down"
+                learner.down_at = None
+            case EndTraining():
+                learner.state = "finished"
+                yield "the budget is spent: the closing rounds begin"
+
+    def _shard_said(self, shard: ShardView, wall: float, value: Any) -> None:
+        match value:
+            case ClockAdvanced(clock, _, _):
+                shard.clock = clock
+                self.clock_rate.add(wall, self.step)
+            case Expect(round=number):
+                shard.open.add(number)
+            case RoundFinished():
+                shard.open.discard(value.round)
+                shard.grace_seconds = value.grace_seconds
+                shard.merged += value.verdict == "merged"
+                shard.abandoned += value.verdict == "abandoned"
+                for participant in value.participants:
+                    if value.verdict == "merged" and participant.state == "folded":
+                        self._learner(participant.learner).folded += 1
+
+    def _anybody(self, record: Record, value: Any) -> Iterator[str]:
+        match value:
+            case ProcessStarted(name, _):
+                self._process_started(name)
+            case ProcessEnded(name, code, signal):
+                yield from self._process_ended(record.wall, name, code, signal)
+            case FaultInjected(kind, target):
+                yield f"fault on purpose: {kind} {target}"
+            case RestartScheduled(name, seconds):
+                if name in self.learners:
+                    self.learners[name].state = "restarting"
+                if name in self.shards:
+                    self.shards[name].state = "restarting"
+                yield f"{name} is started again in {format_duration(seconds)}"
+            case Evaluated(global_step, loss, _):
+                self.evaluation = value
+                told = "not finite" if loss is None else f"{loss:.4f}"
+                yield f"evaluation at step {global_step}: loss {told}"
+            case WeightsSaved(path):
+                yield f"weights saved: {path}"
+            case Note(text, why):
+                yield f"{text}: {why}"
+
+    def _process_started(self, name: str) -> None:
+        if is_learner(name):
+            self._learner(name).state = "starting"
+        elif is_shard(name):
+            self._shard(name).state = "starting"
+
+    def _process_ended(
+        self, wall: float, name: str, code: int | None, signal: int | None
+    ) -> Iterator[str]:
+        how = "finished" if code == 0 else "down"
+        if name in self.learners:
+            self.learners[name].state = how
+            self.learners[name].down_at = None if code == 0 else wall
+        if name in self.shards:
+            self.shards[name].state = how
+        if code != 0:
+            was = "" if signal is None else "was "
+            yield f"{name} {was}{ending_in_words(code, signal)} at step {self.step}"

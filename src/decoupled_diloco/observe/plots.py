@@ -1,0 +1,468 @@
+"""Three plots of a run: evaluation loss, every learner's loss, and who did what when.
+
+Colours are those of Okabe and Ito, which stay apart for colour-blind eyes; what matters is told by
+shape or hatching as well.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from decoupled_diloco.observe.history import (
+    GAP_MEDIANS,
+    LearnerHistory,
+    Loss,
+    Outage,
+    Round,
+    RunHistory,
+    ShardHistory,
+)
+from decoupled_diloco.observe.progress import natural
+
+POINTS_MAX = 1500
+"""A line has no more points than this; more are averaged in groups."""
+
+SMOOTHING_STEPS = 12
+"""A learner's smoothed loss at a step is that of a straight line through the losses of this many
+steps before and after it: the mean of these, except at both ends."""
+
+LANES_MAX = 24
+"""The timeline shows no more learners than this."""
+
+LANE_HALF = 0.36
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours for a light or a dark page."""
+
+    name: str
+    ink: str
+    faint: str
+    grid: str
+    page: str
+    learners: tuple[str, ...]
+    merged: str
+    abandoned: str
+    outage: str
+
+
+LIGHT = Theme(
+    name="light",
+    ink="#1c2024",
+    faint="#60646c",
+    grid="#e0e2e6",
+    page="#ffffff",
+    learners=("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#7a5c00"),
+    merged="#0a7d8c",
+    abandoned="#D55E00",
+    outage="#3a3f45",
+)
+DARK = Theme(
+    name="dark",
+    ink="#edeef0",
+    faint="#b0b4ba",
+    grid="#363a3f",
+    page="#111316",
+    learners=("#56a8e0", "#E69F00", "#2fc79a", "#e29bc4", "#9bd4f5", "#d9c26a"),
+    merged="#3fb8c6",
+    abandoned="#ff8a3d",
+    outage="#d5d8dc",
+)
+
+Draw = Callable[[Axes, RunHistory, Theme], None]
+
+
+def save_png(history: RunHistory, path: str | Path) -> None:
+    """Writes all three plots into one image on white.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    lanes = _lane_count(history)
+    heights = [2.6, 3.2, 1.2 + 0.42 * lanes]
+    with matplotlib.rc_context(_style(LIGHT)):
+        figure = Figure(figsize=(10, sum(heights) + 1.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes: Sequence[Axes] = figure.subplots(3, 1, sharex=True, height_ratios=heights)
+        for axis, draw in zip(axes, DRAWS.values(), strict=True):
+            draw(axis, history, LIGHT)
+        for axis in axes[:-1]:
+            axis.set_xlabel("")
+        figure.savefig(path, dpi=150, facecolor=LIGHT.page)
+
+
+def svg(history: RunHistory, plot: str, theme: Theme, *, narrow: bool) -> bytes:
+    """One plot as SVG with a transparent background.
+
+    Args:
+        history: The run.
+        plot: ``evaluation``, ``losses`` or ``timeline``.
+        theme: Colours of the page that it goes on.
+        narrow: Shaped for a phone.
+    """
+    lanes = _lane_count(history)
+    height = 1.35 + (0.36 if narrow else 0.42) * lanes if plot == "timeline" else 3.0
+    with matplotlib.rc_context(_style(theme)):
+        figure = Figure(figsize=(4.8 if narrow else 9.6, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        DRAWS[plot](figure.subplots(), history, theme)
+        buffer = io.BytesIO()
+        metadata = {"Date": None, "Creator": None}
+        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
+    return buffer.getvalue()
+
+
+def draw_evaluation(axes: Axes, history: RunHistory, theme: Theme) -> None:
+    """The loss of the global weights on held-out data over wall-clock time."""
+    unit, name = _time_unit(history)
+    points = [(e.at / unit, e.loss) for e in history.evaluations if e.loss is not None]
+    _frame(axes, history, "Evaluation loss of the global weights", name)
+    axes.set_ylabel("mean loss per token")
+    if not points:
+        _say(axes, theme, "no evaluation is on the tape")
+        return
+    _shade_outages(axes, history, theme)
+    at, loss = zip(*points, strict=True)
+    axes.plot(at, loss, color=theme.ink, marker="o", markersize=4, linewidth=1.6)
+    axes.annotate(
+        f"{loss[-1]:.3f}",
+        (at[-1], loss[-1]),
+        xytext=(0, 7),
+        textcoords="offset points",
+        ha="center",
+        fontweight="bold",
+    )
+    axes.margins(y=0.15)
+
+
+def draw_losses(axes: Axes, history: RunHistory, theme: Theme) -> None:
+    """Every learner's training loss, smoothed, over the faint raw values."""
+    unit, name = _time_unit(history)
+    _frame(axes, history, "Training loss of each learner", name)
+    axes.set_ylabel("mean loss per token")
+    learners = [learner for learner in _learners(history) if learner.losses]
+    if not learners:
+        _say(axes, theme, "no training loss is on the tape")
+        return
+    _shade_outages(axes, history, theme)
+    smooth: list[float] = []
+    for learner in learners:
+        color = _color(history, learner, theme)
+        label: str | None = learner.name
+        for part in _lives_of(learner):
+            at = _averaged([loss.at / unit for loss in part])
+            raw = [loss.loss for loss in part]
+            axes.plot(at, _averaged(raw), color=color, alpha=0.22, linewidth=0.8)
+            strong = _averaged(_smoothed(raw))
+            axes.plot(at, strong, color=color, linewidth=1.7, label=label)
+            label = None
+            smooth += strong
+    _fit_losses(axes, learners, smooth)
+    columns = 2 if _is_narrow(axes) else 1
+    if len(learners) <= 12:
+        axes.legend(ncols=columns, loc="upper right", frameon=False)
+
+
+def draw_timeline(axes: Axes, history: RunHistory, theme: Theme) -> None:
+    """One lane per learner and shard: steps, outages, rounds."""
+    _, name = _time_unit(history)
+    _frame(axes, history, "Who did what, when", name)
+    learners, shards = _learners(history)[:LANES_MAX], _shards(history)
+    members: list[LearnerHistory | ShardHistory] = [*learners, *shards]
+    if not members:
+        _say(axes, theme, "neither a learner nor a shard is on the tape")
+        return
+    fastest = max((_rate_typical(learner) for learner in learners), default=0.0)
+    for lane, learner in enumerate(learners):
+        _draw_steps(axes, history, learner, theme, lane, fastest)
+    for lane, shard in enumerate(shards, start=len(learners)):
+        _draw_rounds(axes, history, shard, theme, lane)
+    for lane, member in enumerate(members):
+        for outage in member.outages:
+            _draw_outage(axes, history, outage, theme, lane)
+    axes.set_yticks(range(len(members)), [member.name for member in members])
+    axes.set_ylim(len(members) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    if learners and shards:
+        axes.axhline(len(learners) - 0.5, color=theme.grid, linewidth=1)
+    _legend_below(axes, history, theme)
+
+
+DRAWS: dict[str, Draw] = {
+    "evaluation": draw_evaluation,
+    "losses": draw_losses,
+    "timeline": draw_timeline,
+}
+
+
+# ---- lanes of the timeline
+
+
+def _draw_steps(
+    axes: Axes,
+    history: RunHistory,
+    learner: LearnerHistory,
+    theme: Theme,
+    lane: int,
+    fastest: float,
+) -> None:
+    """A bar from step to step; its height is the rate of stepping against the fastest learner's."""
+    unit, _ = _time_unit(history)
+    color = _color(history, learner, theme)
+    limit = GAP_MEDIANS * (learner.step_seconds_median or 0.0)
+    bottom = lane + LANE_HALF
+    for life in learner.lives:
+        group = max(1, math.ceil(len(life.steps_at) / POINTS_MAX))
+        at = life.steps_at[::group]
+        heights = [
+            0.0 if b - a > limit * group else min(1.0, group / ((b - a) * fastest))
+            for a, b in pairwise(at)
+            if b > a
+        ]
+        edges = [a / unit for a in at[:1]] + [b / unit for a, b in pairwise(at) if b > a]
+        if heights:
+            tops = [bottom - 2 * LANE_HALF * height for height in heights]
+            axes.stairs(tops, edges, baseline=bottom, fill=True, color=color, alpha=0.8)
+
+
+def _draw_rounds(
+    axes: Axes, history: RunHistory, shard: ShardHistory, theme: Theme, lane: int
+) -> None:
+    """A short bar from each round's opening to its end; rounds that overlap lie in rows."""
+    unit, _ = _time_unit(history)
+    rows = _rows(shard.rounds)
+    height = 2 * LANE_HALF / (max(rows, default=0) + 1)
+    for verdict, color, grow in (
+        ("merged", theme.merged, 0.0),
+        ("abandoned", theme.abandoned, 0.1),
+    ):
+        for row in range(max(rows, default=0) + 1):
+            bars = [
+                (r.opened_at / unit, max(r.finished_at - r.opened_at, 0.0) / unit)
+                for r, in_row in zip(shard.rounds, rows, strict=True)
+                if in_row == row and r.result.verdict == verdict
+            ]
+            top = lane - LANE_HALF + (row + 0.07) * height
+            axes.broken_barh(
+                bars,
+                (top - grow, height * 0.86 + 2 * grow),
+                facecolors=color,
+                edgecolors=color,
+                linewidth=0.4 if verdict == "merged" else 1.0,
+                rasterized=len(bars) > 2 * POINTS_MAX,
+            )
+
+
+def _draw_outage(axes: Axes, history: RunHistory, outage: Outage, theme: Theme, lane: int) -> None:
+    unit, _ = _time_unit(history)
+    until = history.duration if outage.back_at is None else outage.back_at
+    begin, width = outage.down_at / unit, (until - outage.down_at) / unit
+    axes.broken_barh(
+        [(begin, width)],
+        (lane - LANE_HALF, 2 * LANE_HALF),
+        facecolors="none",
+        edgecolors=theme.outage,
+        hatch="/////",
+        linewidth=0.8,
+        zorder=3,
+    )
+    axes.plot([begin], [lane], marker="X", color=theme.abandoned, **_MARK, zorder=5)
+    if outage.back_at is not None:
+        axes.plot([until / unit], [lane], marker=">", color=theme.learners[2], **_MARK, zorder=5)
+
+
+_MARK: dict[str, Any] = {"markersize": 8, "markeredgewidth": 0.6, "linestyle": "none"}
+
+
+def _legend_below(axes: Axes, history: RunHistory, theme: Theme) -> None:
+    handles: list[Any] = []
+    if history.learners:
+        color = theme.faint
+        handles.append(Patch(color=color, alpha=0.8, label="steps (height: rate)"))
+    if history.rounds_merged:
+        handles.append(Patch(color=theme.merged, label="round merged"))
+    if history.rounds_abandoned:
+        handles.append(Patch(color=theme.abandoned, label="round given up"))
+    if history.outages:
+        down = Patch(facecolor="none", edgecolor=theme.outage, hatch="/////", label="down")
+        ended = Line2D([], [], marker="X", color=theme.abandoned, label="ended", **_MARK)
+        back = Line2D([], [], marker=">", color=theme.learners[2], label="back", **_MARK)
+        handles += [down, ended, back]
+    columns = min(len(handles), 3 if _is_narrow(axes) else 6)
+    if handles:
+        axes.figure.legend(
+            handles=handles, loc="outside lower center", ncols=columns, frameon=False
+        )
+
+
+def _rows(rounds: Sequence[Round]) -> list[int]:
+    """For each round the first row that is free when it opens; four rows at most."""
+    free_at = [-math.inf] * 4
+    rows = [0] * len(rounds)
+    for index in sorted(range(len(rounds)), key=lambda i: rounds[i].opened_at):
+        opened = rounds[index].opened_at
+        row = next((i for i, at in enumerate(free_at) if at <= opened), 3)
+        rows[index], free_at[row] = row, rounds[index].finished_at
+    return rows
+
+
+# ---- shared
+
+
+def _style(theme: Theme) -> Any:
+    return {
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],
+        "font.size": 9.5,
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.faint,
+        "axes.edgecolor": theme.grid,
+        "axes.titlesize": 10.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlepad": 8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.7,
+        "xtick.color": theme.faint,
+        "ytick.color": theme.faint,
+        "hatch.color": theme.outage,
+        "hatch.linewidth": 0.8,
+        "legend.fontsize": 9,
+        "svg.hashsalt": "decoupled-diloco",
+    }
+
+
+def _frame(axes: Axes, history: RunHistory, title: str, unit_name: str) -> None:
+    unit, _ = _time_unit(history)
+    axes.set_title(title)
+    axes.set_xlabel(f"wall-clock time [{unit_name}]")
+    axes.set_xlim(0, max(history.duration, 1e-9) / unit)
+    axes.xaxis.set_major_locator(MaxNLocator(5 if _is_narrow(axes) else 10, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+
+
+def _is_narrow(axes: Axes) -> bool:
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    return bool(figure.get_figwidth() < 6)
+
+
+def _time_unit(history: RunHistory) -> tuple[float, str]:
+    if history.duration < 300:
+        return (1.0, "s")
+    return (60.0, "min") if history.duration < 3 * 3600 else (3600.0, "h")
+
+
+def _say(axes: Axes, theme: Theme, text: str) -> None:
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=theme.faint)
+    axes.set_yticks([])
+
+
+def _shade_outages(axes: Axes, history: RunHistory, theme: Theme) -> None:
+    unit, _ = _time_unit(history)
+    for outage in history.outages:
+        until = history.duration if outage.back_at is None else outage.back_at
+        axes.axvspan(
+            outage.down_at / unit, until / unit, color=theme.faint, alpha=0.16, linewidth=0
+        )
+        axes.text(
+            outage.down_at / unit,
+            0.02,
+            f" {outage.who} down",
+            transform=axes.get_xaxis_transform(),
+            fontsize=8,
+            color=theme.faint,
+            va="bottom",
+            ha="left",
+        )
+
+
+def _fit_losses(axes: Axes, learners: Sequence[LearnerHistory], smooth: Sequence[float]) -> None:
+    """A few raw outliers must not flatten all lines."""
+    raw = np.array([loss.loss for learner in learners for loss in learner.losses])
+    low, high = np.percentile(raw, [0.5, 99.5])
+    low, high = min(low, *smooth), max(high, *smooth)
+    margin = 0.06 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _learners(history: RunHistory) -> list[LearnerHistory]:
+    return sorted(history.learners.values(), key=lambda learner: natural(learner.name))
+
+
+def _shards(history: RunHistory) -> list[ShardHistory]:
+    return sorted(history.shards.values(), key=lambda shard: natural(shard.name))
+
+
+def _lane_count(history: RunHistory) -> int:
+    return max(2, min(len(history.learners), LANES_MAX) + len(history.shards))
+
+
+def _color(history: RunHistory, learner: LearnerHistory, theme: Theme) -> str:
+    names = [other.name for other in _learners(history)]
+    return theme.learners[names.index(learner.name) % len(theme.learners)]
+
+
+def _rate_typical(learner: LearnerHistory) -> float:
+    median = learner.step_seconds_median
+    return 1.0 / median if median else 0.0
+
+
+def _lives_of(learner: LearnerHistory) -> Iterator[list[Loss]]:
+    """The losses of each life, so that no line is drawn across an outage."""
+    ends = [life.started_at for life in learner.lives[1:]] + [math.inf]
+    rest = list(learner.losses)
+    for end in ends:
+        part = [loss for loss in rest if loss.at < end]
+        rest = rest[len(part) :]
+        if part:
+            yield part
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Local straight lines, by least squares; unlike trailing means they do not lag."""
+    x, y = np.arange(len(values), dtype=float), np.array(values)
+    index = np.arange(len(values))
+    first = np.maximum(0, index - SMOOTHING_STEPS)
+    last = np.minimum(len(values), index + SMOOTHING_STEPS + 1)
+    count = last - first
+
+    def mean(terms: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([[0.0], np.cumsum(terms)])
+        means: np.ndarray = (sums[last] - sums[first]) / count
+        return means
+
+    variance = mean(x * x) - mean(x) ** 2
+    covariance = mean(x * y) - mean(x) * mean(y)
+    slope = np.where(variance > 1e-6, covariance / np.maximum(variance, 1e-6), 0.0)
+    return [float(value) for value in mean(y) + slope * (x - mean(x))]
+
+
+def _averaged(values: Sequence[float]) -> list[float]:
+    """At most ``POINTS_MAX`` values: means of equal groups."""
+    group = math.ceil(len(values) / POINTS_MAX)
+    if group <= 1:
+        return list(values)
+    return [float(np.mean(values[i : i + group])) for i in range(0, len(values), group)]
