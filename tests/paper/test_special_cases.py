@@ -1,0 +1,196 @@
+"""Rule 14: the published methods are settings of the same core.
+
+Each recipe runs in the virtual world (real tensors, the real state machines) and beside it a naive
+version of its method in about ten lines; weights agree to float rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decoupled_diloco.config import RunConfig, load_config
+from decoupled_diloco.merge import Fragment, gather, scatter, tensors_of
+from decoupled_diloco.simulate.training import VirtualRun, virtual_run
+from decoupled_diloco.workloads import Workload
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LEARNERS = 3
+STEPS = 13
+TINY = (
+    f"run.learners={LEARNERS}",
+    f"sync.quorum={LEARNERS}",
+    "run.budget_steps=1000",
+    "workload.options.layers=1",
+    "workload.options.width=16",
+    "workload.options.heads=2",
+    "workload.options.context=16",
+    "workload.options.batch_size=2",
+    "workload.options.corpus_bytes_max=200000",
+    "workload.options.warmup_steps=0",
+)
+
+
+def config_of(recipe: str, *overrides: str) -> RunConfig:
+    return load_config(RECIPES / f"{recipe}.toml", [*TINY, *overrides])
+
+
+class Naive:
+    """M models with their optimizers and data, and the global parameters."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        first = workload.model()
+        self.models = [copy.deepcopy(first) for _ in range(LEARNERS)]
+        self.optimizers = [workload.optimizer(model) for model in self.models]
+        self.batches = [workload.batches(part, LEARNERS) for part in range(LEARNERS)]
+        self.globals = [p.detach().clone() for p in first.parameters()]
+        self.momentum = [torch.zeros_like(p) for p in self.globals]
+
+    def local_steps(self, step: int) -> None:
+        for model, optimizer, batches in zip(
+            self.models, self.optimizers, self.batches, strict=True
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self.workload.schedule(step)
+            self.workload.loss(model, next(batches)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def remember_rates(self) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+
+    def outer_step(self, lr: float, mu: float, nesterov: bool = True) -> None:
+        """Δ = Θ − mean θ; b ← μb + Δ; Θ ← Θ − η(Δ + μb)."""
+        for index, theta in enumerate(self.globals):
+            mean = torch.stack([list(m.parameters())[index].detach() for m in self.models]).mean(0)
+            delta = theta - mean
+            self.momentum[index] = mu * self.momentum[index] + delta
+            theta -= lr * (delta + mu * self.momentum[index] if nesterov else self.momentum[index])
+
+    def overwrite(self) -> None:
+        for model in self.models:
+            for parameter, theta in zip(model.parameters(), self.globals, strict=True):
+                parameter.data.copy_(theta)
+
+
+def after_steps(config: RunConfig) -> VirtualRun:
+    """The virtual run, stopped well after step STEPS and well before the next."""
+    run = virtual_run(config)
+    run.world.run(until=STEPS + 0.7)
+    assert {len(losses) for losses in run.losses.values()} == {STEPS}
+    return run
+
+
+def assert_same(run: VirtualRun, naive: Naive) -> None:
+    for ours, theirs in zip(run.weights(), naive.globals, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+    for process, model in zip(run.world.learners.values(), naive.models, strict=True):
+        trained = process.bodies.trainee.model
+        for ours, theirs in zip(trained.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+def naive_run(workload: Workload, on_step: Callable[[Naive, int], None]) -> Naive:
+    naive = Naive(workload)
+    naive.remember_rates()
+    for step in range(1, STEPS + 1):
+        naive.local_steps(step - 1)
+        on_step(naive, step)
+    return naive
+
+
+def test_data_parallel_is_p1_h1_tau0_with_an_outer_rate_of_one() -> None:
+    run = after_steps(config_of("data-parallel"))
+    model = run.workload.model()
+    optimizer = run.workload.optimizer(model)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    batches = [run.workload.batches(part, LEARNERS) for part in range(LEARNERS)]
+    for step in range(STEPS):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * run.workload.schedule(step)
+        losses = [run.workload.loss(model, next(each)) for each in batches]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(run.weights(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.data, rtol=1e-5, atol=2e-6)
+
+
+def test_diloco_is_one_fragment_with_everybody_and_a_wait() -> None:
+    config = config_of("diloco", "sync.period=4")
+
+    def sync(naive: Naive, step: int) -> None:
+        if step % 4 == 0:
+            naive.outer_step(lr=0.7, mu=0.9)
+            naive.overwrite()
+
+    run = after_steps(config)
+    assert_same(run, naive_run(run.workload, sync))
+
+
+def test_fedavg_takes_the_mean_of_the_models() -> None:
+    config = config_of("fedavg", "sync.period=5")
+
+    def sync(naive: Naive, step: int) -> None:
+        if step % 5 == 0:
+            for index, theta in enumerate(naive.globals):
+                models = [list(m.parameters())[index].detach() for m in naive.models]
+                theta.copy_(torch.stack(models).mean(0))
+            naive.overwrite()
+
+    run = after_steps(config)
+    assert_same(run, naive_run(run.workload, sync))
+
+
+def test_streaming_diloco_blends_each_fragment_tau_steps_later() -> None:
+    config = config_of(
+        "streaming-diloco",
+        "sync.period=6",
+        "sync.fragments=3",
+        "sync.uplink_codec=fp32",
+        "sync.downlink_codec=fp32",
+    )
+    run = after_steps(config)
+    plan = run.bodies.plan
+    pending: dict[int, Fragment] = {}
+
+    def own(model: nn.Module) -> list[Tensor]:
+        return [p.data for p in tensors_of(model, plan.layout)]
+
+    def sync(naive: Naive, step: int) -> None:
+        if (fragment := pending.pop(step, None)) is not None:
+            for model in naive.models:
+                blended = 0.5 * gather(fragment, own(model)) + 0.5 * gather(fragment, naive.globals)
+                scatter(fragment, blended, own(model))
+        for p, fragment in enumerate(plan.fragments):
+            if step % 6 == p * 6 // 3:
+                theta = gather(fragment, naive.globals)
+                sent = torch.stack([gather(fragment, own(m)) for m in naive.models]).mean(0)
+                b = 0.9 * gather(fragment, naive.momentum) + (theta - sent)
+                scatter(fragment, b, naive.momentum)
+                scatter(fragment, theta - 0.4 * ((theta - sent) + 0.9 * b), naive.globals)
+                pending[step + 2] = fragment
+
+    assert_same(run, naive_run(run.workload, sync))
+
+
+@pytest.mark.parametrize("recipe", ["data-parallel", "diloco", "fedavg", "streaming-diloco"])
+def test_a_synchronous_recipe_runs_to_the_end_of_its_budget(recipe: str) -> None:
+    run = virtual_run(
+        config_of(
+            recipe,
+            "run.budget_steps=9",
+            "sync.period=1" if recipe == "data-parallel" else "sync.period=4",
+            *(("sync.fragments=2",) if recipe == "streaming-diloco" else ()),
+        )
+    )
+    assert run.world.run() == "finished"
+    assert run.world.shards[0].machine.state.clock == 9
