@@ -32,8 +32,14 @@ def train_locally(config: RunConfig, console: Console) -> int:
     finally:
         with _undisturbed():
             run.close()
-    write_report(run.path, run.path / "report.html", run.path / "report.png")
-    print_summary(run.path, console)
+    files = [run.path / "report.html", run.path / "report.png"]
+    history = write_report(run.path, *files)
+    if outcome.weights is not None:
+        files.append(outcome.weights)
+    print_summary(history, files, console)
+    if history.sample_text:
+        console.print("\nwhat the trained model writes:\n")
+        console.print(history.sample_text, markup=False, highlight=False)
     if outcome.finished:
         return 0
     console.print(f"the run did not finish: {outcome.reason}", style="bold red")
