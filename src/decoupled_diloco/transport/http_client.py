@@ -35,7 +35,7 @@ from decoupled_diloco.transport.ranges import (
 from decoupled_diloco.transport.sockets import BBR, NEAR_RTT_SECONDS, ask_for_congestion
 from decoupled_diloco.transport.stripes import StripeController
 from decoupled_diloco.transport.tokens import refusal_error
-from decoupled_diloco.transport.transfer import Transfer
+from decoupled_diloco.transport.transfer import Slots, Transfer
 
 FIRST_PIECE_BYTES = 64 << 10
 """Pieces begin small and grow with the link's speed, so that on a slow link progress is seen."""
@@ -76,6 +76,7 @@ class HttpClient:
         self._base: URL | None = None
         self._channels: dict[URL, set[WebSocketChannel]] = {}
         self._controllers: dict[tuple[URL, str], StripeController] = {}
+        self._slots: dict[URL, Slots] = {}
         self._control: aiohttp.ClientSession | None = None
         self._data: aiohttp.ClientSession | None = None
 
@@ -120,7 +121,7 @@ class HttpClient:
         target = self._resolve(url, base)
         view = body.cast("B")
         put = _Put(self, target, view)
-        transfer = Transfer(len(view), put.move, put.gaps, self._limits.retries, self._rng)
+        transfer = self._transfer(target, put, len(view))
         count, seconds = await transfer.run(self._controller(target, "PUT"), self.rtt(target))
         return TransferStats(len(view), seconds, count, transfer.retries, put.congestion)
 
@@ -130,7 +131,7 @@ class HttpClient:
         view = out.cast("B")
         for _ in range(REPLACED_MAX):
             get = _Get(self, target, view)
-            transfer = Transfer(len(view), get.move, get.gaps, self._limits.retries, self._rng)
+            transfer = self._transfer(target, get, len(view))
             try:
                 count, seconds = await transfer.run(
                     self._controller(target, "GET"), self.rtt(target)
@@ -176,6 +177,13 @@ class HttpClient:
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         return headers
+
+    def _transfer(self, target: URL, mover: _Put | _Get, nbytes: int) -> Transfer:
+        # Half of what a server allows, so that connections that end late are not in the way.
+        slots = self._slots.setdefault(
+            target.origin(), Slots(self._limits.streams_per_principal // 2)
+        )
+        return Transfer(nbytes, mover.move, mover.gaps, self._limits.retries, self._rng, slots)
 
     def _controller(self, target: URL, method: str) -> StripeController:
         return self._controllers.setdefault((target.origin(), method), StripeController())

@@ -93,7 +93,7 @@ class HttpServer:
         self._congestion = congestion
         self._pool = ReceivePool(pool_bytes)
         self._bodies = Bodies(self._pool, self._limits)
-        self._channels: dict[str, set[WebSocketChannel]] = {}
+        self._channels: dict[str, list[WebSocketChannel]] = {}
         self._handlers: set[asyncio.Task[Any]] = set()
         self._web: web.Server | None = None
         self._listener: asyncio.Server | None = None
@@ -203,7 +203,7 @@ class HttpServer:
             raise Refusal(error.status, "the control plane is a WebSocket") from None
         address = _address(request)
         channel = WebSocketChannel(ws, Peer(principal, role, address), self._limits, self.stats)
-        self._channels.setdefault(principal, set()).add(channel)
+        self._channels.setdefault(principal, []).append(channel)
         channel.start()
         serving = asyncio.create_task(self._serve(channel))
         self._handlers.add(serving)
@@ -229,10 +229,10 @@ class HttpServer:
             logger.exception("the handler of %s failed", principal)
             reason = "the server failed on this channel; its log says why"
         finally:
-            channels = self._channels.get(principal, set())
-            channels.discard(channel)
+            channels = self._channels[principal]
+            channels.remove(channel)
             if not channels:
-                self._channels.pop(principal, None)
+                del self._channels[principal]
             await channel.close(reason)
 
     async def _put(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
@@ -258,7 +258,6 @@ class HttpServer:
     async def _receive(self, request: web.BaseRequest, stream: Stream, principal: str) -> None:
         await stream.prepare()
         content = request.content
-        channels = self._channels.get(principal, ())
         try:
             while stream.position < stream.stop:
                 piece, _ = await content.readchunk()
@@ -266,8 +265,7 @@ class HttpServer:
                     break
                 stream.write(piece)
                 self.stats.data_bytes_received += len(piece)
-                for channel in channels:
-                    channel.heard()
+                self._touch(principal)
         except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
             raise Refusal(400, f"the connection broke: {error}") from None
         stream.finish()
@@ -307,8 +305,10 @@ class HttpServer:
         return bool(rtts) and min(rtts) > NEAR_RTT_SECONDS
 
     def _touch(self, principal: str) -> None:
-        for channel in self._channels.get(principal, ()):
-            channel.heard()
+        """Renew the newest channel: an older one may be dead, and has to be found out."""
+        channels = self._channels.get(principal)
+        if channels:
+            channels[-1].heard()
 
 
 class _WriteGuard:

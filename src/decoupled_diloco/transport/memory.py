@@ -30,7 +30,7 @@ from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
 from decoupled_diloco.transport.stripes import StripeController
 from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role, refusal_error
-from decoupled_diloco.transport.transfer import Transfer
+from decoupled_diloco.transport.transfer import Slots, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ class MemoryClient:
         return base or self._base, target.raw_path.removeprefix(PREFIX)
 
     async def _run(self, move: _MemoryPut | _MemoryGet, nbytes: int) -> TransferStats:
-        transfer = Transfer(nbytes, move.move, move.gaps, self._limits.retries, self._rng)
+        transfer = Transfer(nbytes, move.move, move.gaps, self._limits.retries, self._rng, Slots(0))
         count, seconds = await transfer.run(StripeController(), 0.0)
         return TransferStats(nbytes, seconds, count, transfer.retries, "memory", move.digest)
 

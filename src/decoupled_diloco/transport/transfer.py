@@ -29,6 +29,24 @@ FindGaps = Callable[[int, int], Awaitable[list[Range]]]
 
 
 @dataclass
+class Slots:
+    """Connections to one server beyond the first of each transfer.
+
+    A transfer takes what is free when it begins, never waits for more, and has one connection in
+    any case. Waiting could block for ever: transfers that queue for the server's memory would
+    hold the connections that the one which has memory needs to finish.
+    """
+
+    free: int
+
+    def take(self, wanted: int) -> int:
+        """Return how many of the wanted connections there are, now taken."""
+        taken = min(wanted, self.free)
+        self.free -= taken
+        return taken
+
+
+@dataclass
 class Transfer:
     """One body on its way.
 
@@ -39,6 +57,7 @@ class Transfer:
         gaps: Finds what a failed attempt left out.
         retries_max: Attempts in a row that may fail without a byte of progress.
         rng: Source of the jitter between attempts.
+        slots: Bounds the connections of all transfers to this server.
     """
 
     nbytes: int
@@ -46,22 +65,25 @@ class Transfer:
     gaps: FindGaps
     retries_max: int
     rng: random.Random
+    slots: Slots
     retries: int = field(default=0)
 
     async def run(self, controller: StripeController, rtt: float | None) -> tuple[int, float]:
         """Move everything; return the stripe count used and the seconds it took."""
-        count = controller.choose(self.nbytes, rtt)
-        ranges = deque(plan(self.nbytes, count))
+        extra = self.slots.take(controller.choose(self.nbytes, rtt) - 1)
+        ranges = deque(plan(self.nbytes, 1 + extra))
         started = time.monotonic()
-        count = min(count, len(ranges))
-        if count == 1:
-            await self._work(ranges)
-        else:
-            await all_or_none([self._work(ranges) for _ in range(count)])
+        try:
+            if extra == 0:
+                await self._work(ranges)
+            else:
+                await all_or_none([self._work(ranges) for _ in range(1 + extra)])
+        finally:
+            self.slots.free += extra
         seconds = time.monotonic() - started
         if self.retries == 0:
-            controller.observe(count, self.nbytes, seconds)
-        return count, seconds
+            controller.observe(1 + extra, self.nbytes, seconds)
+        return 1 + extra, seconds
 
     async def _work(self, ranges: deque[Range]) -> None:
         while ranges:

@@ -15,7 +15,7 @@ from decoupled_diloco.transport.base import Channel, Client, Limits
 from decoupled_diloco.transport.http import HttpClient, HttpServer
 from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
 
-QUICK = Limits(ping_seconds=0.05, lost_seconds=1.0, stall_seconds=0.2, retries=3)
+QUICK = Limits(ping_seconds=0.05, lost_seconds=0.6, stall_seconds=0.2, retries=2)
 
 
 class World:

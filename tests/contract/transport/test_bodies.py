@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from typing import Any
 
 import pytest
 
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
+from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.tokens import Tokens
 
 MIB = 1 << 20
+QUICK = Limits(ping_seconds=0.05, lost_seconds=0.6, stall_seconds=0.2, retries=2)
 
 
 def body_of(nbytes: int, seed: int = 0) -> memoryview:
@@ -199,16 +202,17 @@ async def test_many_at_once_in_both_directions(world: Any) -> None:
 async def test_eight_bodies_through_a_pool_for_fewer(world: Any, pool_mib: int) -> None:
     """Backpressure, longer than the stall interval, and never more than the pool (or one body)."""
     server, client, mine, theirs = await world.pair(pool_bytes=pool_mib * MIB)
+    bodies = [body_of(8 * MIB, number) for number in range(8)]
     most = 0
 
     async def put(number: int) -> None:
         nonlocal most
         upload = server.bodies.expect(f"{number}", 8 * MIB, "learner-0")
-        sending = asyncio.create_task(client.put(upload.url, body_of(8 * MIB, number)))
+        sending = asyncio.create_task(client.put(upload.url, bodies[number]))
         body = await upload.body
         most = max(most, server.pool.in_use)
-        await asyncio.sleep(0.1)
-        assert body.buffer == body_of(8 * MIB, number)
+        await asyncio.sleep(0.06)
+        assert body.buffer == bodies[number]
         body.release()
         await sending
 
@@ -223,7 +227,7 @@ async def test_eight_bodies_through_a_pool_for_fewer(world: Any, pool_mib: int) 
 async def test_peer_disappears_mid_put_then_resumes(world: Any) -> None:
     """What has arrived is not sent again."""
     server, client, _, _ = await world.pair()
-    nbytes = 48 * MIB
+    nbytes = 16 * MIB
     body = body_of(nbytes)
     upload = server.bodies.expect("a", nbytes, "learner-0")
     putting = asyncio.create_task(client.put(upload.url, body))
@@ -245,16 +249,16 @@ async def test_peer_disappears_mid_put_then_resumes(world: Any) -> None:
 
 async def test_peer_disappears_mid_put_for_good(world: Any) -> None:
     server, client, _, _ = await world.pair()
-    upload = server.bodies.expect("a", 48 * MIB, "learner-0")
-    putting = asyncio.create_task(client.put(upload.url, body_of(48 * MIB)))
+    upload = server.bodies.expect("a", 16 * MIB, "learner-0")
+    putting = asyncio.create_task(client.put(upload.url, body_of(16 * MIB)))
     while upload.received == 0:
         await asyncio.sleep(0)
     putting.cancel()
-    with pytest.raises(TransportError, match=r"of 50331648 bytes arrived .* then nothing for 0\.6"):
+    with pytest.raises(TransportError, match=r"of 16777216 bytes arrived .* then nothing for 0\.6"):
         await asyncio.wait_for(upload.body, 5)
     assert server.pool.in_use == 0
     with pytest.raises(ProtocolError, match="was given up"):
-        await client.put(upload.url, body_of(48 * MIB))
+        await client.put(upload.url, body_of(16 * MIB))
 
 
 async def test_stop_while_transfers_are_in_flight(world: Any) -> None:
@@ -271,3 +275,24 @@ async def test_stop_while_transfers_are_in_flight(world: Any) -> None:
         await upload.body
     hog.release()
     assert server.pool.in_use == 0
+
+
+async def test_more_bodies_than_connections_and_memory(world: Any) -> None:
+    """Transfers that wait for memory must not hold what the one that has memory needs."""
+    limits = dataclasses.replace(QUICK, streams_per_principal=8)
+    server = await world.server(limits=limits, pool_bytes=2 * MIB)
+    client = world.client(limits=limits)
+    await client.connect(server.address, "learner", "learner-0")
+    if world.kind == "http":  # As on a long link: as many stripes as there may be.
+        client.rtt = lambda target: 0.1
+
+    async def put(number: int) -> None:
+        upload = server.bodies.expect(f"{number}", 2 * MIB, "learner-0")
+        sending = asyncio.create_task(client.put(upload.url, body_of(2 * MIB, number)))
+        body = await upload.body
+        assert body.buffer == body_of(2 * MIB, number)
+        body.release()
+        await sending
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(put(number) for number in range(4)))
