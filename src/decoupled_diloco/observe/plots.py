@@ -35,12 +35,18 @@ from decoupled_diloco.observe.history import (
 )
 from decoupled_diloco.observe.progress import natural
 
-POINTS_MAX = 1500
-"""A line has no more points than this; more are averaged in groups."""
+POINTS_MAX = 6000
+"""All lines of a plot together have about this many points; more are averaged in groups."""
 
-SMOOTHING_STEPS = 12
-"""A learner's smoothed loss at a step is that of a straight line through the losses of this many
-steps before and after it: the mean of these, except at both ends."""
+POINTS_MAX_OF_LINE = 1000
+
+OUTAGE_LABELS_MAX = 4
+"""More outages than this are shaded without their names; the timeline tells them apart."""
+
+SMOOTHING_STEPS_MIN = 12
+SMOOTHING_SHARE = 1 / 60
+"""A learner's smoothed loss at a step is that of a straight line through the losses of this share
+of its steps before and after it: the mean of these, except at both ends."""
 
 LANES_MAX = 24
 """The timeline shows no more learners than this."""
@@ -125,7 +131,7 @@ def svg(history: RunHistory, plot: str, theme: Theme, *, narrow: bool) -> bytes:
         DRAWS[plot](figure.subplots(), history, theme)
         buffer = io.BytesIO()
         metadata = {"Date": None, "Creator": None}
-        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
+        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata, dpi=220)
     return buffer.getvalue()
 
 
@@ -140,7 +146,8 @@ def draw_evaluation(axes: Axes, history: RunHistory, theme: Theme) -> None:
         return
     _shade_outages(axes, history, theme)
     at, loss = zip(*points, strict=True)
-    axes.plot(at, loss, color=theme.ink, marker="o", markersize=4, linewidth=1.6)
+    size = 4 if len(points) <= 60 else 0
+    axes.plot(at, loss, color=theme.ink, marker="o", markersize=size, linewidth=1.6)
     axes.annotate(
         f"{loss[-1]:.3f}",
         (at[-1], loss[-1]),
@@ -163,21 +170,22 @@ def draw_losses(axes: Axes, history: RunHistory, theme: Theme) -> None:
         return
     _shade_outages(axes, history, theme)
     smooth: list[float] = []
+    most = _points_max(len(learners))
     for learner in learners:
         color = _color(history, learner, theme)
         label: str | None = learner.name
         for part in _lives_of(learner):
-            at = _averaged([loss.at / unit for loss in part])
+            at = _averaged([loss.at / unit for loss in part], most)
             raw = [loss.loss for loss in part]
-            axes.plot(at, _averaged(raw), color=color, alpha=0.22, linewidth=0.8)
-            strong = _averaged(_smoothed(raw))
+            axes.plot(at, _averaged(raw, most), color=color, alpha=0.22, linewidth=0.8)
+            strong = _averaged(_smoothed(raw), most)
             axes.plot(at, strong, color=color, linewidth=1.7, label=label)
             label = None
             smooth += strong
     _fit_losses(axes, learners, smooth)
     columns = 2 if _is_narrow(axes) else 1
     if len(learners) <= 12:
-        axes.legend(ncols=columns, loc="upper right", frameon=False)
+        axes.legend(ncols=columns, loc="lower left", frameon=False)
 
 
 def draw_timeline(axes: Axes, history: RunHistory, theme: Theme) -> None:
@@ -229,8 +237,9 @@ def _draw_steps(
     color = _color(history, learner, theme)
     limit = GAP_MEDIANS * (learner.step_seconds_median or 0.0)
     bottom = lane + LANE_HALF
+    most = _points_max(len(history.learners))
     for life in learner.lives:
-        group = max(1, math.ceil(len(life.steps_at) / POINTS_MAX))
+        group = max(1, math.ceil(len(life.steps_at) / most))
         at = life.steps_at[::group]
         heights = [
             0.0 if b - a > limit * group else min(1.0, group / ((b - a) * fastest))
@@ -267,7 +276,7 @@ def _draw_rounds(
                 facecolors=color,
                 edgecolors=color,
                 linewidth=0.4 if verdict == "merged" else 1.0,
-                rasterized=len(bars) > 2 * POINTS_MAX,
+                rasterized=len(shard.rounds) > POINTS_MAX_OF_LINE,
             )
 
 
@@ -382,20 +391,24 @@ def _say(axes: Axes, theme: Theme, text: str) -> None:
 
 def _shade_outages(axes: Axes, history: RunHistory, theme: Theme) -> None:
     unit, _ = _time_unit(history)
-    for outage in history.outages:
+    outages = history.outages
+    for index, outage in enumerate(outages):
         until = history.duration if outage.back_at is None else outage.back_at
         axes.axvspan(
             outage.down_at / unit, until / unit, color=theme.faint, alpha=0.16, linewidth=0
         )
+        if len(outages) > OUTAGE_LABELS_MAX:
+            continue
+        late = outage.down_at > 0.7 * history.duration
         axes.text(
-            outage.down_at / unit,
-            0.02,
-            f" {outage.who} down",
+            (until if late else outage.down_at) / unit,
+            0.98 - 0.08 * index,
+            f" {outage.who} down ",
             transform=axes.get_xaxis_transform(),
             fontsize=8,
             color=theme.faint,
-            va="bottom",
-            ha="left",
+            va="top",
+            ha="right" if late else "left",
         )
 
 
@@ -445,8 +458,9 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     """Local straight lines, by least squares; unlike trailing means they do not lag."""
     x, y = np.arange(len(values), dtype=float), np.array(values)
     index = np.arange(len(values))
-    first = np.maximum(0, index - SMOOTHING_STEPS)
-    last = np.minimum(len(values), index + SMOOTHING_STEPS + 1)
+    reach = max(SMOOTHING_STEPS_MIN, int(SMOOTHING_SHARE * len(values)))
+    first = np.maximum(0, index - reach)
+    last = np.minimum(len(values), index + reach + 1)
     count = last - first
 
     def mean(terms: np.ndarray) -> np.ndarray:
@@ -460,9 +474,14 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     return [float(value) for value in mean(y) + slope * (x - mean(x))]
 
 
-def _averaged(values: Sequence[float]) -> list[float]:
-    """At most ``POINTS_MAX`` values: means of equal groups."""
-    group = math.ceil(len(values) / POINTS_MAX)
+def _points_max(lines: int) -> int:
+    """How many points each of several lines may have."""
+    return min(POINTS_MAX_OF_LINE, max(100, POINTS_MAX // max(1, lines)))
+
+
+def _averaged(values: Sequence[float], most: int) -> list[float]:
+    """No more values than this: means of equal groups."""
+    group = math.ceil(len(values) / most)
     if group <= 1:
         return list(values)
     return [float(np.mean(values[i : i + group])) for i in range(0, len(values), group)]

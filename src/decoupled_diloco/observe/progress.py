@@ -42,6 +42,14 @@ _STYLES = {
 }
 
 
+class SteadyConsole(Console):
+    """A console whose reader may go away: rich would end the process then, with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Leaves the `BrokenPipeError`, which rich is handling here, to whoever printed."""
+        raise
+
+
 class Progress:
     """Shows how a run is going; call `poll` a few times a second.
 
@@ -51,7 +59,7 @@ class Progress:
         run_folder: The run's folder; its tape need not exist yet.
         budget_steps: The run ends at this global step; ``None``: no limit.
         budget_tokens: The run ends after this many tokens; ``None``: no limit.
-        console: Where to show it; standard output by default.
+        console: Where to show it; a `SteadyConsole` on standard output by default.
         clock: Seconds, for the distance of plain lines.
     """
 
@@ -66,7 +74,7 @@ class Progress:
         self.view = LiveView()
         self.budget_steps = budget_steps
         self.budget_tokens = budget_tokens
-        self.console = console or Console()
+        self.console = console or SteadyConsole()
         self._clock = clock
         self._follower = Follower(run_folder)
         self._live: Live | None = None

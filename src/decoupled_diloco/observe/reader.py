@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import os
@@ -72,7 +73,8 @@ def merge_tapes(run_folder: str | Path) -> Path:
             file.writelines(format_record(record) for record in records)
         torn.replace(merged)
     except OSError as error:
-        torn.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what matters is the first error
+            torn.unlink()
         raise StorageError(f"{merged} cannot be written: {error.strerror}") from error
     return merged
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import time
 from collections import Counter
@@ -28,7 +29,7 @@ REMARKS_MAX = 200
 
 _CAPTIONS = {
     "evaluation": "Loss of the global weights on held-out data, as the evaluator measured it.",
-    "losses": "Faint: every measured step; strong: the mean over the steps around it.",
+    "losses": "Faint: every measured step; strong: smoothed over the steps around it.",
     "timeline": "Learners: the higher the bar, the faster the steps; a gap is time without a step. "
     "Syncer: one short bar a round, from its opening to the new published copy.",
 }
@@ -226,5 +227,6 @@ def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
         write(torn)
         torn.replace(path)
     except OSError as error:
-        torn.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what matters is the first error
+            torn.unlink()
         raise StorageError(f"{path} cannot be written: {error.strerror}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -193,12 +192,11 @@ def _print_pairs(console: Console, pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def _table(title: str, rows: list[list[str]]) -> Table:
-    """Headers may be broken at spaces, so that the table fits 80 columns; cells may not."""
+    """Headers are broken at spaces, so that the table fits 80 columns."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for index, (name, *cells) in enumerate(zip(*rows, strict=True)):
-        width = max(len(word) for word in [*name.split(), title if index == 0 else "", *cells])
-        justify: Literal["left", "right"] = "right" if index else "left"
-        table.add_column(name or title, justify=justify, min_width=width)
+    for index, name in enumerate(rows[0]):
+        header = name.replace(" ", "\n") or title
+        table.add_column(header, justify="right" if index else "left", vertical="bottom")
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     return table

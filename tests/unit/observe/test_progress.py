@@ -1,0 +1,264 @@
+import io
+import shutil
+
+import pytest
+from rich.console import Console
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.live import LiveView, Rate
+from decoupled_diloco.observe.progress import Progress, SteadyConsole
+from decoupled_diloco.observe.samples import (
+    Evaluated,
+    LossMeasured,
+    ProcessEnded,
+    ProcessStarted,
+    RestartScheduled,
+)
+from decoupled_diloco.observe.tape import TapeWriter, read_tape
+from decoupled_diloco.protocol.effects import ClockAdvanced, Expect, Ready
+from decoupled_diloco.protocol.events import StepFinished, TermGranted, Tick
+from decoupled_diloco.protocol.messages import ShardAdmitted
+
+WALL = 1_780_000_000.0
+
+
+def console(width=80, terminal=False):
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+
+
+def text_of(renderable, width=80):
+    out = console(width)
+    out.print(renderable)
+    return out.file.getvalue()
+
+
+def until(run_folder, at):
+    """The display as it was at this second of the made-up run."""
+    progress = Progress(run_folder, budget_steps=120, console=console())
+    for record in read_tape(run_folder):
+        if record.wall - WALL <= at:
+            progress.view.take(record)
+    return progress
+
+
+def test_display_in_the_middle_of_the_outage(run_folder):
+    progress = until(run_folder, 32.0)
+    text = text_of(progress.render())
+    assert "step 56/120" in text
+    assert "47 %" in text
+    row = next(line for line in text.splitlines() if line.startswith("learner-1"))
+    assert row.split()[1:4] == ["joining", "52", "–"]
+    row = next(line for line in text.splitlines() if line.startswith("learner-0"))
+    assert row.split()[1:4] == ["training", "56", "1.02k"]
+    row = next(line for line in text.splitlines() if line.startswith("shard-1"))
+    assert row.split() == ["shard-1", "running", "56", "54", "1", "0", "120", "ms"]
+    assert "evaluation loss 2.9700 (step 40)" in text
+
+
+def test_display_fits_eighty_columns(run_folder):
+    for at in (0.6, 20.0, 30.5, 66.0):
+        lines = text_of(until(run_folder, at).render(), width=200).splitlines()
+        assert max(len(line.rstrip()) for line in lines) <= 80
+
+
+def test_time_that_is_left(run_folder):
+    progress = until(run_folder, 34.0)
+    assert progress.fraction() == 0.5
+    assert progress.remaining_seconds() == pytest.approx(30.0, rel=0.01)
+    progress.budget_tokens = progress.view.tokens + 3600
+    assert progress.remaining_seconds() == pytest.approx(1.0, rel=0.1)
+    assert until(run_folder, 66.0).remaining_seconds() is None
+    assert Progress(run_folder).fraction() is None
+
+
+def test_plain_lines_tell_what_matters(run_folder):
+    seconds = [0.0]
+    out = console()
+    with Progress(run_folder, 120, console=out, clock=lambda: seconds[0]) as progress:
+        seconds[0] = 6.0
+        progress.poll()
+        progress.poll()
+    lines = out.file.getvalue().splitlines()
+    for line in (
+        "00:04  learner-0 joined",
+        "00:14  evaluation at step 20: loss 3.6446",
+        "00:30  fault on purpose: kill learner-1",
+        "00:30  learner-1 was killed (SIGKILL) at step 52",
+        "00:30  learner-1 is started again in 1 s",
+        "00:36  learner-1 is back, 5.8 s after it went down",
+        "01:04  the budget is spent: the closing rounds begin",
+        "01:05  weights saved: weights.safetensors",
+    ):
+        assert lines.count(line) == 1
+    gone = (
+        "00:30  learner-1 (epoch 1) is no longer live: its connection broke and its lease ran out"
+    )
+    assert lines.count(gone) == 1
+    assert [line for line in lines if "step 120/120" in line] == [
+        "01:06  step 120/120, 219k tokens, 3.79k tok/s, loss 2.009, 0/4 learners, 234 rounds"
+    ]
+
+
+def test_a_line_comes_every_five_seconds(run_folder):
+    seconds = [0.0]
+    out = console()
+    with Progress(run_folder, console=out, clock=lambda: seconds[0]) as progress:
+        for second in range(16):
+            seconds[0] = float(second)
+            progress.poll()
+    assert out.file.getvalue().count("step 120,") == 3
+
+
+def test_nothing_is_shown_before_there_is_a_tape(tmp_path):
+    seconds = [0.0]
+    out = console()
+    with Progress(tmp_path / "later", 10, console=out, clock=lambda: seconds[0]) as progress:
+        seconds[0] = 60.0
+        progress.poll()
+        text_of(progress.render())
+    assert out.file.getvalue() == ""
+
+
+def test_on_a_terminal_lines_stand_above_the_display(run_folder):
+    out = console(terminal=True)
+    with Progress(run_folder, 120, console=out) as progress:
+        progress.poll()
+    text = out.file.getvalue()
+    assert "learner-1 is back, 5.8 s after it went down" in text
+    assert text.index("is back") < text.index("step 120/120")
+
+
+def test_a_tape_that_cannot_be_read_is_told_once_and_does_not_end_the_run(tmp_path):
+    TapeWriter(tmp_path / "tape", "learner-0").close()
+    path = tmp_path / "tape" / "learner-0.jsonl"
+    path.write_text(path.read_text().replace('"v":1', '"v":9'))
+    out = console(width=200)
+    with Progress(tmp_path, console=out) as progress:
+        progress.poll()
+        progress.poll()
+    text = out.file.getvalue()
+    assert text.count("progress is no longer shown, the run goes on: ") == 1
+    assert "schema 9" in text
+
+
+def test_a_mistake_of_the_display_does_not_end_the_run(run_folder, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(LiveView, "take", broken)
+    out = console()
+    with Progress(run_folder, console=out) as progress:
+        progress.poll()
+    assert out.file.getvalue().count("the run goes on: ZeroDivisionError: oh") == 1
+
+
+def test_a_console_that_is_gone_does_not_end_the_run(run_folder, caplog):
+    class Gone(io.StringIO):
+        def write(self, _text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    with Progress(run_folder, console=SteadyConsole(file=Gone(), width=80)) as progress:
+        progress.poll()
+        progress.poll()
+    assert "Broken pipe" in caplog.text
+
+
+def test_torn_lines_are_told_once(tmp_path, run_folder):
+    shutil.copytree(run_folder / "tape", tmp_path / "tape")
+    with (tmp_path / "tape" / "shard-1.jsonl").open("a") as file:
+        file.write("torn\n")
+    out = console(width=200)
+    with Progress(tmp_path, console=out) as progress:
+        progress.poll()
+        progress.poll()
+    assert out.file.getvalue().count("is torn and was left out") == 1
+
+
+def test_many_learners_are_summed_up(tmp_path):
+    for number in range(20):
+        TapeWriter(tmp_path / "tape", f"learner-{number}").close()
+    progress = Progress(tmp_path, console=console())
+    progress.poll()
+    lines = text_of(progress.render()).splitlines()
+    names = [line.split()[0] for line in lines if line.startswith("learner-")]
+    assert names == [f"learner-{number}" for number in range(16)]
+    assert any(line.startswith("… 4 more") for line in lines)
+
+
+# ---- the state behind it
+
+
+def view_of(folder):
+    view, lines = LiveView(), []
+    for record in read_tape(folder):
+        lines += [line for _, line in view.take(record)]
+    return view, lines
+
+
+def writer(folder, who):
+    return TapeWriter(folder, who, clock=lambda: 0.0, wall=lambda: WALL)
+
+
+def test_states_of_a_shard_that_dies_and_comes_back(tmp_path):
+    with writer(tmp_path, "launcher") as tape:
+        tape.sample(0.1, ProcessStarted("shard-0", 5))
+        tape.sample(5.0, ProcessEnded("shard-0", 1, None))
+        tape.sample(5.1, RestartScheduled("shard-0", 2.0))
+    with writer(tmp_path, "shard-0") as tape:
+        tape.event(1.0, TermGranted(ShardAdmitted(1, False)))
+        tape.effects(1.0, 1, [Expect("/p", "learner-0", 7, 3, "due"), ClockAdvanced(4, 1, "x")])
+    view, lines = view_of(tmp_path)
+    assert view.shards["shard-0"].state == "restarting"
+    assert view.shards["shard-0"].open == {7}
+    assert lines == [
+        "shard-0 ended with exit code 1 at step 4",
+        "shard-0 is started again in 2 s",
+    ]
+
+
+def test_a_learner_that_has_not_stepped_for_long_is_quiet(tmp_path):
+    with writer(tmp_path, "learner-0") as tape:
+        tape.effects(1.0, tape.event(1.0, Tick()), [Ready("held")])
+        tape.event(2.0, StepFinished(1))
+    with writer(tmp_path, "evaluator") as tape:
+        tape.sample(30.0, Evaluated(1, None, 1))
+    view, lines = view_of(tmp_path)
+    assert view.state_of(view.learners["learner-0"]) == "quiet for 28 s"
+    assert lines == ["learner-0 joined", "evaluation at step 1: loss not finite"]
+
+
+def test_a_diverged_loss_is_told_once_in_a_while(tmp_path):
+    with writer(tmp_path, "learner-0") as tape:
+        for step in range(4):
+            tape.sample(float(step), LossMeasured(step, step, 1, None))
+    assert view_of(tmp_path)[1] == ["the loss of learner-0 is not finite: it has diverged"]
+
+
+def test_records_of_another_version_are_told(tmp_path):
+    with writer(tmp_path, "learner-0") as tape:
+        tape.event(1.0, StepFinished(1))
+    path = tmp_path / "learner-0.jsonl"
+    path.write_text(path.read_text().replace('"tokens":1', '"words":1'))
+    (line,) = view_of(tmp_path)[1]
+    assert line.startswith("a record of learner-0 is left out: StepFinished: unknown fields")
+
+
+def test_rate_forgets_what_is_long_ago():
+    rate = Rate()
+    assert rate.per_second() is None
+    for at in range(100):
+        rate.add(float(at), 10.0 * at if at < 50 else 500.0 + 2 * (at - 50))
+    assert rate.per_second() == pytest.approx(2.0)
+    rate.clear()
+    assert rate.per_second() is None
+
+
+def test_no_storage_error_leaves_poll(tmp_path, monkeypatch):
+    progress = Progress(tmp_path, console=console(width=200))
+
+    def full():
+        raise StorageError("tape cannot be read: give it back")
+
+    monkeypatch.setattr(progress._follower, "poll", full)
+    progress.poll()
+    assert "goes on: tape cannot be read: give it back" in progress.console.file.getvalue()

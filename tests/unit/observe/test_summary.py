@@ -1,0 +1,100 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.history import Evaluation, Outage, RunHistory
+from decoupled_diloco.observe.summary import outage_line, percent, print_summary, totals
+
+
+@pytest.fixture(scope="module")
+def history(run_folder):
+    return read_history(run_folder)
+
+
+def summary(history, files=(), width=80):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    print_summary(history, files, console)
+    return console.file.getvalue()
+
+
+def test_summary_tells_the_run(history):
+    lines = [" ".join(line.split()) for line in summary(history, ["report.html"]).splitlines()]
+    for line in (
+        "duration 1 min 6 s",
+        "global steps 120",
+        "tokens 219k, 3.68k/s",
+        "evaluation loss 4.8139 → 2.1519, steps 0 → 119",
+        "rounds merged 234, 6 given up",
+        "tokens discarded 13.7k, 6 %",
+        "learners sent 14.3 MiB, received 19.1 MiB",
+        "learner-1 108 55.3k 2.115 89 % 6 % 5.8 s 500 ms 500 ms",
+        "learner-3 80 41k 2.162 67 % 6 % – 750 ms 750 ms",
+        "shard-0 120 117 3 300 ms 120 ms 1",
+        "learner-1 was killed at 30.2 s (step 52), back after 5.8 s; steps lost by the others: 0",
+        "written report.html",
+    ):
+        assert line in lines
+
+
+def test_summary_fits_eighty_columns(history):
+    lines = summary(history, width=200).splitlines()
+    assert max(len(line.rstrip()) for line in lines if "was killed" not in line) <= 90
+    lines = summary(history, width=80).splitlines()
+    assert max(len(line.rstrip()) for line in lines if "was killed" not in line) <= 80
+
+
+def test_summary_of_an_empty_run():
+    text = summary(RunHistory(problems=["learner-0.jsonl: line 3 is torn"]))
+    assert "none was made" in text
+    assert "the tape is not whole: learner-0.jsonl: line 3 is torn" in text
+
+
+def outage(who="learner-0", **changes):
+    fields = {"restarted_at": None, "back_at": None, "lost_steps": {}, "how": "fell silent"}
+    return Outage(who=who, down_at=10.0, global_step=7, **(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        (outage(), "learner-0 fell silent at 10.0 s (step 7), not started again"),
+        (
+            outage(restarted_at=12.0),
+            "learner-0 fell silent at 10.0 s (step 7), started again but not back before the end",
+        ),
+        (
+            outage(how="ended with exit code 4", back_at=12.5, lost_steps={"learner-1": 3}),
+            "learner-0 ended with exit code 4 at 10.0 s (step 7), back after 2.5 s; "
+            "steps lost by the learners: 3 (learner-1 3)",
+        ),
+        (
+            outage("shard-0", how="killed (SIGTERM)"),
+            "shard-0 was killed (SIGTERM) at 10.0 s (step 7), not started again",
+        ),
+    ],
+)
+def test_outages_in_words(what, line):
+    assert outage_line(RunHistory(), what) == line
+
+
+def evaluation_line(*losses):
+    evaluations = [Evaluation(float(i), i, loss, 1) for i, loss in enumerate(losses)]
+    return totals(RunHistory(evaluations=evaluations))[3][1:]
+
+
+def test_evaluations_in_words():
+    assert evaluation_line() == ("–", "none was made")
+    assert evaluation_line(None) == ("not finite", "it diverged")
+    assert evaluation_line(2.5) == ("2.5000", "step 0")
+    assert evaluation_line(2.5, None, 1.25) == ("2.5000 → 1.2500", "steps 0 → 2")
+
+
+def test_a_share_just_below_one_is_not_rounded_up_to_it():
+    assert [percent(share) for share in (1.0, 0.9999, 0.996, 0.5)] == [
+        "100 %",
+        "99.9 %",
+        "99.6 %",
+        "50 %",
+    ]
