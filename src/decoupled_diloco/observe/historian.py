@@ -123,6 +123,7 @@ class _Historian:
     def __init__(self) -> None:
         self.run = RunHistory()
         self._began = False
+        self._fragments: set[int] = set()
         self._ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
         self._evictions: dict[str, list[tuple[float, str]]] = {}
         self._bytes: dict[str, dict[int, BytesMoved]] = {}
@@ -153,7 +154,9 @@ class _Historian:
 
     def finish(self) -> RunHistory:
         run = self.run
+        run.fragments = len(self._fragments)
         for learner in run.learners.values():
+            learner.discarded_tokens /= max(1, run.fragments)
             learner.rounds_merged_in_run = run.rounds_merged
             for shard in run.shards.values():
                 self._count_rounds(learner, shard)
@@ -194,7 +197,8 @@ class _Historian:
                     learner.losses_not_finite += 1
                 else:
                     learner.losses.append(Loss(at, global_step, loss))
-            case Apply(_, _, mode, discarded_tokens, _):
+            case Apply(fragment, _, mode, discarded_tokens, _):
+                self._fragments.add(fragment)
                 learner.applied[mode] += 1
                 learner.discarded_tokens += discarded_tokens
             case Ready():

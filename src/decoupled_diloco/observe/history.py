@@ -103,14 +103,18 @@ class Life:
 
 @dataclass
 class LearnerHistory:
-    """One learner."""
+    """One learner.
+
+    ``discarded_tokens``: tokens whose training was overwritten by merged fragments. An overwritten
+    fragment is one of P parts of the model, so its tokens count 1/P.
+    """
 
     name: str
     lives: list[Life] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     losses_not_finite: int = 0
     tokens: int = 0
-    discarded_tokens: int = 0
+    discarded_tokens: float = 0.0
     applied: Counter[str] = field(default_factory=Counter)
     outages: list[Outage] = field(default_factory=list)
     rounds_asked: int = 0
@@ -214,6 +218,7 @@ class RunHistory:
 
     started_wall: float = 0.0
     duration: float = 0.0
+    fragments: int = 0
     learners: dict[str, LearnerHistory] = field(default_factory=dict)
     shards: dict[str, ShardHistory] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -242,7 +247,7 @@ class RunHistory:
         return sum(learner.tokens for learner in self.learners.values())
 
     @property
-    def discarded_tokens(self) -> int:
+    def discarded_tokens(self) -> float:
         """Tokens whose training was overwritten by merged fragments."""
         return sum(learner.discarded_tokens for learner in self.learners.values())
 

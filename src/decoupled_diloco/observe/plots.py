@@ -144,7 +144,7 @@ def draw_evaluation(axes: Axes, history: RunHistory, theme: Theme) -> None:
     if not points:
         _say(axes, theme, "no evaluation is on the tape")
         return
-    _shade_outages(axes, history, theme)
+    _shade_outages(axes, history, theme, named=True)
     at, loss = zip(*points, strict=True)
     size = 4 if len(points) <= 60 else 0
     axes.plot(at, loss, color=theme.ink, marker="o", markersize=size, linewidth=1.6)
@@ -168,7 +168,7 @@ def draw_losses(axes: Axes, history: RunHistory, theme: Theme) -> None:
     if not learners:
         _say(axes, theme, "no training loss is on the tape")
         return
-    _shade_outages(axes, history, theme)
+    _shade_outages(axes, history, theme, named=False)
     smooth: list[float] = []
     most = _points_max(len(learners))
     for learner in learners:
@@ -185,7 +185,7 @@ def draw_losses(axes: Axes, history: RunHistory, theme: Theme) -> None:
     _fit_losses(axes, learners, smooth)
     columns = 2 if _is_narrow(axes) else 1
     if len(learners) <= 12:
-        axes.legend(ncols=columns, loc="lower left", frameon=False)
+        axes.legend(ncols=columns, loc="upper right", frameon=False)
 
 
 def draw_timeline(axes: Axes, history: RunHistory, theme: Theme) -> None:
@@ -389,7 +389,7 @@ def _say(axes: Axes, theme: Theme, text: str) -> None:
     axes.set_yticks([])
 
 
-def _shade_outages(axes: Axes, history: RunHistory, theme: Theme) -> None:
+def _shade_outages(axes: Axes, history: RunHistory, theme: Theme, *, named: bool) -> None:
     unit, _ = _time_unit(history)
     outages = history.outages
     for index, outage in enumerate(outages):
@@ -397,7 +397,7 @@ def _shade_outages(axes: Axes, history: RunHistory, theme: Theme) -> None:
         axes.axvspan(
             outage.down_at / unit, until / unit, color=theme.faint, alpha=0.16, linewidth=0
         )
-        if len(outages) > OUTAGE_LABELS_MAX:
+        if not named or len(outages) > OUTAGE_LABELS_MAX:
             continue
         late = outage.down_at > 0.7 * history.duration
         axes.text(

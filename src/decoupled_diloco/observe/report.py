@@ -113,7 +113,10 @@ def render_report(history: RunHistory, settings: str | None = None) -> str:
 
 
 def _title(history: RunHistory) -> str:
-    name = history.headers.get("launcher", {}).get("name")
+    names = (
+        header.get("settings", {}).get("run", {}).get("name") for header in history.headers.values()
+    )
+    name = next(filter(None, names), None)
     return f"Decoupled DiLoCo: {name}" if name else "Decoupled DiLoCo run"
 
 
@@ -198,9 +201,12 @@ def _corpus_rows(history: RunHistory) -> list[list[str]]:
 def _version_rows(history: RunHistory) -> list[list[str]]:
     rows = [["", ""]]
     rows += [["decoupled-diloco", version] for version in sorted(set(history.versions.values()))]
-    for name, version in history.headers.get("launcher", {}).get("versions", {}).items():
-        rows.append([str(name), str(version)])
-    return rows
+    named = {
+        (str(name), str(version))
+        for header in history.headers.values()
+        for name, version in header.get("versions", {}).items()
+    }
+    return rows + [list(pair) for pair in sorted(named)]
 
 
 def _remark_rows(history: RunHistory) -> list[list[str]]:

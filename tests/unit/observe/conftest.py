@@ -44,6 +44,10 @@ WALL = 1_780_000_000.0
 BEGIN, KILL, RESTART, BACK, END = 4.0, 30.2, 31.2, 36.0, 64.0
 TOKENS = 512
 LEARNERS = ("learner-0", "learner-1", "learner-2", "learner-3")
+HEADER = {
+    "settings": {"run": {"name": "made-up"}},
+    "versions": {"torch": "2.13.0", "python": "3.11.2"},
+}
 SETTINGS = """[run]
 name = "made-up"
 learners = 4
@@ -64,7 +68,7 @@ class Author:
         self.tape = TapeWriter(
             folder,
             who,
-            {"versions": {"torch": "2.13.0", "python": "3.11.2"}} if who == "launcher" else {},
+            HEADER if who == "launcher" else {},
             clock=lambda: self.origin + self._wall,
             wall=lambda: WALL + self._wall,
         )

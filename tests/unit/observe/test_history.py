@@ -43,8 +43,10 @@ def test_learner_numbers(history, name, steps, median):
     assert len(learner.losses) == steps
     assert learner.step_seconds_median == pytest.approx(median)
     assert learner.gap_seconds_longest == pytest.approx(median)
-    assert learner.applied == {"overwrite": learner.discarded_tokens // 128}
-    assert learner.discarded_tokens == 128 * (13 + 14 if name == "learner-1" else steps // 4)
+    applied = 13 + 14 if name == "learner-1" else steps // 4
+    assert learner.applied == {"overwrite": applied}
+    assert history.fragments == 6
+    assert learner.discarded_tokens == pytest.approx(128 * applied / 6)
 
 
 def test_participation_counts_merged_rounds_only(history):

@@ -62,6 +62,7 @@ def test_report_tells_the_numbers(page):
     texts = Page(page).texts
     for text in (
         "learner-1 was killed at 30.2 s (step 52), back after 5.8 s; steps lost by the others: 0.",
+        "Decoupled DiLoCo: made-up",
         "4.8139 → 2.1519",
         "1 min 6 s",
         "234",
