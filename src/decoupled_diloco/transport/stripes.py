@@ -15,6 +15,8 @@ SMALL_BYTES = 256 << 10
 LOCAL_RTT_SECONDS = 0.002
 GAIN = 1.15
 """What doubling the count must gain to be worth the connections."""
+FULL = 1.05
+"""A link on which doubling gains less than this is taken to be full."""
 PROBE_EVERY = 16
 """Transfers between two tries of a neighbouring count."""
 EMA_WEIGHT = 0.4
@@ -73,8 +75,9 @@ class StripeController:
         up, down = 2 * self.count, self.count // 2
         if up <= COUNTS[-1] and up not in self.rates:
             return up
-        if down >= 1 and down not in self.rates:
-            return down
+        full = self.rates.get(up, 0.0) <= FULL * self.rates[self.count]
+        if full and down >= 1 and down not in self.rates:
+            return down  # More gains nothing at all, so fewer may do as well.
         if self._since_probe >= PROBE_EVERY:
             if self._probe_up and up <= COUNTS[-1]:
                 return up
