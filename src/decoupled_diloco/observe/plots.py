@@ -323,14 +323,19 @@ def _legend_below(axes: Axes, history: RunHistory, theme: Theme) -> None:
 
 
 def _rows(rounds: Sequence[Round]) -> list[int]:
-    """For each round the first row that is free when it opens; four rows at most."""
+    """For each round the first row that is free when it opens.
+
+    Four rows at most, and no row for less than one in fifty: the closing sweep, with all its rounds
+    at once, must not make everything else thin.
+    """
     free_at = [-math.inf] * 4
     rows = [0] * len(rounds)
     for index in sorted(range(len(rounds)), key=lambda i: rounds[i].opened_at):
         opened = rounds[index].opened_at
         row = next((i for i, at in enumerate(free_at) if at <= opened), 3)
         rows[index], free_at[row] = row, rounds[index].finished_at
-    return rows
+    most = sorted(rows)[int(0.98 * len(rows))] if rows else 0
+    return [min(row, most) for row in rows]
 
 
 # ---- shared
