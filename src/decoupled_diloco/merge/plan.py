@@ -18,6 +18,7 @@ from decoupled_diloco.merge.codec import Body, Codec, as_bytes, codec
 from decoupled_diloco.merge.fragments import (
     Fragment,
     MergeMethod,
+    Segment,
     Strategy,
     partition,
     segments,
@@ -83,8 +84,11 @@ class MergePlan:
 
     def accumulator(self, fragment: int) -> Accumulator:
         """An empty accumulator for one round of a fragment."""
-        part = self.fragments[fragment]
-        return Accumulator(part.numel, segments(part, self.layout, self.method))
+        return Accumulator(self.fragments[fragment].numel, self.segments(fragment))
+
+    def segments(self, fragment: int) -> tuple[Segment, ...]:
+        """What of a fragment is merged as one vector, and how."""
+        return segments(self.fragments[fragment], self.layout, self.method)
 
     def uplink_nbytes(self, fragment: int) -> int:
         """Size of a contribution's body."""

@@ -19,6 +19,7 @@ from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge import (
     Accumulator,
     Body,
+    Contribution,
     OuterOptimizer,
     digest,
     is_finite,
@@ -60,7 +61,7 @@ class ShardTensors:
         self.plan = plan
         self.owned = owned
         self.fragments: dict[int, FragmentTensors] = {}
-        self._arrived: dict[tuple[int, str], Tensor] = {}
+        self._arrived: dict[tuple[int, str], Contribution] = {}
         self._accumulators: dict[int, Accumulator] = {}
 
     def install(self, fragment: int, values: Tensor) -> str:
@@ -96,17 +97,18 @@ class ShardTensors:
         actual = digest(body)
         if actual != announced:
             raise ProtocolError(f"the body's digest is {actual}, {announced} was announced")
-        vector = self.plan.uplink.decode(body, self.plan.fragments[fragment].numel)
-        if not is_finite(vector):
-            raise MergeError("the contribution has NaN or infinite values")
-        self._arrived[number, learner] = vector
+        numel = self.plan.fragments[fragment].numel
+        contribution = Contribution(numel, self.plan.segments(fragment))
+        contribution.add(0, self.plan.uplink.decode(body, numel))
+        self._arrived[number, learner] = contribution
 
     def fold(self, fragment: int, number: int, learner: str, steps: float, tokens: float) -> None:
         """Folds a verified contribution into its round's accumulator."""
-        vector = self._arrived.pop((number, learner))
+        contribution = self._arrived.pop((number, learner))
         if number not in self._accumulators:
             self._accumulators[number] = self.plan.accumulator(fragment)
-        self._accumulators[number].add(vector, self.plan.weight(tokens, steps))
+        weight = self.plan.weight(tokens, steps)
+        self._accumulators[number].add_contribution(contribution, weight)
 
     def drop(self, number: int, learner: str) -> None:
         """Forgets a verified contribution that is not wanted."""
