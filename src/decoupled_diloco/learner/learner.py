@@ -64,7 +64,7 @@ class _Participant:
             )
         addresses = (syncer,) if isinstance(syncer, str) else tuple(syncer)
         for address in addresses:
-            if not address.startswith(("http://", "https://")):
+            if client is None and not address.startswith(("http://", "https://")):
                 raise ConfigError(
                     f"syncer={address!r} is not a URL: write it as 'http://host:port'"
                 )
@@ -76,14 +76,14 @@ class _Participant:
             addresses,
             store,
             client=client or (lambda: HttpClient(token=token)),
-            tape=None if tape is None else lambda header: TapeWriter(Path(tape), name, header),
+            tape=None if tape is None else lambda header: _open_tape(Path(tape), name, header),
             give_up_seconds=give_up_seconds,
         )
         self._background.start()
         try:
             self._wait_until_ready()
         except BaseException:
-            self._background.stop("")
+            self._background.stop("", abrupt=True)
             self._closed = True
             raise
 
@@ -151,12 +151,12 @@ class _Participant:
         if kind is None:
             self.close()
         else:
-            self._leave(f"{kind.__name__} in the training loop")
+            self._leave(f"{kind.__name__} in the training loop", abrupt=True)
 
-    def _leave(self, farewell: str) -> None:
+    def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._background.stop(farewell)
+            self._background.stop(farewell, abrupt=abrupt)
 
 
 class Learner(_Participant):
@@ -317,7 +317,7 @@ class Learner(_Participant):
             return
         if self.finished and self._background.failure is None:
             self._finish()
-        self._leave("" if self.over else "its loop has ended")
+        self._leave("the run is over" if self.over else "its loop has ended")
 
     def _finish(self) -> None:
         background = self._background
@@ -353,7 +353,8 @@ class Observer(_Participant):
     Args:
         model: Its parameters become the global weights at every `update`.
         syncer: As for `Learner`.
-        name: The observer's name.
+        name: The observer's name, its own among all that take part. Default: made of host name
+            and process id.
         token: As for `Learner`.
         give_up_seconds: As for `Learner`.
         tape: As for `Learner`.
@@ -370,7 +371,7 @@ class Observer(_Participant):
         model: torch.nn.Module,
         syncer: str | Sequence[str],
         *,
-        name: str = "observer",
+        name: str | None = None,
         token: str | None = None,
         give_up_seconds: float | None = None,
         tape: str | Path | None = None,
@@ -379,7 +380,7 @@ class Observer(_Participant):
         super().__init__(
             ModuleStore(model),
             syncer,
-            name=name,
+            name=name or f"observer-{_default_id()}",
             role="observer",
             token=token,
             give_up_seconds=give_up_seconds,
@@ -415,9 +416,14 @@ class Observer(_Participant):
         self._leave("")
 
 
+def _open_tape(path: Path, name: str, header: dict[str, Any]) -> TapeWriter:
+    """The tape; a full disk ends it, and nothing else."""
+    return TapeWriter(path, name, header, on_failure=lambda error: logger.error("%s", error))
+
+
 def _default_id() -> str:
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "host"
-    return f"{host[:48]}-{os.getpid()}"
+    return f"{host[:40]}-{os.getpid()}"
 
 
 def _refuse_own_copies(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
