@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ class _Historian:
         self.run = RunHistory()
         self._began = False
         self._fragments: set[int] = set()
+        self._left_out: Counter[str] = Counter()
         self._ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
         self._evictions: dict[str, list[tuple[float, str]]] = {}
         self._bytes: dict[str, dict[int, BytesMoved]] = {}
@@ -144,7 +146,7 @@ class _Historian:
         try:
             value = record.value()
         except ProtocolError as error:
-            run.problems.append(f"{who}: record {record.seq} was left out: {error}")
+            self._left_out[f"{who}: {error}"] += 1
             return
         if is_learner(who):
             self._learner(run.learners[who], life, at, value)
@@ -154,6 +156,10 @@ class _Historian:
 
     def finish(self) -> RunHistory:
         run = self.run
+        run.problems += [
+            f"{count} records that this version cannot read were left out: {reason}"
+            for reason, count in self._left_out.items()
+        ]
         run.fragments = len(self._fragments)
         for learner in run.learners.values():
             learner.discarded_tokens /= max(1, run.fragments)

@@ -153,11 +153,15 @@ def test_losses_that_are_not_finite_are_counted_apart(tmp_path):
 def test_records_of_another_version_are_left_out_and_told(tmp_path):
     with TapeWriter(tmp_path, "learner-0") as tape:
         tape.event(1.0, StepFinished(1))
+        tape.event(2.0, StepFinished(1))
     path = tmp_path / "learner-0.jsonl"
     path.write_text(path.read_text().replace('"tokens":1', '"words":1'))
     history = read_history(tmp_path)
     assert history.learners["learner-0"].steps == 0
-    assert "record 1 was left out: StepFinished: unknown fields ['words']" in history.problems[0]
+    assert history.problems == [
+        "2 records that this version cannot read were left out: learner-0: StepFinished: unknown "
+        "fields ['words'], missing ['tokens']"
+    ]
 
 
 def test_endings_in_words():
