@@ -24,10 +24,11 @@ BUFFER_BYTES_MAX = 1 << 18
 class TapeWriter:
     """Appends the records of one life of one process. To be called from one thread only.
 
-    A failed write (the disk is full) raises `StorageError` once; from then on records are dropped
-    and counted in ``dropped``, so that the tape stays a faithful beginning and training goes on.
-    What is buffered is written when a record comes ``FLUSH_SECONDS`` after the last write, and by
-    `flush`: a process that may fall silent calls it now and then.
+    A failed write (the disk is full) raises `StorageError` once, or tells ``on_failure`` of it;
+    from then on records are dropped and counted in ``dropped``, so that the tape stays a faithful
+    beginning and training goes on. What is buffered is written when a record comes
+    ``FLUSH_SECONDS`` after the last write, and by `flush`: a process that may fall silent calls it
+    now and then.
 
     Args:
         path: The file, or the tape folder in which ``<who>.jsonl`` is made.
@@ -35,9 +36,11 @@ class TapeWriter:
         header: JSON values to keep in the start record, for example what a replay needs.
         clock: The clock of the instants that `event` and the others are given.
         wall: Seconds since the Unix epoch; a virtual world gives its own.
+        on_failure: Told of the tape's end instead of an error being raised.
 
     Raises:
-        StorageError: The file cannot be opened or the start record cannot be written.
+        StorageError: The file cannot be opened or, without ``on_failure``, the start record cannot
+            be written.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class TapeWriter:
         header: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        on_failure: Callable[[StorageError], None] | None = None,
     ) -> None:
         path = Path(path)
         self.path = path if path.suffix == ".jsonl" else path / f"{who}.jsonl"
@@ -57,6 +61,7 @@ class TapeWriter:
         self._buffer: list[str] = []
         self._buffered_bytes = 0
         self._failed = False
+        self._on_failure = on_failure
         self._file = _open_at_line_start(self.path)
         now = clock()
         start = {
@@ -98,10 +103,13 @@ class TapeWriter:
         except OSError as error:
             self._failed = True
             self.dropped += count
-            raise StorageError(
+            failure = StorageError(
                 f"{self.path} cannot be written: {error.strerror}: the event tape of {self.who} "
                 "ends here, training goes on; free disk space before the next run"
-            ) from error
+            )
+            if self._on_failure is None:
+                raise failure from error
+            self._on_failure(failure)
 
     def close(self) -> None:
         """Writes what is buffered and closes the file; a second call does nothing."""

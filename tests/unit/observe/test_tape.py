@@ -16,10 +16,10 @@ from decoupled_diloco.observe.tape import (
     read_tape,
     replay,
 )
-from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine
+from decoupled_diloco.protocol import LearnerMachine, Options
 from decoupled_diloco.protocol.effects import Note, RoundFinished
-from decoupled_diloco.protocol.events import Greeted, Heard, Linked, StepFinished, TermGranted, Tick
-from decoupled_diloco.protocol.messages import Hello, ShardAdmitted
+from decoupled_diloco.protocol.events import Linked, Paused, StepFinished, Tick, Told
+from decoupled_diloco.protocol.messages import Refusal
 
 
 def writer(folder, who="learner-0", monotonic=0.0, wall=1000.0, header=None):
@@ -242,6 +242,18 @@ def test_full_disk_does_not_cost_the_recorder_an_effect(tmp_path, caplog):
     assert "cannot be written" in caplog.text
 
 
+def test_full_disk_is_told_to_who_wants_to_hear_it(tmp_path):
+    told = []
+    tape = TapeWriter(tmp_path, "learner-0", on_failure=told.append)
+    fill_disk(tape)
+    tape.event(1.0, StepFinished(1))
+    tape.flush()
+    tape.event(2.0, StepFinished(1))
+    tape.close()
+    assert tape.dropped == 2
+    assert [type(failure) for failure in told] == [StorageError]
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path):
     (tmp_path / "tape").write_text("in the way")
     with pytest.raises(StorageError, match="cannot be written"):
@@ -292,55 +304,59 @@ def test_follow_reports_torn_lines(tmp_path):
 OPTIONS = Options(fragments=4, period=4, shards=2)
 
 
-def record_shard(folder, options=OPTIONS):
-    with writer(folder, "shard-0", header={"shards": options.shards}) as tape:
-        recorder = Recorder(SyncerMachine(options, 0), tape)
-        recorder.handle(1.0, TermGranted(ShardAdmitted(1, False)))
-        hello = Hello("learner-0", 1, "nonce", "learner", 0, 0, ())
-        effects = recorder.handle(2.0, Greeted(7, hello))
-        recorder.handle(3.0, Heard(("learner-0",)))
-        recorder.handle(99.0, Tick())
-        tape.sample(100.0, BytesMoved(1, 2, 3, 4))
+def record_learner(folder, nonce="one"):
+    with writer(folder, header={"nonce": nonce}) as tape:
+        recorder = Recorder(LearnerMachine(OPTIONS, "learner-0", 1, nonce), tape)
+        effects = [*recorder.handle(1.0, Linked(0)), *recorder.handle(1.25, Linked(1))]
+        effects += recorder.handle(2.0, Told(0, Refusal("busy", False)))
+        effects += recorder.handle(3.0, Paused())
+        tape.sample(4.0, BytesMoved(1, 2, 3, 4))
     return effects
 
 
 def machine(header):
-    return SyncerMachine(Options(fragments=4, period=4, shards=header["shards"]), 0)
+    return LearnerMachine(OPTIONS, "learner-0", 1, header["nonce"])
 
 
 def test_recorder_gives_the_machines_effects_and_tapes_them(tmp_path):
-    effects = record_shard(tmp_path)
-    taped = [r.value() for r in read_tape(tmp_path) if r.kind == "effect" and r.cause is not None]
-    assert effects
-    assert all(effect in taped for effect in effects)
+    effects = record_learner(tmp_path)
+    taped = [r.value() for r in read_tape(tmp_path) if r.kind == "effect"]
+    assert [type(effect).__name__ for effect in effects] == ["Say", "Say", "Note"]
+    assert taped == effects
 
 
 def test_replay_is_exact(tmp_path):
-    record_shard(tmp_path)
-    record_shard(tmp_path)
+    record_learner(tmp_path)
+    record_learner(tmp_path, "two")
     records = list(read_tape(tmp_path))
     assert {r.life for r in records} == {0, 1}
     assert replay(records, machine) == []
 
 
 def test_replay_finds_what_differs(tmp_path):
-    record_shard(tmp_path)
-    path = tmp_path / "shard-0.jsonl"
-    path.write_text(
-        path.read_text().replace('"connection":7,"learner"', '"connection":8,"learner"')
-    )
+    record_learner(tmp_path)
+    path = tmp_path / "learner-0.jsonl"
+    path.write_text(path.read_text().replace("refuses for now", "refuses"))
     (difference,) = replay(read_tape(tmp_path), machine)
-    assert difference.event == "Greeted"
-    assert difference.taped["connection"] == 8
-    assert difference.replayed["connection"] == 7
+    assert difference.event == "Told"
+    assert difference.taped["text"] == "shard 0 refuses: busy"
+    assert difference.replayed["text"] == "shard 0 refuses for now: busy"
+
+
+def test_replay_finds_what_was_not_taped(tmp_path):
+    record_learner(tmp_path)
+    path = tmp_path / "learner-0.jsonl"
+    lines = [line for line in path.read_text().splitlines() if '"Note"' not in line]
+    path.write_text("\n".join(lines) + "\n")
+    (difference,) = replay(read_tape(tmp_path), machine)
+    assert difference.taped is None
+    assert difference.replayed["type"] == "Note"
 
 
 def test_replay_forgives_effects_that_a_kill_cut_off(tmp_path):
-    with writer(tmp_path, "shard-0", header={"shards": 2}) as tape:
-        recorder = Recorder(SyncerMachine(OPTIONS, 0), tape)
-        recorder.handle(1.0, TermGranted(ShardAdmitted(1, False)))
-        recorder.handle(2.0, Greeted(7, Hello("learner-0", 1, "nonce", "learner", 0, 0, ())))
-    path = tmp_path / "shard-0.jsonl"
+    with writer(tmp_path, header={"nonce": "one"}) as tape:
+        Recorder(LearnerMachine(OPTIONS, "learner-0", 1, "one"), tape).handle(1.0, Linked(0))
+    path = tmp_path / "learner-0.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
     assert replay(read_tape(tmp_path), machine) == []
 
