@@ -122,8 +122,13 @@ class CoordinatorMachine:
         return copy.deepcopy(self.state)
 
     def restore(self, state: CoordinatorState) -> None:
-        """Goes on from a snapshot in a new process: nobody is connected yet."""
+        """Goes on from a snapshot in a new process: nobody is connected yet.
+
+        A seed that was named may never come back, and nobody would say so: name one anew.
+        """
         self.state = copy.deepcopy(state)
+        if self.state.phase == "seeding":
+            self.state.phase = "gathering"
         for enrolled in self.state.learners.values():
             enrolled.present = False
         self._present_shards.clear()
@@ -222,7 +227,8 @@ class CoordinatorMachine:
             state.nonces[shard] = nonce
             state.terms[shard] = state.terms.get(shard, 0) + 1
             state.ready.discard(shard)
-            state.swept.discard(shard)
+            if state.phase != "finished":
+                state.swept.discard(shard)
             effects.append(Persist(f"shard {shard} has term {state.terms[shard]}"))
         begun = state.phase in ("running", "ending", "finished")
         if begun:
@@ -231,7 +237,8 @@ class CoordinatorMachine:
         effects.append(AdmitShard(shard, state.terms[shard], begun, why))
         if state.phase == "seeding" and shard not in state.ready:
             effects.append(Order(shard, self._seed_message(), "a seed is named"))
-        if state.phase == "running":
+        if begun:
+            effects.append(Order(shard, self._seed_message(), "where the run began"))
             effects.append(Order(shard, Begin(state.attempt), why))
         if state.phase in ("ending", "finished"):
             effects.append(Order(shard, EndOrdered(), "the budget is spent"))

@@ -218,8 +218,27 @@ class UploadFailed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class CopyFailed:
+    """A whole fragment that a shard had asked for could not be delivered."""
+
+    shard: int
+    fragment: int
+    attempt: int
+    reason: str
+
+
 LearnerEvent = (
-    Tick | StepFinished | Paused | Linked | Unlinked | Told | Fetched | FetchFailed | UploadFailed
+    Tick
+    | StepFinished
+    | Paused
+    | Linked
+    | Unlinked
+    | Told
+    | Fetched
+    | FetchFailed
+    | UploadFailed
+    | CopyFailed
 )
 
 

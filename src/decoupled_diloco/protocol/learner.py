@@ -35,6 +35,7 @@ from decoupled_diloco.protocol.effects import (
     Snapshot,
 )
 from decoupled_diloco.protocol.events import (
+    CopyFailed,
     Fetched,
     FetchFailed,
     LearnerEvent,
@@ -48,6 +49,7 @@ from decoupled_diloco.protocol.events import (
 )
 from decoupled_diloco.protocol.grace import MovingAverage
 from decoupled_diloco.protocol.messages import (
+    CopyDeclined,
     CopyWanted,
     Decline,
     Ending,
@@ -101,7 +103,12 @@ class Taken:
 
 @dataclass(slots=True)
 class FragmentView:
-    """One fragment at this learner; ``steps`` and ``tokens`` are c_steps[p] and c_tokens[p]."""
+    """One fragment at this learner; ``steps`` and ``tokens`` are c_steps[p] and c_tokens[p].
+
+    There is one snapshot at a time: from sending it until its outcome is applied no other is
+    taken, so that carrying subtracts exactly what was merged. ``doubtful``: the link broke before
+    the outcome of ``sent`` was heard, so that it may be in the next version or not.
+    """
 
     held: Version | None = None
     staged: Version | None = None
@@ -112,7 +119,8 @@ class FragmentView:
     steps: int = 0
     tokens: int = 0
     snapshot: Taken | None = None
-    sent: dict[int, Taken] = field(default_factory=dict)
+    sent: tuple[int, Taken] | None = None
+    doubtful: bool = False
     accepted: tuple[Version, Taken] | None = None
     behind: bool = False
     pull: Pull | None = None
@@ -186,17 +194,22 @@ class LearnerMachine:
                 self.state.shards[shard].linked = False
                 for fragment in self._fragments_of(shard):
                     fragment.pull = fragment.owed_at = None
-                    fragment.sent.clear()
-                return self._release_if_free("the link to the shard is gone")
+                    fragment.doubtful = fragment.sent is not None
+                effects = self._release_if_free("the link to the shard is gone")
+                return effects + self._over_if_done()
             case Told(shard, message):
                 return self._told(now, shard, message)
             case Fetched(fragment, version):
                 return self._fetched(now, fragment, version)
             case FetchFailed(fragment, version, reason):
                 return self._fetch_failed(now, fragment, version, reason)
-            case UploadFailed(number, fragment, _):
-                self.state.fragments[fragment].sent.pop(number, None)
-                return []
+            case UploadFailed(number, fragment, reason):
+                # It may have arrived all the same: the outcome will tell.
+                why = f"upload failed: {reason}"
+                owner = self.options.owner(fragment)
+                return [Say(owner, Decline(number, fragment, why), why)]
+            case CopyFailed(shard, fragment, attempt, reason):
+                return [Say(shard, CopyDeclined(fragment, attempt, reason), reason)]
             case _:
                 assert_never(event)
 
@@ -248,27 +261,38 @@ class LearnerMachine:
         for shard, link in enumerate(state.shards):
             if link.linked and link.offset is not None and self.role == "learner":
                 effects.append(Say(shard, report, f"step {state.step} is finished"))
-        if state.ending and not state.ended:
-            effects.append(EndTraining("the run's budget is spent"))
-            state.ended = True
-            effects += self._boundary(now)
         return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
         """What a step boundary allows: applying, then snapshots."""
         effects: list[LearnerEffect] = []
-        if self.state.ending and not self.state.ended and self.state.step == 0:
+        if self.state.ending and not self.state.ended:
             self.state.ended = True
+            effects.append(EndTraining("the run's budget is spent"))
         for index, view in enumerate(self.state.fragments):
             if view.staged is not None and self._apply_now(view):
                 effects += self._apply(index, view)
         for index, view in enumerate(self.state.fragments):
             effects += self._snapshot(now, index, view)
-        return effects
+        return effects + self._over_if_done()
+
+    def _over_if_done(self) -> list[LearnerEffect]:
+        """The run is over when every shard has finished and its last copies are held."""
+        state = self.state
+        if state.over or not all(link.finished for link in state.shards):
+            return []
+        for index, view in enumerate(state.fragments):
+            current = view.latest is None or view.latest.version == view.held
+            if not current and state.shards[self.options.owner(index)].linked:
+                return []
+        state.over = True
+        return [RunOver("every shard has finished")]
 
     def _apply_now(self, view: FragmentView) -> bool:
         if self.options.apply == "on_arrival" or self.state.ended or view.accepted is None:
             return True
+        if view.owed_at is not None and self.state.step >= view.owed_at + self.options.overlap:
+            return True  # the step waits for it, however late its snapshot was
         return self.state.step >= view.accepted[1].step + self.options.overlap
 
     def _apply(self, index: int, view: FragmentView) -> list[LearnerEffect]:
@@ -284,6 +308,10 @@ class LearnerMachine:
         elif accepted is not None:
             mode = "carry" if options.missed == "rebase" else "overwrite"
             kept_since, why = accepted[1], f"its contribution is in {accepted[0]}, before this one"
+        elif view.sent is not None:
+            # Whether it was merged is not known: nothing may be merged twice, so it is given up.
+            mode = "carry" if options.missed == "rebase" else "overwrite"
+            why = f"what it sent to round {view.sent[0]} may be in it"
         elif view.held is not None and (options.missed == "rebase" or view.behind):
             mode = "rebase"
             why = "it was behind" if view.behind else why
@@ -294,13 +322,14 @@ class LearnerMachine:
             discarded = view.tokens - (kept_since.tokens if kept_since else 0)
             view.steps = view.tokens = 0
         else:
-            assert kept_since is not None
-            view.steps -= kept_since.steps
-            view.tokens -= kept_since.tokens
+            taken = kept_since or (view.sent and view.sent[1])
+            assert taken is not None
+            discarded = 0 if kept_since is not None else taken.tokens
+            view.steps -= taken.steps
+            view.tokens -= taken.tokens
         view.held, view.staged = version, None
-        view.snapshot = view.accepted = view.owed_at = None
-        view.sent.clear()
-        view.behind = False
+        view.snapshot = view.accepted = view.sent = view.owed_at = None
+        view.behind = view.doubtful = False
         self.state.discarded_tokens += discarded
         effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
         effects.append(Say(self.options.owner(index), Holding(index, version), why))
@@ -311,6 +340,8 @@ class LearnerMachine:
     def _snapshot(self, now: float, index: int, view: FragmentView) -> list[LearnerEffect]:
         if view.held is None or self.role == "observer":
             return []
+        if view.accepted is not None or view.sent is not None:
+            return []  # the snapshot that was sent is still needed
         pull = view.pull
         if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
             if view.steps == 0 and pull.final:
@@ -339,6 +370,8 @@ class LearnerMachine:
             return (0, -1)
         own = link.offset + self.state.step
         tick_seconds = float(link.tick_seconds)
+        if self.options.wait == "at_overlap":
+            return (own, own)  # nobody is ahead of anybody: exactly the step that is due
         if link.clock_at is None or tick_seconds <= 0:
             return (own, own)
         clock = link.clock + (now - link.clock_at) / tick_seconds
@@ -347,15 +380,12 @@ class LearnerMachine:
         ahead = float(self.state.step_seconds) / tick_seconds
         first = floor(clock + 0.25)
         last = max(first, ceil(clock + ahead - 0.25) - 1)
-        if self.options.wait == "at_overlap":
-            first, last = min(first, own), max(last, own)
         return (first, min(last, first + self.options.period - 1))
 
     def _send(self, index: int, view: FragmentView, pull: Pull) -> list[LearnerEffect]:
         taken = view.snapshot
         assert taken is not None
-        view.pull = None
-        view.sent[pull.round] = taken
+        view.pull, view.sent, view.doubtful = None, (pull.round, taken), False
         return [
             SendBody(
                 shard=self.options.owner(index),
@@ -428,6 +458,7 @@ class LearnerMachine:
             role=self.role,
             step=self.state.step,
             clock=link.clock,
+            run_step=None if link.offset is None else max(0, link.offset + self.state.step),
             held=held,
         )
         return [Say(shard, hello, "a connection is open")]
@@ -435,10 +466,12 @@ class LearnerMachine:
     def _told(self, now: float, shard: int, message: ToLearner) -> list[LearnerEffect]:
         link = self.state.shards[shard]
         match message:
-            case Welcome(_, term, clock, run_step):
-                link.term, link.offset = term, run_step - self.state.step
+            case Welcome(_, term, clock, step, run_step):
+                link.term, link.offset = term, run_step - step
                 self._hear_clock(now, link, clock)
-                return []
+                for view in self._fragments_of(shard):
+                    view.owed_at = None  # steps are counted anew: what was due then is not now
+                return self._release_if_free("the shard counts from here")
             case Refusal(reason, final):
                 if not final:
                     return [Note(f"shard {shard} refuses for now: {reason}", "refused")]
@@ -464,10 +497,7 @@ class LearnerMachine:
                 return self._release_if_free("the run ends")
             case Finished():
                 link.finished = True
-                if all(s.finished for s in self.state.shards) and not self.state.over:
-                    self.state.over = True
-                    return [RunOver("every shard has finished")]
-                return []
+                return self._over_if_done()
             case _:
                 assert_never(message)
 
@@ -485,6 +515,9 @@ class LearnerMachine:
         view.pull = pull
         if view.held is not None and pull.base < view.held:
             return self._decline(index, view, f"behind: I hold {view.held}")
+        if pull.base == view.held:
+            # The held version is still the newest: nothing that was sent before is in any.
+            view.sent, view.doubtful = None, False
         taken = view.snapshot
         fits = (
             taken is not None
@@ -496,7 +529,9 @@ class LearnerMachine:
 
     def _outcome(self, message: Outcome) -> list[LearnerEffect]:
         view = self.state.fragments[message.fragment]
-        taken = view.sent.pop(message.round, None)
+        taken: Taken | None = None
+        if view.sent is not None and view.sent[0] == message.round:
+            taken, view.sent, view.doubtful = view.sent[1], None, False
         if view.pull is not None and view.pull.round == message.round:
             view.pull = None
         if message.verdict == "accepted":
@@ -514,7 +549,8 @@ class LearnerMachine:
     ) -> list[LearnerEffect]:
         held = self.state.fragments[fragment].held
         if version is not None and version != held:
-            return [Note(f"shard {shard} wants {version} of {fragment}, I hold {held}", "gone")]
+            reason = f"I hold {held}, not {version}"
+            return [Say(shard, CopyDeclined(fragment, attempt, reason), reason)]
         return [SendCopy(shard, fragment, attempt, version, path, "the shard asked for it")]
 
     # ---- published copies
@@ -548,11 +584,13 @@ class LearnerMachine:
     def _relabel(self, index: int, view: FragmentView, version: Version) -> list[LearnerEffect]:
         why = "its values are the same"
         if view.staged is not None:
+            if view.accepted is not None and view.accepted[0] == view.staged:
+                view.accepted = (version, view.accepted[1])
             view.staged = version
             return [Relabel(index, version, why)]
-        view.held = version
-        view.snapshot = view.accepted = None
-        view.sent.clear()
+        # What was sent to the shard's earlier life went with it.
+        view.held, view.snapshot, view.accepted = version, None, None
+        view.sent, view.doubtful = None, False
         holding = Say(self.options.owner(index), Holding(index, version), why)
         return [Relabel(index, version, why), holding]
 

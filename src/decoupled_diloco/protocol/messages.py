@@ -44,7 +44,8 @@ class Hello:
     """The first message on every connection to a shard.
 
     ``step`` counts the learner's own steps in this epoch; ``clock`` is the latest global step
-    that it knows of this shard (a restarted shard takes it up again).
+    that it knows of this shard (a restarted shard takes it up again). ``run_step`` is its run step
+    s_m at this shard if it has been told one before: who was away goes on counting.
     """
 
     learner: str
@@ -53,6 +54,7 @@ class Hello:
     role: Role
     step: int
     clock: int
+    run_step: int | None
     held: tuple[Holding, ...]
 
 
@@ -96,6 +98,15 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyDeclined:
+    """The whole fragment that was asked for cannot be had from here, and why."""
+
+    fragment: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The learner goes, on purpose."""
 
@@ -107,11 +118,12 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Accepted: the shard's term and clock, and the learner's run step s_m from here on."""
+    """Accepted: the shard's term and clock; own step ``step`` is run step ``run_step``."""
 
     shard: int
     term: int
     clock: int
+    step: int
     run_step: int
 
 
@@ -243,10 +255,14 @@ class Referred:
 
 @dataclass(frozen=True, slots=True)
 class ShardHello:
-    """Shard → coordinator: I have started (a new nonce) or reconnected (the same)."""
+    """Shard → coordinator: I have started (a new nonce) or reconnected (the same).
+
+    ``settings`` are the public settings it was started with, as JSON text.
+    """
 
     shard: int
     nonce: str
+    settings: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +326,7 @@ class FinishOrdered:
     """Coordinator → shard: all are swept, the run is over."""
 
 
-FromLearner = StepReport | Upload | Decline | Copy | Holding | Leave
+FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Leave
 ToLearner = (
     Welcome | Refusal | Pull | Outcome | Published | Shifted | CopyWanted | Ending | Finished
 )

@@ -59,6 +59,7 @@ from decoupled_diloco.protocol.membership import (
 from decoupled_diloco.protocol.messages import (
     Begin,
     Copy,
+    CopyDeclined,
     Decline,
     Ending,
     EndOrdered,
@@ -113,6 +114,7 @@ class SyncerMachine:
         self._owned_set = frozenset(self.owned)
         self.state = SyncerState(fragments={p: FragmentState() for p in self.owned})
         self._end_ordered = False
+        self._finish_ordered = False
         self._deadline_told: float | None = None
 
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
@@ -139,7 +141,8 @@ class SyncerMachine:
         for round in state.rounds.values():
             if round.settled_at is not None:
                 continue
-            if round.closed_at is None and round.qualified >= self.options.quorum:
+            gathering = round.closed_at is None and not round.final
+            if gathering and round.qualified >= self.options.quorum:
                 instants.append(round.closes_at)
             instants += [a.deadline for a in round.asks.values() if a.state == "waiting"]
             instants.append(syncer_rounds.soft_deadline(state, self.options, round))
@@ -182,6 +185,8 @@ class SyncerMachine:
             case Tick():
                 return self._ticked(now)
             case TermGranted(admitted):
+                if state.phase == "swept":
+                    return [Tell(Swept(), "the coordinator may not have heard it")]
                 return syncer_fill.term_granted(state, self.owned, now, admitted)
             case Ordered(message):
                 return self._ordered(now, message)
@@ -231,11 +236,10 @@ class SyncerMachine:
                 self._end_ordered = True
                 return [] if state.phase != "running" else self._sweep("the budget is spent")
             case FinishOrdered():
-                if state.phase != "swept":
-                    return []
-                state.phase = "finished"
-                state.stop_at = now + LINGER_SECONDS
-                return [Broadcast(Finished(), "every shard is swept")]
+                self._finish_ordered = True
+                if state.phase != "finished" and state.stop_at is None:
+                    state.stop_at = now + LINGER_SECONDS
+                return []
             case _:
                 assert_never(message)
 
@@ -244,13 +248,16 @@ class SyncerMachine:
         if hello.role == "observer":
             state.observers.add(hello.learner)
             why = "an observer counts for nothing"
-            return [Accept(connection, hello.learner, 0, why), *self._welcome(hello, 0, why)]
+            return [Accept(connection, hello.learner, 0, why), *self._welcome(hello, 0, 0, why)]
         problem = identity_problem(state.identities.get(hello.learner), hello.epoch, hello.nonce)
         if problem is not None:
             return [Reject(connection, f"{hello.learner}: {problem}", True, problem)]
         effects: list[SyncerEffect] = []
         member = state.members.get(hello.learner)
         why = "reconnected within its lease"
+        if member is not None and member.epoch == hello.epoch:
+            # The pulls, and perhaps the announcements, went with the old connection.
+            effects += syncer_rounds.ask_again(state, hello.learner)
         if member is not None and member.epoch < hello.epoch:
             effects += self._remove(now, hello.learner, "a newer epoch has joined", evict=False)
             member = None
@@ -264,8 +271,10 @@ class SyncerMachine:
         self._advance_step(member, hello.step)
         self._renew(now, hello.learner)
         effects.append(Accept(connection, hello.learner, hello.epoch, why))
-        effects += self._welcome(hello, member.run_step, why)
+        effects += self._welcome(hello, member.step, member.run_step, why)
         effects += syncer_fill.member_connected(state, self.owned, now, member)
+        for round in state.rounds.values():
+            effects += syncer_rounds.ask_if_qualified(state, self.options, now, round, member)
         return effects
 
     def _admit(self, now: float, hello: Hello) -> Member:
@@ -277,18 +286,18 @@ class SyncerMachine:
         member = Member(
             learner=hello.learner,
             epoch=hello.epoch,
-            offset=state.clock - hello.step,
+            offset=(state.clock if hello.run_step is None else hello.run_step) - hello.step,
             step=hello.step,
             lease_until=now + LEASE_SECONDS,
         )
         state.members[hello.learner] = member
+        state.ahead += member.run_step > state.clock
         return member
 
-    def _welcome(self, hello: Hello, run_step: int, why: str) -> list[SyncerEffect]:
+    def _welcome(self, hello: Hello, step: int, run_step: int, why: str) -> list[SyncerEffect]:
         state = self.state
-        effects: list[SyncerEffect] = [
-            Send(hello.learner, Welcome(self.shard, state.term, state.clock, run_step), why)
-        ]
+        welcome = Welcome(self.shard, state.term, state.clock, step, run_step)
+        effects: list[SyncerEffect] = [Send(hello.learner, welcome, why)]
         held = {holding.fragment: holding.version for holding in hello.held}
         if state.phase in ("running", "sweeping", "swept", "finished"):
             for fragment, entry in state.fragments.items():
@@ -321,6 +330,9 @@ class SyncerMachine:
                 return effects
             case Upload() | Copy():
                 return []  # the shell joins it with its body
+            case CopyDeclined(fragment, attempt, reason):
+                spoiled = CopySpoiled(learner, fragment, attempt, reason)
+                return syncer_fill.copy_spoiled(state, spoiled)
             case Decline(number, fragment, reason):
                 return syncer_rounds.fall_out(state, number, fragment, learner, "declined", reason)
             case Holding(fragment, version):
@@ -358,16 +370,19 @@ class SyncerMachine:
         state.phase, state.fill = "running", None
         state.ticked_at = state.previous_tick_at = now
         effects: list[SyncerEffect] = []
+        # A clock that was lost is where the learners are; what it has missed is not made up for.
+        steps = [member.run_step for member in state.members.values()]
+        state.clock = advanced(state.clock, steps, self.options.quorum)
         for member in state.members.values():
-            member.offset = state.clock - member.step
+            member.offset = max(member.offset, state.clock - member.step)
             effects.append(
                 Send(
                     member.learner,
-                    Welcome(self.shard, state.term, state.clock, member.run_step),
+                    Welcome(self.shard, state.term, state.clock, member.step, member.run_step),
                     why,
                 )
             )
-        state.ahead = 0
+        state.ahead = sum(m.run_step > state.clock for m in state.members.values())
         for fragment, entry in state.fragments.items():
             effects.append(Broadcast(entry.announcement(fragment, state.clock), why))
         if self._end_ordered:
@@ -399,16 +414,20 @@ class SyncerMachine:
         if state.phase == "sweeping" and not state.closing and not state.rounds:
             state.phase = "swept"
             effects.append(Tell(Swept(), "every fragment had its closing round"))
-        if state.phase == "finished" and not state.stopped and self._nobody_left(now):
-            state.stopped = True
-            effects.append(Stop("the run is finished and everybody has gone"))
-        return effects
+        if state.phase == "swept" and self._finish_ordered:
+            state.phase = "finished"
+            effects.append(Broadcast(Finished(), "every shard is swept"))
+        return effects + self._stop_if_over(now)
 
-    def _nobody_left(self, now: float) -> bool:
+    def _stop_if_over(self, now: float) -> list[SyncerEffect]:
+        """Finished and nobody is left; or started again when there was nothing to do any more."""
         state = self.state
-        connected = any(member.connected for member in state.members.values())
         overdue = state.stop_at is not None and now >= state.stop_at
-        return overdue or not (connected or state.observers)
+        alone = state.phase == "finished" and not (state.members or state.observers)
+        if state.stopped or not (overdue or alone):
+            return []
+        state.stopped, state.stop_at = True, None
+        return [Stop("the run is finished" + (" and everybody has gone" if alone else ""))]
 
     # ---- the clock
 
@@ -459,7 +478,7 @@ class SyncerMachine:
             for round in state.rounds.values():
                 for ask in round.asks.values():
                     ask.deadline += lateness
-        effects: list[SyncerEffect] = []
+        effects: list[SyncerEffect] = syncer_rounds.pass_deadlines(state, self.options, now)
         for learner, member in list(state.members.items()):
             if now >= member.lease_until:
                 reason = "its connection broke" if not member.connected else "nothing was heard"

@@ -3,7 +3,9 @@
 *Seeding*: the coordinator names one learner (or the run's file); its parameters become version
 (term, 0) once every shard has its whole share. *Restoring*: a shard that starts again while the run
 is under way asks its learners which versions they hold, waits a moment so that the newest are among
-them, and takes each fragment from a holder of the newest.
+them, and takes each fragment from a holder of the newest. It may have died in the moment after the
+run began, before any learner held a copy; then nobody can have trained a step (a learner begins
+with all fragments), and the initial weights are as good as they were. It says so.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from decoupled_diloco.protocol.effects import (
     Send,
     SyncerEffect,
     Tell,
+    Unexpect,
 )
 from decoupled_diloco.protocol.events import CopyArrived, CopySpoiled
 from decoupled_diloco.protocol.membership import Member
@@ -28,6 +31,9 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.syncer_state import Fill, SyncerState
 
+FROM_THE_START_SECONDS = 30.0
+"""How long a restoring shard looks for a holder of a copy before it takes initial weights."""
+
 SETTLE_SECONDS = 2.0
 """After the first learner has come back, the others get this long (their reconnect backoff)."""
 
@@ -39,6 +45,9 @@ def term_granted(
     state: SyncerState, owned: tuple[int, ...], now: float, admitted: ShardAdmitted
 ) -> list[SyncerEffect]:
     """The coordinator let the shard in; only the first time matters."""
+    if state.phase == "ready" and state.fill is not None:
+        why = "the coordinator may not have heard it"
+        return [Tell(ShardReady(state.fill.attempt), why)]
     if state.phase != "starting":
         return []
     state.term = admitted.term
@@ -46,7 +55,7 @@ def term_granted(
         state.phase = "empty"
         return []
     state.phase = "restoring"
-    state.fill = Fill(attempt=0)
+    state.fill = Fill(attempt=0, started_at=now)
     effects: list[SyncerEffect] = []
     for member in state.members.values():
         effects += member_connected(state, owned, now, member)
@@ -57,18 +66,26 @@ def seed_named(
     state: SyncerState, owned: tuple[int, ...], message: SeedNamed
 ) -> list[SyncerEffect]:
     """Take the initial weights from this learner; whatever came in earlier attempts is void."""
+    fill = state.fill
+    if state.phase == "restoring" and fill is not None:
+        fill.source, fill.from_file = message.learner, message.learner == FROM_FILE
     if state.phase not in ("empty", "seeding", "ready"):
         return []
-    if state.fill is not None and state.fill.attempt >= message.attempt:
+    if fill is not None and fill.attempt >= message.attempt:
         return []
+    effects = [] if fill is None else _forget_asked(fill)
     state.phase = "seeding"
     state.fill = Fill(message.attempt, message.learner, message.epoch)
     if message.learner == FROM_FILE:
-        return [LoadWeights("the run names a file of initial weights")]
+        return [*effects, LoadWeights("the run names a file of initial weights")]
     member = state.members.get(message.learner)
-    if member is None or member.epoch != message.epoch:
-        return []
-    return _ask_seed(state, owned, member)
+    if member is None or member.epoch != message.epoch or not member.connected:
+        return effects
+    return effects + _ask_seed(state, owned, member)
+
+
+def _forget_asked(fill: Fill) -> list[SyncerEffect]:
+    return [Unexpect(path, "another attempt has begun") for path in fill.paths.values()]
 
 
 def member_connected(
@@ -87,9 +104,9 @@ def member_connected(
 
 def _ask_seed(state: SyncerState, owned: tuple[int, ...], member: Member) -> list[SyncerEffect]:
     effects: list[SyncerEffect] = []
+    assert state.fill is not None
     for fragment in owned:
-        assert state.fill is not None
-        if fragment not in state.fill.digests:
+        if fragment not in state.fill.digests and fragment not in state.fill.asked:
             effects += _want(state, fragment, member, None, "it was named as the seed")
     return effects
 
@@ -99,8 +116,10 @@ def _want(
 ) -> list[SyncerEffect]:
     fill = state.fill
     assert fill is not None
-    fill.asked[fragment] = member.learner
-    path = f"/copy/{state.term}/{fill.attempt}/{fragment}/{member.learner}/{member.epoch}"
+    fill.asked[fragment], fill.asked_version[fragment] = member.learner, version
+    state.asks += 1
+    path = f"/copy/{state.term}/{fragment}/{member.learner}/{member.epoch}/{state.asks}"
+    fill.paths[fragment] = path
     return [
         ExpectCopy(path, member.learner, fragment, fill.attempt, why),
         Send(member.learner, CopyWanted(fragment, fill.attempt, version, path), why),
@@ -125,31 +144,40 @@ def copy_spoiled(state: SyncerState, event: CopySpoiled) -> list[SyncerEffect]:
         return []
     if fill.asked.get(event.fragment) != event.learner or event.fragment in fill.digests:
         return []
-    del fill.asked[event.fragment]
+    effects = _unask(fill, event.fragment, event.reason)
     note = Note(
         f"the copy of fragment {event.fragment} from {event.learner} is no good", event.reason
     )
     member = state.members.get(event.learner)
     if state.phase == "seeding" and member is not None and member.connected:
-        return [note, *_want(state, event.fragment, member, None, event.reason)]
-    fill.refused.setdefault(event.fragment, set()).add(event.learner)
-    return [note]
+        effects += _want(state, event.fragment, member, None, event.reason)
+    else:
+        fill.refused.setdefault(event.fragment, set()).add(event.learner)
+    return [*effects, note]
+
+
+def _unask(fill: Fill, fragment: int, reason: str) -> list[SyncerEffect]:
+    del fill.asked[fragment]
+    return [Unexpect(fill.paths.pop(fragment), reason)]
 
 
 def member_gone(state: SyncerState, learner: str) -> list[SyncerEffect]:
     """Nothing more will come from this learner."""
-    fill = state.fill
+    fill, effects = state.fill, list[SyncerEffect]()
     if fill is not None:
         for fragment, source in list(fill.asked.items()):
             if source == learner and fragment not in fill.digests:
-                del fill.asked[fragment]
-    return []
+                effects += _unask(fill, fragment, f"{learner} is gone")
+    return effects
 
 
 def weights_loaded(state: SyncerState, digests: tuple[tuple[int, str], ...]) -> list[SyncerEffect]:
     """The run's file of initial weights was read."""
-    if state.phase == "seeding" and state.fill is not None:
-        state.fill.digests.update(digests)
+    fill = state.fill
+    if fill is not None and state.phase in ("seeding", "restoring"):
+        for fragment, digest in digests:
+            if fragment not in fill.digests and fragment not in fill.asked:
+                fill.digests[fragment], fill.asked_version[fragment] = digest, None
     return []
 
 
@@ -173,11 +201,30 @@ def progress(state: SyncerState, owned: tuple[int, ...], now: float) -> list[Syn
         holder = _newest_holder(state, fragment, fill.refused.get(fragment, set()))
         if holder is not None:
             version = holder.held[fragment]
-            fill.asked_version[fragment] = version
             effects += _want(state, fragment, holder, version, f"it holds {version}, the newest")
+        elif _nobody_has_trained(state, fill, now):
+            effects += _from_the_start(state, fill, fragment)
     fill.settle_at = now + SETTLE_SECONDS
     fill.refused.clear()
     return effects
+
+
+def _nobody_has_trained(state: SyncerState, fill: Fill, now: float) -> bool:
+    waited = now >= fill.started_at + FROM_THE_START_SECONDS
+    return waited and all(member.step == 0 for member in state.members.values())
+
+
+def _from_the_start(state: SyncerState, fill: Fill, fragment: int) -> list[SyncerEffect]:
+    why = "no learner holds a copy, and none has trained a step"
+    note = Note(f"fragment {fragment} starts from the initial weights (again)", why)
+    if fill.from_file:
+        return [note, LoadWeights(why)]
+    connected = {m.learner: m for m in state.members.values() if m.connected}
+    refused = fill.refused.get(fragment, set())
+    names = sorted(connected.keys() - refused, key=lambda name: (name != fill.source, name))
+    if not names:
+        return []
+    return [note, *_want(state, fragment, connected[names[0]], None, why)]
 
 
 def _newest_holder(state: SyncerState, fragment: int, refused: set[str]) -> Member | None:
@@ -197,13 +244,13 @@ def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
     why = "the initial weights are complete" if seeding else "restored from its holder"
     for fragment in owned:
         entry = state.fragments[fragment]
-        if seeding:
+        held = None if seeding else fill.asked_version[fragment]
+        if held is None:
             entry.version, entry.base = Version(state.term, 0), None
         else:
             # The values are those of the old version; only the name is new, so who holds the old
             # version need not fetch anything.
-            entry.base = fill.asked_version[fragment]
-            entry.version = Version(state.term, entry.base.counter)
+            entry.base, entry.version = held, Version(state.term, held.counter)
             entry.renamed = True
         entry.digest = fill.digests[fragment]
         effects.append(Install(fragment, entry.version, why))

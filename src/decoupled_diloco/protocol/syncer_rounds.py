@@ -11,6 +11,8 @@ Bodies are folded from the moment they arrive, in any of the first two states.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from decoupled_diloco.protocol.effects import (
     Abandon,
     Drop,
@@ -32,6 +34,10 @@ from decoupled_diloco.protocol.syncer_state import SyncerState
 
 SWEEP_TRIES_MAX = 3
 """How often the closing round of a fragment is tried before its learners' rest is given up."""
+
+CLOSING_SECONDS = 60.0
+"""The closing round leaves this much more time: to take the newest copy first, and because nobody
+trains meanwhile, so that haste gains nothing."""
 
 SOFT_DEADLINE_SECONDS_MIN = 1.0
 """A round with its quorum delivered gives the others at least this long."""
@@ -103,13 +109,16 @@ def ask_if_qualified(
     asked = round.asks.get(member.learner)
     if round.closed_at is not None or not member.connected:
         return []
-    if asked is not None and asked.epoch == member.epoch and asked.state != "gone":
+    if asked is not None and asked.state != "gone":
         return []
     why = _qualifies(state, options, round, member)
     if why is None:
         return []
     seconds = member.upload.deadline_seconds(float(member.step_seconds))
-    path = f"/up/{state.term}/{round.number}/{member.learner}/{member.epoch}"
+    if round.final:
+        seconds += CLOSING_SECONDS
+    state.asks += 1
+    path = f"/up/{state.term}/{round.number}/{member.learner}/{member.epoch}/{state.asks}"
     round.asks[member.learner] = Ask(member.learner, member.epoch, path, now, now + seconds)
     if round.quorum_at is None and round.qualified >= options.quorum:
         round.quorum_at = now
@@ -170,15 +179,18 @@ def body_arrived(
     if member is not None:
         member.upload.update(now - ask.asked_at)
     cap = options.counter_cap_periods * options.period
-    scale = min(1.0, cap / event.steps)
-    why = "delivered in time" if scale == 1.0 else f"counters capped at {cap} steps"
+    steps, tokens = float(event.steps), float(event.tokens)
+    why = "delivered in time"
+    if event.steps > cap:
+        steps, tokens = float(cap), event.tokens * cap / event.steps
+        why = f"counters capped at {cap} steps"
     return [
         Fold(
             event.round,
             event.fragment,
             event.learner,
-            event.steps * scale,
-            event.tokens * scale,
+            steps,
+            tokens,
             why,
         )
     ]
@@ -200,7 +212,10 @@ def _drop(event: BodyArrived, verdict: Verdict, reason: str, ask: Ask | None) ->
 def fall_out(
     state: SyncerState, number: int, fragment: int, learner: str, ask_state: str, reason: str
 ) -> list[SyncerEffect]:
-    """A learner that was asked will not deliver: it declined, sent rubbish, or is gone."""
+    """A learner that was asked will not deliver: it declined, sent rubbish, or is gone.
+
+    It hears so even if it declined: its upload may have failed for it and arrived for us.
+    """
     round = state.rounds.get(fragment)
     if round is None or round.number != number:
         return []
@@ -211,9 +226,19 @@ def fall_out(
     ask.state = ask_state  # type: ignore[assignment]
     ask.reason = reason
     effects: list[SyncerEffect] = [Unexpect(ask.path, reason)]
-    if ask_state in ("refused", "late"):
-        verdict: Verdict = "refused" if ask_state == "refused" else "late"
+    if ask_state != "gone":
+        verdict: Verdict = "late" if ask_state == "late" else "refused"
         effects.append(Send(learner, Outcome(number, fragment, verdict, reason, None), reason))
+    return effects
+
+
+def ask_again(state: SyncerState, learner: str) -> list[SyncerEffect]:
+    """A learner has connected anew: what it was asked before does not reach it any more."""
+    effects: list[SyncerEffect] = []
+    for round in state.rounds.values():
+        effects += fall_out(
+            state, round.number, round.fragment, learner, "gone", "it connected anew"
+        )
     return effects
 
 
@@ -228,7 +253,6 @@ def progress(state: SyncerState, options: Options, now: float) -> list[SyncerEff
 
 def _progress(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
     effects: list[SyncerEffect] = []
-    effects += _pass_deadlines(state, options, now, round)
     if round.closed_at is None and not _close(state, options, now, round):
         if _hopeless(state, options, round):
             effects += _abandon(state, now, round, "too few learners are left for the quorum")
@@ -236,6 +260,17 @@ def _progress(state: SyncerState, options: Options, now: float, round: Round) ->
     if round.count("waiting"):
         return effects
     return effects + _settle(state, options, now, round)
+
+
+def pass_deadlines(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
+    """Gives up waiting for bodies that are overdue.
+
+    Only a ``Tick`` does this: after a pause of the process, what had arrived is told first.
+    """
+    effects: list[SyncerEffect] = []
+    for round in state.rounds.values():
+        effects += _pass_deadlines(state, options, now, round)
+    return effects
 
 
 def _pass_deadlines(
@@ -270,14 +305,16 @@ def soft_deadline(state: SyncerState, options: Options, round: Round) -> float |
     ``None`` while the quorum has not delivered: then only the deadlines of the uploads count, so
     that on a slow link rounds go on more slowly instead of never.
     """
-    if round.closed_at is None or round.count("folded") < options.quorum:
+    if round.final or round.closed_at is None or round.count("folded") < options.quorum:
         return None
     return round.closed_at + max(SOFT_DEADLINE_SECONDS_MIN, options.period * state.step_seconds)
 
 
 def _close(state: SyncerState, options: Options, now: float, round: Round) -> bool:
     if round.final:
-        reason = "the closing sweep does not wait"
+        if _not_asked(state.members.values(), round):
+            return False  # it comes back within its lease, or it is gone
+        reason = "the closing sweep has asked everyone"
     else:
         decision = window_decision(
             now,
@@ -295,15 +332,20 @@ def _close(state: SyncerState, options: Options, now: float, round: Round) -> bo
 
 def _possible(state: SyncerState, round: Round) -> int:
     """Learners that are in, or may still come in before the window closes."""
-    candidates = sum(
+    return round.qualified + _not_asked(state.stepping, round)
+
+
+def _not_asked(members: Iterable[Member], round: Round) -> int:
+    return sum(
         member.learner not in round.asks or round.asks[member.learner].state == "gone"
-        for member in state.stepping
+        for member in members
     )
-    return round.qualified + candidates
 
 
 def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
     """Whether those who fell out leave a quorum out of reach though enough learners are live."""
+    if round.final:
+        return False
     fell_out = round.count("declined", "refused", "late")
     live_enough = len(state.stepping) >= options.quorum
     return bool(fell_out) and live_enough and _possible(state, round) < options.quorum
@@ -361,8 +403,12 @@ def merged(
     if round is None or round.number != number or round.version is None:
         return []
     del state.rounds[fragment]
-    state.closing.discard(fragment)
     entry = state.fragments[fragment]
+    if round.final:
+        # Who was asked and did not deliver gets another chance.
+        entry.sweep_tries += 1
+        if not round.count("refused", "late") or entry.sweep_tries >= SWEEP_TRIES_MAX:
+            state.closing.discard(fragment)
     entry.base, entry.version, entry.digest = round.base, round.version, digest
     entry.published_at, entry.renamed = now, False
     entry.merges += 1

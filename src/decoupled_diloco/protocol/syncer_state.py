@@ -56,8 +56,11 @@ class Fill:
     source: str = ""
     epoch: int = 0
     settle_at: float | None = None
+    from_file: bool = False
+    started_at: float = 0.0
     asked: dict[int, str] = field(default_factory=dict)
-    asked_version: dict[int, Version] = field(default_factory=dict)
+    asked_version: dict[int, Version | None] = field(default_factory=dict)
+    paths: dict[int, str] = field(default_factory=dict)
     refused: dict[int, set[str]] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
 
@@ -81,6 +84,7 @@ class SyncerState:
     again: set[int] = field(default_factory=set)
     rounds: dict[int, Round] = field(default_factory=dict)
     rounds_opened: int = 0
+    asks: int = 0
     timing: Timing = field(default_factory=Timing)
     fill: Fill | None = None
     closing: set[int] = field(default_factory=set)

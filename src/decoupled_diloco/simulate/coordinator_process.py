@@ -100,7 +100,9 @@ class CoordinatorProcess(Shell):
                 self.durable = self.machine.snapshot()
                 if self.choices.chance(self.world.crash_after_persist):
                     self.world.crash(self)
-                    self.world.clockwork.after(self.choices.uniform(0.1, 3.0), self.begin)
+                    self.world.clockwork.after(
+                        self.choices.uniform(0.1, 3.0), self.world.restart, self
+                    )
             case Admit(number, _, epoch):
                 self._answer(number, Admitted(epoch, "", LAYOUT, ()))
             case Deny(number, reason, retry):

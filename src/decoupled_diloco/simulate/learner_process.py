@@ -23,6 +23,7 @@ from decoupled_diloco.protocol.effects import (
     Snapshot,
 )
 from decoupled_diloco.protocol.events import (
+    CopyFailed,
     Fetched,
     FetchFailed,
     Linked,
@@ -254,14 +255,15 @@ class LearnerProcess(Shell):
         if order.shard in self.shards:
             announcement = Copy(order.fragment, order.attempt, body.digest)
             self.shards[order.shard].send(self, announcement)
-        self._put(order.shard, order.path, body, None)
+        failure = CopyFailed(order.shard, order.fragment, order.attempt, "lost")
+        self._put(order.shard, order.path, body, failure)
 
-    def _put(self, shard: int, path: str, body: Body, failure: UploadFailed | None) -> None:
+    def _put(self, shard: int, path: str, body: Body, failure: UploadFailed | CopyFailed) -> None:
         target = self.world.shards[shard]
         clockwork, life = self.world.clockwork, self.life
 
         def failed() -> None:
-            if self.life == life and failure is not None:
+            if self.life == life:
                 clockwork.arrive(self, clockwork.now, self.tell, failure)
 
         def done() -> None:

@@ -1,0 +1,191 @@
+"""What must hold in every world, whatever befalls it; looks at events and effects only.
+
+Safety is checked at every event (and by `NoBodies` at every tensor operation); liveness by asking
+what has happened since faults have ceased; the end, when a run with a budget is over.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from decoupled_diloco.protocol.effects import (
+    Admit,
+    AdmitShard,
+    Apply,
+    Broadcast,
+    ClockAdvanced,
+    Fold,
+    Hold,
+    Install,
+    Merge,
+    RoundFinished,
+    SendBody,
+    Snapshot,
+)
+from decoupled_diloco.protocol.events import BodyArrived, Merged, Told
+from decoupled_diloco.protocol.messages import Published, Pull, Version
+from decoupled_diloco.simulate.bodies import LineageLearner, LineageShard
+from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.world import World
+
+
+class Checker:
+    """Watches one world; raises `AssertionError` at the event that breaks a rule."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.shards = {shard.name: shard for shard in world.shards}
+        self.published: dict[int, dict[Version, str]] = defaultdict(dict)
+        self.newest: dict[int, Version] = {}
+        self.clocks: dict[tuple[str, int], int] = {}
+        self.epochs: dict[str, int] = {}
+        self.terms: dict[int, int] = {}
+        self.merges: dict[int, int] = defaultdict(int)
+        self.heard: dict[int, set[str]] = defaultdict(set)
+        self.rounds: list[RoundFinished] = []
+        self.pulls = self.pulls_answered_at_once = 0
+        self.restarts = 0
+        world.recorders.append(self)
+
+    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """One event that a machine has handled."""
+        for effect in effects:
+            match effect:
+                case Merge():
+                    self._merge(who, effect)
+                case Fold():
+                    self._fold(who, event, effect)
+                case RoundFinished():
+                    self._round(effect)
+                case Broadcast(Published() as message):
+                    self._published(message)
+                case Install(fragment, version):
+                    self._installed(fragment, version)
+                case ClockAdvanced(clock):
+                    self._clock(who, clock)
+                case Hold():
+                    assert self.world.options.wait == "at_overlap", f"{who} waits"
+                case Admit(_, learner, epoch):
+                    assert epoch >= self.epochs.get(learner, 0), "an epoch goes back"
+                    self.epochs[learner] = epoch
+                case AdmitShard(shard, term):
+                    assert term >= self.terms.get(shard, 0), "a term goes back"
+                    self.terms[shard] = term
+                case Apply(_, _, _, discarded):
+                    assert discarded >= 0
+                case Snapshot():
+                    assert self.world.learners[who].spec.role == "learner"
+        if isinstance(event, Merged):
+            self.merges[event.fragment] += 1
+        if isinstance(event, Told) and isinstance(event.message, Pull):
+            self.pulls += 1
+            self.pulls_answered_at_once += any(isinstance(e, SendBody) for e in effects)
+
+    def _issued(self, fragment: int, version: Version) -> None:
+        newest = self.newest.get(fragment)
+        assert newest is None or version > newest, f"fragment {fragment}: {version} after {newest}"
+        self.newest[fragment] = version
+
+    def _installed(self, fragment: int, version: Version) -> None:
+        if version not in self.published[fragment]:  # an attempt to begin may be repeated
+            assert version >= self.newest.get(fragment, version)
+            self.newest[fragment] = version
+        else:
+            self._issued(fragment, version)
+
+    def _merge(self, who: str, order: Merge) -> None:
+        newest = self.newest.get(order.fragment)
+        assert newest is not None
+        assert order.version > newest
+        assert order.base == newest, "a merge starts from the newest version"
+
+    def _published(self, message: Published) -> None:
+        known = self.published[message.fragment]
+        assert known.get(message.version, message.digest) == message.digest, (
+            f"fragment {message.fragment}: two contents are called {message.version}"
+        )
+        if message.version not in known:
+            newest = self.newest.get(message.fragment)
+            if newest is not None and message.version != newest:
+                self._issued(message.fragment, message.version)
+        known[message.version] = message.digest
+
+    def _fold(self, who: str, event: Any, order: Fold) -> None:
+        assert isinstance(event, BodyArrived)
+        assert order.learner == event.learner
+        identity = self.shards[who].machine.state.identities[order.learner]
+        assert event.epoch == identity.epoch, "an old epoch is merged"
+        assert (
+            0
+            < order.steps
+            <= self.world.options.counter_cap_periods * max(1, self.world.options.period)
+        )
+        self.heard[order.fragment].add(order.learner)
+
+    def _round(self, finished: RoundFinished) -> None:
+        self.rounds.append(finished)
+        if finished.verdict != "merged":
+            return
+        folded = sum(p.state == "folded" for p in finished.participants)
+        asked = len(finished.participants)
+        declined = sum(p.state == "declined" for p in finished.participants)
+        asked -= declined if "sweep" in finished.why else 0
+        assert folded >= max(1, min(self.world.options.quorum, asked)), f"too few: {finished}"
+
+    def _clock(self, who: str, clock: int) -> None:
+        key = (who, self.shards[who].life)
+        assert clock == self.clocks.get(key, clock - 1) + 1, "the clock goes by one"
+        self.clocks[key] = clock
+
+    # ---- liveness
+
+    def forget(self) -> None:
+        """From here on counts what liveness is about."""
+        self.merges.clear()
+        self.heard.clear()
+        self.pulls = self.pulls_answered_at_once = 0
+
+    def fragments_without_merge(self) -> list[int]:
+        """Fragments that nothing was merged into since `forget`."""
+        return [p for p in range(self.world.options.fragments) if not self.merges[p]]
+
+    def unheard(self) -> list[tuple[int, str]]:
+        """Live learners that some fragment has not heard since `forget`."""
+        live = [
+            learner.name
+            for learner in self.world.learners.values()
+            if learner.alive and learner.spec.role == "learner"
+        ]
+        return [
+            (p, name)
+            for p in range(self.world.options.fragments)
+            for name in live
+            if name not in self.heard[p]
+        ]
+
+    # ---- the end
+
+    def check_end(self) -> None:
+        """Everybody who saw the end holds the result, and nothing trained is missing from it."""
+        final: dict[int, Any] = {}
+        for shard in self.world.shards:
+            bodies = shard.bodies
+            assert isinstance(bodies, LineageShard)
+            final.update(bodies.values)
+        for learner in self.world.learners.values():
+            if learner.over:
+                self._check_result(learner, final)
+
+    def _check_result(self, learner: LearnerProcess, final: dict[int, Any]) -> None:
+        bodies = learner.bodies
+        assert isinstance(bodies, LineageLearner)
+        for fragment, local in enumerate(bodies.fragments):
+            assert local.held is not None
+            assert local.held.number == final[fragment].number, (
+                f"{learner.name} ends with another copy of fragment {fragment}"
+            )
+            if learner.spec.role == "learner":
+                rest = bodies.steps - local.since
+                assert rest == 0, f"{rest} steps of {learner.name} are not in fragment {fragment}"

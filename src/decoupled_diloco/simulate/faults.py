@@ -1,0 +1,118 @@
+"""What befalls a virtual world: faults as data, drawn from a seed or written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.shell import Shell
+from decoupled_diloco.simulate.world import World
+
+Kind = Literal["crash", "vanish", "pause", "cut", "break", "slow"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        at: when it strikes, seconds.
+        kind: ``crash`` (SIGKILL), ``vanish`` (power: nobody is told), ``pause`` (SIGSTOP),
+            ``cut`` (the link is silent), ``break`` (connections are lost), ``slow`` (steps take
+            longer; learners only).
+        process: whom it strikes: a learner's name, ``shard-0``, ``coordinator``.
+        seconds: how long it lasts, then it is undone; infinity: for good.
+        peer: the other end of a cut or break; empty: everybody.
+        factor: how many times longer steps take.
+    """
+
+    at: float
+    kind: Kind
+    process: str
+    seconds: float = 0.0
+    peer: str = ""
+    factor: float = 1.0
+
+
+def strike(world: World, faults: Iterable[Fault]) -> None:
+    """Plans the faults, and their end, in a world."""
+    processes = {process.name: process for process in world.processes}
+    for fault in faults:
+        process = processes[fault.process]
+        peers = [processes[fault.peer]] if fault.peer else _peers(world, process)
+        world.clockwork.at(fault.at, _begin, world, fault, process, peers)
+        if fault.seconds < float("inf"):
+            world.clockwork.at(fault.at + fault.seconds, _end, world, fault, process, peers)
+
+
+def _peers(world: World, process: Shell) -> list[Shell]:
+    if isinstance(process, LearnerProcess):
+        return [world.coordinator, *world.shards]
+    return [other for other in world.processes if other is not process]
+
+
+def _begin(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> None:
+    match fault.kind:
+        case "crash" | "vanish":
+            world.crash(process, silent=fault.kind == "vanish")
+        case "pause":
+            world.pause(process)
+        case "cut":
+            for peer in peers:
+                world.cut(process, peer)
+        case "break":
+            for peer in peers:
+                world.break_connections(process, peer)
+        case "slow":
+            if isinstance(process, LearnerProcess):
+                process.slowness = fault.factor
+
+
+def _end(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> None:
+    match fault.kind:
+        case "crash" | "vanish":
+            world.restart(process)
+        case "pause":
+            world.resume(process)
+        case "cut":
+            for peer in peers:
+                world.heal(process, peer)
+        case "slow":
+            if isinstance(process, LearnerProcess):
+                process.slowness = 1.0
+        case "break":
+            pass
+
+
+def random_faults(
+    choices: Choices, world: World, *, until: float, mean_seconds: float
+) -> list[Fault]:
+    """A Poisson process of faults; all of them are over at ``until``.
+
+    Args:
+        choices: where they are drawn from.
+        world: whose processes may be struck.
+        until: when the last has ended, seconds.
+        mean_seconds: mean time between two faults.
+    """
+    learners = list(world.learners)
+    shards = [shard.name for shard in world.shards]
+    kinds: list[Kind] = ["crash", "vanish", "pause", "cut", "break", "slow"]
+    faults: list[Fault] = []
+    at = choices.exponential(mean_seconds)
+    while at < until:
+        kind = choices.pick(kinds)
+        share = choices.uniform(0.0, 1.0)
+        process = choices.pick(learners)
+        if share > 0.6 and kind != "slow":
+            process = choices.pick(shards) if share < 0.85 else "coordinator"
+        peer = ""
+        if kind in ("cut", "break") and process in world.learners and choices.chance(0.5):
+            peer = choices.pick(shards)
+        lasts = min(choices.log_uniform(0.05, 40.0), until - at)
+        faults.append(Fault(at, kind, process, lasts, peer, choices.log_uniform(1.5, 20.0)))
+        at += choices.exponential(mean_seconds)
+    return faults

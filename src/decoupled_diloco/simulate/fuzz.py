@@ -1,0 +1,250 @@
+"""Random worlds: options, learners, links and faults are drawn from a seed and must all hold.
+
+    python -m decoupled_diloco.simulate.fuzz --seed 17            # repeat one, print its tape
+    python -m decoupled_diloco.simulate.fuzz --runs 500           # seeds 0, 1, 2, …
+
+A run has three parts: faults at random; then none, and every fragment must go on; then, with a
+budget, the end, in which nothing may be missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.simulate.checkers import Checker
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.faults import Fault, random_faults, strike
+from decoupled_diloco.simulate.learner_process import LearnerSpec
+from decoupled_diloco.simulate.world import Mishaps, World
+
+COMMAND = "python -m decoupled_diloco.simulate.fuzz --seed {seed}"
+
+SETTLE_SECONDS = 90.0
+"""When faults have ceased: leases (10 s), lost connections (11 s), backoff, a missed first upload
+deadline (60 s)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one random world has seen."""
+
+    seed: int
+    events: int
+    seconds: float
+    merges: int
+    abandoned: int
+    verdict: str
+
+
+def random_options(choices: Choices, learners: int) -> Options:
+    """Settings drawn from all of those that make sense together."""
+    fragments, period = choices.integer(1, 10), choices.integer(1, 10)
+    quorum = choices.pick([1, 1, 2, learners, choices.integer(1, learners)])
+    quorum = min(quorum, learners)
+    wait = quorum == learners and choices.chance(0.4)
+    overlap = choices.integer(0, 3)
+    return Options(
+        fragments=fragments,
+        period=period,
+        overlap=min(overlap, period - 1) if wait else overlap,
+        quorum=quorum,
+        shards=choices.integer(1, min(3, fragments)),
+        grace=choices.chance(0.7),
+        grace_margin=choices.uniform(0.0, 0.95),
+        participants=choices.pick(["reported", "all"]),
+        alignment=choices.pick(["overwrite", "carry", "blend"]),
+        missed=choices.pick(["overwrite", "rebase"]),
+        apply=choices.pick(["on_arrival", "at_tau"]),
+        wait="at_overlap" if wait else "never",
+        counter_cap_periods=choices.integer(1, 4),
+    )
+
+
+def random_learners(choices: Choices, count: int, step_seconds: float) -> list[LearnerSpec]:
+    """Learners of different speeds behind different links; sometimes an observer."""
+    spread = choices.pick([1.0, 1.2, 2.0, 4.0])
+    latency = choices.log_uniform(0.0002, 0.2)
+    specs = []
+    for number in range(count):
+        rate = choices.log_uniform(300.0, 1e6) / step_seconds
+        specs.append(
+            LearnerSpec(
+                name=f"learner-{number}",
+                step_seconds=step_seconds * choices.pick([1.0, spread, choices.uniform(1, spread)]),
+                variance=choices.pick([0.0, 0.02, 0.3]),
+                latency=latency * choices.uniform(0.5, 2.0),
+                jitter=latency * choices.pick([0.0, 0.0, 1.0, 10.0]),
+                up_bytes_per_second=rate,
+                down_bytes_per_second=rate * choices.uniform(1.0, 10.0),
+                tokens_per_step=choices.integer(1, 100),
+                joins_at=choices.pick([0.0, 0.0, choices.uniform(0.0, 30.0)]),
+            )
+        )
+    if choices.chance(0.2):
+        specs.append(LearnerSpec("observer", joins_at=choices.uniform(0, 20), role="observer"))
+    return specs
+
+
+@dataclass(slots=True)
+class Scenario:
+    """One random world and what will befall it."""
+
+    seed: int
+    options: Options
+    learners: list[LearnerSpec]
+    faults: list[Fault]
+    world: World
+    checker: Checker
+    faulty_seconds: float
+    step_seconds: float
+    ends: bool
+
+
+def draw(seed: int) -> Scenario:
+    """The random world of a seed."""
+    choices = Choices(seed)
+    count = choices.pick([1, 2, 2, 3, 4, 6])
+    faulty = choices.uniform(20.0, 80.0)
+    step_seconds = faulty * count / choices.log_uniform(60.0, 400.0)
+    step_seconds = min(step_seconds, 2.0)
+    options = random_options(choices.fork("options"), count)
+    ends = choices.chance(0.6)
+    if ends:
+        steps = int((faulty + choices.uniform(0.0, 60.0)) / step_seconds) + 1
+        options = _with_budget(options, steps)
+    learners = random_learners(choices.fork("learners"), count, step_seconds)
+    often = choices.pick([0.0, 0.0, 0.02])
+    mishaps = Mishaps(
+        spurious_ticks=choices.pick([0.0, 0.1]),
+        spoil=often,
+        merge_fails=often,
+        crash_after_persist=choices.pick([0.0, 0.0, 0.2]),
+    )
+    world = World(
+        options,
+        learners,
+        seed=f"{seed}/world",
+        mishaps=mishaps,
+        weights_from_file=choices.chance(0.2),
+        fragment_bytes=[choices.integer(10, 1000) for _ in range(options.fragments)],
+    )
+    mean = choices.pick([2.0, 5.0, 15.0, 1000.0])
+    faults = random_faults(choices.fork("faults"), world, until=faulty, mean_seconds=mean)
+    strike(world, faults)
+    return Scenario(
+        seed, options, learners, faults, world, Checker(world), faulty, step_seconds, ends
+    )
+
+
+def _with_budget(options: Options, steps: int) -> Options:
+    fields = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    return Options(**{**fields, "budget_steps": steps})
+
+
+def run(seed: int, recorder: Any = None) -> Report:
+    """Runs the random world of a seed; raises `AssertionError` when something does not hold."""
+    started = time.perf_counter()
+    scenario = draw(seed)
+    world, checker = scenario.world, scenario.checker
+    if recorder is not None:
+        world.recorders.insert(0, recorder)
+    world.run(until=scenario.faulty_seconds)
+    heal(world)
+    slowest = max(pace(spec, scenario.options) for spec in scenario.learners)
+    patience = SETTLE_SECONDS + 4 * (scenario.options.period + 4) * slowest
+    if not world.finished:
+        world.run(until=world.now + SETTLE_SECONDS)
+        checker.forget()
+        sweeping = world.coordinator.machine.state.phase in ("ending", "finished")
+        world.run(until=world.now + patience)
+        sweeping |= world.coordinator.machine.state.phase in ("ending", "finished")
+        still = checker.fragments_without_merge()
+        assert sweeping or not still, f"nothing merged into {still}: {_phases(world)}"
+    if scenario.ends:
+        steps = scenario.options.budget_steps or 0
+        world.run(until=world.now + 2 * patience + 2 * steps * slowest)
+        assert world.finished, f"the run does not end: {_phases(world)}"
+        checker.check_end()
+    merged = sum(r.verdict == "merged" for r in checker.rounds)
+    return Report(
+        seed,
+        world.events,
+        time.perf_counter() - started,
+        merged,
+        len(checker.rounds) - merged,
+        "finished" if world.finished else "went on",
+    )
+
+
+def pace(spec: LearnerSpec, options: Options) -> float:
+    """An upper bound of a learner's seconds per step, waiting included if it waits."""
+    way = spec.latency + spec.jitter
+    bodies = 1500.0 * options.fragments / options.period / spec.up_bytes_per_second
+    waits = options.wait == "at_overlap"
+    return 1.5 * spec.step_seconds + (12 * way + 3 * bodies if waits else 0.0)
+
+
+def heal(world: World) -> None:
+    """No faults from here on; whoever is down comes back."""
+    world.crash_after_persist = world.spoil = world.merge_fails = 0.0
+    for process in world.processes:
+        world.resume(process)
+        world.restart(process)
+        for other in world.processes:
+            world.heal(process, other)
+    for learner in world.learners.values():
+        learner.slowness = 1.0
+
+
+def _phases(world: World) -> str:
+    phases = [f"coordinator {world.coordinator.machine.state.phase}"]
+    phases += [f"{shard.name} {shard.machine.state.phase}" for shard in world.shards]
+    phases += [
+        f"{learner.name} {'over' if learner.over else 'alive' if learner.alive else 'dead'}"
+        for learner in world.learners.values()
+    ]
+    return ", ".join(phases)
+
+
+def tape(who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+    """Prints one event and what it led to."""
+    print(f"{now:10.4f} {who:12} {event}")
+    for effect in effects:
+        print(f"{'':24}→ {effect}")
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="repeat one run and print its tape")
+    parser.add_argument("--quiet", action="store_true", help="with --seed: no tape")
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        scenario = draw(arguments.seed)
+        print(scenario.options, *scenario.learners, *scenario.faults, sep="\n")
+        print(run(arguments.seed, None if arguments.quiet else tape))
+        return 0
+    failed, events, started = 0, 0, time.perf_counter()
+    for seed in range(arguments.first, arguments.first + arguments.runs):
+        try:
+            events += run(seed).events
+        except AssertionError as error:
+            failed += 1
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            print(f"{COMMAND.format(seed=seed)}\n    {where.name}:{where.lineno}: {error}")
+    seconds = time.perf_counter() - started
+    print(f"{arguments.runs} runs, {events} events, {failed} failed, {seconds:.1f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
