@@ -1,6 +1,6 @@
 """What merging costs: 8 bodies of 64 MiB against a plain read of the same bytes, in one run.
 
-    python benchmarks/merging.py
+python benchmarks/merging.py
 """
 
 from __future__ import annotations

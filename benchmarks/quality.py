@@ -123,6 +123,13 @@ SYSTEMS: dict[str, System] = {
 }
 
 
+RATE_OF = {
+    "decoupled M=4, mean": "decoupled M=4",
+    "decoupled M=1 at batch B": "data-parallel (= one learner at batch B)",
+}
+"""Systems that take the inner rate of another one instead of a search of their own."""
+
+
 def interval(gaps: list[float]) -> dict[str, float]:
     """Mean and 95 % interval (Student's t) of paired gaps."""
     mean = statistics.mean(gaps)
@@ -137,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[4e-3, 8e-3, 1.6e-2])
     parser.add_argument("--name", default="quality")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -156,7 +163,9 @@ def main() -> None:
     best = {
         name: min(arguments.rates, key=lambda rate, name=name: measure(name, rate, 0))
         for name in names
+        if name not in RATE_OF
     }
+    best |= {name: best[other] for name, other in RATE_OF.items()}
     losses = {n: [measure(n, best[n], seed) for seed in arguments.seeds] for n in names}
     reference = losses[names[0]]
     result = {

@@ -1,0 +1,231 @@
+"""What a learner costs its training loop: time inside ``step()``, and throughput with and without.
+
+One process trains a byte-level GPT in blocks of steps, by turns with and without calling
+``learner.step()``, against a shard in another process; so both are measured in one run. With
+``--link MBIT`` the two live in network namespaces joined by a rate-limited link (needs root), slow
+enough to be saturated by the fragments.
+
+    python benchmarks/step_overhead.py                      # all four cases
+    python benchmarks/step_overhead.py --case 25M --link 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from evidence import keep, spread
+
+from decoupled_diloco import Learner
+from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.workloads import load_workload
+
+ESTIMATE = (
+    "0.87 M: a fragment is 36 k elements, its copy and scatter 30 µs, the machine and tape "
+    "200 µs: 0.3 ms of a 150 ms step, 0.2 %; the background encodes and decodes 1 ms per step on "
+    "another core. 25 M: a fragment is 1 M elements, copy and scatter 2 ms of 600 ms, 0.4 %; "
+    "throughput 98 to 99 %, since both cores share the memory"
+)
+CASES = {
+    "0.87M": {"layers": 4, "width": 128, "heads": 4, "batch_size": 16},
+    "25M": {"layers": 8, "width": 512, "heads": 8, "batch_size": 2},
+}
+LINKS_MBIT = {"0.87M": 1.0, "25M": 8.0}
+"""Saturating: a step's traffic is 72 kB in 0.15 s, and 2.1 MB in 0.6 s, each way."""
+
+SPACES = ("ddiloco-far", "ddiloco-near")
+NETWORK = "10.87.0"
+
+
+def server_config(case: str, host: str, folder: Path) -> RunConfig:
+    return RunConfig(
+        run={"learners": 1, "budget_steps": 10**7, "evaluator": False, "folder": str(folder)},
+        sync={"fragments": 24, "period": 24, "overlap": 2},
+        syncer={"host": host, "port": 7311, "token_file": str(folder / "token")},
+        workload={"options": {**CASES[case], "total_steps": 10**6}},
+    )
+
+
+def measure(case: str, address: str, token: str, blocks: int, steps: int) -> dict[str, Any]:
+    """Runs in the learner's process (and namespace)."""
+    torch.set_num_threads(1)
+    workload = load_workload("gpt", {**CASES[case], "total_steps": 10**6})
+    model = workload.model()
+    optimizer = workload.optimizer(model)
+    batches = workload.batches(0, 1)
+
+    def train() -> int:
+        batch = next(batches)
+        workload.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return workload.tokens(batch)
+
+    for _ in range(5):
+        train()
+    raw: dict[str, Any] = {"attached": [], "detached": [], "inside": [], "versions": []}
+    with Learner(model, address, token=token, learner_id="learner-0") as learner:
+        client = learner._background._client
+        assert client is not None
+        before = vars(client.stats).copy()
+        own = 0
+        for block in range(2 * blocks):
+            attached = block % 2 == 0
+            for number in range(steps):
+                begun = time.perf_counter()
+                tokens = train()
+                if attached:
+                    inside = time.perf_counter()
+                    learner.step(tokens=tokens)
+                    done = time.perf_counter()
+                    own += 1
+                    if number >= 3:
+                        raw["inside"].append(done - inside)
+                if number >= 3:
+                    key = "attached" if attached else "detached"
+                    raw[key].append((block // 2, time.perf_counter() - begun))
+        after = vars(client.stats)
+        raw["moved"] = {name: after[name] - before[name] for name in before}
+        raw["own_steps"] = own
+        state = learner._shared.machine.state
+        raw["sent"] = sum(view.latest.version.counter for view in state.fragments if view.latest)
+    raw["parameters"] = sum(p.numel() for p in model.parameters())
+    return raw
+
+
+def summarise(raw: dict[str, Any]) -> dict[str, Any]:
+    def block_medians(kind: str) -> list[float]:
+        blocks = sorted({block for block, _ in raw[kind]})
+        return [statistics.median(s for b, s in raw[kind] if b == block) for block in blocks]
+
+    attached, detached = block_medians("attached"), block_medians("detached")
+    step = statistics.median(detached)
+    inside = sorted(raw["inside"])
+    p99 = inside[min(len(inside) - 1, int(0.99 * len(inside)))]
+    theory = 2 * 2 * raw["parameters"] / 24
+    moved = sum(raw["moved"].values())
+    merges = max(1, raw["sent"])
+    return {
+        "parameters": raw["parameters"],
+        "step_seconds": step,
+        "inside_step_percent": {
+            "median": 100 * statistics.median(inside) / step,
+            "p99": 100 * p99 / step,
+        },
+        "throughput_percent_of_detached": spread(
+            [100 * d / a for a, d in zip(attached, detached, strict=True)]
+        ),
+        "merges": merges,
+        "bytes_per_merge_over_theory_percent": 100 * (moved / merges / theory - 1),
+        "control_share_percent": 100
+        * (raw["moved"]["control_bytes_sent"] + raw["moved"]["control_bytes_received"])
+        / moved,
+    }
+
+
+def in_space(space: str | None) -> list[str]:
+    return ["ip", "netns", "exec", space] if space else []
+
+
+def make_link(mbit: float) -> None:
+    far, near = SPACES
+    run = lambda *words: subprocess.run(words, check=True)  # noqa: E731
+    for space in SPACES:
+        subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
+        run("ip", "netns", "add", space)
+    run("ip", "link", "add", "dd0", "netns", far, "type", "veth", "peer", "dd1", "netns", near)
+    for space, device, number in ((far, "dd0", 1), (near, "dd1", 2)):
+        prefix = in_space(space)
+        run(*prefix, "ip", "addr", "add", f"{NETWORK}.{number}/24", "dev", device)
+        run(*prefix, "ip", "link", "set", device, "up")
+        rate = ["rate", f"{mbit}mbit", "burst", "16kb", "latency", "100ms"]
+        run(*prefix, "tc", "qdisc", "add", "dev", device, "root", "tbf", *rate)
+
+
+def drop_link() -> None:
+    for space in SPACES:
+        subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
+
+
+def run_case(case: str, mbit: float | None, blocks: int, steps: int) -> dict[str, Any]:
+    host = f"{NETWORK}.1" if mbit else "127.0.0.1"
+    far, near = SPACES if mbit else (None, None)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if mbit:
+            make_link(mbit)
+        (folder / "token").write_text("benchmark")
+        (folder / "run.toml").write_text(dump_config(server_config(case, host, folder)))
+        cli = [sys.executable, "-m", "decoupled_diloco.cli"]
+        serve = [*cli, "syncer", str(folder / "run.toml"), "--shard", "0"]
+        with (folder / "shard.log").open("wb") as log:
+            shard = subprocess.Popen([*in_space(far), *serve], stdout=log, stderr=log)
+        try:
+            me = [sys.executable, __file__, "--measure", "--case", case, "--address"]
+            command = [*in_space(near), *me, f"http://{host}:7311"]
+            command += ["--blocks", str(blocks), "--steps", str(steps)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        finally:
+            shard.terminate()
+            shard.wait()
+            if mbit:
+                drop_link()
+    raw: dict[str, Any] = json.loads(done.stdout)
+    return raw
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", choices=list(CASES))
+    parser.add_argument("--link", type=float, help="Mbit/s of a rate-limited link")
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(
+            json.dumps(
+                measure(
+                    arguments.case,
+                    arguments.address,
+                    "benchmark",
+                    arguments.blocks,
+                    arguments.steps,
+                )
+            )
+        )
+        return
+    chosen = [(c, m) for c in CASES for m in (None, LINKS_MBIT[c])]
+    if arguments.case:
+        chosen = [(arguments.case, arguments.link)]
+    raw, result = {}, {}
+    for case, mbit in chosen:
+        if mbit and os.geteuid() != 0:
+            result[f"{case}, link saturated"] = "not measured: namespaces need root"
+            continue
+        name = f"{case}, link {f'saturated at {mbit} Mbit/s' if mbit else 'idle (loopback)'}"
+        raw[name] = run_case(case, mbit, arguments.blocks, arguments.steps)
+        result[name] = summarise(raw[name])
+        print(name, json.dumps(result[name], indent=1), flush=True)
+    keep(
+        "step_overhead",
+        estimate=ESTIMATE,
+        config=vars(arguments) | {"cases": CASES, "links_mbit": LINKS_MBIT},
+        raw=raw,
+        result=result,
+        not_measured="CUDA; several learners on one machine; models beyond 25 M parameters",
+    )
+
+
+if __name__ == "__main__":
+    main()
