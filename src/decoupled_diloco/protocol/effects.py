@@ -60,6 +60,7 @@ class Expect:
 
     path: str
     learner: str
+    epoch: int
     round: int
     fragment: int
     why: str

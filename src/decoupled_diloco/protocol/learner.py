@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from math import ceil, floor
+from math import floor
 from typing import Literal, assert_never
 
 from decoupled_diloco.protocol.effects import (
@@ -84,6 +84,10 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("held < base", "Pull", "keep it until the copy is applied"),
     ("held > base", "Pull", "decline: behind"),
 )
+
+TICKS_MARGIN = 0.5
+"""How far the shard's clock may be from where the learner thinks it is, in ticks. A fragment more
+is snapshotted in vain now and then; one that is missing delays its round by up to a step."""
 
 RETRY_SECONDS = 1.0
 """A whole copy that could not be had is asked for again after this."""
@@ -375,11 +379,11 @@ class LearnerMachine:
         if link.clock_at is None or tick_seconds <= 0:
             return (own, own)
         clock = link.clock + (now - link.clock_at) / tick_seconds
-        if own >= clock - 0.5:
-            clock = max(float(own) if self.options.quorum == 1 else clock, float(link.clock + 1))
+        if self.options.quorum == 1:
+            clock = max(clock, float(own))  # this step's report moves the clock at least so far
         ahead = float(self.state.step_seconds) / tick_seconds
-        first = floor(clock + 0.25)
-        last = max(first, ceil(clock + ahead - 0.25) - 1)
+        first = floor(clock - TICKS_MARGIN)
+        last = floor(clock + ahead + TICKS_MARGIN)
         return (first, min(last, first + self.options.period - 1))
 
     def _send(self, index: int, view: FragmentView, pull: Pull) -> list[LearnerEffect]:

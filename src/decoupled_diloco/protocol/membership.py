@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from decoupled_diloco.protocol.grace import MovingAverage
 from decoupled_diloco.protocol.messages import Version
 
 LEASE_SECONDS = 10.0
@@ -65,7 +64,7 @@ class Member:
     lease_until: float
     connected: bool = True
     reported_at: float | None = None
-    step_seconds: MovingAverage = field(default_factory=MovingAverage)
+    step_seconds: float = 0.0
     upload: UploadEstimate = field(default_factory=UploadEstimate)
     held: dict[int, Version] = field(default_factory=dict)
 

@@ -162,7 +162,7 @@ class SyncerMachine:
         state, options = self.state, self.options
         assert len(state.rounds) <= options.open_rounds_max, "more open rounds than rule 2 allows"
         assert set(state.fragments) == set(self.owned)
-        assert len(set(state.queue)) == len(state.queue), "a fragment is queued twice"
+        assert not state.queue.keys() & state.rounds.keys(), "an open round is queued as well"
         live = [member.run_step for member in state.members.values()]
         if state.phase == "running":
             assert advanced(state.clock, live, options.quorum) == state.clock, "a tick is missing"
@@ -289,6 +289,7 @@ class SyncerMachine:
             offset=(state.clock if hello.run_step is None else hello.run_step) - hello.step,
             step=hello.step,
             lease_until=now + LEASE_SECONDS,
+            reported_at=now if hello.step > 0 else None,  # it came back: its steps count
         )
         state.members[hello.learner] = member
         state.ahead += member.run_step > state.clock
@@ -318,7 +319,8 @@ class SyncerMachine:
         match message:
             case StepReport(step, tokens, seconds):
                 member.reported_at = now
-                member.step_seconds.update(seconds)
+                if seconds > 0.0:  # nothing is known after a first step
+                    member.step_seconds = seconds
                 known = state.identities[learner]
                 known.tokens = max(known.tokens, tokens)
                 self._advance_step(member, step)

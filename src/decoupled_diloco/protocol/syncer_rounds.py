@@ -48,7 +48,7 @@ def note_due(state: SyncerState, options: Options, owned: frozenset[int]) -> Non
     due = [p for p in options.due(state.clock) if p in owned]
     for fragment in (*sorted(state.again), *due):
         if fragment not in state.rounds and fragment not in state.queue:
-            state.queue.append(fragment)
+            state.queue[fragment] = state.clock
     state.again.clear()
 
 
@@ -56,18 +56,19 @@ def open_due(state: SyncerState, options: Options, now: float) -> list[SyncerEff
     """Opens queued rounds while the limit of rule 2 allows."""
     effects: list[SyncerEffect] = []
     while state.queue and len(state.rounds) < options.open_rounds_max:
-        fragment = state.queue.popleft()
-        effects += _open(state, options, now, fragment, final=False)
+        fragment, tick = next(iter(state.queue.items()))
+        del state.queue[fragment]
+        effects += _open(state, options, now, fragment, tick, final=False)
     while state.closing and len(state.rounds) < options.open_rounds_max:
         waiting = sorted(state.closing - state.rounds.keys())
         if not waiting:
             break
-        effects += _open(state, options, now, waiting[0], final=True)
+        effects += _open(state, options, now, waiting[0], state.clock, final=True)
     return effects
 
 
 def _open(
-    state: SyncerState, options: Options, now: float, fragment: int, *, final: bool
+    state: SyncerState, options: Options, now: float, fragment: int, tick: int, *, final: bool
 ) -> list[SyncerEffect]:
     version = state.fragments[fragment].version
     assert version is not None
@@ -75,7 +76,7 @@ def _open(
     state.rounds[fragment] = Round(
         number=state.rounds_opened,
         fragment=fragment,
-        tick=state.clock,
+        tick=tick,
         base=version,
         opened_at=now,
         previous_tick_at=state.previous_tick_at,
@@ -114,7 +115,7 @@ def ask_if_qualified(
     why = _qualifies(state, options, round, member)
     if why is None:
         return []
-    seconds = member.upload.deadline_seconds(float(member.step_seconds))
+    seconds = member.upload.deadline_seconds(member.step_seconds)
     if round.final:
         seconds += CLOSING_SECONDS
     state.asks += 1
@@ -134,7 +135,7 @@ def ask_if_qualified(
         final=round.final,
     )
     return [
-        Expect(path, member.learner, round.number, round.fragment, why),
+        Expect(path, member.learner, member.epoch, round.number, round.fragment, why),
         Send(member.learner, pull, why),
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,7 +66,7 @@ class Fill:
 
 @dataclass(slots=True)
 class SyncerState:
-    """The state of one shard."""
+    """The state of one shard; ``queue``: the tick at which a fragment that waits was due."""
 
     phase: Phase = "starting"
     term: int = 0
@@ -80,7 +79,7 @@ class SyncerState:
     identities: dict[str, Identity] = field(default_factory=dict)
     tokens_retired: int = 0
     fragments: dict[int, FragmentState] = field(default_factory=dict)
-    queue: deque[int] = field(default_factory=deque)
+    queue: dict[int, int] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
     rounds: dict[int, Round] = field(default_factory=dict)
     rounds_opened: int = 0
@@ -105,4 +104,5 @@ class SyncerState:
     @property
     def step_seconds(self) -> float:
         """ξ_step: that of the fastest live learner; 0 while unknown."""
-        return min((float(m.step_seconds) for m in self.stepping), default=0.0)
+        known = [m.step_seconds for m in self.members.values() if m.step_seconds > 0.0]
+        return min(known, default=0.0)
