@@ -38,6 +38,23 @@ def read_public(text: str) -> Public:
     return dict(public)
 
 
+def difference_of(ours: Public, theirs: Public) -> str:
+    """The first setting in which two runs differ, in words; empty if there is none.
+
+    >>> difference_of({"sync": {"period": 24}}, {"sync": {"period": 12}})
+    'sync.period is 24 here and 12 there'
+    """
+    for key in sorted(ours.keys() | theirs.keys()):
+        mine, other = ours.get(key), theirs.get(key)
+        if isinstance(mine, Mapping) and isinstance(other, Mapping):
+            inner = difference_of(mine, other)
+            if inner:
+                return f"{key}.{inner}"
+        elif key != "digest" and mine != other:
+            return f"{key} is {mine!r} here and {other!r} there"
+    return ""
+
+
 def options_of(public: Public) -> Options:
     """What the state machines need to know."""
     sync = SyncSettings(**public["sync"])

@@ -9,7 +9,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +31,11 @@ from decoupled_diloco.workloads import Workload, load_workload
 logger = logging.getLogger(__name__)
 
 EVALUATOR = "evaluator"
-EVALUATED_BEFORE_WARNING_SECONDS = 120.0
+EVALUATOR_NICENESS = 10
+"""An evaluation may take longer; a learner's step on the same core should not."""
+
+EVALUATOR_GIVES_UP_SECONDS = 15.0
+"""An evaluator that was started too late finds nobody; whoever supervises it starts it again."""
 
 
 def stop_with_parent() -> None:
@@ -60,13 +66,14 @@ def run_shard(
         Error: the port is taken, or state on disk cannot be read or written.
     """
     header = {"machine": "shard", "shard": shard, "settings": json.loads(public_text(config))}
-    tape = TapeWriter(folder / "tape" / f"shard-{shard}.jsonl", f"shard-{shard}", header)
-    coordinator_tape = None
-    if shard == 0:
-        path = folder / "tape" / "coordinator.jsonl"
-        coordinator_tape = TapeWriter(path, "coordinator", header | {"machine": "coordinator"})
+    tape = open_tape(folder, f"shard-{shard}", header)
+    tapes = [tape]
 
-    async def serve() -> None:
+    def coordinator_tape(header: Mapping[str, Any]) -> TapeWriter:
+        tapes.append(open_tape(folder, "coordinator", header))
+        return tapes[-1]
+
+    async def serve() -> bool:
         loop = asyncio.get_running_loop()
         process = Shard(
             config,
@@ -83,18 +90,31 @@ def run_shard(
             ),
             client=HttpClient(token=token),
             tape=tape,
-            coordinator_tape=coordinator_tape,
+            coordinator_tape=coordinator_tape if shard == 0 else None,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.stop)
         await process.run()
+        return process.finished
 
     try:
-        asyncio.run(serve())
+        finished = asyncio.run(serve())
     finally:
-        tape.close()
-        if coordinator_tape is not None:
-            coordinator_tape.close()
+        for each in tapes:
+            each.close()
+    if not finished:
+        # Only the end of the run is a success: whoever supervises this process starts it again.
+        raise KeyboardInterrupt
+
+
+def open_tape(folder: Path, who: str, header: Mapping[str, Any]) -> TapeWriter:
+    """A process's tape in a run folder; a full disk ends it, and nothing else.
+
+    Raises:
+        StorageError: it cannot be opened.
+    """
+    path = folder / "tape" / f"{who}.jsonl"
+    return TapeWriter(path, who, header, on_failure=lambda error: logger.error("%s", error))
 
 
 def run_learner(
@@ -168,8 +188,13 @@ def run_evaluator(
     model = workload.model()
     signal.signal(signal.SIGTERM, _interrupt)
     header = {"machine": "evaluator"}
-    path = folder / "tape" / f"{EVALUATOR}.jsonl"
-    with TapeWriter(path, EVALUATOR, header) as tape, _observer(model, syncer, token) as observer:
+    os.nice(EVALUATOR_NICENESS)
+    with (
+        open_tape(folder, EVALUATOR, header) as tape,
+        Observer(
+            model, syncer, name=EVALUATOR, token=token, give_up_seconds=EVALUATOR_GIVES_UP_SECONDS
+        ) as observer,
+    ):
         tape.sample(time.monotonic(), CorpusDescribed(json.dumps(workload.describe())))
         complete = False
         while not complete:
@@ -181,10 +206,6 @@ def run_evaluator(
         text = workload.sample(model)
         if text is not None:
             tape.sample(time.monotonic(), SampleGenerated(text))
-
-
-def _observer(model: torch.nn.Module, syncer: tuple[str, ...], token: str | None) -> Observer:
-    return Observer(model, syncer, name=EVALUATOR, token=token)
 
 
 def _evaluate(

@@ -1,22 +1,33 @@
 """The coordinator's shell: joins and shards at its channels, its state on disk.
 
 It lives in the process of shard 0. What it must not forget (epochs, terms, layout, phase) is one
-small JSON file, written whole and forced to disk before anybody hears of the change.
+small JSON file, written whole and forced to disk before anybody hears of the change. A thread
+writes it, so that a slow disk delays joins and never a heartbeat; while the disk is full, orders
+wait, and the rounds of the shards go on.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
+from decoupled_diloco.config.method import (
+    difference_of,
+    options_of,
+    plan_of,
+    public_text,
+    read_public,
+)
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.merge import Layout
@@ -38,6 +49,18 @@ from decoupled_diloco.transport.base import Channel
 logger = logging.getLogger(__name__)
 
 FILE = "coordinator.json"
+
+RETRY_SECONDS = 1.0
+"""How long orders wait before the state is written again after the disk was full."""
+
+FAREWELL_SECONDS = 20.0
+"""How long the coordinator waits at the end for the other shards to be gone."""
+
+_NOT_THE_RUNS = (
+    "the model is not the run's: build the same one in every learner "
+    "(ours: the run's; theirs: this process's)"
+)
+
 _STATE = TypeAdapter(CoordinatorState)
 
 ShardLink = Callable[[say.ToShard | say.ShardAdmitted], None]
@@ -50,29 +73,40 @@ class CoordinatorHost:
         config: The run's settings.
         addresses: Where learners reach the shards, in order.
         folder: The run folder; the state is kept here.
-        tape: Where its events go.
+        tape: Makes the tape of its events, given what a replay needs to know of this life.
+        spawn: Runs a coroutine in the process's loop; should it fail, the process ends.
 
     Raises:
         StorageError: the state of an earlier life is there and cannot be read.
+        ConfigError: it is there, and of a run with other settings.
     """
 
     def __init__(
-        self, config: RunConfig, addresses: tuple[str, ...], folder: Path, tape: TapeWriter
+        self,
+        config: RunConfig,
+        addresses: tuple[str, ...],
+        folder: Path,
+        tape: Callable[[Mapping[str, Any]], TapeWriter],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._settings = public_text(config)
         self._public = read_public(self._settings)
         self._addresses = addresses
         self._file = folder / FILE
         self._layout: Layout | None = None
-        self.machine = CoordinatorMachine(
-            options_of(self._public),
-            weights_from_file=config.sync.initial_weights is not None,
-        )
-        self._recorder = Recorder(self.machine, tape)
+        from_file = config.sync.initial_weights is not None
+        self.machine = CoordinatorMachine(options_of(self._public), weights_from_file=from_file)
+        state = self._load()
+        header = {"machine": "coordinator", "weights_from_file": from_file, "state": state}
+        self.tape = tape(header | {"settings": self._public})
+        self._recorder = Recorder(self.machine, self.tape)
+        self._spawn = spawn
+        self._orders: deque[do.CoordinatorEffect] = deque()
+        self._persisting = False
         self._shards: dict[int, ShardLink] = {}
-        self._joining: dict[int, tuple[Channel, Layout | None]] = {}
+        self._gone = asyncio.Event()
+        self._joining: dict[int, tuple[Channel, say.Join, Layout | None]] = {}
         self._connections = 0
-        self._load()
 
     # ---- learners and observers
 
@@ -85,7 +119,7 @@ class CoordinatorHost:
         except ProtocolError as error:
             await channel.close(str(error))
             return
-        self._joining[connection] = (channel, layout)
+        self._joining[connection] = (channel, join, layout)
         fingerprint = layout.fingerprint if layout else ""
         self._handle(
             JoinAsked(connection, join.learner, join.nonce, join.role, fingerprint, difference)
@@ -93,9 +127,12 @@ class CoordinatorHost:
         try:
             while True:
                 await channel.receive()
-        except TransportError:
-            self._joining.pop(connection, None)
-            self._handle(LearnerGone(join.learner, join.nonce))
+        finally:
+            del self._joining[connection]
+            # Who has joined again before its old connection was found dead is not gone.
+            rest = {(other.learner, other.nonce) for _, other, _ in self._joining.values()}
+            if (join.learner, join.nonce) not in rest:
+                self._handle(LearnerGone(join.learner, join.nonce))
 
     def _read_layout(self, join: say.Join) -> tuple[Layout | None, str]:
         """The joining model's layout, and how it differs from the run's, in words."""
@@ -107,7 +144,8 @@ class CoordinatorHost:
         except ValueError as error:
             raise ProtocolError(f"the layout is not JSON: {error}") from error
         if self._layout is not None:
-            return layout, self._layout.describe_difference(layout) or ""
+            difference = self._layout.describe_difference(layout)
+            return layout, f"{_NOT_THE_RUNS}: {difference}" if difference else ""
         try:
             plan_of(layout, self._public)
         except ConfigError as error:
@@ -118,6 +156,11 @@ class CoordinatorHost:
 
     async def serve_shard(self, channel: Channel, hello: say.ShardHello) -> None:
         """Follows the connection of a shard in another process."""
+        problem = self._shard_problem(hello)
+        if problem:
+            channel.send(encode(say.JoinRefused(problem, False)))
+            await channel.close(problem)
+            return
 
         def link(message: say.ToShard | say.ShardAdmitted) -> None:
             channel.send(encode(message))
@@ -132,9 +175,34 @@ class CoordinatorHost:
             await channel.close(str(error))
         except TransportError:
             pass
-        if self._shards.get(hello.shard) is link:
-            del self._shards[hello.shard]
-            self._handle(ShardGone(hello.shard))
+        finally:
+            if self._shards.get(hello.shard) is link:
+                del self._shards[hello.shard]
+                self._gone.set()
+                self._handle(ShardGone(hello.shard))
+
+    def _shard_problem(self, hello: say.ShardHello) -> str:
+        """Why a shard in another process cannot be one of this run, in words."""
+        if not 0 < hello.shard < len(self._addresses):
+            return (
+                f"shard={hello.shard} does not fit: this run has shards 0 to "
+                f"{len(self._addresses) - 1}, and 0 hosts the coordinator: correct --shard"
+            )
+        difference = difference_of(self._public, read_public(hello.settings))
+        if difference:
+            return (
+                f"shard {hello.shard} was started with other settings than shard 0: {difference}: "
+                "give all shards the same file"
+            )
+        return ""
+
+    async def everyone_gone(self) -> None:
+        """Waits until the other shards have heard the last order and gone, but not for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                while any(shard != 0 for shard in self._shards):
+                    self._gone.clear()
+                    await self._gone.wait()
 
     def shard_greeted(self, hello: say.ShardHello, link: ShardLink) -> None:
         """A shard is here; ``link`` brings it messages."""
@@ -149,7 +217,36 @@ class CoordinatorHost:
 
     def _handle(self, event: CoordinatorEvent) -> None:
         for effect in self._recorder.handle(time.monotonic(), event):
-            self._do(effect)
+            if isinstance(effect, do.AdoptLayout):
+                self._layout = self._joining[effect.connection][2]
+            self._orders.append(effect)
+        self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Carries orders out, in order, up to one that must be on disk first."""
+        while self._orders and not self._persisting:
+            effect = self._orders.popleft()
+            if isinstance(effect, do.Persist):
+                self._persisting = True
+                self._spawn(self._persist())
+            else:
+                self._do(effect)
+
+    async def _persist(self) -> None:
+        """Writes the state, trying again for as long as the disk is full; then orders go on."""
+        told = False
+        while True:
+            document = self._document()
+            try:
+                await asyncio.to_thread(self._save, document)
+                break
+            except StorageError as error:
+                if not told:
+                    logger.error("%s: joins and the end of the run wait for it", error)
+                told = True
+                await asyncio.sleep(RETRY_SECONDS)
+        self._persisting = False
+        self._carry_out()
 
     def _do(self, effect: do.CoordinatorEffect) -> None:
         match effect:
@@ -160,8 +257,7 @@ class CoordinatorHost:
                 )
             case do.Deny(connection, reason, retry):
                 self._answer(connection, say.JoinRefused(reason, retry))
-            case do.AdoptLayout(connection):
-                self._layout = self._joining[connection][1]
+            case do.AdoptLayout():
                 for link in self._shards.values():
                     link(say.LayoutSet(self._layout_text()))
             case do.AdmitShard(shard, term, begun):
@@ -170,18 +266,16 @@ class CoordinatorHost:
                     self._tell(shard, say.LayoutSet(self._layout_text()))
             case do.Order(shard, message):
                 self._tell(shard, message)
-            case do.Persist():
-                self._save()
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
-            case do.Stop():
-                pass
+            case do.Persist() | do.Stop():
+                raise AssertionError("carried out elsewhere, or never ordered")
             case _:
                 assert_never(effect)
 
     def _answer(self, connection: int, message: say.Message) -> None:
-        channel, _ = self._joining[connection]
-        channel.send(encode(message))
+        if connection in self._joining:
+            self._joining[connection][0].send(encode(message))
 
     def _tell(self, shard: int, message: say.ToShard | say.ShardAdmitted) -> None:
         link = self._shards.get(shard)
@@ -193,11 +287,17 @@ class CoordinatorHost:
 
     # ---- state on disk
 
-    def _save(self) -> None:
-        document = {
-            "state": _STATE.dump_python(self.machine.snapshot(), mode="json"),
+    def _document(self) -> dict[str, Any]:
+        return {
+            "state": self._state(),
             "layout": self._layout_text(),
+            "settings": self._settings,
         }
+
+    def _state(self) -> Any:
+        return _STATE.dump_python(self.machine.snapshot(), mode="json")
+
+    def _save(self, document: dict[str, Any]) -> None:
         part = self._file.with_suffix(".part")
         try:
             with part.open("w") as file:
@@ -208,16 +308,25 @@ class CoordinatorHost:
         except OSError as error:
             raise StorageError(f"{self._file} cannot be written: {error}") from error
 
-    def _load(self) -> None:
+    def _load(self) -> Any:
+        """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""
         if not self._file.exists():
-            return
+            return None
         try:
             document = json.loads(self._file.read_text())
             state = _STATE.validate_python(document["state"])
             layout = document["layout"]
             self._layout = Layout.from_json(json.loads(layout)) if layout else None
-        except (OSError, ValueError, KeyError, ValidationError, ProtocolError) as error:
+            public = read_public(document["settings"])
+        except (OSError, ValueError, KeyError, TypeError, ProtocolError) as error:
             raise StorageError(
                 f"{self._file} cannot be read ({error}): move the run folder away to begin anew"
             ) from error
+        difference = difference_of(self._public, public)
+        if difference:
+            raise ConfigError(
+                f"{self._file} is of a run with other settings: {difference}: move the run folder "
+                "away, choose another, or give this run's own file"
+            )
         self.machine.restore(state)
+        return document["state"]

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,13 @@ import torch
 from decoupled_diloco import __version__
 from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
 from decoupled_diloco.config.run import RunConfig
-from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
+from decoupled_diloco.errors import (
+    ConfigError,
+    Error,
+    MergeError,
+    ProtocolError,
+    TransportError,
+)
 from decoupled_diloco.merge import Layout, as_bytes
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.observe.tape import Recorder, TapeWriter
@@ -47,7 +53,7 @@ HEARD_SECONDS = 1.0
 
 _T = TypeVar("_T")
 _FROM_LEARNER = get_args(say.FromLearner)
-_TO_SHARD = (say.ShardAdmitted, *get_args(say.ToShard))
+_TO_SHARD = (say.ShardAdmitted, say.JoinRefused, *get_args(say.ToShard))
 
 ServerFactory = Callable[[Callable[[Channel], Coroutine[Any, Any, None]]], Server]
 
@@ -83,7 +89,11 @@ class Shard:
         server: Makes the transport's server, given what to run for each channel.
         client: Dials the coordinator (shards other than 0).
         tape: This shard's tape.
-        coordinator_tape: The coordinator's tape (shard 0).
+        coordinator_tape: Makes the coordinator's tape (shard 0), given its header.
+
+    Raises:
+        StorageError: the coordinator's state on disk cannot be read.
+        ConfigError: it is of a run with other settings.
     """
 
     def __init__(
@@ -96,8 +106,9 @@ class Shard:
         server: ServerFactory,
         client: Client,
         tape: TapeWriter,
-        coordinator_tape: TapeWriter | None = None,
+        coordinator_tape: Callable[[Mapping[str, Any]], TapeWriter] | None = None,
     ) -> None:
+        assert (shard == 0) == (coordinator_tape is not None), "shard 0 hosts the coordinator"
         self.config = config
         self.shard = shard
         self._public = read_public(public_text(config))
@@ -109,8 +120,8 @@ class Shard:
         self.machine = SyncerMachine(options_of(self._public), shard)
         self._recorder = Recorder(self.machine, tape)
         self._host = (
-            CoordinatorHost(config, addresses, folder, coordinator_tape or tape)
-            if shard == 0
+            CoordinatorHost(config, addresses, folder, coordinator_tape, self._spawn)
+            if coordinator_tape is not None
             else None
         )
         self._nonce = uuid.uuid4().hex
@@ -123,7 +134,6 @@ class Shard:
         self._roles: dict[int, say.Role] = {}
         self._connections = 0
         self._arrivals: dict[str, Arrival] = {}
-        self._copies: dict[int, PublishedCopy] = {}
         self._offered: dict[int, list[str]] = {}
         self._urls: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -134,6 +144,11 @@ class Shard:
     def address(self) -> str:
         """Where the server listens."""
         return self._server.address
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over, as opposed to this process being stopped."""
+        return self.machine.state.phase == "finished"
 
     async def run(self, started: Callable[[], None] = lambda: None) -> None:
         """Serves until the run is finished or `stop` is called.
@@ -168,7 +183,12 @@ class Shard:
         await self._server.stop()
         await self._client.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self._flush()
+
+    def _flush(self) -> None:
         self._tape.flush()
+        if self._host is not None:
+            self._host.tape.flush()
 
     def health(self) -> dict[str, object]:
         """What `/healthz` answers."""
@@ -216,7 +236,7 @@ class Shard:
         while True:
             await asyncio.sleep(HEARD_SECONDS)
             self._hear()
-            self._tape.flush()
+            self._flush()
 
     def _hear(self) -> None:
         heard = []
@@ -235,10 +255,17 @@ class Shard:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and self._error is None:
-            self._error = task.exception()
-            logger.error("shard %d stops: %s", self.shard, self._error, exc_info=self._error)
-            self._stopping.set()
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the process: what is half done here is nobody's state; a new life restores it."""
+        if self._error is None:
+            self._error = error
+            details = None if isinstance(error, Error) else error
+            logger.error("shard %d stops: %s", self.shard, error, exc_info=details)
+        self._stopping.set()
 
     # ---- connections
 
@@ -264,6 +291,8 @@ class Shard:
             await channel.close(str(error))
         except TransportError:
             pass
+        except Exception as error:
+            self._fail(error)
 
     @staticmethod
     def _require_principal(channel: Channel, name: str) -> None:
@@ -316,6 +345,7 @@ class Shard:
                 self._accept(connection, learner, epoch)
             case do.Reject(connection, reason, final):
                 channel = self._greeting.pop(connection)
+                del self._roles[connection]
                 channel.send(encode(say.Refusal(reason, final)))
                 self._spawn(channel.close(reason))
             case do.Send(learner, message):
@@ -337,9 +367,15 @@ class Shard:
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
             case do.Stop():
-                self._stopping.set()
+                self._spawn(self._stop_last())
             case _:
                 self._do_with_bodies(effect)
+
+    async def _stop_last(self) -> None:
+        """The coordinator's process stays until the other shards have heard that all is over."""
+        if self._host is not None:
+            await self._host.everyone_gone()
+        self._stopping.set()
 
     def _do_with_bodies(
         self,
@@ -356,7 +392,7 @@ class Shard:
         tensors = self._tensors
         assert tensors is not None, "bodies are spoken of only after the layout is set"
         match effect:
-            case do.Expect(path, learner, number, fragment):
+            case do.Expect(path, learner, _, number, fragment):
                 nbytes = tensors.plan.uplink_nbytes(fragment)
                 self._expect(path, learner, nbytes, f"{learner}/{number}/{fragment}", effect)
             case do.ExpectCopy(path, learner, fragment, attempt):
@@ -462,12 +498,10 @@ class Shard:
             upload.cancel("the wait for it is over")
             if body is not None:
                 body.release()
-        session = self._sessions.get(learner)
-        epoch = session.epoch if session is not None else self._epoch_of(effect.path)
         self._handle(
             fact.BodyArrived(
                 learner=learner,
-                epoch=epoch,
+                epoch=effect.epoch,
                 round=number,
                 fragment=fragment,
                 base=message.base,
@@ -476,10 +510,6 @@ class Shard:
                 nbytes=upload.nbytes,
             )
         )
-
-    @staticmethod
-    def _epoch_of(path: str) -> int:
-        return int(path.rsplit("/", 1)[1])
 
     async def _await_copy(
         self, upload: Upload, announced: asyncio.Future[say.Copy], effect: do.ExpectCopy
@@ -573,11 +603,16 @@ class Shard:
 
     async def _coordinate(self) -> None:
         """Keeps this shard in touch with the coordinator; rounds go on without it."""
-        hello = say.ShardHello(self.shard, self._nonce)
+        hello = say.ShardHello(self.shard, self._nonce, json.dumps(self._public))
         if self._host is not None:
-            host = self._host
+            host, loop = self._host, asyncio.get_running_loop()
+
+            def link(message: say.ToShard | say.ShardAdmitted) -> None:
+                # Not at once: the orders of one event are carried out before the next event.
+                loop.call_soon(self._obey, message)
+
             self._tell = lambda message: host.shard_said(self.shard, message)
-            host.shard_greeted(hello, self._ordered)
+            host.shard_greeted(hello, link)
             return
         backoff = Backoff()
         while True:
@@ -588,10 +623,22 @@ class Shard:
             channel.send(encode(hello))
             with contextlib.suppress(TransportError):
                 while True:
-                    self._ordered(cast("Any", decode(await channel.receive(), _TO_SHARD)))
+                    message: Any = decode(await channel.receive(), _TO_SHARD)
+                    if isinstance(message, say.JoinRefused):
+                        raise ConfigError(message.reason)
+                    self._ordered(message)
                     backoff.reset()
             logger.warning("the coordinator is out of reach: rounds go on, joins do not")
             await asyncio.sleep(backoff.next())
+
+    def _obey(self, message: say.ToShard | say.ShardAdmitted) -> None:
+        """What the coordinator in this same process said."""
+        if self._stopping.is_set():
+            return
+        try:
+            self._ordered(message)
+        except Exception as error:
+            self._fail(error)
 
     def _ordered(self, message: say.ToShard | say.ShardAdmitted) -> None:
         if isinstance(message, say.ShardAdmitted):
