@@ -8,6 +8,7 @@ longer than a decision takes. Orders that belong to a step boundary are carried 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import threading
@@ -38,7 +39,7 @@ from decoupled_diloco.errors import (
 )
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.store import ParameterStore
-from decoupled_diloco.merge import Layout, as_bytes
+from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
 from decoupled_diloco.observe.tape import Recorder, TapeWriter
@@ -55,6 +56,9 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TO_LEARNER = get_args(say.ToLearner)
 
+JOIN_SECONDS_MAX = 5.0
+"""Longest pause between two attempts to join."""
+
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
 
@@ -68,6 +72,17 @@ class Identity:
     role: say.Role
 
 
+class Unrecorded:
+    """A recorder that records nothing."""
+
+    def __init__(self, machine: LearnerMachine) -> None:
+        self._machine = machine
+
+    def handle(self, now: float, event: fact.LearnerEvent) -> list[do.LearnerEffect]:
+        """The machine's answer."""
+        return self._machine.handle(now, event)
+
+
 @dataclass
 class Shared:
     """What the trainer and the background share, once the run has let this process in."""
@@ -75,7 +90,7 @@ class Shared:
     machine: LearnerMachine
     tensors: LearnerTensors
     public: Public
-    recorder: Recorder[Any, Any]
+    recorder: Recorder[Any, Any] | Unrecorded
 
 
 class Background:
@@ -121,6 +136,7 @@ class Background:
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._stop_asked = threading.Event()
         self._client: Client | None = None
         self._thread = threading.Thread(target=self._run, name="ddiloco", daemon=True)
 
@@ -145,33 +161,68 @@ class Background:
                 else:
                     self._enqueue(shared, effect)
             pending = bool(self._queue)
-        if pending and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._drain)
+        if pending:
+            self._in_loop(lambda: self._guarded(self._drain))
         return boundary
+
+    def _in_loop(self, work: Callable[[], None]) -> None:
+        """Has the event loop do something, if there is one; it may just be ending."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(work)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Runs a callback of the event loop; what goes wrong there would be lost otherwise."""
+        try:
+            work()
+        except Exception as error:
+            self._broken(error)
+
+    def _broken(self, error: BaseException) -> None:
+        if isinstance(error, Error):
+            self._fail(error)
+            return
+        logger.error("the background of %s failed", self.identity.name, exc_info=error)
+        self._fail(Error(f"the background of {self.identity.name} failed: {error!r}"))
 
     def sample(self, sample: Sample) -> None:
         """Writes a measurement to the tape."""
-        if self._tape is not None:
-            with self.lock:
+        with self.lock:
+            if self._tape is not None:
                 self._tape.sample(time.monotonic(), sample)
 
-    def stop(self, farewell: str, *, wait_seconds: float = 5.0) -> None:
-        """Says goodbye to the shards, closes all connections, ends the thread."""
-        loop = self._loop
-        if loop is not None and self._thread.is_alive():
+    def stop(self, farewell: str, *, abrupt: bool = False, wait_seconds: float = 5.0) -> None:
+        """Says goodbye to the shards, closes all connections, ends the thread.
 
-            def leave() -> None:
-                for channel in self._channels.values():
-                    if farewell:
-                        channel.send(encode(say.Leave(farewell)))
-                if self._stop is not None:
-                    self._stop.set()
+        Args:
+            farewell: What to say; nothing if empty.
+            abrupt: An exception may have struck between the machine and its tape: the tape ends
+                here, so that what is on it can be replayed exactly.
+            wait_seconds: How long to wait for the thread, which has a stopped peer to talk to.
+        """
+        with self.lock:
+            if abrupt:
+                self._end_tape()
 
-            loop.call_soon_threadsafe(leave)
-            self._thread.join(wait_seconds)
+        def leave() -> None:
+            for channel in self._channels.values():
+                if farewell:
+                    channel.send(encode(say.Leave(farewell)))
+            if self._stop is not None:
+                self._stop.set()
+
+        self._stop_asked.set()
+        self._in_loop(leave)
+        self._thread.join(wait_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
-        if self._tape is not None and not self._thread.is_alive():
+        with self.lock:
+            self._end_tape()
+
+    def _end_tape(self) -> None:
+        if self._tape is not None and self.shared is not None:
+            self.shared.recorder = Unrecorded(self.shared.machine)
             self._tape.close()
+            self._tape = None
 
     @staticmethod
     def _at_boundary(shared: Shared, effect: do.Snapshot | do.Apply) -> None:
@@ -189,7 +240,7 @@ class Background:
             case do.SendBody(fragment=fragment):
                 captured = shared.tensors.capture(fragment)
             case do.SendCopy(_, fragment, _, version):
-                captured = shared.tensors.whole(fragment, published=version is not None)
+                captured = shared.tensors.values(fragment, published=version is not None)
         self._queue.append((effect, captured))
 
     def _told(self, event: fact.LearnerEvent) -> None:
@@ -218,7 +269,8 @@ class Background:
         if deadline is not None:
             delay = max(0.0, deadline - time.monotonic())
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay, lambda: self._told(fact.Tick()))
+            tick = fact.Tick()
+            self._timer = loop.call_later(delay, self._guarded, lambda: self._told(tick))
 
     def _do(self, effect: do.LearnerEffect, captured: Any) -> None:
         match effect:
@@ -227,7 +279,7 @@ class Background:
             case do.SendBody():
                 self._spawn(self._send_body(effect, captured))
             case do.SendCopy():
-                self._spawn(self._send_copy(effect, *captured))
+                self._spawn(self._send_copy(effect, captured))
             case do.Fetch():
                 self._spawn(self._fetch(effect))
             case do.Ready():
@@ -257,22 +309,20 @@ class Background:
     # ---- the thread
 
     @property
-    def _stopping(self) -> bool:
-        over = self.shared is not None and self.shared.machine.state.over
-        return over or self._stop is None or self._stop.is_set()
+    def _over(self) -> bool:
+        return self.shared is not None and self.shared.machine.state.over
 
     def _run(self) -> None:
         try:
             asyncio.run(self._main())
-        except Error as error:
-            self._fail(error)
         except Exception as error:
-            logger.exception("the background of %s failed", self.identity.name)
-            self._fail(Error(f"the background of {self.identity.name} failed: {error!r}"))
+            self._broken(error)
 
     async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if self._stop_asked.is_set():
+            return
         self._client = self._make_client()
         stopped = self._loop.create_task(self._stop.wait())
         try:
@@ -289,8 +339,7 @@ class Background:
             await stopped
         finally:
             stopped.cancel()
-            for channel in list(self._channels.values()):
-                await channel.close("goodbye")
+            await asyncio.gather(*(c.close("goodbye") for c in list(self._channels.values())))
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -304,13 +353,8 @@ class Background:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is None:
-            return
-        if isinstance(error, Error):
-            self._fail(error)
-            return
-        logger.error("the background of %s failed", self.identity.name, exc_info=error)
-        self._fail(Error(f"the background of {self.identity.name} failed: {error!r}"))
+        if error is not None:
+            self._broken(error)
 
     async def _watch(self) -> None:
         """Bytes to the tape now and then; gives up when nobody was there for too long."""
@@ -326,15 +370,15 @@ class Background:
                     stats.data_bytes_received,
                 )
             )
-            if self._tape is not None:
-                with self.lock:
+            with self.lock:
+                if self._tape is not None:
                     self._tape.flush()
             self._check_patience("no shard has been reachable")
 
     def _check_patience(self, what: str) -> None:
         alone = time.monotonic() - self._alone_since
         limit = self._give_up_seconds
-        if limit is not None and not self._channels and alone > limit:
+        if limit is not None and not self._channels and alone > limit and not self._over:
             raise TransportError(
                 f"{what} for {alone:.0f} s, give_up_seconds={limit:g}: start the syncer, correct "
                 f"its address ({', '.join(self._addresses)}), or leave give_up_seconds out"
@@ -358,12 +402,19 @@ class Background:
                 if problem != told:
                     logger.warning("%s is not in the run yet: %s", self.identity.name, problem)
                     told = problem
-            self._check_patience("the run could not be joined")
-            await asyncio.sleep(backoff.next())
+            self._check_patience(f"the run could not be joined ({told})")
+            await asyncio.sleep(min(backoff.next(), self._give_up_seconds or JOIN_SECONDS_MAX))
 
     async def _join_once(self, address: str) -> Channel:
         assert self._client is not None
         channel = await self._client.connect(address, self.identity.role, self.identity.name)
+        try:
+            return await self._ask_to_join(channel, address)
+        except BaseException:
+            await channel.close("not in the run")
+            raise
+
+    async def _ask_to_join(self, channel: Channel, address: str) -> Channel:
         layout = json.dumps(self._store.layout.to_json())
         identity = self.identity
         join = say.Join(identity.name, identity.nonce, identity.role, layout)
@@ -376,7 +427,6 @@ class Background:
                 raise TransportError(f"{address} refers to itself for the coordinator")
             return await self._join_once(answer.address)
         if isinstance(answer, say.JoinRefused):
-            await channel.close("refused")
             if answer.retry:
                 raise _TryAgainError(answer.reason)
             raise ConfigError(answer.reason)
@@ -404,7 +454,7 @@ class Background:
             )
             tensors = LearnerTensors(plan_of(layout, public), self._store, blend_alpha_of(public))
             self._tape = self._make_tape(header) if self._make_tape else None
-            recorder: Any = Recorder(machine, self._tape) if self._tape else _Unrecorded(machine)
+            recorder = Recorder(machine, self._tape) if self._tape else Unrecorded(machine)
             self._shards = admitted.shards
             self.shared = Shared(machine, tensors, public, recorder)
             self.changed.notify_all()
@@ -429,7 +479,7 @@ class Background:
         """Keeps one shard's connection, for ever."""
         assert self._client is not None
         backoff, told = Backoff(), False
-        while True:
+        while not self._over:
             try:
                 channel = await self._client.connect(
                     address, self.identity.role, self.identity.name
@@ -439,7 +489,7 @@ class Background:
             except AccessError:
                 raise
             except TransportError as error:
-                if not told and not self._stopping:
+                if not (told or self._over or self._stop_asked.is_set()):
                     logger.warning(
                         "%s: shard %d is out of reach (%s): training goes on, trying again",
                         self.identity.name,
@@ -485,12 +535,13 @@ class Background:
         except (TransportError, ProtocolError) as error:
             self._told(fact.UploadFailed(effect.round, effect.fragment, str(error)))
 
-    async def _send_copy(self, effect: do.SendCopy, values: Tensor, digest: str) -> None:
-        self._say(effect.shard, say.Copy(effect.fragment, effect.attempt, digest))
+    async def _send_copy(self, effect: do.SendCopy, values: Tensor) -> None:
+        announced = await self._in_worker(lambda: digest(values))
+        self._say(effect.shard, say.Copy(effect.fragment, effect.attempt, announced))
         try:
             await self._put(effect.shard, effect.path, as_bytes(values))
         except (TransportError, ProtocolError) as error:
-            logger.warning("fragment %d could not be handed over: %s", effect.fragment, error)
+            self._told(fact.CopyFailed(effect.shard, effect.fragment, effect.attempt, str(error)))
 
     async def _put(self, shard: int, url: str, body: Tensor) -> None:
         assert self._client is not None
@@ -525,13 +576,3 @@ class Background:
 
 class _TryAgainError(Exception):
     """The coordinator refuses for a reason that may pass."""
-
-
-class _Unrecorded:
-    """A recorder that records nothing."""
-
-    def __init__(self, machine: LearnerMachine) -> None:
-        self._machine = machine
-
-    def handle(self, now: float, event: fact.LearnerEvent) -> list[do.LearnerEffect]:
-        return self._machine.handle(now, event)

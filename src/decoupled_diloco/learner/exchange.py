@@ -101,13 +101,17 @@ class LearnerTensors:
         self._sent[fragment] = copy
         return Capture(self.plan, fragment, copy, published)
 
-    def whole(self, fragment: int, *, published: bool) -> tuple[Tensor, str]:
-        """A whole fragment, fp32 [N], and its digest: the published copy, or the parameters."""
+    def values(self, fragment: int, *, published: bool) -> Tensor:
+        """A whole fragment, fp32 [N]: the published copy, or the parameters as they are now."""
+        if not published:
+            return self.store.read(self.plan.fragments[fragment])
         kept = self.published[fragment]
-        if published:
-            assert kept is not None
-            return kept, digest(kept)
-        values = self.store.read(self.plan.fragments[fragment])
+        assert kept is not None, f"fragment {fragment} has no published copy"
+        return kept
+
+    def whole(self, fragment: int, *, published: bool) -> tuple[Tensor, str]:
+        """A whole fragment and its digest; see `values`."""
+        values = self.values(fragment, published=published)
         return values, digest(values)
 
     # ---- downlink

@@ -407,9 +407,12 @@ class Observer(_Participant):
 
     @property
     def complete(self) -> bool:
-        """Whether the run is over and its last weights are here."""
+        """Whether the run is over and its last weights are here; `update` takes them."""
         state = self._shared.machine.state
-        return state.over and all(view.fetching is None for view in state.fragments)
+        return all(shard.finished for shard in state.shards) and all(
+            view.fetching is None and view.latest is not None and view.latest.version == view.newest
+            for view in state.fragments
+        )
 
     def close(self) -> None:
         """Ends the observation."""
