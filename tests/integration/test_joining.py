@@ -1,0 +1,208 @@
+"""Who may take part, and what the others are told."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco import Learner, Observer
+from decoupled_diloco.errors import (
+    AccessError,
+    ConfigError,
+    ProtocolError,
+    StorageError,
+    TransportError,
+)
+from decoupled_diloco.transport.tokens import Tokens
+from integration.system import TOKENS, Model, System, Trainer, free_ports, training, until
+
+Make = Callable[..., System]
+
+
+def test_a_wrong_token_is_refused_at_once(make: Make) -> None:
+    system = make(tokens=Tokens("right"))
+    system.start()
+    with pytest.raises(AccessError, match="the token is not this run's: check token="):
+        system.learner(Model(), "learner-0", token="wrong")
+    with pytest.raises(AccessError, match="this server wants a token: pass token="):
+        system.learner(Model(), "learner-0")
+    with system.learner(Model(), "learner-0", token="right") as learner:
+        assert learner.epoch == 1
+
+
+def test_a_principal_speaks_for_its_own_id_only(make: Make) -> None:
+    system = make(tokens=Tokens(principals={"learner-0": "zero", "learner-1": "one"}))
+    system.start()
+    with pytest.raises(AccessError, match="belongs to 'learner-1', not to 'learner-0'"):
+        system.learner(Model(), "learner-0", token="one")
+    with system.learner(Model(), "learner-0", token="zero") as learner:
+        assert learner.epoch == 1
+
+
+def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:
+    system = make(run={"budget_steps": 1000})
+    system.start()
+    first = system.learner(Model(), "learner-0")
+    with pytest.raises(
+        TransportError,
+        match=r"could not be joined \(learner-0 is already in the run \(epoch 1\) and connected: "
+        "give this process another learner id",
+    ):
+        system.learner(Model(), "learner-0", give_up_seconds=0.2)
+    assert first.step(tokens=TOKENS), "the first one does not notice"
+    first.close()
+    with system.learner(Model(), "learner-0") as second:
+        assert second.epoch == 2
+
+
+def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
+    system = make(run={"budget_steps": 1000}, syncer={"shards": 2})
+    system.start()
+    first = system.learner(Model(), "learner-0")
+    first.step(tokens=TOKENS)
+    host = system.shards[0]._host
+    assert host is not None
+
+    def forget() -> None:
+        """As when the coordinator's connection to the first process had broken."""
+        host.machine.state.learners["learner-0"].present = False
+
+    system.call(forget)
+    tape = system.folder / "tape" / "learner-0-again.jsonl"
+    with system.learner(Model(), "learner-0", tape=tape) as second:
+        assert second.epoch == 2
+
+        def step_on() -> None:
+            while first.step(tokens=TOKENS):
+                time.sleep(0.01)
+
+        with pytest.raises(ProtocolError, match="epoch 1 is older than epoch 2: another process"):
+            step_on()
+        assert second.step(tokens=TOKENS)
+        members = system.shards[1].machine.state.members
+        assert {name: member.epoch for name, member in members.items()} == {"learner-0": 2}
+    first.close()
+    # The test itself has changed the coordinator's state behind its tape.
+    (system.folder / "tape" / "coordinator.jsonl").unlink()
+
+
+def test_a_model_that_differs_is_refused_by_the_first_tensor(make: Make) -> None:
+    system = make()
+    system.start()
+    with system.learner(Model(width=6), "learner-0"):
+        with pytest.raises(ConfigError, match=r"^the model is not the run's: .*'embedding.weight'"):
+            system.learner(Model(width=8), "learner-1")
+        with pytest.raises(ConfigError, match=r"embedding\.weight"):
+            system.observer(Model(width=8))
+        other = Model()
+        other.extra = nn.Parameter(torch.zeros(2))
+        with pytest.raises(ConfigError, match="extra"):
+            system.learner(other, "learner-1")
+        with system.learner(Model(seed=9), "learner-1") as second:
+            assert second.epoch == 1
+
+
+def test_more_fragments_than_can_be_cut_is_a_clear_error(make: Make) -> None:
+    system = make(sync={"fragments": 400, "period": 400, "partition": "tensor"})
+    system.start()
+    with pytest.raises(ConfigError, match="fragments=400"):
+        system.learner(Model(), "learner-0")
+
+
+def test_without_a_syncer_a_learner_gives_up_when_told_to(make: Make) -> None:
+    [port] = free_ports(1)
+    started = time.monotonic()
+    with pytest.raises(TransportError, match=r"could not be joined \(cannot reach .*start the sy"):
+        Learner(Model(), f"http://127.0.0.1:{port}", give_up_seconds=0.3)
+    assert 0.3 < time.monotonic() - started < 2.0
+    with pytest.raises(TransportError, match="could not be joined"):
+        Observer(Model(), f"http://127.0.0.1:{port}", give_up_seconds=0.1)
+
+
+def test_a_learner_waits_for_a_syncer_that_is_started_later(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = make()
+    trainer = Trainer(system, "learner-0", steps_max=3)
+    trainer.start()
+    until(lambda: "is not in the run yet: cannot reach" in caplog.text, "it says so")
+    system.start()
+    assert trainer.end().steps == 3
+
+
+def test_the_constructor_can_be_interrupted() -> None:
+    [port] = free_ports(1)
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Learner(Model(), f"http://127.0.0.1:{port}")
+    assert time.monotonic() - started < 1.5
+    until(lambda: "ddiloco" not in [t.name for t in threading.enumerate()], "its thread is gone")
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a b", "ä", "x" * 65])
+def test_a_learner_id_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be a learner id: use 1 to 64 letters"):
+        Observer(Model(), "http://127.0.0.1:9", name=name or " ")
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not a URL: write it as 'http://host:port'"):
+        Learner(Model(), "127.0.0.1:7070")
+
+
+def test_a_shard_with_another_file_is_refused(make: Make) -> None:
+    system = make(syncer={"shards": 2})
+    other = make(syncer={"shards": 2}, sync={"period": 8}).config
+    system.start(0)
+    system.start(1, config=other)
+    until(lambda: 1 in system.errors, "shard 1 ends")
+    error = system.errors.pop(1)
+    assert isinstance(error, ConfigError)
+    assert "other settings than shard 0: sync.period is 4 here and 8 there: give all sh" in str(
+        error
+    )
+
+
+def test_state_of_a_run_with_other_settings_is_refused(make: Make) -> None:
+    system = make()
+    system.start()
+    with system.learner(Model(), "learner-0"):
+        pass
+    system.stop()
+    other = make(sync={"period": 8}).config
+    system.start(0, config=other)
+    error = system.errors.pop(0)
+    assert isinstance(error, ConfigError)
+    assert "is of a run with other settings: sync.period is 8 here and 4 there" in str(error)
+
+
+def test_a_torn_state_of_the_coordinator_is_a_clear_error(make: Make) -> None:
+    system = make()
+    (system.folder / "coordinator.json").write_text('{"state": {"phase": "runn')
+    system.start()
+    error = system.errors.pop(0)
+    assert isinstance(error, StorageError)
+    assert "coordinator.json cannot be read" in str(error)
+    assert "move the run folder away to begin anew" in str(error)
+
+
+def test_two_learners_at_once_one_of_another_shape(make: Make) -> None:
+    """The layout is set by the first join, though its answer waits for the disk."""
+    system = make()
+    system.start()
+    trainers = [
+        Trainer(system, f"learner-{i}", Model(width=6 + 2 * i), steps_max=1) for i in (0, 1)
+    ]
+    with training(*trainers):
+        pass
+    errors = [trainer.error for trainer in trainers if trainer.error is not None]
+    assert len(errors) == 1
+    assert isinstance(errors[0], ConfigError)

@@ -1,0 +1,230 @@
+"""Whole runs with real shards and real learners, from begin to end."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.storage.weights import load_weights, save_weights
+from decoupled_diloco.syncer.result import assemble, read_layout
+from integration.system import (
+    TOKENS,
+    Model,
+    System,
+    Trainer,
+    equal,
+    nudge,
+    parameters,
+    training,
+    until,
+)
+
+Make = Callable[..., System]
+
+
+def test_two_learners_and_two_shards_agree_at_the_end(make: Make) -> None:
+    system = make(syncer={"shards": 2})
+    system.start()
+    trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(2)]
+    with training(*trainers):
+        learners = [trainer.end() for trainer in trainers]
+        system.wait_finished()
+    assert all(learner.over for learner in learners)
+    assert all(learner.steps >= 30 for learner in learners)
+    first, second = (parameters(trainer.model) for trainer in trainers)
+    assert equal(first, second), "after the run all models are the global one"
+    plan = plan_of(read_layout(system.folder), read_public(public_text(system.config)))
+    result = load_weights(assemble(system.folder, plan, 2))
+    assert equal(first, result), "the result is what the learners hold"
+    assert not equal(first, parameters(Model(seed=0)))
+    assert not equal(first, parameters(Model(seed=1)))
+
+
+def test_a_run_begins_from_the_weights_of_a_file(make: Make, tmp_path: Path) -> None:
+    given = Model(seed=7)
+    path = tmp_path / "given.safetensors"
+    save_weights(path, parameters(given))
+    system = make(run={"learners": 1}, sync={"initial_weights": path})
+    system.start()
+    model = Model(seed=1)
+    with system.learner(model, "learner-0") as learner:
+        assert equal(parameters(model), parameters(given))
+        assert set(learner.versions) == {"1.0"}
+
+
+def test_an_observer_follows_and_does_not_count(make: Make) -> None:
+    system = make(sync={"participants": "all", "quorum": 2}, run={"learners": 2})
+    system.start()
+    watched = Model(seed=5)
+    trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(2)]
+    with training(trainers[0]), system.observer(watched) as observer:
+        frozen = watched.frozen.detach().clone()
+        learner = trainers[0].learner
+        assert learner is not None
+        until(lambda: learner.steps > 8, "it trains alone")
+        state = system.shards[0].machine.state
+        assert state.clock == 0, "an observer and one learner are no quorum of two"
+        assert list(state.members) == ["learner-0"]
+        assert state.observers == {"watcher"}
+        before = parameters(watched)
+        with training(trainers[1]):
+            until(observer.update, "something new is published")
+            assert not equal(before, parameters(watched))
+            until(lambda: observer.complete, "the run is over")
+            observer.update()
+            trainers[0].end()
+    final = parameters(trainers[0].model)
+    assert equal(parameters(watched), final)
+    assert torch.equal(watched.frozen, frozen), "what is frozen is nobody's business"
+
+
+def test_the_second_life_of_a_learner_counts_on(make: Make) -> None:
+    system = make(run={"budget_steps": 1000})
+    system.start()
+    model = Model()
+    with system.learner(model, "learner-0") as learner:
+        for _ in range(5):
+            learner.step(tokens=TOKENS)
+        state = learner.state_dict()
+        assert (learner.epoch, learner.steps, learner.tokens) == (1, 5, 5 * TOKENS)
+    with system.learner(model, "learner-0") as learner:
+        assert learner.steps == 0
+        learner.load_state_dict(state)
+        learner.step(tokens=TOKENS)
+        assert (learner.epoch, learner.steps, learner.tokens) == (2, 6, 6 * TOKENS)
+        with pytest.raises(
+            ConfigError, match="the state is of learner 'other', this is 'learner-0'"
+        ):
+            learner.load_state_dict({**state, "learner": "other"})
+
+
+def test_the_hook_is_told_which_fragments_were_applied(make: Make) -> None:
+    system = make(run={"learners": 1, "budget_steps": 24})
+    system.start()
+    told: list[tuple[int, ...]] = []
+    model = Model()
+    trainer = Trainer(system, "learner-0", model, after_apply=told.append)
+    with training(trainer):
+        trainer.end()
+    assert all(told), "it is called only when something was applied"
+    assert {fragment for some in told for fragment in some} == {0, 1, 2, 3}
+
+
+def test_an_optimizer_with_copies_of_its_own_is_refused(make: Make) -> None:
+    system = make()
+    system.start()
+    model = Model()
+    master = [p.detach().double().requires_grad_() for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(master, lr=0.1)
+    with pytest.raises(ConfigError, match=r"group 0 of SGD holds a tensor .* Refresh it in after_"):
+        system.learner(model, "learner-0", optimizer=optimizer)
+    with system.learner(
+        model, "learner-0", optimizer=optimizer, after_apply=lambda fragments: None
+    ) as learner:
+        assert learner.epoch == 1
+
+
+@pytest.mark.parametrize("tokens", [0, -1, True])
+def test_a_step_without_tokens_is_an_error(make: Make, tokens: int) -> None:
+    system = make()
+    system.start()
+    with system.learner(Model(), "learner-0") as learner:
+        with pytest.raises(ConfigError, match=f"tokens={tokens}: a step trains on at least 1"):
+            learner.step(tokens=tokens)
+        assert learner.steps == 0
+
+
+def test_bf16_parameters_frozen_and_tied_ones(make: Make) -> None:
+    class Tied(Model):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed, dtype=torch.bfloat16)
+            self.head.weight = self.embedding.weight
+            self.frozen = nn.Parameter(torch.full((3,), float(seed)), requires_grad=False)
+
+    system = make()
+    system.start()
+    trainers = [Trainer(system, f"learner-{i}", Tied(seed=i)) for i in range(2)]
+    with training(*trainers):
+        for trainer in trainers:
+            trainer.end()
+        system.wait_finished()
+    models = [trainer.model for trainer in trainers]
+    assert equal(*(parameters(model) for model in models))
+    assert all(p.dtype == torch.bfloat16 for p in parameters(models[0]).values())
+    for seed, model in enumerate(models):
+        assert model.head.weight is model.embedding.weight, "still tied"
+        assert torch.equal(model.frozen, torch.full((3,), float(seed))), "still its own"
+    plan = plan_of(read_layout(system.folder), read_public(public_text(system.config)))
+    result = load_weights(assemble(system.folder, plan, 1))
+    assert torch.equal(result["head.weight"], result["embedding.weight"])
+    assert "frozen" not in result
+
+
+def test_an_exception_in_the_loop_says_goodbye(make: Make) -> None:
+    system = make(run={"budget_steps": 1000})
+    system.start()
+
+    def fail() -> None:
+        with system.learner(Model(), "learner-0") as learner:
+            learner.step(tokens=1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    members = system.shards[0].machine.state.members
+    until(lambda: not members, "it has left without waiting for its lease", seconds=1.0)
+
+
+@pytest.mark.parametrize("syncer", ["alive", "silent"])
+def test_ctrl_c_leaves_soon(make: Make, syncer: str) -> None:
+    system = make(run={"budget_steps": 1000})
+    system.start()
+    awake = threading.Event()
+    started = 0.0
+
+    def interrupt() -> None:
+        nonlocal started
+        with system.learner(Model(), "learner-0") as learner:
+            learner.step(tokens=1)
+            if syncer == "silent":
+                system.loop.call_soon_threadsafe(awake.wait)
+            started = time.monotonic()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    seconds = time.monotonic() - started
+    awake.set()
+    assert seconds < (1.0 if syncer == "alive" else 5.0)
+    assert "ddiloco" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_closing_at_the_end_without_a_last_step_hands_in_what_was_trained(make: Make) -> None:
+    fp32 = {"uplink_codec": "fp32", "downlink_codec": "fp32", "merge": "mean", "overlap": 0}
+    outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
+    system = make(run={"learners": 1, "budget_steps": 8}, sync=fp32, outer=outer)
+    system.start()
+    model = Model()
+    learner = system.learner(model, "learner-0")
+    rng = random.Random(1)
+    while not learner.finished:
+        nudge(model, rng)
+        learner.step(tokens=TOKENS)
+        time.sleep(0.003)
+    trained = parameters(model)
+    started = time.monotonic()
+    learner.close()
+    assert time.monotonic() - started < 3.0, "the closing sweep does not wait for a step"
+    system.wait_finished()
+    # Alone, with an outer step of exactly what it changed, the global model is the learner's own.
+    for name, result in parameters(model).items():
+        torch.testing.assert_close(result, trained[name], rtol=1e-5, atol=1e-6)
