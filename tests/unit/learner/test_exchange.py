@@ -1,0 +1,126 @@
+"""What a learner's tensors do for each order of its machine (rules 5 to 7)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decoupled_diloco.errors import MergeError
+from decoupled_diloco.learner.exchange import LearnerTensors, verified
+from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.merge import codec, digest, layout_of, make_outer, publish
+from decoupled_diloco.merge.plan import MergePlan
+
+N = 12
+
+
+@pytest.fixture
+def tensors() -> LearnerTensors:
+    model = nn.Linear(4, 3, bias=False)
+    plan = MergePlan.make(
+        layout_of(model),
+        fragments=1,
+        strategy="balanced",
+        uplink="fp32",
+        downlink="bf16",
+        method="rda",
+        weighting="tokens",
+        outer=make_outer(),
+    )
+    learner = LearnerTensors(plan, ModuleStore(model), blend_alpha=0.25)
+    learner.stage(0, torch.zeros(N))
+    learner.apply(0, "overwrite")
+    return learner
+
+
+def theta(tensors: LearnerTensors) -> Tensor:
+    return tensors.store.read(tensors.plan.fragments[0])
+
+
+def train(tensors: LearnerTensors, by: float) -> None:
+    fragment = tensors.plan.fragments[0]
+    tensors.store.overwrite(fragment, theta(tensors) + by)
+
+
+def test_no_training_contributes_exactly_nothing(tensors: LearnerTensors) -> None:
+    tensors.snapshot(0)
+    body, _ = tensors.capture(0).encode()
+    assert not body.any()
+
+
+def test_a_contribution_is_the_snapshot_minus_the_published_copy(tensors: LearnerTensors) -> None:
+    train(tensors, 0.5)
+    tensors.snapshot(0)
+    capture = tensors.capture(0)
+    train(tensors, 0.25)  # after the snapshot: not in it
+    body, text = capture.encode()
+    assert torch.equal(codec("fp32").decode(body, N), torch.full((N,), 0.5))
+    assert text == digest(body)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("overwrite", 2.0),  # Θ̂
+        ("carry", 2.25),  # Θ̂ + (θ − snapshot)
+        ("rebase", 2.75),  # Θ̂ + (θ − Θ̂ before)
+        ("blend", 0.25 * 0.75 + 0.75 * 2.0),  # αθ + (1 − α)Θ̂
+    ],
+)
+def test_rule_7_each_way_of_applying(tensors: LearnerTensors, mode: str, expected: float) -> None:
+    train(tensors, 0.5)
+    tensors.snapshot(0)
+    tensors.capture(0)
+    train(tensors, 0.25)
+    tensors.stage(0, torch.full((N,), 2.0))
+    tensors.apply(0, mode)  # type: ignore[arg-type]
+    assert torch.equal(theta(tensors), torch.full((N,), expected))
+    assert torch.equal(tensors.published[0], torch.full((N,), 2.0))
+    assert tensors.staged[0] is None
+
+
+def test_a_capture_keeps_its_base_when_a_newer_copy_is_applied(tensors: LearnerTensors) -> None:
+    train(tensors, 1.0)
+    tensors.snapshot(0)
+    capture = tensors.capture(0)
+    tensors.stage(0, torch.full((N,), 9.0))
+    tensors.apply(0, "overwrite")
+    body, _ = capture.encode()
+    assert torch.equal(codec("fp32").decode(body, N), torch.ones(N))
+
+
+def test_differences_add_up_to_the_same_bits_as_at_the_shard(tensors: LearnerTensors) -> None:
+    published = torch.zeros(N)
+    for number in range(1, 4):
+        master = torch.linspace(0, number, N) / 3
+        published = published.clone()
+        body = publish(master, published, codec("bf16"))
+        tensors.stage(0, tensors.next_values(0, body, digest(published)))
+        if number != 2:  # two differences may be staged before a boundary comes
+            tensors.apply(0, "overwrite")
+    assert torch.equal(theta(tensors), published)
+
+
+def test_a_wrong_digest_changes_nothing(tensors: LearnerTensors) -> None:
+    body = codec("bf16").encode(torch.ones(N))
+    with pytest.raises(MergeError, match=r"fragment 0 has digest .* announced deadbeef"):
+        tensors.next_values(0, body, "deadbeef")
+    assert tensors.staged[0] is None
+    assert not theta(tensors).any()
+
+
+def test_whole_values_are_verified_too() -> None:
+    values = torch.ones(3)
+    assert verified(values, 0, digest(values)) is values
+    with pytest.raises(MergeError):
+        verified(values, 0, digest(torch.zeros(3)))
+
+
+def test_a_whole_copy_is_what_was_published_or_the_parameters(tensors: LearnerTensors) -> None:
+    train(tensors, 0.5)
+    published, _ = tensors.whole(0, published=True)
+    own, text = tensors.whole(0, published=False)
+    assert not published.any()
+    assert torch.equal(own, torch.full((N,), 0.5))
+    assert text == digest(own)
