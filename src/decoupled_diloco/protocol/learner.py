@@ -13,7 +13,6 @@ were last aligned with, ``steps`` counts the inner steps since.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from math import floor
 from typing import Literal, assert_never
 
@@ -47,7 +46,7 @@ from decoupled_diloco.protocol.events import (
     Unlinked,
     UploadFailed,
 )
-from decoupled_diloco.protocol.grace import MovingAverage
+from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState, ShardView, Taken
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
     CopyWanted,
@@ -91,80 +90,6 @@ is snapshotted in vain now and then; one that is missing delays its round by up 
 
 RETRY_SECONDS = 1.0
 """A whole copy that could not be had is asked for again after this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A snapshot: at which own step, against which version, which counters, for which ticks."""
-
-    step: int
-    base: Version
-    steps: int
-    tokens: int
-    first_tick: int
-    last_tick: int
-
-
-@dataclass(slots=True)
-class FragmentView:
-    """One fragment at this learner; ``steps`` and ``tokens`` are c_steps[p] and c_tokens[p].
-
-    There is one snapshot at a time: from sending it until its outcome is applied no other is
-    taken, so that carrying subtracts exactly what was merged. ``doubtful``: the link broke before
-    the outcome of ``sent`` was heard, so that it may be in the next version or not.
-    """
-
-    held: Version | None = None
-    staged: Version | None = None
-    latest: Published | None = None
-    fetching: Version | None = None
-    fetch_whole: bool = False
-    retry_at: float | None = None
-    steps: int = 0
-    tokens: int = 0
-    snapshot: Taken | None = None
-    sent: tuple[int, Taken] | None = None
-    doubtful: bool = False
-    accepted: tuple[Version, Taken] | None = None
-    behind: bool = False
-    pull: Pull | None = None
-    owed_at: int | None = None
-
-    @property
-    def newest(self) -> Version | None:
-        """The newest version that is here, applied or staged."""
-        return self.staged or self.held
-
-
-@dataclass(slots=True)
-class ShardView:
-    """One shard, as the learner sees it."""
-
-    linked: bool = False
-    term: int = 0
-    offset: int | None = None
-    clock: int = 0
-    clock_at: float | None = None
-    tick_seconds: MovingAverage = field(default_factory=MovingAverage)
-    finished: bool = False
-
-
-@dataclass(slots=True)
-class LearnerState:
-    """The state of one learner."""
-
-    fragments: list[FragmentView]
-    shards: list[ShardView]
-    step: int = 0
-    tokens: int = 0
-    discarded_tokens: int = 0
-    stepped_at: float | None = None
-    step_seconds: MovingAverage = field(default_factory=MovingAverage)
-    ready: bool = False
-    ending: bool = False
-    ended: bool = False
-    over: bool = False
-    holding: bool = False
 
 
 class LearnerMachine:

@@ -90,7 +90,10 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Announces the body of a whole fragment that the shard asked for (seed or restore)."""
+    """Announces the body of a whole fragment that the shard asked for (seed or restore).
+
+    ``attempt`` is the asking that it answers.
+    """
 
     fragment: int
     attempt: int

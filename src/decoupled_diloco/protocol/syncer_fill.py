@@ -29,7 +29,7 @@ from decoupled_diloco.protocol.messages import (
     ShardReady,
     Version,
 )
-from decoupled_diloco.protocol.syncer_state import Fill, SyncerState
+from decoupled_diloco.protocol.syncer_state import CopyAsk, Fill, SyncerState
 
 FROM_THE_START_SECONDS = 30.0
 """How long a restoring shard looks for a holder of a copy before it takes initial weights."""
@@ -85,7 +85,7 @@ def seed_named(
 
 
 def _forget_asked(fill: Fill) -> list[SyncerEffect]:
-    return [Unexpect(path, "another attempt has begun") for path in fill.paths.values()]
+    return [Unexpect(asked.path, "another attempt has begun") for asked in fill.asked.values()]
 
 
 def member_connected(
@@ -116,33 +116,35 @@ def _want(
 ) -> list[SyncerEffect]:
     fill = state.fill
     assert fill is not None
-    fill.asked[fragment], fill.asked_version[fragment] = member.learner, version
     state.asks += 1
-    path = f"/copy/{state.term}/{fragment}/{member.learner}/{member.epoch}/{state.asks}"
-    fill.paths[fragment] = path
+    number, path = state.asks, f"/copy/{state.term}/{fragment}/{member.learner}/{state.asks}"
+    fill.asked[fragment] = CopyAsk(member.learner, number, path)
+    fill.asked_version[fragment] = version
     return [
-        ExpectCopy(path, member.learner, fragment, fill.attempt, why),
-        Send(member.learner, CopyWanted(fragment, fill.attempt, version, path), why),
+        ExpectCopy(path, member.learner, fragment, number, why),
+        Send(member.learner, CopyWanted(fragment, number, version, path), why),
     ]
 
 
 def copy_arrived(state: SyncerState, event: CopyArrived) -> list[SyncerEffect]:
     """A whole fragment is here."""
     fill = state.fill
-    if fill is None or event.attempt != fill.attempt:
-        return []
-    if fill.asked.get(event.fragment) != event.learner or event.fragment in fill.digests:
+    if fill is None or not _was_asked(fill, event):
         return []
     fill.digests[event.fragment] = event.digest
     return []
 
 
+def _was_asked(fill: Fill, event: CopyArrived | CopySpoiled) -> bool:
+    asked = fill.asked.get(event.fragment)
+    mine = asked is not None and (asked.learner, asked.number) == (event.learner, event.attempt)
+    return mine and event.fragment not in fill.digests
+
+
 def copy_spoiled(state: SyncerState, event: CopySpoiled) -> list[SyncerEffect]:
     """A whole fragment came wrong or not at all: ask again, in restoring somebody else first."""
     fill = state.fill
-    if fill is None or event.attempt != fill.attempt:
-        return []
-    if fill.asked.get(event.fragment) != event.learner or event.fragment in fill.digests:
+    if fill is None or not _was_asked(fill, event):
         return []
     effects = _unask(fill, event.fragment, event.reason)
     note = Note(
@@ -157,16 +159,15 @@ def copy_spoiled(state: SyncerState, event: CopySpoiled) -> list[SyncerEffect]:
 
 
 def _unask(fill: Fill, fragment: int, reason: str) -> list[SyncerEffect]:
-    del fill.asked[fragment]
-    return [Unexpect(fill.paths.pop(fragment), reason)]
+    return [Unexpect(fill.asked.pop(fragment).path, reason)]
 
 
 def member_gone(state: SyncerState, learner: str) -> list[SyncerEffect]:
     """Nothing more will come from this learner."""
     fill, effects = state.fill, list[SyncerEffect]()
     if fill is not None:
-        for fragment, source in list(fill.asked.items()):
-            if source == learner and fragment not in fill.digests:
+        for fragment, asked in list(fill.asked.items()):
+            if asked.learner == learner and fragment not in fill.digests:
                 effects += _unask(fill, fragment, f"{learner} is gone")
     return effects
 

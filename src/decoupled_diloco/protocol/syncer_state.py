@@ -47,6 +47,15 @@ class FragmentState:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class CopyAsk:
+    """Who was asked for a whole fragment, in which asking: answers to earlier ones are void."""
+
+    learner: str
+    number: int
+    path: str
+
+
 @dataclass(slots=True)
 class Fill:
     """How the owned fragments get their first copies: a seed, or what the learners still hold."""
@@ -57,9 +66,8 @@ class Fill:
     settle_at: float | None = None
     from_file: bool = False
     started_at: float = 0.0
-    asked: dict[int, str] = field(default_factory=dict)
+    asked: dict[int, CopyAsk] = field(default_factory=dict)
     asked_version: dict[int, Version | None] = field(default_factory=dict)
-    paths: dict[int, str] = field(default_factory=dict)
     refused: dict[int, set[str]] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
 
