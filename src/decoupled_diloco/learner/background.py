@@ -38,6 +38,7 @@ from decoupled_diloco.errors import (
     TransportError,
 )
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
+from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
@@ -58,6 +59,8 @@ _TO_LEARNER = get_args(say.ToLearner)
 
 JOIN_SECONDS_MAX = 5.0
 """Longest pause between two attempts to join."""
+
+_OF_THE_BOUNDARY = (do.Snapshot, do.Apply, do.Hold, do.Release, do.EndTraining)
 
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
@@ -146,24 +149,21 @@ class Background:
         """Starts the thread."""
         self._thread.start()
 
-    def tell(self, event: fact.LearnerEvent) -> list[do.LearnerEffect]:
-        """Tells the machine a fact of the trainer; returns the orders for this step boundary."""
-        boundary: list[do.LearnerEffect] = []
+    def tell(self, event: fact.LearnerEvent) -> StepPlan:
+        """Tells the machine a fact of the trainer, and does what belongs to this step boundary."""
         with self.lock:
             shared = self.shared
             assert shared is not None
-            for effect in shared.recorder.handle(time.monotonic(), event):
-                if isinstance(effect, (do.Snapshot, do.Apply)):
-                    self._at_boundary(shared, effect)
-                    boundary.append(effect)
-                elif isinstance(effect, (do.Hold, do.Release, do.EndTraining)):
-                    boundary.append(effect)
-                else:
+            effects = shared.recorder.handle(time.monotonic(), event)
+            plan = StepPlan.of(effects)
+            shared.tensors.carry_out(plan)
+            for effect in effects:
+                if not isinstance(effect, _OF_THE_BOUNDARY):
                     self._enqueue(shared, effect)
             pending = bool(self._queue)
         if pending:
             self._in_loop(lambda: self._guarded(self._drain))
-        return boundary
+        return plan
 
     def _in_loop(self, work: Callable[[], None]) -> None:
         """Has the event loop do something, if there is one; it may just be ending."""
@@ -223,13 +223,6 @@ class Background:
             self.shared.recorder = Unrecorded(self.shared.machine)
             self._tape.close()
             self._tape = None
-
-    @staticmethod
-    def _at_boundary(shared: Shared, effect: do.Snapshot | do.Apply) -> None:
-        if isinstance(effect, do.Snapshot):
-            shared.tensors.snapshot(effect.fragment)
-        else:
-            shared.tensors.apply(effect.fragment, effect.mode)
 
     # ---- the queue between the two
 
@@ -559,7 +552,8 @@ class Background:
 
         def decoded() -> Tensor:
             if effect.whole:
-                return verified(values_of(body, numel), fragment, effect.digest)
+                values = verified(values_of(body, numel), fragment, effect.digest)
+                return tensors.store.prepare(values)
             return tensors.next_values(fragment, body, effect.digest)
 
         try:

@@ -18,9 +18,11 @@ from typing import Literal
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
+from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import HostCopy, ParameterStore
 from decoupled_diloco.merge import Body, cast_like, contribution, digest, receive
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol.effects import Apply
 
 Mode = Literal["overwrite", "carry", "rebase", "blend"]
 
@@ -66,6 +68,14 @@ class LearnerTensors:
         self._sent: list[HostCopy | None] = [None] * count
 
     # ---- at step boundaries
+
+    def carry_out(self, plan: StepPlan) -> None:
+        """Does what one boundary's plan orders."""
+        for order in plan.orders:
+            if isinstance(order, Apply):
+                self.apply(order.fragment, order.mode)
+            else:
+                self.snapshot(order.fragment)
 
     def snapshot(self, fragment: int) -> None:
         """Copies a fragment's parameters as they are now."""
@@ -129,7 +139,7 @@ class LearnerTensors:
         assert newest is not None, f"fragment {fragment} has no copy to add a difference to"
         values = newest.clone()
         receive(values, body, self.plan.downlink)
-        return verified(values, fragment, announced)
+        return self.store.prepare(verified(values, fragment, announced))
 
     def stage(self, fragment: int, values: Tensor) -> None:
         """Keeps verified values (fp32 [N]) for the next boundary.

@@ -30,7 +30,6 @@ from decoupled_diloco.learner.background import Background, Identity, Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.observe.tape import TapeWriter
-from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol.coordinator import LEARNER_ID
 from decoupled_diloco.protocol.events import Paused, StepFinished
 from decoupled_diloco.transport.base import Client
@@ -107,8 +106,7 @@ class _Participant:
 
     def _boundary(self) -> bool:
         """Carries out what a step boundary allows; returns whether anything was applied."""
-        orders = self._background.tell(Paused())
-        return any(isinstance(order, do.Apply) for order in orders)
+        return bool(self._background.tell(Paused()).applied)
 
     @property
     def global_step(self) -> int:
@@ -239,12 +237,10 @@ class Learner(_Participant):
         if tokens < 1 or isinstance(tokens, bool):
             raise ConfigError(f"tokens={tokens}: a step trains on at least 1")
         self._raise_failure()
-        orders = self._background.tell(StepFinished(int(tokens)))
-        applied = [order.fragment for order in orders if isinstance(order, do.Apply)]
-        if any(isinstance(order, do.Hold) for order in orders):
-            applied += self._hold()
+        plan = self._background.tell(StepFinished(int(tokens)))
+        applied = plan.applied + (self._hold() if plan.hold else ())
         if applied and self._after_apply is not None:
-            self._after_apply(tuple(applied))
+            self._after_apply(applied)
         if loss is not None:
             state = self._shared.machine.state
             self._background.sample(
@@ -252,14 +248,13 @@ class Learner(_Participant):
             )
         return not self._shared.machine.state.ended
 
-    def _hold(self) -> list[int]:
+    def _hold(self) -> tuple[int, ...]:
         """Waits for what is due; only with the run's setting ``wait="at_overlap"``."""
-        background, applied = self._background, []
+        background, applied = self._background, tuple[int, ...]()
         with background.changed:
             while self._shared.machine.state.holding:
                 self._raise_failure()
-                orders = background.tell(Paused())
-                applied += [order.fragment for order in orders if isinstance(order, do.Apply)]
+                applied += background.tell(Paused()).applied
                 if self._shared.machine.state.holding:
                     background.changed.wait(1.0)
         return applied

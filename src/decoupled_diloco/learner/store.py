@@ -48,6 +48,12 @@ class ParameterStore(Protocol):
         Both tensors are fp32 [N] on the CPU; the arithmetic is fp32, the result is rounded.
         """
 
+    def prepare(self, values: Tensor) -> Tensor:
+        """The values (fp32 [N] on the CPU) in memory from which they go to the device fastest.
+
+        Called in the background, before they are staged.
+        """
+
     def read(self, fragment: Fragment) -> Tensor:
         """θ as fp32 [N] on the CPU, at once: may wait for the device."""
 
@@ -129,6 +135,10 @@ class ModuleStore:
         else:
             theta.mul_(keep).add_(self._upload(values), alpha=1 - keep)
         scatter(fragment, theta, self._tensors)
+
+    def prepare(self, values: Tensor) -> Tensor:
+        """See `ParameterStore.prepare`: pinned memory for CUDA."""
+        return values if self._stream is None else values.pin_memory()
 
     def read(self, fragment: Fragment) -> Tensor:
         """See `ParameterStore.read`."""
