@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,6 +61,10 @@ JOIN_SECONDS_MAX = 5.0
 """Longest pause between two attempts to join."""
 
 _OF_THE_BOUNDARY = (do.Snapshot, do.Apply, do.Hold, do.Release, do.EndTraining)
+
+FETCHES_PER_SHARD = 4
+"""Copies on their way from or to one shard at once: a joiner with many fragments takes them in
+turn, each over as many connections as the link rewards, in bounded memory."""
 
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
@@ -135,6 +139,9 @@ class Background:
         self._shards: tuple[str, ...] = ()
         self._alone_since = time.monotonic()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ddiloco-codec")
+        self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(FETCHES_PER_SHARD)
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -532,7 +539,8 @@ class Background:
         announced = await self._in_worker(lambda: digest(values))
         self._say(effect.shard, say.Copy(effect.fragment, effect.attempt, announced))
         try:
-            await self._put(effect.shard, effect.path, as_bytes(values))
+            async with self._gates[effect.shard]:
+                await self._put(effect.shard, effect.path, as_bytes(values))
         except (TransportError, ProtocolError) as error:
             self._told(fact.CopyFailed(effect.shard, effect.fragment, effect.attempt, str(error)))
 
@@ -547,19 +555,20 @@ class Background:
         tensors, fragment = shared.tensors, effect.fragment
         plan = tensors.plan
         nbytes = plan.whole_nbytes(fragment) if effect.whole else plan.downlink_nbytes(fragment)
-        body = torch.empty(nbytes, dtype=torch.uint8)
         numel = plan.fragments[fragment].numel
 
-        def decoded() -> Tensor:
+        def decoded(body: Tensor) -> Tensor:
             if effect.whole:
                 values = verified(values_of(body, numel), fragment, effect.digest)
                 return tensors.store.prepare(values)
             return tensors.next_values(fragment, body, effect.digest)
 
         try:
-            base = self._shards[effect.shard]
-            await self._client.get(effect.path, body.numpy().data, base=base)
-            values = await self._in_worker(decoded)
+            async with self._gates[effect.shard]:
+                body = torch.empty(nbytes, dtype=torch.uint8)
+                base = self._shards[effect.shard]
+                await self._client.get(effect.path, body.numpy().data, base=base)
+                values = await self._in_worker(lambda: decoded(body))
         except (TransportError, ProtocolError, MergeError) as error:
             self._told(fact.FetchFailed(fragment, effect.version, str(error)))
             return
