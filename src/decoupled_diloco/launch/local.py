@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -11,12 +12,12 @@ from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.method import plan_of, public_text, read_public
-from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.folder import RunFolder
-from decoupled_diloco.launch.roles import EVALUATOR
+from decoupled_diloco.launch.roles import EVALUATOR, open_tape
 from decoupled_diloco.launch.supervisor import Supervisor
 from decoupled_diloco.observe.samples import FaultInjected, WeightsSaved
-from decoupled_diloco.observe.tape import Follower, TapeWriter, follow, merge_tapes
+from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
 from decoupled_diloco.syncer.result import assemble, read_layout
 from decoupled_diloco.workloads import load_workload
 
@@ -24,7 +25,10 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 EVALUATOR_SECONDS = 60.0
-"""How long the evaluator may take for its last evaluation after the shards have finished."""
+"""How long the evaluator may take for its last evaluation after the run is over."""
+
+FAREWELL_SECONDS = 15.0
+"""How long learners and shards may take to end after the run is over."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,7 @@ class LocalRun:
         (self.path / "run.toml").write_text(dump_config(config))
         self._with_learners = learners
         self._token_file = config.syncer.token_file or self.folder.token_file()
-        self._tape = TapeWriter(
-            self.path / "tape" / "launcher.jsonl", "launcher", {"machine": "launcher"}
-        )
+        self._tape = open_tape(self.path, "launcher", {"machine": "launcher"})
         self.supervisor = Supervisor(self.path, self._tape)
         self._follower: Follower = follow(self.path)
         self._faults = sorted(config.faults, key=lambda fault: fault.at)
@@ -70,7 +72,11 @@ class LocalRun:
         return Path(self._token_file)
 
     def start(self) -> None:
-        """Starts the shards, then the learners and the evaluator."""
+        """Starts the shards, then the learners and the evaluator.
+
+        Raises:
+            TransportError: a port of the settings is taken.
+        """
         config, names = self.config, [f"shard-{s}" for s in range(self.config.syncer.shards)]
         ports = _ports(config)
         host = "127.0.0.1" if config.syncer.host in ("0.0.0.0", "::") else config.syncer.host
@@ -95,25 +101,27 @@ class LocalRun:
         Args:
             on_poll: Called ten times a second, for displays.
         """
-        shards = [f"shard-{s}" for s in range(self.config.syncer.shards)]
-        finished_at: float | None = None
+        over_at: float | None = None
         while True:
             self.supervisor.poll()
             self._follow()
             on_poll()
-            children = self.supervisor.children
-            if all(children[name].done for name in shards):
-                finished_at = finished_at or time.monotonic()
-                if self._all_done() or time.monotonic() > finished_at + EVALUATOR_SECONDS:
+            if over_at is not None or self.supervisor.children["shard-0"].done:
+                # The coordinator ends last: every share of the result is on disk, nobody is needed.
+                over_at = over_at or time.monotonic()
+                self.supervisor.retire()
+                if time.monotonic() > over_at + self._patience_seconds():
                     return self._finish()
-            problem = self._hopeless()
-            if problem is not None:
+            elif (problem := self._hopeless()) is not None:
                 return Outcome(False, problem, None)
             time.sleep(POLL_SECONDS)
 
-    def _all_done(self) -> bool:
-        children = self.supervisor.children.values()
-        return all(child.done or child.down for child in children)
+    def _patience_seconds(self) -> float:
+        """How long those that still run may take after the run is over."""
+        running = {name for name, child in self.supervisor.children.items() if child.running}
+        if not running:
+            return 0.0
+        return EVALUATOR_SECONDS if EVALUATOR in running else FAREWELL_SECONDS
 
     def _hopeless(self) -> str | None:
         children = self.supervisor.children
@@ -169,23 +177,38 @@ class LocalRun:
 
     def close(self) -> None:
         """Ends what still runs, merges the tapes, frees the folder."""
-        self.stop()
-        self._tape.close()
-        merge_tapes(self.path)
-        self.folder.release()
+        try:
+            self.stop()
+            self._tape.close()
+            merge_tapes(self.path)
+        except StorageError as error:
+            logger.error("%s", error)
+        finally:
+            self.folder.release()
 
 
 def _ports(config: RunConfig) -> list[int]:
-    """One port a shard: those of the settings, or free ones."""
-    count = config.syncer.shards
-    if config.syncer.port:
-        return [config.syncer.port + shard for shard in range(count)]
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
+    """One port a shard: those of the settings, or free ones.
+
+    Raises:
+        TransportError: one of the settings is taken.
+    """
+    first, count = config.syncer.port, config.syncer.shards
+    wanted = [first + shard if first else 0 for shard in range(count)]
+    family = socket.AF_INET6 if ":" in config.syncer.host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for port in wanted:
+            each = stack.enter_context(socket.socket(family))
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.bind((config.syncer.host, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+            try:
+                each.bind((config.syncer.host, port))
+                each.listen()
+            except OSError as error:
+                raise TransportError(
+                    f"a shard cannot listen on {config.syncer.host}:{port}: {error.strerror}: is "
+                    "another run still there? Choose other ports with --set syncer.port=…, or any "
+                    "free ones with syncer.port=0"
+                ) from error
+            ports.append(each.getsockname()[1])
+        return ports

@@ -6,12 +6,15 @@ that closes, however this process dies.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,8 +30,9 @@ RESTART_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 HEALTHY_SECONDS = 30.0
 """A process that has lived so long has not failed in a row."""
 
-TERMINATE_SECONDS = 8.0
-"""How long a process that was told to end may take before it is killed."""
+TERMINATE_SECONDS = 3.0
+"""How long a process that was told to end may take before it is killed. Learners and shards end one
+after the other, and who has pressed Ctrl-C waits for both."""
 
 
 @dataclass
@@ -82,7 +86,8 @@ class Supervisor:
 
     def _spawn(self, child: Child) -> None:
         child.restart_at, child.started_at = None, time.monotonic()
-        with (self.folder / "logs" / f"{child.name}.log").open("ab") as log:
+        path = self.folder / "logs" / f"{child.name}.log"
+        with path.open("ab") as log, interrupts_deferred():
             child.process = subprocess.Popen(
                 [sys.executable, "-m", "decoupled_diloco.cli", *child.arguments],
                 stdin=subprocess.PIPE,
@@ -129,6 +134,11 @@ class Supervisor:
         lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         return lines[-1] if lines else "it wrote nothing to its log"
 
+    def retire(self) -> None:
+        """Starts no process again from now on."""
+        for child in self.children.values():
+            child.restarts, child.restart_at = False, None
+
     def kill(self, name: str, *, restart: bool) -> bool:
         """SIGKILL; returns whether there was a process."""
         child = self.children[name]
@@ -156,3 +166,27 @@ class Supervisor:
                 child.process.kill()
                 child.process.wait()
         self.poll()
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect at the end of the block, not between a process and its name.
+
+    The handlers are exchanged; blocking the signals would be inherited by the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        caught.append(number)
+
+    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        if caught:
+            signal.raise_signal(caught[0])

@@ -26,10 +26,15 @@ def initial_values(path: Path, plan: MergePlan, fragment: int) -> Tensor:
     """One fragment of the run's initial weights, fp32 [N].
 
     Raises:
-        StorageError: the file is missing or torn.
-        ConfigError: a tensor is missing, or has another shape.
+        ConfigError: the file is missing or torn, lacks a tensor, or one has another shape.
     """
-    weights = load_weights(path)
+    try:
+        weights = load_weights(path)
+    except StorageError as error:
+        raise ConfigError(
+            f"initial_weights={str(path)!r} cannot be used: {error}: correct the path, or leave "
+            "initial_weights out"
+        ) from error
     tensors: list[Tensor] = []
     for spec in plan.layout.tensors:
         found = weights.get(spec.name)
