@@ -1,0 +1,166 @@
+"""Runs of real processes on loopback, small enough that a step takes milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.launch.local import LocalRun, Outcome
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.tape import TapeReader
+
+SMALL = {
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "context": 16,
+    "batch_size": 2,
+    "corpus_bytes_max": 200_000,
+    "warmup_steps": 0,
+    "step_seconds": 0.05,
+}
+STEP_SECONDS_MAX = 1.5
+"""No learner's step may take longer because of somebody else's failure: half of the shortest
+interval of the protocol (3 s), and enough for a machine on which a process is just starting."""
+
+
+def config_of(folder: Path, **tables: Any) -> RunConfig:
+    """The configuration of a small run."""
+    return RunConfig(
+        run={
+            "name": "small",
+            "folder": folder,
+            "learners": 2,
+            "budget_steps": 60,
+            "evaluator": False,
+            **tables.get("run", {}),
+        },
+        sync={"fragments": 4, "period": 4, "overlap": 1, **tables.get("sync", {})},
+        syncer={"shards": 1, "port": 0, **tables.get("syncer", {})},
+        learner=tables.get("learner", {}),
+        workload={"name": "paced", "options": {**SMALL, **tables.get("workload", {})}},
+        faults=tables.get("faults", ()),
+    )
+
+
+def config_file(folder: Path, **tables: Any) -> Path:
+    """The same as a file beside the run folder."""
+    path = folder.with_suffix(".toml")
+    path.write_text(dump_config(config_of(folder, **tables)))
+    return path
+
+
+@contextlib.contextmanager
+def local_run(config: RunConfig) -> Iterator[LocalRun]:
+    """A `LocalRun` that is closed in any case."""
+    run = LocalRun(config)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def wait(run: LocalRun, script: Iterator[None] | None = None, seconds: float = 90.0) -> Outcome:
+    """Waits for the run's end while a script goes on by one `yield` at each poll."""
+    deadline = time.monotonic() + seconds
+
+    def on_poll() -> None:
+        assert time.monotonic() < deadline, f"the run does not end: {logs(run.path)}"
+        if script is not None:
+            next(script, None)
+
+    return run.wait(on_poll)
+
+
+def pause(seconds: float) -> Iterator[None]:
+    """Yields until so much time has passed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        yield
+
+
+def when(condition: Callable[[], object]) -> Iterator[None]:
+    """Yields until something is so."""
+    while not condition():
+        yield
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    """Waits until something is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
+        time.sleep(0.02)
+
+
+def send(run: LocalRun, name: str, number: signal.Signals) -> None:
+    """Sends a child of the run a signal."""
+    process = run.supervisor.children[name].process
+    assert process is not None
+    process.send_signal(number)
+
+
+def health(address: str) -> dict[str, Any]:
+    """What a shard says of itself; empty if it does not answer."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/healthz", timeout=1) as r:
+        return dict(json.load(r))
+    return {}
+
+
+def records(folder: Path, who: str) -> list[Record]:
+    """What one process put on its tape."""
+    return list(TapeReader(folder / "tape" / f"{who}.jsonl"))
+
+
+def longest_step(folder: Path, who: str) -> float:
+    """The longest time between two step boundaries of a learner that lived once."""
+    own = records(folder, who)
+    assert max(r.life for r in own) == 0, f"{who} was restarted"
+    steps = [r.at for r in own if r.type == "StepFinished"]
+    gaps = [b - a for a, b in pairwise(steps)]
+    assert median(gaps) < 3 * SMALL["step_seconds"], "the machine is too slow for this test"
+    return max(gaps)
+
+
+def logs(folder: Path) -> str:
+    """The ends of all logs, for a failure's message."""
+    found = sorted((folder / "logs").glob("*.log"))
+    return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in found)
+
+
+def orphans(folder: Path) -> list[str]:
+    """Processes of this user whose command line names the run folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if f"{folder}/run.toml" in line and "decoupled_diloco" in line:
+                found.append(f"{entry.name}: {line}")
+    return found
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Starts ``ddiloco ARGUMENTS`` in a process group of its own, as a terminal would."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        **options,
+    )

@@ -1,0 +1,111 @@
+"""The command line: how a run is interrupted, refused and cleaned up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.launch.folder import RunFolder
+from process.runs import command, config_file, health, orphans, until
+from replay import assert_replays
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+    """The exit code and output of a process that ends within so many seconds."""
+    started = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - started < seconds, output
+    return process.returncode, output
+
+
+def phases(folder: Path) -> str:
+    """What shard 0 says of itself."""
+    log = folder / "logs" / "shard-0.log"
+    text = log.read_text() if log.exists() else ""
+    address = text.partition("listens on ")[2].partition("\n")[0]
+    return str(health(address).get("phase", "")) if address else ""
+
+
+@pytest.mark.parametrize("moment", ["before the shards", "seeding", "running", "sweeping"])
+def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
+    folder = tmp_path / "run"
+    slow = {"step_seconds": 2.0} if moment == "sweeping" else {}
+    budget = 2 if moment == "sweeping" else 5000
+    file = config_file(folder, run={"budget_steps": budget}, workload=slow)
+    process = command("train", str(file))
+    if moment == "before the shards":
+        until((folder / "tape" / "shard-0.jsonl").parent.exists, "the launcher has begun")
+    elif moment == "seeding":
+        until(lambda: phases(folder) in ("empty", "seeding", "running"), "the shard is up")
+    elif moment == "running":
+        until(lambda: phases(folder) == "running", "the run is under way")
+        until(lambda: '"RoundFinished"' in (folder / "tape/shard-0.jsonl").read_text(), "rounds")
+    else:
+        until(lambda: phases(folder) == "sweeping", "the closing sweep")
+    os.killpg(process.pid, signal.SIGINT)
+    until(lambda: not orphans(folder), "all processes of the run are gone", seconds=10.0)
+    code, output = ended(process, 20.0)
+    assert code == 130, output
+    assert "Traceback" not in output
+    if moment == "running":
+        assert (folder / "report.html").stat().st_size > 1000
+        assert_replays(folder)
+
+
+def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = command("train", str(config_file(folder, run={"budget_steps": 5000})))
+    until(lambda: phases(folder) == "running", "the run is under way")
+    assert len(orphans(folder)) == 3
+    process.kill()
+    process.communicate()
+    until(lambda: not orphans(folder), "all have ended", seconds=10.0)
+
+
+def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file = config_file(tmp_path / "run", syncer={"port": port})
+        code, output = ended(command("train", str(file)), 30.0)
+    assert code == 4
+    assert f"error: a shard cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert "--set syncer.port=" in output
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with RunFolder(folder):
+        code, output = ended(command("train", str(config_file(folder))), 30.0)
+    assert code == 2
+    assert "is in use by another process: wait for it, or choose another" in output
+    assert "Traceback" not in output
+
+
+def test_initial_weights_that_are_not_there_end_the_run(tmp_path: Path) -> None:
+    file = config_file(tmp_path / "run", sync={"initial_weights": tmp_path / "none.safetensors"})
+    code, output = ended(command("train", str(file)), 60.0)
+    assert code == 1
+    assert "none.safetensors" in output
+    assert "does not exist" in output
+
+
+def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "tape").mkdir(parents=True)
+    (folder / "tape" / "shard-0.jsonl").write_text("what an earlier run left\n")
+    file = config_file(folder, run={"budget_steps": 8, "learners": 1})
+    code, output = ended(command("train", str(file)), 60.0)
+    assert code == 0, output
+    assert (tmp_path / "run.1" / "tape" / "shard-0.jsonl").read_text().startswith("what an")
+    assert (folder / "weights.safetensors").exists()
+    assert (folder / "tape.jsonl").exists()
+    assert not (folder / ".tape.jsonl.part").exists()
+    assert_replays(folder)

@@ -1,0 +1,158 @@
+"""Processes of a run are killed and stopped; the run goes on."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.launch.local import LocalRun
+from decoupled_diloco.storage.weights import load_weights
+from process.runs import (
+    STEP_SECONDS_MAX,
+    config_of,
+    health,
+    local_run,
+    longest_step,
+    pause,
+    records,
+    send,
+    wait,
+    when,
+)
+from replay import assert_replays
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = config_of(
+        folder,
+        run={"learners": 3, "budget_steps": 160},
+        syncer={"shards": 2},
+        faults=[{"at": 0.4, "kill": "learner-1"}],
+    )
+    with local_run(config) as run:
+        run.start()
+        outcome = wait(run)
+    assert outcome.finished, outcome.reason
+    assert outcome.weights is not None
+    assert load_weights(outcome.weights)
+    for name in ("learner-0", "learner-2"):
+        assert longest_step(folder, name) < STEP_SECONDS_MAX
+    killed = records(folder, "learner-1")
+    assert [r.data["header"]["epoch"] for r in killed if r.kind == "start"] == [1, 2]
+    steps = [sum(r.life == life and r.type == "StepFinished" for r in killed) for life in (0, 1)]
+    assert min(steps) > 5
+    log = (folder / "logs" / "learner-1.log").read_text()
+    begun = [int(n) for n in re.findall(r"begins at batch (\d+)", log)]
+    # What it trained on in the half second that its tape had not yet written counts too.
+    assert begun[0] == 0
+    assert steps[0] <= begun[1] <= steps[0] + 20
+    back = max(r.wall for r in killed if r.kind == "start")
+    for shard in ("shard-0", "shard-1"):
+        later = [r for r in records(folder, shard) if r.type == "RoundFinished" and r.wall > back]
+        states = {p["state"] for r in later for p in r.data["participants"] if "-1" in p["learner"]}
+        assert "folded" in states, f"{shard} has not merged anything of its second life"
+    assert assert_replays(folder) > 500
+
+
+def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = config_of(
+        folder,
+        run={"learners": 2, "budget_steps": 700},
+        syncer={"shards": 2},
+        workload={"step_seconds": 0.1},
+    )
+    resumed: list[float] = []
+
+    def script() -> Iterator[None]:
+        yield from when(lambda: run.used_budget() > 0.03)
+        send(run, "shard-1", signal.SIGSTOP)
+        yield from pause(13.0)
+        send(run, "shard-1", signal.SIGCONT)
+        yield from pause(4.0)
+        resumed.append(time.time())
+        send(run, "learner-1", signal.SIGSTOP)
+        yield from pause(13.0)
+        send(run, "learner-1", signal.SIGCONT)
+        resumed.append(time.time())
+        yield from pause(4.0)
+        raise Enough
+
+    with local_run(config) as run:
+        run.start()
+        with pytest.raises(Enough):
+            wait(run, script())
+    stopped, back = resumed
+    assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX
+    for shard in ("shard-0", "shard-1"):
+        own = records(folder, shard)
+        assert max(r.life for r in own) == 0
+        evicted = [(r.wall, r.data["learner"]) for r in own if r.type == "Evict"]
+        evicted = [(wall, learner) for wall, learner in evicted if wall < back + 3.5]
+        assert [learner for _, learner in evicted] == ["learner-1"], evicted
+        assert stopped + 9 < evicted[0][0] < back, "its lease is ten seconds"
+        greeted = [r for r in own if r.type == "Accept" and r.wall > back]
+        assert greeted[0].data["learner"] == "learner-1"
+        assert greeted[0].data["epoch"] == 1, "it is the same process"
+        assert greeted[0].data["why"] == "came back"
+    assert_replays(folder)
+
+
+def test_killed_shards_are_restored_from_what_learners_hold(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = config_of(
+        folder, run={"learners": 2, "budget_steps": 220}, syncer={"shards": 2}, sync={"quorum": 2}
+    )
+    lives: dict[str, int] = {}
+
+    def script() -> Iterator[None]:
+        for name in ("shard-1", "shard-0"):
+            child = run.supervisor.children[name]
+            yield from when(lambda: run.used_budget() > 0.05)
+            send(run, name, signal.SIGKILL)
+            yield from when(lambda child=child: not child.running)
+            yield from when(lambda name=name: phase(run, name) == "running")
+            lives[name] = 2
+
+    with local_run(config) as run:
+        run.start()
+        outcome = wait(run, script())
+    assert outcome.finished, outcome.reason
+    assert lives == {"shard-0": 2, "shard-1": 2}
+    for name in ("learner-0", "learner-1"):
+        assert longest_step(folder, name) < STEP_SECONDS_MAX
+    for name in ("shard-0", "shard-1"):
+        own = records(folder, name)
+        versions = [
+            (r.data["version"]["term"], r.data["version"]["counter"])
+            for r in own
+            if r.type in ("Merge", "Install") and r.data["fragment"] % 2 == int(name[-1])
+        ]
+        terms = {term for term, _ in versions}
+        assert len(terms) == 2, "a new life has a new term"
+        for fragment in {r.data["fragment"] for r in own if r.type == "Merge"}:
+            mine = [
+                (r.data["version"]["term"], r.data["version"]["counter"])
+                for r in own
+                if r.type in ("Merge", "Install") and r.data["fragment"] == fragment
+            ]
+            assert mine == sorted(mine), "versions only go up"
+            restored = [counter for term, counter in mine if term == max(terms)]
+            assert restored[0] > 0, "it does not begin anew"
+    assert_replays(folder)
+
+
+class Enough(Exception):
+    """The test has seen what it wanted; the run need not end."""
+
+
+def phase(run: LocalRun, name: str) -> str:
+    return str(health(run.addresses[int(name[-1])]).get("phase"))
