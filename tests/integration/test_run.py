@@ -209,9 +209,10 @@ def test_ctrl_c_leaves_soon(make: Make, syncer: str) -> None:
 
 
 def test_closing_at_the_end_without_a_last_step_hands_in_what_was_trained(make: Make) -> None:
-    fp32 = {"uplink_codec": "fp32", "downlink_codec": "fp32", "merge": "mean", "overlap": 0}
+    sync = {"uplink_codec": "fp32", "downlink_codec": "fp32", "merge": "mean", "overlap": 0}
+    sync["alignment"] = "carry"  # overwriting would discard what was trained during a round
     outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
-    system = make(run={"learners": 1, "budget_steps": 8}, sync=fp32, outer=outer)
+    system = make(run={"learners": 1, "budget_steps": 8}, sync=sync, outer=outer)
     system.start()
     model = Model()
     learner = system.learner(model, "learner-0")
