@@ -44,6 +44,7 @@ class Round:
     closed_at: float | None = None
     close_reason: str = ""
     settled_at: float | None = None
+    paused_seconds: float = 0.0
     version: Version | None = None
     asks: dict[str, Ask] = field(default_factory=dict)
 

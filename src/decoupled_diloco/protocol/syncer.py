@@ -411,8 +411,11 @@ class SyncerMachine:
             effects += self._advance_clock(now)
         if state.phase in ("running", "sweeping"):
             effects += syncer_rounds.progress(state, options, now)
-            effects += syncer_rounds.open_due(state, options, now)
-            effects += syncer_rounds.progress(state, options, now)
+            opened = -1
+            while opened != state.rounds_opened:  # a round may be over as soon as it is open
+                opened = state.rounds_opened
+                effects += syncer_rounds.open_due(state, options, now)
+                effects += syncer_rounds.progress(state, options, now)
         if state.phase == "sweeping" and not state.closing and not state.rounds:
             state.phase = "swept"
             effects.append(Tell(Swept(), "every fragment had its closing round"))
@@ -475,11 +478,14 @@ class SyncerMachine:
         told = self._deadline_told
         lateness = 0.0 if told is None else now - told
         if lateness > LATENESS_SECONDS_MIN:
+            # And a little more: what others sent meanwhile may still be on its way.
+            longer = lateness + RECONNECT_SECONDS
             for member in state.members.values():
-                member.lease_until += lateness
+                member.lease_until += longer
             for round in state.rounds.values():
+                round.paused_seconds += longer
                 for ask in round.asks.values():
-                    ask.deadline += lateness
+                    ask.deadline += longer
         effects: list[SyncerEffect] = syncer_rounds.pass_deadlines(state, self.options, now)
         for learner, member in list(state.members.items()):
             if now >= member.lease_until:

@@ -308,7 +308,8 @@ def soft_deadline(state: SyncerState, options: Options, round: Round) -> float |
     """
     if round.final or round.closed_at is None or round.count("folded") < options.quorum:
         return None
-    return round.closed_at + max(SOFT_DEADLINE_SECONDS_MIN, options.period * state.step_seconds)
+    patience = max(SOFT_DEADLINE_SECONDS_MIN, options.period * state.step_seconds)
+    return round.closed_at + round.paused_seconds + patience
 
 
 def _close(state: SyncerState, options: Options, now: float, round: Round) -> bool:

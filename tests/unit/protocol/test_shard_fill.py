@@ -1,0 +1,258 @@
+"""How a shard's fragments get their first copies: seeding, restoring (rules 10, 12)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.protocol import Options, SyncerMachine, Version
+from decoupled_diloco.protocol.effects import Install, LoadWeights, Note, Tell, Unexpect
+from decoupled_diloco.protocol.events import (
+    CopyArrived,
+    CopySpoiled,
+    Disconnected,
+    Greeted,
+    Heard,
+    Ordered,
+    Said,
+    TermGranted,
+    Tick,
+    WeightsLoaded,
+)
+from decoupled_diloco.protocol.messages import (
+    Begin,
+    CopyDeclined,
+    CopyWanted,
+    EndOrdered,
+    FinishOrdered,
+    Hello,
+    Holding,
+    Published,
+    SeedNamed,
+    ShardAdmitted,
+    ShardReady,
+    Swept,
+)
+from decoupled_diloco.protocol.syncer_fill import FROM_THE_START_SECONDS, SETTLE_SECONDS
+
+
+class FillBench:
+    """A shard of two fragments that has just been let in."""
+
+    def __init__(self, *, begun: bool) -> None:
+        self.machine = SyncerMachine(Options(fragments=2, period=4), 0)
+        self.effects: list[Any] = []
+        self.now = 0.0
+        self.told(TermGranted(ShardAdmitted(2, begun)))
+
+    def told(self, event: Any, at: float | None = None) -> None:
+        self.now = self.now if at is None else at
+        self.effects = self.machine.handle(self.now, event)
+        self.machine.check()
+
+    def greet(self, name: str, *versions: Version, step: int = 0) -> None:
+        held = tuple(Holding(p, version) for p, version in enumerate(versions))
+        hello = Hello(name, 1, name, "learner", step, 7 if step else 0, step or None, held)
+        self.told(Greeted(len(self.machine.state.members) + 1, hello))
+
+    def wanted(self) -> list[tuple[str, CopyWanted]]:
+        return [
+            (effect.learner, effect.message)
+            for effect in self.effects
+            if isinstance(getattr(effect, "message", None), CopyWanted)
+        ]
+
+    def deliver(self, wanted: list[tuple[str, CopyWanted]]) -> None:
+        for learner, ask in wanted:
+            self.told(CopyArrived(learner, ask.fragment, ask.attempt, f"copy-{ask.fragment}"))
+
+    def orders(self, kind: type) -> list[Any]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    def said(self, kind: type) -> list[Any]:
+        found = [getattr(effect, "message", None) for effect in self.effects]
+        return [message for message in found if isinstance(message, kind)]
+
+
+def test_seeding_from_the_learner_that_is_named() -> None:
+    bench = FillBench(begun=False)
+    bench.greet("a")
+    bench.greet("b")
+    bench.told(Ordered(SeedNamed("b", 1, 1)))
+    wanted = bench.wanted()
+    assert [(name, ask.fragment, ask.version) for name, ask in wanted] == [
+        ("b", 0, None),
+        ("b", 1, None),
+    ]
+    bench.deliver(wanted[:1])
+    assert not bench.said(ShardReady)
+    bench.deliver(wanted[1:])
+    assert bench.orders(Install) == [
+        Install(0, Version(2, 0), "the initial weights are complete"),
+        Install(1, Version(2, 0), "the initial weights are complete"),
+    ]
+    assert bench.said(ShardReady) == [ShardReady(1)]
+    assert not bench.said(Published), "no round opens before every shard is ready"
+    bench.told(Ordered(Begin(1)))
+    assert len(bench.said(Published)) == 2
+
+
+def test_a_seed_that_comes_later_is_asked_then() -> None:
+    bench = FillBench(begun=False)
+    bench.told(Ordered(SeedNamed("b", 1, 1)))
+    assert not bench.wanted()
+    bench.greet("b")
+    assert len(bench.wanted()) == 2
+
+
+def test_another_seed_voids_what_came_from_the_first() -> None:
+    bench = FillBench(begun=False)
+    bench.greet("a")
+    bench.greet("b")
+    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    first = bench.wanted()
+    bench.deliver(first[:1])
+    bench.told(Ordered(SeedNamed("b", 1, 2)))
+    assert len(bench.orders(Unexpect)) == 2
+    second = bench.wanted()
+    bench.deliver(first[1:])
+    assert not bench.said(ShardReady)
+    bench.deliver(second)
+    assert bench.said(ShardReady) == [ShardReady(2)]
+    bench.told(Ordered(Begin(1)))
+    assert bench.machine.state.phase == "ready", "an order of an earlier attempt"
+
+
+def test_seeding_from_the_runs_file() -> None:
+    bench = FillBench(begun=False)
+    bench.told(Ordered(SeedNamed("", 0, 1)))
+    assert bench.orders(LoadWeights)
+    bench.told(WeightsLoaded(((0, "x"), (1, "y"))))
+    assert bench.said(ShardReady) == [ShardReady(1)]
+
+
+def test_a_seed_whose_connection_broke_is_asked_again() -> None:
+    bench = FillBench(begun=False)
+    bench.greet("a")
+    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    bench.deliver(bench.wanted()[:1])
+    bench.told(Disconnected("a"))
+    bench.greet("a")
+    assert [ask.fragment for _, ask in bench.wanted()] == [1]
+
+
+@pytest.mark.parametrize("how", ["spoiled", "declined"])
+def test_a_copy_that_is_no_good_is_asked_for_again(how: str) -> None:
+    bench = FillBench(begun=False)
+    bench.greet("a")
+    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    _, ask = bench.wanted()[0]
+    if how == "spoiled":
+        bench.told(CopySpoiled("a", 0, ask.attempt, "another digest"))
+    else:
+        bench.told(Said("a", CopyDeclined(0, ask.attempt, "disk full")))
+    ((name, again),) = bench.wanted()
+    assert (name, again.fragment) == ("a", 0)
+    assert again.attempt != ask.attempt
+
+
+def test_the_failure_of_an_earlier_asking_does_not_take_back_the_next() -> None:
+    bench = FillBench(begun=False)
+    bench.greet("a")
+    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    _, first = bench.wanted()[0]
+    bench.told(Said("a", CopyDeclined(0, first.attempt, "lost")))
+    _, second = bench.wanted()[0]
+    bench.told(Said("a", CopyDeclined(0, first.attempt, "lost")))
+    assert not bench.wanted()
+    assert not bench.orders(Unexpect)
+    bench.told(CopyArrived("a", 0, second.attempt, "copy"))
+    fill = bench.machine.state.fill
+    assert fill is not None
+    assert fill.digests == {0: "copy"}
+
+
+def test_restoring_takes_each_fragment_from_a_holder_of_the_newest() -> None:
+    bench = FillBench(begun=True)
+    bench.greet("a", Version(1, 5), Version(1, 3), step=9)
+    bench.greet("b", Version(1, 4), Version(1, 6), step=8)
+    bench.told(Tick(), SETTLE_SECONDS)
+    wanted = bench.wanted()
+    assert [(name, ask.version) for name, ask in wanted] == [
+        ("a", Version(1, 5)),
+        ("b", Version(1, 6)),
+    ]
+    bench.deliver(wanted)
+    assert bench.machine.state.phase == "running"
+    published = bench.said(Published)
+    assert [(m.version, m.base, m.difference) for m in published] == [
+        (Version(2, 5), Version(1, 5), ""),
+        (Version(2, 6), Version(1, 6), ""),
+    ], "only the name is new: who holds it fetches nothing"
+    assert bench.machine.state.clock == 9, "the clock is where the learners are"
+
+
+def test_a_holder_that_declines_is_passed_over() -> None:
+    bench = FillBench(begun=True)
+    bench.greet("a", Version(1, 5), Version(1, 5), step=9)
+    bench.greet("b", Version(1, 5), Version(1, 5), step=9)
+    bench.told(Tick(), SETTLE_SECONDS)
+    (name, ask), *_ = bench.wanted()
+    bench.told(Said(name, CopyDeclined(ask.fragment, ask.attempt, "I hold another")))
+    bench.told(Tick(), 2 * SETTLE_SECONDS)
+    ((other, again),) = bench.wanted()
+    assert again.fragment == ask.fragment
+    assert other != name
+
+
+def test_a_shard_that_died_before_anybody_held_its_copies_begins_again() -> None:
+    bench = FillBench(begun=True)
+    bench.told(Ordered(SeedNamed("b", 1, 1)))
+    bench.greet("a")
+    bench.greet("b")
+    while bench.now < FROM_THE_START_SECONDS:
+        assert not bench.wanted(), "a holder may still come"
+        bench.told(Heard(("a", "b")), bench.now + SETTLE_SECONDS / 2)
+        bench.told(Tick(), bench.now + SETTLE_SECONDS / 2)
+    wanted = bench.wanted()
+    assert {(name, ask.version) for name, ask in wanted} == {("b", None)}
+    assert bench.orders(Note), "it says so"
+    bench.deliver(wanted)
+    assert bench.machine.state.phase == "running"
+    assert bench.machine.state.fragments[0].version == Version(2, 0)
+
+
+def test_nothing_begins_again_while_somebody_has_trained() -> None:
+    bench = FillBench(begun=True)
+    bench.told(Ordered(SeedNamed("b", 1, 1)))
+    bench.greet("b")
+    bench.greet("a", step=3)
+    for _ in range(40):
+        bench.told(Heard(("a", "b")), bench.now + SETTLE_SECONDS / 2)
+        bench.told(Tick(), bench.now + SETTLE_SECONDS / 2)
+        assert not bench.wanted()
+
+
+def test_what_the_coordinator_may_not_have_heard_is_said_again() -> None:
+    bench = FillBench(begun=False)
+    bench.told(Ordered(SeedNamed("", 0, 1)))
+    bench.told(WeightsLoaded(((0, "x"), (1, "y"))))
+    bench.told(TermGranted(ShardAdmitted(2, False)))
+    assert bench.said(ShardReady) == [ShardReady(1)]
+    bench.told(Ordered(Begin(1)))
+    bench.told(Ordered(EndOrdered()))
+    assert bench.said(Swept) == [Swept()]
+    bench.told(TermGranted(ShardAdmitted(2, True)))
+    assert [effect for effect in bench.effects if isinstance(effect, Tell)]
+    assert bench.said(Swept) == [Swept()]
+
+
+def test_an_end_that_was_ordered_while_restoring_sweeps_afterwards() -> None:
+    bench = FillBench(begun=True)
+    bench.told(Ordered(EndOrdered()))
+    bench.told(Ordered(FinishOrdered()))
+    bench.greet("a", Version(1, 5), Version(1, 3), step=9)
+    bench.told(Tick(), SETTLE_SECONDS)
+    bench.deliver(bench.wanted())
+    assert bench.machine.state.phase == "sweeping"

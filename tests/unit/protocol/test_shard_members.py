@@ -1,0 +1,159 @@
+"""Who is live at a shard: greetings, epochs, leases, leaving (rules 1, 10, 13)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.protocol.effects import Accept, Evict, Reject, Send
+from decoupled_diloco.protocol.events import Disconnected, Greeted, Heard, Said, Tick
+from decoupled_diloco.protocol.membership import LEASE_SECONDS, RECONNECT_SECONDS
+from decoupled_diloco.protocol.messages import (
+    Hello,
+    Leave,
+    Published,
+    Pull,
+    Shifted,
+    StepReport,
+    Welcome,
+)
+
+
+def test_a_greeting_is_accepted_and_welcomed_with_the_copies(shard_bench: Any) -> None:
+    bench = shard_bench("a", fragments=2, period=4)
+    bench.greet("b")
+    assert [order.learner for order in bench.orders(Accept)] == ["b"]
+    assert bench.messages(Welcome) == [Welcome(0, 1, 0, 0, 0)]
+    assert [message.fragment for message in bench.messages(Published)] == [0, 1]
+
+
+def test_an_older_epoch_is_refused_for_good(shard_bench: Any) -> None:
+    bench = shard_bench("a")
+    bench.greet("a", epoch=3)
+    bench.greet("a", epoch=2)
+    (refused,) = bench.orders(Reject)
+    assert refused.final
+    assert "epoch 2 is older than epoch 3" in refused.reason
+
+
+def test_the_same_epoch_with_another_nonce_is_refused(shard_bench: Any) -> None:
+    bench = shard_bench("a")
+    bench.greet("a", nonce="somebody else")
+    (refused,) = bench.orders(Reject)
+    assert refused.final
+    assert "give each learner an id of its own" in refused.reason
+
+
+def test_a_newer_epoch_replaces_the_older_without_an_eviction(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b")
+    bench.step("a")
+    bench.greet("a", epoch=2)
+    assert bench.orders(Accept)
+    assert not bench.orders(Evict)
+    assert bench.machine.state.members["a"].epoch == 2
+
+
+def test_a_lease_expires_only_in_a_tick(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b")
+    bench.told(Heard(("a",)), LEASE_SECONDS)
+    assert "b" in bench.machine.state.members
+    bench.told(Tick(), LEASE_SECONDS)
+    assert [order.learner for order in bench.orders(Evict)] == ["b"]
+
+
+@pytest.mark.parametrize("heard", [Heard(("a",)), Said("a", StepReport(1, 10, 1.0))])
+def test_anything_that_is_heard_renews_the_lease(shard_bench: Any, heard: object) -> None:
+    bench = shard_bench("a")
+    bench.told(heard, 6.0)
+    bench.told(Tick(), LEASE_SECONDS)
+    assert not bench.orders(Evict)
+    bench.told(Tick(), bench.machine.deadline())
+    assert bench.now == 6.0 + LEASE_SECONDS
+    assert bench.orders(Evict)
+
+
+def test_a_broken_connection_shortens_the_lease(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b")
+    bench.told(Heard(("a", "b")), 1.0)
+    bench.told(Disconnected("a"), 2.0)
+    assert bench.machine.deadline() == 2.0 + RECONNECT_SECONDS
+    bench.told(Tick(), 2.0 + RECONNECT_SECONDS)
+    assert [order.learner for order in bench.orders(Evict)] == ["a"]
+
+
+def test_a_tick_that_comes_late_evicts_nobody(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b")
+    bench.told(Tick(), LEASE_SECONDS + 100.0)
+    assert not bench.orders(Evict)
+    bench.told(Tick(), bench.machine.deadline())
+    assert len(bench.orders(Evict)) == 2, "nothing was heard since"
+
+
+def test_early_and_double_ticks_change_nothing(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b")
+    for instant in (0.1, 0.1, 5.0, 5.0):
+        assert bench.told(Tick(), instant) == []
+
+
+def test_when_the_leader_leaves_the_others_are_shifted_up(shard_bench: Any) -> None:
+    bench = shard_bench("fast", "slow", quorum=1)
+    for _ in range(5):
+        bench.step("fast")
+    bench.step("slow")
+    bench.told(Said("fast", Leave("enough")))
+    assert bench.messages(Shifted) == [Shifted(4)]
+    assert bench.machine.state.clock == 5
+    bench.step("slow")
+    assert bench.machine.state.clock == 6, "the next step moves the clock on"
+
+
+def test_with_fewer_than_k_live_the_clock_stands(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b", quorum=2)
+    for _ in range(3):
+        bench.step("a")
+        bench.step("b")
+    bench.told(Said("a", Leave("enough")))
+    assert not bench.messages(Shifted)
+    bench.step("b")
+    assert bench.machine.state.clock == 3
+
+
+def test_an_observer_counts_for_nothing(shard_bench: Any) -> None:
+    bench = shard_bench("a")
+    hello = Hello("eye", 0, "n", "observer", 0, 0, None, ())
+    bench.told(Greeted(99, hello))
+    assert bench.orders(Accept)
+    assert "eye" not in bench.machine.state.members
+    assert "eye" in bench.machine.state.observers
+    bench.told(Disconnected("eye"))
+    assert not bench.machine.state.observers
+
+
+def test_who_was_away_goes_on_counting_its_run_steps(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b", quorum=2)
+    bench.told(Disconnected("a"))
+    bench.told(Tick(), RECONNECT_SECONDS)
+    bench.step("b")
+    bench.greet("a", step=5, run_step=5)
+    assert bench.messages(Welcome) == [Welcome(0, 1, 0, 5, 5)]
+    assert bench.machine.state.clock == 1, "b is the second largest"
+
+
+def test_who_came_back_may_take_part_before_its_next_step(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b", fragments=1, period=1, quorum=2)
+    bench.told(Disconnected("a"))
+    bench.told(Tick(), RECONNECT_SECONDS)
+    bench.step("b")
+    bench.greet("a", step=1, run_step=1)
+    assert {order.learner for order in bench.orders(Send) if isinstance(order.message, Pull)} == {
+        "a",
+        "b",
+    }
+
+
+def test_a_first_report_without_a_duration_is_not_a_duration_of_zero(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b")
+    bench.step("a", seconds=2.0)
+    bench.step("b", seconds=0.0)
+    assert bench.machine.state.step_seconds == 2.0
