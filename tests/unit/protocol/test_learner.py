@@ -1,0 +1,489 @@
+"""One learner: snapshots, pulls, applying, waiting (rules 4 to 7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.protocol import Version
+from decoupled_diloco.protocol.effects import (
+    Apply,
+    EndTraining,
+    Expelled,
+    Fetch,
+    Hold,
+    Ready,
+    Relabel,
+    Release,
+    RunOver,
+    SendBody,
+    SendCopy,
+    Snapshot,
+)
+from decoupled_diloco.protocol.events import (
+    CopyFailed,
+    FetchFailed,
+    Linked,
+    Paused,
+    Tick,
+    Unlinked,
+    UploadFailed,
+)
+from decoupled_diloco.protocol.messages import (
+    CopyDeclined,
+    CopyWanted,
+    Decline,
+    Ending,
+    Finished,
+    Hello,
+    Holding,
+    Outcome,
+    Pull,
+    Refusal,
+    Shifted,
+    StepReport,
+    Welcome,
+)
+
+V0, V1, V2, V3 = (Version(1, counter) for counter in range(4))
+
+
+def pull(base: Version = V0, round: int = 1, tick: int = 4, *, final: bool = False) -> Pull:
+    return Pull(round, 0, base, tick, "bf16", f"/up/{round}", 60.0, final)
+
+
+def outcome(verdict: Any, round: int = 1, version: Version | None = None) -> Outcome:
+    return Outcome(round, 0, verdict, "because", version)
+
+
+def started(learner_bench: Any, steps: int = 4, **options: Any) -> Any:
+    """A learner that has applied version 1.0 and made some steps of ten tokens."""
+    bench = learner_bench(**options)
+    bench.told(Paused())
+    for _ in range(steps):
+        bench.step()
+    return bench
+
+
+def contributed(learner_bench: Any, more_steps: int = 2, **options: Any) -> Any:
+    """It has sent its snapshot of step 4 to round 1, was accepted into 1.1, and stepped on."""
+    bench = started(learner_bench, **options)
+    bench.hear(pull())
+    assert bench.orders(SendBody), "answered at once"
+    for _ in range(more_steps):
+        bench.step()
+    bench.hear(outcome("accepted", version=V1))
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    return bench
+
+
+# ---- joining
+
+
+def test_training_may_begin_when_every_fragment_is_here(learner_bench: Any) -> None:
+    bench = learner_bench(begin=False, fragments=2)
+    bench.publish(V0, None, 0)
+    bench.fetched(V0, 0)
+    assert not bench.orders(Ready)
+    bench.publish(V0, None, 1)
+    bench.fetched(V0, 1)
+    assert bench.orders(Ready)
+    bench.told(Paused())
+    assert [order.mode for order in bench.orders(Apply)] == ["overwrite", "overwrite"]
+
+
+def test_a_greeting_says_what_is_held_and_where_it_is(learner_bench: Any) -> None:
+    bench = started(learner_bench, steps=3)
+    bench.told(Unlinked(0))
+    bench.step()
+    bench.told(Linked(0))
+    (hello,) = bench.messages(Hello)
+    assert (hello.step, hello.run_step) == (4, 4)
+    assert hello.held == (Holding(0, V0),)
+
+
+def test_a_welcome_counts_from_the_step_it_names(learner_bench: Any) -> None:
+    """Steps that were made while the welcome was on its way count as well."""
+    bench = started(learner_bench, steps=3)
+    bench.hear(Welcome(0, 1, 100, 1, 100))
+    assert bench.machine.global_step == 102
+    bench.hear(Shifted(5))
+    assert bench.machine.global_step == 107
+
+
+def test_a_refusal_for_good_expels(learner_bench: Any) -> None:
+    bench = learner_bench()
+    bench.hear(Refusal("busy", False))
+    assert not bench.orders(Expelled)
+    bench.hear(Refusal("an old epoch", True))
+    assert [order.reason for order in bench.orders(Expelled)] == ["an old epoch"]
+
+
+# ---- published copies
+
+
+def test_who_holds_the_base_fetches_the_difference(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.publish(V1, V0)
+    (fetch,) = bench.orders(Fetch)
+    assert (fetch.path, fetch.whole) == ("/d", False)
+
+
+def test_who_does_not_hold_the_base_fetches_the_whole_and_rebases(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.publish(V2, V1)
+    (fetch,) = bench.orders(Fetch)
+    assert (fetch.path, fetch.whole) == ("/w", True)
+    bench.fetched(V2)
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert (applied.mode, applied.discarded_tokens) == ("rebase", 0)
+
+
+def test_an_older_copy_is_ignored(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.publish(V2, V1)
+    assert bench.publish(V1, V0) == []
+
+
+def test_a_newer_copy_waits_until_the_fetch_is_over(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.publish(V1, V0)
+    assert not bench.publish(V2, V1)
+    bench.fetched(V1)
+    (fetch,) = bench.orders(Fetch)
+    assert (fetch.version, fetch.whole) == (V2, False), "it follows what is staged"
+
+
+def test_a_difference_that_fails_is_fetched_whole_then_later(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.publish(V1, V0)
+    bench.told(FetchFailed(0, V1, "another digest"))
+    assert [order.whole for order in bench.orders(Fetch)] == [True]
+    bench.told(FetchFailed(0, V1, "gone"))
+    assert not bench.orders(Fetch)
+    bench.told(Tick(), bench.machine.deadline())
+    assert [order.whole for order in bench.orders(Fetch)] == [True]
+
+
+def test_a_renamed_copy_is_relabelled_and_the_steps_are_kept(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    renamed = Version(2, 0)
+    bench.publish(renamed, V0, difference="")
+    assert bench.orders(Relabel)
+    assert not bench.orders(Fetch)
+    bench.hear(pull(base=renamed))
+    bench.step()
+    (body,) = bench.orders(SendBody)
+    assert (body.steps, body.base) == (5, renamed)
+
+
+# ---- snapshots and pulls
+
+
+def test_the_report_of_a_step_carries_counters(learner_bench: Any) -> None:
+    bench = started(learner_bench, steps=1)
+    bench.step()
+    assert bench.messages(StepReport) == [StepReport(2, 20, 1.0)]
+
+
+def test_the_snapshot_is_there_when_the_pull_comes(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    assert bench.orders(Snapshot)
+    bench.hear(pull())
+    (body,) = bench.orders(SendBody)
+    assert (body.steps, body.tokens, body.base) == (4, 40, V0)
+
+
+def test_without_a_snapshot_it_is_taken_at_the_next_boundary(learner_bench: Any) -> None:
+    bench = started(learner_bench, steps=1)
+    bench.hear(pull(tick=9))
+    bench.machine.state.fragments[0].snapshot = None
+    bench.hear(pull(tick=9))
+    assert not bench.orders(SendBody)
+    bench.step()
+    assert bench.orders(Snapshot)
+    assert bench.orders(SendBody)
+
+
+def test_a_pull_that_overtakes_its_copy_waits_for_it(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.hear(pull(base=V1))
+    assert not bench.effects
+    bench.step()
+    assert not bench.orders(SendBody)
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.step()
+    assert bench.orders(Apply)
+    assert not bench.orders(SendBody), "no step since"
+    bench.step()
+    (body,) = bench.orders(SendBody)
+    assert (body.base, body.steps) == (V1, 1)
+
+
+def test_a_pull_for_an_older_base_is_declined(learner_bench: Any) -> None:
+    bench = contributed(learner_bench)
+    bench.step()
+    bench.hear(pull(base=V0, round=2))
+    (declined,) = bench.messages(Decline)
+    assert "behind" in declined.reason
+
+
+def test_no_snapshot_replaces_one_that_was_sent(learner_bench: Any) -> None:
+    """Carrying subtracts the snapshot that was merged: it must still be there."""
+    bench = started(learner_bench, period=1)
+    bench.hear(pull())
+    for _ in range(3):
+        bench.step()
+        assert not bench.orders(Snapshot)
+    bench.hear(outcome("abandoned"))
+    bench.step()
+    assert bench.orders(Snapshot)
+
+
+# ---- applying (rule 7)
+
+
+@pytest.mark.parametrize(
+    ("alignment", "discarded", "left"),
+    [("overwrite", 30, 0), ("carry", 0, 30), ("blend", 0, 30)],
+)
+def test_a_contributor_applies_by_alignment(
+    learner_bench: Any, alignment: str, discarded: int, left: int
+) -> None:
+    bench = contributed(learner_bench, alignment=alignment)
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert (applied.mode, applied.discarded_tokens) == (alignment, discarded)
+    assert bench.machine.state.fragments[0].tokens == left
+    assert bench.machine.state.discarded_tokens == discarded
+    assert bench.messages(Holding) == [Holding(0, V1)]
+
+
+@pytest.mark.parametrize(
+    ("missed", "mode", "discarded", "left"),
+    [("overwrite", "overwrite", 50, 0), ("rebase", "rebase", 0, 50)],
+)
+def test_who_took_no_part_applies_by_missed(
+    learner_bench: Any, missed: str, mode: str, discarded: int, left: int
+) -> None:
+    bench = started(learner_bench, missed=missed)
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert (applied.mode, applied.discarded_tokens) == (mode, discarded)
+    assert bench.machine.state.fragments[0].tokens == left
+
+
+def test_who_was_told_behind_rebases(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.hear(pull())
+    bench.hear(outcome("behind"))
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.step()
+    assert [order.mode for order in bench.orders(Apply)] == ["rebase"]
+
+
+@pytest.mark.parametrize(("missed", "mode"), [("overwrite", "overwrite"), ("rebase", "carry")])
+def test_a_contribution_to_an_earlier_version_is_not_kept_as_well(
+    learner_bench: Any, missed: str, mode: str
+) -> None:
+    bench = contributed(learner_bench, missed=missed)
+    bench.publish(V2, V1)
+    bench.fetched(V2)
+    bench.step()
+    assert [order.mode for order in bench.orders(Apply)] == [mode]
+
+
+@pytest.mark.parametrize(
+    ("missed", "mode", "discarded"), [("overwrite", "overwrite", 50), ("rebase", "carry", 40)]
+)
+def test_a_contribution_of_unknown_outcome_is_given_up(
+    learner_bench: Any, missed: str, mode: str, discarded: int
+) -> None:
+    """The outcome was lost with the link: it may be in the next version, or not."""
+    bench = started(learner_bench, missed=missed)
+    bench.hear(pull())
+    bench.told(Unlinked(0))
+    bench.told(Linked(0))
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert (applied.mode, applied.discarded_tokens) == (mode, discarded)
+
+
+def test_a_pull_of_the_held_version_ends_the_doubt(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.hear(pull())
+    bench.told(Unlinked(0))
+    bench.told(Linked(0))
+    bench.hear(Welcome(0, 1, 4, 4, 4))
+    bench.hear(pull(round=2))
+    (body,) = bench.orders(SendBody)
+    assert (body.round, body.steps) == (2, 4)
+
+
+def test_an_upload_that_failed_may_have_arrived(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.hear(pull())
+    bench.told(UploadFailed(1, 0, "reset"))
+    assert [message.round for message in bench.messages(Decline)] == [1]
+    bench.hear(outcome("accepted", version=V1))
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert applied.why == "its contribution is in this version"
+
+
+def test_at_tau_applies_so_many_steps_after_the_snapshot(learner_bench: Any) -> None:
+    bench = contributed(learner_bench, more_steps=0, apply="at_tau", overlap=3)
+    for step in (5, 6):
+        bench.step()
+        assert not bench.orders(Apply), step
+    bench.step()
+    assert bench.orders(Apply)
+
+
+# ---- waiting
+
+
+def waiting(learner_bench: Any, **options: Any) -> Any:
+    values = {"wait": "at_overlap", "period": 2, "overlap": 1, **options}
+    return started(learner_bench, steps=2, **values)
+
+
+def test_nobody_waits_by_default(learner_bench: Any) -> None:
+    bench = started(learner_bench, steps=0, period=1, overlap=0)
+    for _ in range(5):
+        bench.step()
+        assert not bench.orders(Hold)
+
+
+def test_a_synchronous_learner_waits_for_what_is_due(learner_bench: Any) -> None:
+    bench = waiting(learner_bench)
+    bench.hear(pull(tick=2))
+    assert [order.steps for order in bench.orders(SendBody)] == [2], "of exactly the step due"
+    bench.step()
+    assert bench.orders(Hold)
+    bench.hear(outcome("accepted", version=V1))
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.told(Paused())
+    assert bench.orders(Apply)
+    assert bench.orders(Release)
+
+
+def test_the_snapshot_of_the_step_that_was_due_is_kept(learner_bench: Any) -> None:
+    bench = waiting(learner_bench)
+    bench.step()
+    bench.hear(pull(tick=2))
+    assert [order.steps for order in bench.orders(SendBody)] == [2]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(Unlinked(0), id="the link is gone"),
+        pytest.param(Ending(), id="the run ends"),
+        pytest.param(outcome("abandoned"), id="the round is given up"),
+        pytest.param(Welcome(0, 2, 0, 3, 0), id="the shard counts anew"),
+    ],
+)
+def test_a_waiting_learner_is_let_go_when(learner_bench: Any, event: Any) -> None:
+    bench = waiting(learner_bench)
+    bench.hear(pull(tick=2))
+    bench.step()
+    assert bench.orders(Hold)
+    if isinstance(event, Unlinked):
+        bench.told(event)
+    else:
+        bench.hear(event)
+    assert bench.orders(Release)
+
+
+def test_a_late_snapshot_does_not_make_at_tau_wait_for_itself(learner_bench: Any) -> None:
+    bench = waiting(learner_bench, apply="at_tau")
+    bench.machine.state.fragments[0].snapshot = None
+    bench.step()
+    assert bench.orders(Hold)
+    bench.hear(pull(tick=2))
+    bench.told(Paused())
+    assert bench.orders(SendBody), "a snapshot of one step later"
+    bench.hear(outcome("accepted", version=V1))
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.told(Paused())
+    assert bench.orders(Apply)
+    assert bench.orders(Release)
+
+
+# ---- copies, the end
+
+
+def test_a_shard_gets_its_copy_back(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.hear(CopyWanted(0, 3, V0, "/copy"))
+    assert bench.orders(SendCopy)
+    bench.hear(CopyWanted(0, 4, V1, "/copy"))
+    assert bench.messages(CopyDeclined) == [CopyDeclined(0, 4, "I hold 1.0, not 1.1")]
+    bench.told(CopyFailed(0, 0, 3, "reset"))
+    assert bench.messages(CopyDeclined) == [CopyDeclined(0, 3, "reset")]
+
+
+def test_the_last_contribution_waits_for_the_last_step(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.hear(Ending())
+    bench.hear(pull(final=True))
+    assert not bench.orders(SendBody)
+    bench.step()
+    assert bench.orders(EndTraining)
+    (body,) = bench.orders(SendBody)
+    assert body.steps == 5
+
+
+def test_with_nothing_new_the_last_pull_is_declined(learner_bench: Any) -> None:
+    bench = learner_bench()
+    bench.told(Paused())
+    bench.hear(Ending())
+    bench.hear(pull(final=True))
+    bench.told(Paused())
+    assert bench.orders(EndTraining), "who joins while the run ends does not begin"
+    assert [message.reason for message in bench.messages(Decline)] == ["nothing new"]
+
+
+def test_the_run_is_over_when_the_last_copies_are_held(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.hear(Ending())
+    bench.step()
+    bench.publish(V1, V0)
+    bench.hear(Finished())
+    assert not bench.orders(RunOver)
+    bench.fetched(V1)
+    bench.told(Paused())
+    assert bench.orders(RunOver)
+
+
+def test_the_run_is_over_as_well_when_the_shard_is_gone(learner_bench: Any) -> None:
+    bench = started(learner_bench)
+    bench.publish(V1, V0)
+    bench.hear(Finished())
+    bench.told(Unlinked(0))
+    assert bench.orders(RunOver)
+
+
+def test_an_observer_follows_and_says_no_more(learner_bench: Any) -> None:
+    bench = learner_bench("observer")
+    bench.told(Paused())
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.told(Paused())
+    assert [order.mode for order in bench.orders(Apply)] == ["overwrite"]
+    assert not bench.messages(StepReport)
+    assert not bench.orders(Snapshot)

@@ -1,0 +1,142 @@
+"""The shape of the package: imports go one way, the core is pure, and decides alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import decoupled_diloco
+
+ROOT = Path(decoupled_diloco.__file__).parent
+PACKAGE = "decoupled_diloco"
+
+LAYERS = (
+    ("errors", "units"),
+    ("protocol", "merge"),
+    ("transport",),
+    ("config", "storage", "observe", "workloads"),
+    ("learner", "syncer", "simulate"),
+    ("evaluate", "chaos", "launch", "dashboard", "goodput", "plan", "integrations"),
+    ("cli",),
+)
+"""Who may import whom: a package imports its own layer and those above this line's."""
+
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+PURE = ("protocol", "merge")
+IMPURE_MODULES = {
+    "aiohttp",
+    "asyncio",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "random",
+    "selectors",
+    "shutil",
+    "signal",
+    "socket",
+    "ssl",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "time",
+    "urllib",
+}
+TENSOR_MODULES = {"numpy", "safetensors", "torch"}
+
+DECISIONS = {
+    "advanced",
+    "ask_if_qualified",
+    "closes_at",
+    "kth_largest",
+    "shift_after_leave",
+    "soft_deadline",
+    "window_decision",
+}
+"""Names of what decides quorum, grace, clock and versions."""
+
+
+def modules(*packages: str) -> Iterator[tuple[str, str, ast.Module]]:
+    """Package, path and syntax tree of every module; of these packages, or of all."""
+    for path in sorted(ROOT.rglob("*.py")):
+        relative = path.relative_to(ROOT)
+        package = relative.parts[0].removesuffix(".py")
+        if package == "__init__" or (packages and package not in packages):
+            continue
+        yield package, str(relative), ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Every module that a module imports, those for type checkers included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            if node.module == PACKAGE:
+                yield from (f"{PACKAGE}.{alias.name}" for alias in node.names)
+
+
+def test_every_package_has_its_layer() -> None:
+    packages = {package for package, _, _ in modules()}
+    assert packages <= RANK.keys(), "say in LAYERS where the new package belongs"
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for package, path, tree in modules():
+        for name in imports(tree):
+            root, _, rest = name.partition(".")
+            imported = rest.split(".")[0]
+            if root == PACKAGE and RANK.get(imported, 0) > RANK[package]:
+                wrong.append(f"{path} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", PURE)
+def test_the_core_does_no_io_and_reads_no_clock(package: str) -> None:
+    forbidden = IMPURE_MODULES | (TENSOR_MODULES if package == "protocol" else set())
+    for _, path, tree in modules(package):
+        used = {name.split(".")[0] for name in imports(tree)}
+        assert not used & forbidden, path
+        calls = {
+            node.func.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert not calls & {"open", "print", "input", "exec", "eval"}, path
+
+
+def test_protocol_and_merge_do_not_know_each_other() -> None:
+    for package, other in (("protocol", "merge"), ("merge", "protocol")):
+        for _, path, tree in modules(package):
+            assert not [n for n in imports(tree) if n.startswith(f"{PACKAGE}.{other}")], path
+
+
+def test_quorum_grace_clock_and_versions_are_decided_in_the_protocol_alone() -> None:
+    """There is no second implementation: all worlds drive the same machines."""
+    wrong = []
+    for package, path, tree in modules():
+        if package == "protocol":
+            continue
+        for node in ast.walk(tree):
+            name = getattr(node, "attr", None) or getattr(node, "id", None)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = node.name
+            elif isinstance(node, ast.ImportFrom):
+                name = next((a.name for a in node.names if a.name in DECISIONS), None)
+            if name in DECISIONS:
+                wrong.append(f"{path} uses {name}")
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Version":
+                wrong.append(f"{path} makes a Version")
+    assert not wrong
+
+
+def test_the_machines_are_told_by_their_shells_only() -> None:
+    for _, path, tree in modules("learner", "syncer", "simulate", "observe"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == f"{PACKAGE}.protocol":
+                assert not {a.name for a in node.names} & {"syncer_rounds", "syncer_fill"}, path
