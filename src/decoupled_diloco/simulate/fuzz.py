@@ -112,7 +112,7 @@ def draw(seed: int) -> Scenario:
     choices = Choices(seed)
     count = choices.pick([1, 2, 2, 3, 4, 6])
     faulty = choices.uniform(20.0, 80.0)
-    step_seconds = faulty * count / choices.log_uniform(40.0, 250.0)
+    step_seconds = faulty * count / choices.log_uniform(30.0, 160.0)
     step_seconds = min(step_seconds, 2.0)
     options = random_options(choices.fork("options"), count)
     ends = choices.chance(0.6)
