@@ -1,0 +1,152 @@
+"""What a step boundary does to real parameters, to the bit, in each mode of rule 7."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoupled_diloco.learner.store import HostCopy, ModuleStore
+from decoupled_diloco.merge import Fragment
+from decoupled_diloco.observe.tape import read_tape
+from integration.system import Model, System, Trainer, training, until
+
+Make = Callable[..., System]
+
+
+@dataclass
+class Applied:
+    """One change of a fragment, and what was known just before."""
+
+    fragment: int
+    before: Tensor
+    values: Tensor
+    after: Tensor
+    snapshot: Tensor | None
+    published: Tensor | None
+
+
+@dataclass
+class Watching(ModuleStore):
+    """A store that notes what it is told to do; its arithmetic is the real one."""
+
+    module: Model
+    applied: list[Applied] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.module)
+        self.snapshots: dict[int, Tensor] = {}
+        self.published: dict[int, Tensor] = {}
+
+    def snapshot(self, fragment: Fragment) -> HostCopy:
+        copy = super().snapshot(fragment)
+        self.snapshots[fragment.index] = copy.values().clone()
+        return copy
+
+    def overwrite(self, fragment: Fragment, values: Tensor) -> None:
+        self._note(fragment, values, lambda: super(Watching, self).overwrite(fragment, values))
+
+    def combine(
+        self, fragment: Fragment, values: Tensor, minus: Tensor | None, keep: float
+    ) -> None:
+        work = super().combine
+        self._note(fragment, values, lambda: work(fragment, values, minus, keep))
+
+    def _note(self, fragment: Fragment, values: Tensor, work: Callable[[], None]) -> None:
+        p, before = fragment.index, self.read(fragment)
+        work()
+        known = (self.snapshots.get(p), self.published.get(p))
+        self.applied.append(Applied(p, before, values.clone(), self.read(fragment), *known))
+        self.published[p] = values.clone()
+
+
+def run(make: Make, dtype: torch.dtype = torch.float32, **sync: Any) -> tuple[Any, Any]:
+    """Two learners, the first of them watched; returns what it applied and the orders for it."""
+    gate = threading.Event()
+    system = make(run={"budget_steps": 60}, sync={"overlap": 2, **sync})
+    system.start()
+    model = Model(seed=3, dtype=dtype)
+    store = Watching(model)
+    watched = Trainer(system, "learner-0", model, store=store, gate=gate)
+    other = Trainer(system, "learner-1", Model(seed=4, dtype=dtype), gate=gate)
+    with training(watched, other):
+        gate.set()
+        watched.end()
+        other.end()
+    orders = [r for r in read_tape(system.folder / "tape" / "learner-0.jsonl") if r.type == "Apply"]
+    assert [r.data["fragment"] for r in orders] == [a.fragment for a in store.applied]
+    assert len(orders) > 20
+    return store.applied, orders
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alignment": "overwrite"},
+        {"alignment": "carry", "missed": "rebase"},
+        {"alignment": "blend", "blend_alpha": 0.25},
+        {"alignment": "carry", "apply": "at_tau", "participants": "all"},
+        {"missed": "rebase", "quorum": 2},
+    ],
+    ids=lambda settings: "-".join(str(value) for value in settings.values()),
+)
+def test_what_is_applied_is_what_the_rule_says(
+    make: Make, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    applied, orders = run(make, dtype, **settings)
+    alpha = settings.get("blend_alpha", 0.5)
+    seen = set()
+    for change, order in zip(applied, orders, strict=True):
+        mode = order.data["mode"]
+        seen.add(mode)
+        new, theta = change.values, change.before
+        if mode == "overwrite":
+            expected = new
+        elif mode == "blend":
+            expected = (theta * alpha).add(new, alpha=1 - alpha)
+        elif mode == "carry":
+            assert change.snapshot is not None
+            expected = (theta - change.snapshot) + new
+        else:
+            assert change.published is not None
+            # What the parameters were when the copy was taken: rounded to their dtype.
+            expected = (theta - change.published.to(dtype).float()) + new
+        exact = expected.to(dtype).float()
+        assert torch.equal(change.after, exact), f"{mode}, fragment {change.fragment}"
+    assert settings.get("alignment", "overwrite") in seen
+    if settings.get("missed") == "rebase" and settings.get("alignment") == "carry":
+        kept = [o.data["discarded_tokens"] for o in orders if o.data["mode"] in ("carry", "rebase")]
+        assert sum(kept[:-8]) == 0, "carrying and rebasing throw nothing away"
+
+
+def test_a_learner_that_missed_a_round_rebases(make: Make) -> None:
+    """One is too slow for most rounds: what it trained meanwhile stays on top of what is new."""
+    system = make(
+        run={"budget_steps": 120},
+        sync={"missed": "rebase", "grace_margin": 0.0, "overlap": 0},
+    )
+    system.start()
+    model = Model(seed=3)
+    store = Watching(model)
+    slow = Trainer(system, "learner-1", model, store=store, pause=0.1)
+    fast = Trainer(system, "learner-0", Model(seed=4), pause=0.01)
+    with training(fast, slow):
+        until(lambda: any(a.published is not None for a in store.applied), "it applies")
+        slow.end()
+        fast.end()
+    orders = [r for r in read_tape(system.folder / "tape" / "learner-1.jsonl") if r.type == "Apply"]
+    rebased = [
+        (change, order)
+        for change, order in zip(store.applied, orders, strict=True)
+        if order.data["mode"] == "rebase"
+    ]
+    assert rebased
+    for change, order in rebased:
+        assert torch.equal(change.after, (change.before - change.published) + change.values)
+        assert order.data["discarded_tokens"] == 0

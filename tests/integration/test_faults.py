@@ -1,0 +1,259 @@
+"""Shards that go and come back, and peers that break the rules: the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from decoupled_diloco.config.method import plan_of, read_public
+from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
+from decoupled_diloco.merge import Layout, digest, layout_of
+from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.transport.http import HttpClient
+from integration.system import Model, System, Trainer, equal, parameters, training, until
+
+Make = Callable[..., System]
+LONG = {"budget_steps": 100_000}
+
+
+def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make) -> None:
+    system = make(run=LONG, syncer={"shards": 2})
+    system.start()
+    trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(2)]
+    with training(*trainers):
+        learners = [t.learner for t in trainers if t.learner is not None]
+        until(lambda: system.rounds() > 8, "rounds")
+        for shard in (1, 0):
+            before = system.shards[shard].machine.state
+            system.stop(shard)
+            versions = {p: f.version for p, f in before.fragments.items()}
+            steps = [learner.steps for learner in learners]
+            until(
+                lambda steps=steps: all(
+                    learner.steps > n + 30 for learner, n in zip(learners, steps, strict=True)
+                ),
+                "they train on alone",
+            )
+            assert not system.errors
+            system.start(shard)
+            until(lambda s=shard: system.shards[s].machine.state.phase == "running", "restored")
+            after = system.shards[shard].machine.state
+            assert after.clock >= before.clock, "the clock does not go back"
+            for p, version in versions.items():
+                assert after.fragments[p].version > version, "versions only go up"
+            rounds = after.rounds_opened
+            until(lambda a=after, r=rounds: a.rounds_opened > r + 4, "its rounds go on")
+        merges = {
+            p: f.merges
+            for s in system.shards.values()
+            for p, f in s.machine.state.fragments.items()
+        }
+        assert len(merges) == 4
+    for trainer in trainers:
+        trainer.end()
+    assert [t.learner.epoch for t in trainers] == [1, 1], "nobody had to join anew"
+
+
+def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(make: Make) -> None:
+    system = make(run={"budget_steps": 60})
+    system.start()
+    sick, well = (Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(2))
+    with training(sick, well):
+        until(lambda: system.rounds() > 2, "rounds")
+        with torch.no_grad():
+            sick.model.hidden.weight.fill_(math.nan)
+        for trainer in (sick, well):
+            trainer.end()
+        system.wait_finished()
+    refused = [
+        p
+        for r in read_tape(system.folder / "tape" / "shard-0.jsonl")
+        if r.type == "RoundFinished"
+        for p in r.data["participants"]
+        if p["state"] == "refused"
+    ]
+    assert {p["learner"] for p in refused} == {"learner-0"}
+    assert all("not finite" in p["reason"] for p in refused)
+    assert equal(parameters(sick.model), parameters(well.model))
+    assert all(torch.isfinite(p).all() for p in parameters(well.model).values())
+
+
+class Rogue:
+    """Speaks the protocol by hand, as learner-1, to break it where it hurts."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.client = HttpClient()
+        self.name = "learner-1"
+        self.nonce = "rogue"
+        self.step = 0
+        self.plan: Any = None
+        self.admitted: Any = None
+        self.channel: Any = None
+
+    async def __aenter__(self) -> Rogue:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self.channel is not None:
+            self.channel.send(encode(say.Leave("the test is over")))
+        await self.client.close()
+
+    async def join(self) -> None:
+        """Joins the run and says hello, as it should."""
+        link = await self.client.connect(self.system.addresses[0], "learner", self.name)
+        layout = json.dumps(layout_of(Model()).to_json())
+        link.send(encode(say.Join(self.name, self.nonce, "learner", layout)))
+        self.admitted = decode(await link.receive(), (say.Admitted,))
+        layout = Layout.from_json(json.loads(self.admitted.layout))
+        self.plan = plan_of(layout, read_public(self.admitted.settings))
+        await self.greet(self.admitted.epoch)
+
+    async def greet(self, epoch: int) -> Any:
+        """Says hello to the shard and returns the answer."""
+        self.channel = await self.client.connect(self.system.addresses[0], "learner", self.name)
+        hello = say.Hello(self.name, epoch, self.nonce, "learner", self.step, 0, None, ())
+        self.channel.send(encode(hello))
+        return decode(await self.channel.receive(), (say.Welcome, say.Refusal))
+
+    async def hear(self, kind: type[Any]) -> Any:
+        """Reports steps until a message of this kind comes."""
+        receiving = asyncio.ensure_future(self.channel.receive())
+        async with asyncio.timeout(20):
+            while True:
+                done, _ = await asyncio.wait({receiving}, timeout=0.02)
+                self.step += 1
+                self.channel.send(encode(say.StepReport(self.step, 8 * self.step, 0.02)))
+                if done:
+                    message = decode(receiving.result(), get_args(say.ToLearner))
+                    if isinstance(message, kind):
+                        return message
+                    receiving = asyncio.ensure_future(self.channel.receive())
+
+    def body(self, pull: say.Pull, value: float = 0.01) -> torch.Tensor:
+        """An encoded contribution of the right size."""
+        numel = self.plan.fragments[pull.fragment].numel
+        return self.plan.uplink.encode(torch.full((numel,), value))
+
+    async def upload(self, pull: say.Pull, body: torch.Tensor, **changes: Any) -> None:
+        """Announces and sends a body; ``changes`` are lies in the announcement."""
+        fields = {"base": pull.base, "steps": 1, "tokens": 8, "digest": digest(body), **changes}
+        self.channel.send(encode(say.Upload(pull.round, pull.fragment, **fields)))
+        await self.client.put(pull.path, body.numpy().data, base=self.system.addresses[0])
+
+
+@pytest.fixture
+async def rogue(make: Make) -> Any:
+    """A rogue in a run that an honest learner began."""
+    system = make(run=LONG)
+    system.start()
+    with training(Trainer(system, "learner-0", pause=0.02)):
+        async with Rogue(system) as rogue:
+            await rogue.join()
+            yield rogue
+        assert not system.errors
+        rounds = system.rounds()
+        until(lambda: system.rounds() > rounds + 2, "the run goes on")
+
+
+async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
+    pull = await rogue.hear(say.Pull)
+    await rogue.upload(pull, rogue.body(pull))
+    outcome = await rogue.hear(say.Outcome)
+    assert (outcome.round, outcome.verdict) == (pull.round, "accepted")
+
+
+@pytest.mark.parametrize(
+    ("value", "lies", "verdict", "reason"),
+    [
+        (math.nan, {}, "refused", "not finite"),
+        (math.inf, {}, "refused", "not finite"),
+        (0.1, {"digest": "0" * 32}, "refused", "the body's digest is"),
+        (0.1, {"base": say.Version(1, 999)}, "behind", "its base 1.999 is not"),
+        (0.1, {"base": say.Version(0, 0)}, "behind", "its base 0.0 is not"),
+        (0.1, {"steps": 0}, "refused", "8 tokens in 0 steps"),
+        (0.1, {"tokens": 0}, "refused", "0 tokens in 1 steps"),
+    ],
+)
+async def test_a_body_that_lies_is_refused(
+    rogue: Rogue, value: float, lies: dict[str, Any], verdict: str, reason: str
+) -> None:
+    pull = await rogue.hear(say.Pull)
+    await rogue.upload(pull, rogue.body(pull, value), **lies)
+    outcome = await rogue.hear(say.Outcome)
+    assert (outcome.round, outcome.verdict) == (pull.round, verdict)
+    assert reason in outcome.reason
+
+
+@pytest.mark.parametrize("change", [-1, +1])
+async def test_a_body_of_another_size_is_refused(rogue: Rogue, change: int) -> None:
+    pull = await rogue.hear(say.Pull)
+    body = rogue.body(pull)
+    other = body[:change] if change < 0 else torch.cat([body, body[:change]])
+    with pytest.raises(ProtocolError, match=f"exactly {len(body)} bytes, not {len(other)}"):
+        await rogue.upload(pull, other)
+    rogue.channel.send(encode(say.Decline(pull.round, pull.fragment, "a real one says so")))
+
+
+async def test_a_replayed_body_is_refused(rogue: Rogue) -> None:
+    pull = await rogue.hear(say.Pull)
+    await rogue.upload(pull, rogue.body(pull))
+    with pytest.raises(ProtocolError, match=r"has arrived already|was cancelled"):
+        await rogue.upload(pull, rogue.body(pull))
+    assert (await rogue.hear(say.Outcome)).verdict == "accepted"
+    with pytest.raises(ProtocolError, match=r"\(410\)"):
+        await rogue.upload(pull, rogue.body(pull))
+
+
+async def test_nobody_writes_for_somebody_else(rogue: Rogue) -> None:
+    pull = await rogue.hear(say.Pull)
+    thief = HttpClient()
+    try:
+        await thief.connect(rogue.system.addresses[0], "learner", "learner-2")
+        body = rogue.body(pull)
+        with pytest.raises(AccessError, match="is not for 'learner-2' to write"):
+            await thief.put(pull.path, body.numpy().data, base=rogue.system.addresses[0])
+    finally:
+        await thief.close()
+
+
+async def test_an_old_epoch_and_a_double_are_fenced(rogue: Rogue) -> None:
+    answer = await rogue.greet(rogue.admitted.epoch - 1)
+    assert isinstance(answer, say.Refusal)
+    assert answer.final
+    assert "epoch 0 is older than epoch 1" in answer.reason
+    rogue.nonce = "another process"
+    answer = await rogue.greet(rogue.admitted.epoch)
+    assert isinstance(answer, say.Refusal)
+    assert "two processes claim epoch 1 of this id" in answer.reason
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "StepReport", "step": -1, "tokens": 0, "seconds": 0.1},
+        {"type": "StepReport", "step": 1},
+        {"type": "Nonsense"},
+        {"type": "Welcome", "shard": 0, "term": 1, "clock": 0, "run_step": 0},
+        {},
+    ],
+)
+async def test_a_message_that_breaks_the_protocol_costs_the_connection(
+    rogue: Rogue, message: dict[str, Any]
+) -> None:
+    rogue.channel.send(message)
+
+    async def listen() -> None:
+        while True:
+            await rogue.channel.receive()
+
+    with pytest.raises(TransportError, match="closed by"):
+        await asyncio.wait_for(listen(), 5)

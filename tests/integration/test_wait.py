@@ -1,0 +1,68 @@
+"""The synchronous baselines: learners that wait, on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from decoupled_diloco.observe.tape import read_tape
+from integration.system import Model, System, Trainer, equal, parameters, training, until
+
+Make = Callable[..., System]
+DILOCO = {
+    "fragments": 1,
+    "period": 5,
+    "overlap": 0,
+    "quorum": 2,
+    "participants": "all",
+    "merge": "mean",
+    "wait": "at_overlap",
+    "grace_margin": 0.0,
+}
+
+
+def test_diloco_merges_everybody_in_every_round_and_throws_nothing_away(make: Make) -> None:
+    system = make(sync=DILOCO, run={"budget_steps": 40})
+    system.start()
+    trainers = [
+        Trainer(system, "learner-0", Model(seed=1), pause=0.001),
+        Trainer(system, "learner-1", Model(seed=2), pause=0.02),
+    ]
+    with training(*trainers):
+        learners = [trainer.end() for trainer in trainers]
+        system.wait_finished()
+    assert equal(*(parameters(trainer.model) for trainer in trainers))
+    assert abs(learners[0].steps - learners[1].steps) <= DILOCO["period"]
+    rounds = [
+        r
+        for r in read_tape(system.folder / "tape" / "shard-0.jsonl")
+        if r.type == "RoundFinished" and r.data["verdict"] == "merged"
+    ]
+    full = [r for r in rounds if len(r.data["participants"]) == 2]
+    assert len(full) >= 7
+    assert all(p["state"] == "folded" for r in full for p in r.data["participants"])
+    ticks = [r.data["tick"] for r in full]
+    assert all(b - a >= 4 for a, b in pairwise(ticks[:-1])), "one round a period"
+
+
+def test_the_others_wait_for_a_crashed_learner_and_go_on_when_it_is_back(make: Make) -> None:
+    system = make(sync=DILOCO, run={"budget_steps": 60})
+    system.start()
+    steady = Trainer(system, "learner-0", Model(seed=1))
+    leaving = Trainer(system, "learner-1", Model(seed=2), steps_max=12)
+    with training(steady, leaving):
+        leaving.end()
+        learner = steady.learner
+        assert learner is not None
+        members = system.shards[0].machine.state.members
+        until(lambda: list(members) == ["learner-0"], "it has left")
+        state = learner._shared.machine.state
+        until(lambda: state.holding, "a quorum of two waits for the second")
+        held = learner.steps
+        again = Trainer(system, "learner-1", Model(seed=3))
+        with training(again):
+            until(lambda: learner.steps > held + 10, "it goes on")
+            steady.end()
+            again.end()
+            system.wait_finished()
+    assert equal(parameters(steady.model), parameters(again.model))
