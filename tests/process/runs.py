@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -164,3 +165,22 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         **options,
     )
+
+
+@contextlib.contextmanager
+def stopped_at_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """The process, which is killed if it still lives at the end."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,143 @@
+"""Syncer and learners that are started one by one, as on several machines; and a full disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.storage.weights import load_weights
+from process.runs import (
+    command,
+    config_file,
+    config_of,
+    free_ports,
+    health,
+    local_run,
+    logs,
+    stopped_at_exit,
+    until,
+    wait,
+    when,
+)
+from replay import assert_replays
+
+pytestmark = pytest.mark.timeout(120)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> str:
+    """The output of a process that ends well within so many seconds."""
+    output, _ = process.communicate(timeout=seconds)
+    assert process.returncode == 0, output
+    return output
+
+
+def example(address: str, token_file: str, name: str) -> subprocess.Popen[str]:
+    """The example as a process."""
+    return subprocess.Popen(
+        [
+            *(sys.executable, str(EXAMPLE), "--syncer", address),
+            *("--token-file", token_file, "--name", name),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    file = config_file(folder, run={"budget_steps": 300}, syncer={"shards": 2})
+    with ExitStack() as stack:
+        syncer = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
+        assert syncer.stdout is not None
+        addresses = syncer.stdout.readline().split(": ")[1].strip().split(", ")
+        token_file = syncer.stdout.readline().split(": ")[1].strip()
+        assert Path(token_file) == folder / "token"
+        assert Path(token_file).stat().st_mode & 0o077 == 0, "nobody else may read the secret"
+        learners = [
+            stack.enter_context(stopped_at_exit(example(addresses[1], token_file, name)))
+            for name in ("a", "b")
+        ]
+        outputs = [ended(learner) for learner in learners]
+        output = ended(syncer, 30.0)
+    for name, text in zip("ab", outputs, strict=True):
+        assert f"{name}: " in text
+        assert "the model holds the run's final weights" in text
+    assert f"the budget is spent; {folder / 'weights.safetensors'}" in output
+    weights = load_weights(folder / "weights.safetensors")
+    assert weights["0.weight"].shape == (256, 16)
+    assert_replays(folder)
+
+
+def test_every_process_by_hand(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ports = free_ports(2)
+    addresses = [f"http://127.0.0.1:{port}" for port in ports]
+    file = str(config_file(folder, run={"budget_steps": 60}, syncer={"shards": 2}))
+    joined = ["--addresses", ",".join(addresses)]
+    with ExitStack() as stack:
+
+        def start(*arguments: str) -> subprocess.Popen[str]:
+            return stack.enter_context(stopped_at_exit(command(*arguments)))
+
+        def shard(number: int, *more: str) -> subprocess.Popen[str]:
+            where = ["--shard", str(number), "--port", str(ports[number])]
+            return start("syncer", file, *where, *joined, *more)
+
+        def refused(process: subprocess.Popen[str], code: int, text: str) -> None:
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode == code, output
+            assert text in output
+
+        other = ["--set", "sync.period=8", "--set", f"run.folder={tmp_path / 'other'}"]
+        # The shard that does not host the coordinator is there first.
+        shards = [shard(1)]
+        until(lambda: health(addresses[1]), "shard 1 listens")
+        refused(shard(1, *other), 4, f"cannot listen on 127.0.0.1:{ports[1]}")
+        wrong = start("learner", file, "--index", "7", "--syncer", addresses[1])
+        refused(wrong, 2, "index=7 is no learner of this run: 0 to 1")
+        shards.append(shard(0))
+        until(lambda: health(addresses[1]).get("phase") == "empty", "the shards have met")
+        ports[1] = free_ports(1)[0]
+        refused(shard(1, *other), 2, "other settings than shard 0: sync.period is 4 here and 8 th")
+        first = start("learner", file, "--index", "0", "--syncer", addresses[1])
+        second = start("learner", file, "--index", "1", "--syncer", addresses[0])
+        for process in (first, second, *shards):
+            ended(process)
+    assert (folder / "checkpoints" / "shard-0.safetensors").exists()
+    assert (folder / "checkpoints" / "shard-1.safetensors").exists()
+    assert_replays(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system of 64 KiB")
+def test_training_goes_on_when_the_disk_of_the_tape_is_full(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = config_of(folder, run={"budget_steps": 120})
+    tape = str(folder / "tape")
+    mounted = False
+    with ExitStack() as stack, local_run(config) as run:
+        mounted = not subprocess.call(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tape])
+        if not mounted:
+            pytest.skip("this machine does not let root mount a tmpfs")
+        stack.callback(subprocess.check_call, ["umount", "-l", tape])
+        run.start()
+
+        def script() -> Iterator[None]:
+            yield from when(lambda: os.statvfs(tape).f_bavail == 0)
+
+        outcome = wait(run, script())
+        assert outcome.finished, outcome.reason
+        assert os.statvfs(tape).f_bavail == 0, "the test has filled nothing"
+    assert outcome.weights is not None
+    assert load_weights(outcome.weights)
+    assert "No space left on device: the event tape of learner-0 ends here" in logs(folder)
+    for name in ("learner-0", "learner-1", "shard-0"):
+        assert "Traceback" not in (folder / "logs" / f"{name}.log").read_text()
