@@ -285,3 +285,9 @@ def test_a_synchronous_learner_waits_for_the_slowest() -> None:
     seen = run(1.0, 1.0, 1.5, quorum=3, wait="at_overlap", overlap=0, fragments=1, period=1)
     assert len(seen.ticks) * 1.5 == pytest.approx(240, rel=0.02)
     assert all(seen.share(name) == 1.0 for name in seen.world.learners)
+
+
+def test_rule_3_a_step_longer_than_the_period_is_waited_for_now_and_then() -> None:
+    seen = run(1.0, 4.0, fragments=2, period=1, overlap=1)
+    assert seen.heard("learner-1") == {0, 1}
+    assert seen.share("learner-1") > 0.1

@@ -31,3 +31,17 @@ def test_a_seed_repeats_a_world_event_for_event() -> None:
 
     assert tape_of(11) == tape_of(11)
     assert tape_of(11) != tape_of(12)
+
+
+@pytest.mark.parametrize("seed", [3, 21, 25])
+def test_a_machines_snapshot_is_the_whole_of_it(seed: int) -> None:
+    """Before every event each machine is replaced by one that was restored from its snapshot."""
+
+    def tape_of(*, swaps: bool) -> list[str]:
+        scenario, tape = fuzz.draw(seed), list[str]()
+        scenario.world.swaps = swaps
+        scenario.world.recorders.append(lambda *event: tape.append(repr(event)))
+        scenario.world.run(until=scenario.faulty_seconds)
+        return tape
+
+    assert tape_of(swaps=True) == tape_of(swaps=False)

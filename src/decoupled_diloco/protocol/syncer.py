@@ -113,9 +113,6 @@ class SyncerMachine:
         self.owned = options.owned(shard)
         self._owned_set = frozenset(self.owned)
         self.state = SyncerState(fragments={p: FragmentState() for p in self.owned})
-        self._end_ordered = False
-        self._finish_ordered = False
-        self._deadline_told: float | None = None
 
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
         """Takes one fact in.
@@ -129,7 +126,7 @@ class SyncerMachine:
         """
         effects = self._dispatch(now, event)
         effects += self._move_on(now)
-        self._deadline_told = self.deadline()
+        self.state.deadline_told = self.deadline()
         return effects
 
     def deadline(self) -> float | None:
@@ -144,8 +141,7 @@ class SyncerMachine:
             gathering = round.closed_at is None and not round.final
             if gathering and round.qualified >= self.options.quorum:
                 instants.append(round.closes_at)
-            instants += [a.deadline for a in round.asks.values() if a.state == "waiting"]
-            instants.append(syncer_rounds.soft_deadline(state, self.options, round))
+            instants.append(syncer_rounds.next_deadline(state, self.options, round))
         return min((instant for instant in instants if instant is not None), default=None)
 
     def snapshot(self) -> SyncerState:
@@ -155,7 +151,6 @@ class SyncerMachine:
     def restore(self, state: SyncerState) -> None:
         """Goes on from a snapshot."""
         self.state = copy.deepcopy(state)
-        self._end_ordered = state.phase in ("sweeping", "swept", "finished")
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
@@ -231,12 +226,12 @@ class SyncerMachine:
                     return []
                 return self._run(now, "every shard holds its share of the initial weights")
             case EndOrdered():
-                if self._end_ordered:
+                if self.state.end_ordered:
                     return []
-                self._end_ordered = True
+                self.state.end_ordered = True
                 return [] if state.phase != "running" else self._sweep("the budget is spent")
             case FinishOrdered():
-                self._finish_ordered = True
+                self.state.finish_ordered = True
                 if state.phase != "finished" and state.stop_at is None:
                     state.stop_at = now + LINGER_SECONDS
                 return []
@@ -305,7 +300,7 @@ class SyncerMachine:
                 if entry.version is not None and held.get(fragment) != entry.version:
                     announcement = entry.announcement(fragment, state.clock)
                     effects.append(Send(hello.learner, announcement, why))
-        if self._end_ordered:
+        if self.state.end_ordered:
             effects.append(Send(hello.learner, Ending(), why))
         if state.phase == "finished":
             effects.append(Send(hello.learner, Finished(), why))
@@ -387,7 +382,7 @@ class SyncerMachine:
         state.ahead = sum(m.run_step > state.clock for m in state.members.values())
         for fragment, entry in state.fragments.items():
             effects.append(Broadcast(entry.announcement(fragment, state.clock), why))
-        if self._end_ordered:
+        if self.state.end_ordered:
             effects += self._sweep("the budget was spent before")
         return effects
 
@@ -419,7 +414,7 @@ class SyncerMachine:
         if state.phase == "sweeping" and not state.closing and not state.rounds:
             state.phase = "swept"
             effects.append(Tell(Swept(), "every fragment had its closing round"))
-        if state.phase == "swept" and self._finish_ordered:
+        if state.phase == "swept" and self.state.finish_ordered:
             state.phase = "finished"
             effects.append(Broadcast(Finished(), "every shard is swept"))
         return effects + self._stop_if_over(now)
@@ -475,7 +470,7 @@ class SyncerMachine:
 
     def _ticked(self, now: float) -> list[SyncerEffect]:
         state = self.state
-        told = self._deadline_told
+        told = self.state.deadline_told
         lateness = 0.0 if told is None else now - told
         if lateness > LATENESS_SECONDS_MIN:
             # And a little more: what others sent meanwhile may still be on its way.

@@ -39,6 +39,10 @@ CLOSING_SECONDS = 60.0
 """The closing round leaves this much more time: to take the newest copy first, and because nobody
 trains meanwhile, so that haste gains nothing."""
 
+SOFT_DEADLINES_MISSED_MAX = 4
+"""Who has missed a fragment so often is waited for: a learner whose step takes longer than H steps
+of the fastest would otherwise always be late, and the fragment never hear it."""
+
 SOFT_DEADLINE_SECONDS_MIN = 1.0
 """A round with its quorum delivered gives the others at least this long."""
 
@@ -280,24 +284,30 @@ def _pass_deadlines(
     effects: list[SyncerEffect] = []
     soft = soft_deadline(state, options, round)
     for ask in list(round.asks.values()):
-        if ask.state != "waiting":
+        deadline = _deadline(state, round, ask, soft)
+        if ask.state != "waiting" or now < deadline:
             continue
-        over = now >= ask.deadline
-        if not over and (soft is None or now < soft):
-            continue
-        allowed = min(ask.deadline, soft or ask.deadline) - ask.asked_at
         member = state.members.get(ask.learner)
-        if over and member is not None:
+        if now >= ask.deadline and member is not None:
             member.upload.missed(ask.deadline - ask.asked_at)
-        effects += fall_out(
-            state,
-            round.number,
-            round.fragment,
-            ask.learner,
-            "late",
-            f"no body within {allowed:.3g} s",
-        )
+        reason = f"no body within {deadline - ask.asked_at:.3g} s"
+        effects += fall_out(state, round.number, round.fragment, ask.learner, "late", reason)
     return effects
+
+
+def next_deadline(state: SyncerState, options: Options, round: Round) -> float | None:
+    """When the next body of a round is overdue."""
+    soft = soft_deadline(state, options, round)
+    waiting = (ask for ask in round.asks.values() if ask.state == "waiting")
+    return min((_deadline(state, round, ask, soft) for ask in waiting), default=None)
+
+
+def _deadline(state: SyncerState, round: Round, ask: Ask, soft: float | None) -> float:
+    """The upload's own deadline, or the round's; not the round's for who was late too often."""
+    missed = state.fragments[round.fragment].missed.get(ask.learner, 0)
+    if soft is None or missed >= SOFT_DEADLINES_MISSED_MAX:
+        return ask.deadline
+    return min(soft, ask.deadline)
 
 
 def soft_deadline(state: SyncerState, options: Options, round: Round) -> float | None:

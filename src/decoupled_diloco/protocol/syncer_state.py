@@ -98,6 +98,9 @@ class SyncerState:
     lease_check_at: float | None = None
     stop_at: float | None = None
     stopped: bool = False
+    end_ordered: bool = False
+    finish_ordered: bool = False
+    deadline_told: float | None = None
 
     @property
     def tokens(self) -> int:

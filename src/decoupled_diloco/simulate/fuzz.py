@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.simulate.bodies import NoBodies
 from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.faults import Fault, random_faults, strike
@@ -167,6 +168,8 @@ def run(seed: int, recorder: Any = None) -> Report:
         sweeping |= world.coordinator.machine.state.phase in ("ending", "finished")
         still = checker.fragments_without_merge()
         assert sweeping or not still, f"nothing merged into {still}: {_phases(world)}"
+        unheard = [pair for pair in checker.unheard() if keeps_up(scenario, pair[1])]
+        assert sweeping or not unheard, f"a fragment does not hear a learner: {unheard}"
     if scenario.ends:
         steps = scenario.options.budget_steps or 0
         world.run(until=world.now + 2 * patience + 2 * steps * slowest)
@@ -181,6 +184,16 @@ def run(seed: int, recorder: Any = None) -> Report:
         len(checker.rounds) - merged,
         "finished" if world.finished else "went on",
     )
+
+
+def keeps_up(scenario: Scenario, learner: str) -> bool:
+    """Whether a learner's uplink carries what it is asked for, with half as much to spare."""
+    world, options = scenario.world, scenario.options
+    assert isinstance(world.bodies, NoBodies)
+    nbytes = sum(world.bodies.fragment_bytes) * world.bodies.ratio
+    fastest = min(spec.step_seconds for spec in scenario.learners if spec.role == "learner")
+    rate = world.learners[learner].spec.up_bytes_per_second
+    return rate * options.period * fastest > 1.5 * nbytes
 
 
 def pace(spec: LearnerSpec, options: Options) -> float:

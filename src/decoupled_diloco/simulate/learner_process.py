@@ -113,6 +113,13 @@ class LearnerProcess(Shell):
         self.link.up_free_at = self.link.down_free_at = 0.0
         self.dial_coordinator()
 
+    def reborn(self) -> LearnerMachine:
+        """See `Shell`."""
+        old = self.machine
+        machine = LearnerMachine(old.options, old.learner, old.epoch, old.nonce, old.role)
+        machine.restore(old.snapshot())
+        return machine
+
     # ---- joining
 
     def coordinator_reached(self, connection: Connection) -> None:

@@ -103,6 +103,12 @@ class ShardProcess(Shell):
         self.dial_coordinator()
         self.later(HEARD_SECONDS, self._hear)
 
+    def reborn(self) -> SyncerMachine:
+        """See `Shell`."""
+        machine = SyncerMachine(self.world.options, self.shard)
+        machine.restore(self.machine.snapshot())
+        return machine
+
     # ---- what arrives
 
     def coordinator_reached(self, connection: Connection) -> None:

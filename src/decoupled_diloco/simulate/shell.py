@@ -51,6 +51,8 @@ class Shell(Endpoint):
         """One fact for the machine, and everything that follows."""
         if self.machine is None:
             return
+        if self.world.swaps:
+            self.machine = self.reborn()
         life, machine = self.life, self.machine
         effects = machine.handle(self.now, event)
         self.world.happened(self, event, effects)
@@ -61,6 +63,10 @@ class Shell(Endpoint):
         if self.alive and self.life == life and self.machine is machine:
             self.after(event)
             self._plan_tick(isinstance(event, Tick))
+
+    def reborn(self) -> Any:
+        """Another machine with the same state; only where that is the whole of it."""
+        return self.machine
 
     def carry_out(self, effect: Any) -> None:
         """Carries one order out."""

@@ -86,6 +86,7 @@ class World:
         self.merge_fails = mishaps.merge_fails
         self.crash_after_persist = mishaps.crash_after_persist
         self.events = 0
+        self.swaps = False
         self.recorders: list[Recorder] = [] if recorder is None else [recorder]
         self.coordinator = CoordinatorProcess(self)
         self.shards = [ShardProcess(self, shard) for shard in range(options.shards)]
