@@ -21,7 +21,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 
 
 class RunFolder:
-    """A run folder that this process alone may use until it exits.
+    """A run folder that this process and its children alone may use until they exit.
 
     Args:
         path: Made if it does not exist. What an earlier run left in it is moved aside to
@@ -69,6 +69,14 @@ class RunFolder:
         while (free := self.path.with_name(f"{self.path.name}.{number}")).exists():
             number += 1
         return free
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What a child process must inherit, so that the folder is in use for as long as it lives.
+
+        Else a run that begins after this process was killed would meet the children of the last.
+        """
+        return () if self._lock is None else (self._lock.fileno(),)
 
     def token_file(self) -> Path:
         """A new secret for this run, readable by this user only."""

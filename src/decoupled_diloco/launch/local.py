@@ -27,8 +27,9 @@ POLL_SECONDS = 0.1
 EVALUATOR_SECONDS = 60.0
 """How long the evaluator may take for its last evaluation after the run is over."""
 
-FAREWELL_SECONDS = 15.0
-"""How long learners and shards may take to end after the run is over."""
+FAREWELL_SECONDS = 5.0
+"""How long learners and shards may take to end after the coordinator, which ends last; a learner
+that was started again too late would look for the run for ever."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class LocalRun:
         self._with_learners = learners
         self._token_file = config.syncer.token_file or self.folder.token_file()
         self._tape = open_tape(self.path, "launcher", {"machine": "launcher"})
-        self.supervisor = Supervisor(self.path, self._tape)
+        self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
         self._follower: Follower = follow(self.path)
         self._faults = sorted(config.faults, key=lambda fault: fault.at)
         self._clock = self._tokens = 0

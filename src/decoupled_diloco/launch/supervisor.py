@@ -24,6 +24,9 @@ from decoupled_diloco.observe.tape import TapeWriter
 
 logger = logging.getLogger(__name__)
 
+COMMAND = (sys.executable, "-m", "decoupled_diloco.cli")
+"""What runs a child's arguments: the same as ``ddiloco``."""
+
 RESTART_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays before a process is started again; after as many failures in a row it stays down."""
 
@@ -71,10 +74,12 @@ class Supervisor:
     Attributes:
         folder: The run folder; logs go to ``logs/<name>.log``.
         tape: The launcher's tape.
+        descriptors: Open files that every child inherits.
     """
 
     folder: Path
     tape: TapeWriter
+    descriptors: tuple[int, ...] = ()
     children: dict[str, Child] = field(default_factory=dict)
     stopping: bool = False
 
@@ -89,11 +94,12 @@ class Supervisor:
         path = self.folder / "logs" / f"{child.name}.log"
         with path.open("ab") as log, interrupts_deferred():
             child.process = subprocess.Popen(
-                [sys.executable, "-m", "decoupled_diloco.cli", *child.arguments],
+                [*COMMAND, *child.arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=self.descriptors,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self._sample(ProcessStarted(child.name, child.process.pid))

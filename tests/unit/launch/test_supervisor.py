@@ -1,0 +1,116 @@
+"""Starting, watching and ending processes, with commands that take milliseconds."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.launch import supervisor as module
+from decoupled_diloco.launch.supervisor import Supervisor, interrupts_deferred
+from decoupled_diloco.observe.tape import TapeWriter, read_tape
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    """A supervisor whose children are ``python -c TEXT``."""
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(module, "RESTART_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-S", "-c"))
+    with TapeWriter(tmp_path / "tape", "launcher") as tape:
+        supervisor = Supervisor(tmp_path, tape)
+        yield supervisor
+        supervisor.stop()
+
+
+def settle(supervisor: Supervisor) -> None:
+    """Polls until nothing runs and nothing will."""
+    deadline = time.monotonic() + 10
+    while any(c.running or c.restart_at is not None for c in supervisor.children.values()):
+        assert time.monotonic() < deadline
+        supervisor.poll()
+        time.sleep(0.005)
+
+
+def test_a_process_that_fails_is_started_again_but_not_for_ever(supervisor: Supervisor) -> None:
+    supervisor.start("bad", ["print('no luck'); raise SystemExit(1)"])
+    settle(supervisor)
+    child = supervisor.children["bad"]
+    assert child.down
+    assert not child.done
+    assert supervisor.last_words("bad") == "no luck"
+    supervisor.tape.flush()
+    types = [r.type for r in read_tape(supervisor.tape.path)]
+    assert types.count("ProcessStarted") == 3
+    assert types.count("RestartScheduled") == 2
+
+
+@pytest.mark.parametrize(("code", "down"), [(0, False), (2, True)])
+def test_success_and_wrong_configuration_are_final(
+    supervisor: Supervisor, code: int, down: bool
+) -> None:
+    supervisor.start("once", [f"raise SystemExit({code})"])
+    settle(supervisor)
+    child = supervisor.children["once"]
+    assert (child.failures, child.down, child.done) == (int(down), down, not down)
+
+
+def test_a_killed_process_comes_back_if_it_shall(supervisor: Supervisor) -> None:
+    for name, restart in (("back", True), ("gone", False)):
+        supervisor.start(name, ["import time; time.sleep(60)"])
+        assert supervisor.kill(name, restart=restart)
+    deadline = time.monotonic() + 10
+    while supervisor.children["back"].failures == 0 or not supervisor.children["back"].running:
+        assert time.monotonic() < deadline
+        supervisor.poll()
+        time.sleep(0.005)
+    settled = supervisor.children["gone"]
+    while settled.running:
+        supervisor.poll()
+    assert settled.down
+    assert not supervisor.kill("gone", restart=True)
+
+
+def test_nothing_is_started_again_after_retiring(supervisor: Supervisor) -> None:
+    supervisor.start("bad", ["raise SystemExit(1)"])
+    supervisor.retire()
+    settle(supervisor)
+    assert supervisor.children["bad"].failures == 0
+
+
+def test_who_does_not_end_is_killed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "TERMINATE_SECONDS", 0.1)
+    text = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
+    supervisor.start("deaf", [text + "time.sleep(60)"])
+    while not (tmp_path / "logs" / "deaf.log").read_text():
+        time.sleep(0.005)
+    supervisor.stop()
+    assert supervisor.children["deaf"].code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_for_the_end_of_the_block(number: signal.Signals) -> None:
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, interrupt)
+    done: list[bool] = []
+
+    def work() -> None:
+        with interrupts_deferred():
+            signal.raise_signal(number)
+            done.append(True)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert done
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
