@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from decoupled_diloco.merge import Layout, digest, layout_of
 from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.transport.base import TransferStats
 from decoupled_diloco.transport.http import HttpClient
 from integration.system import Model, System, Trainer, equal, parameters, training, until
 
@@ -84,6 +86,60 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(make: 
     assert all("not finite" in p["reason"] for p in refused)
     assert equal(parameters(sick.model), parameters(well.model))
     assert all(torch.isfinite(p).all() for p in parameters(well.model).values())
+
+
+def test_joins_wait_for_a_disk_that_can_be_written_and_rounds_do_not(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = make(run=LONG)
+    system.start()
+    with training(Trainer(system, "learner-0")):
+        # A folder in the place of the file that is about to be written: as good as a full disk.
+        (system.folder / "coordinator.part").mkdir()
+        late = Trainer(system, "learner-1", steps_max=2)
+        late.start()
+        until(lambda: "joins and the end of the run wait for it" in caplog.text, "it says so")
+        rounds = system.rounds()
+        until(lambda: system.rounds() > rounds + 4, "rounds go on")
+        assert not late.joined.is_set()
+        (system.folder / "coordinator.part").rmdir()
+        assert late.end().steps == 2
+
+
+class Held(HttpClient):
+    """Its first difference is asked for only when told."""
+
+    gate = threading.Event()
+    holds = True
+
+    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
+        if "/difference/" in url and self.holds:
+            self.holds = False
+            await asyncio.to_thread(self.gate.wait, 20.0)
+        return await super().get(url, out, base=base)
+
+
+def test_a_copy_that_is_no_longer_offered_is_fetched_whole(make: Make) -> None:
+    system = make(run=LONG)
+    system.start()
+    Held.gate.clear()
+    slow = Trainer(system, "learner-1", Model(seed=2), client=Held)
+    with training(Trainer(system, "learner-0", Model(seed=1)), slow):
+        assert slow.learner is not None
+        views = slow.learner._shared.machine.state.fragments
+        until(lambda: any(v.fetching and v.latest.base != v.newest for v in views), "a difference")
+        [late] = [v for v in views if v.fetching and v.latest.base != v.newest]
+        awaited = late.fetching
+        until(lambda: late.latest.version.counter > awaited.counter + 1, "it is withdrawn")
+        Held.gate.set()
+        until(lambda: late.held is not None and late.held > awaited, "it has caught up")
+    own = list(read_tape(system.folder / "tape" / "learner-1.jsonl"))
+    failed = [r for r in own if r.type == "FetchFailed"]
+    assert "410" in failed[0].data["reason"]
+    index = own.index(failed[0])
+    following = next(r for r in own[index:] if r.type == "Fetch")
+    assert following.data["fragment"] == failed[0].data["fragment"]
+    assert following.data["whole"]
 
 
 class Rogue:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import RunFolder
+from decoupled_diloco.observe.tape import read_tape
 from process.runs import command, config_file, health, orphans, until
 from replay import assert_replays
 
@@ -64,10 +66,18 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = command("train", str(config_file(folder, run={"budget_steps": 5000})))
     until(lambda: phases(folder) == "running", "the run is under way")
-    assert len(orphans(folder)) == 3
+    children = orphans(folder)
+    assert len(children) == 3
+    stopped = int(children[0].partition(":")[0])
+    os.kill(stopped, signal.SIGSTOP)
     process.kill()
     process.communicate()
-    until(lambda: not orphans(folder), "all have ended", seconds=10.0)
+    until(lambda: len(orphans(folder)) == 1, "all that can have ended", seconds=10.0)
+    with pytest.raises(ConfigError, match="is in use by another process"):
+        RunFolder(folder)
+    os.kill(stopped, signal.SIGCONT)
+    until(lambda: not orphans(folder), "the last has ended", seconds=10.0)
+    RunFolder(folder).release()
 
 
 def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:
@@ -101,11 +111,11 @@ def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "tape").mkdir(parents=True)
     (folder / "tape" / "shard-0.jsonl").write_text("what an earlier run left\n")
-    file = config_file(folder, run={"budget_steps": 8, "learners": 1})
+    file = config_file(folder, run={"budget_steps": 60, "learners": 1, "evaluator": True})
     code, output = ended(command("train", str(file)), 60.0)
     assert code == 0, output
     assert (tmp_path / "run.1" / "tape" / "shard-0.jsonl").read_text().startswith("what an")
     assert (folder / "weights.safetensors").exists()
     assert (folder / "tape.jsonl").exists()
-    assert not (folder / ".tape.jsonl.part").exists()
+    assert sum(r.type == "Evaluated" for r in read_tape(folder / "tape.jsonl")) >= 1
     assert_replays(folder)

@@ -150,6 +150,25 @@ def test_killed_shards_are_restored_from_what_learners_hold(tmp_path: Path) -> N
     assert_replays(folder)
 
 
+def test_a_learner_that_comes_back_after_the_end_keeps_nobody_waiting(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = config_of(folder, faults=[{"at": 0.95, "kill": "learner-1"}])
+    with local_run(config) as run:
+        run.start()
+        wait_for_end = when(lambda: run.supervisor.children["shard-0"].done)
+        over: list[float] = []
+
+        def script() -> Iterator[None]:
+            yield from wait_for_end
+            over.append(time.monotonic())
+
+        outcome = wait(run, script())
+    assert outcome.finished, outcome.reason
+    assert time.monotonic() - over[0] < 12.0
+    assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX
+    assert_replays(folder)
+
+
 class Enough(Exception):
     """The test has seen what it wanted; the run need not end."""
 
