@@ -481,7 +481,7 @@ class SyncerMachine:
                 round.paused_seconds += longer
                 for ask in round.asks.values():
                     ask.deadline += longer
-        effects: list[SyncerEffect] = syncer_rounds.pass_deadlines(state, self.options, now)
+        effects: list[SyncerEffect] = []
         for learner, member in list(state.members.items()):
             if now >= member.lease_until:
                 reason = "its connection broke" if not member.connected else "nothing was heard"
@@ -489,7 +489,8 @@ class SyncerMachine:
         state.lease_check_at = min(
             (member.lease_until for member in state.members.values()), default=None
         )
-        return effects
+        # Last: who is gone may have been the one whose steps the others' patience was counted in.
+        return effects + syncer_rounds.pass_deadlines(state, self.options, now)
 
     def _remove(self, now: float, learner: str, reason: str, *, evict: bool) -> list[SyncerEffect]:
         """A learner is no longer live; the clock neither stalls nor goes back (rule 1)."""

@@ -307,3 +307,17 @@ def test_who_was_late_in_the_closing_round_gets_another_chance(shard_bench: Any)
     bench.body("b")
     bench.merged()
     assert bench.messages(Swept)
+
+
+def test_a_tick_moves_the_deadline_on_when_it_removes_the_fastest(shard_bench: Any) -> None:
+    """The patience with late bodies is counted in the steps of the fastest that is live."""
+    bench = shard_bench("fast", "new", fragments=1, period=10, participants="all")
+    bench.step("new", 1.0, seconds=0.0)
+    for _ in range(10):
+        bench.step("fast", 1.0, seconds=1.0)
+    bench.body("fast")
+    bench.told(Disconnected("fast"))
+    bench.told(Heard(("new",)), 3.5)
+    bench.told(Tick(), 1.0 + RECONNECT_SECONDS)
+    deadline = bench.machine.deadline()
+    assert deadline is None or deadline > bench.now
