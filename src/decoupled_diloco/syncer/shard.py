@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, assert_never, cast, get_args
 
@@ -32,8 +32,7 @@ from decoupled_diloco.errors import (
     ProtocolError,
     TransportError,
 )
-from decoupled_diloco.merge import Layout, as_bytes
-from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.merge import Layout
 from decoupled_diloco.observe.tape import Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
@@ -42,9 +41,10 @@ from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
+from decoupled_diloco.syncer.intake import Intake, Offers
 from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.transport.backoff import Backoff, reconnecting
-from decoupled_diloco.transport.base import Body, Channel, Client, Server, Upload
+from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +67,6 @@ class Session:
     epoch: int
     connection: int
     heard: float = 0.0
-
-
-@dataclass
-class Arrival:
-    """A body that is expected: the upload, its announcement, the task that waits for both."""
-
-    upload: Upload
-    task: asyncio.Task[None]
-    announced: asyncio.Future[say.Upload | say.Copy] = field(repr=False)
 
 
 class Shard:
@@ -133,9 +124,8 @@ class Shard:
         self._greeting: dict[int, Channel] = {}
         self._roles: dict[int, say.Role] = {}
         self._connections = 0
-        self._arrivals: dict[str, Arrival] = {}
-        self._offered: dict[int, list[str]] = {}
-        self._urls: dict[str, str] = {}
+        self._intake: Intake | None = None
+        self._offers = Offers(self._server.bodies)
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
         self._error: BaseException | None = None
@@ -325,17 +315,9 @@ class Shard:
         return session is not None and session.connection == connection
 
     def _said(self, learner: str, message: say.FromLearner) -> None:
-        match message:
-            case say.Upload(number, fragment):
-                self._announce(f"{learner}/{number}/{fragment}", message)
-            case say.Copy(fragment, attempt):
-                self._announce(f"{learner}/copy/{attempt}/{fragment}", message)
+        if isinstance(message, say.Upload | say.Copy) and self._intake is not None:
+            self._intake.announce(learner, message)
         self._handle(fact.Said(learner, message))
-
-    def _announce(self, key: str, message: say.Upload | say.Copy) -> None:
-        arrival = self._arrivals.get(key)
-        if arrival is not None and not arrival.announced.done():
-            arrival.announced.set_result(message)
 
     # ---- orders
 
@@ -389,17 +371,14 @@ class Shard:
         | do.Install
         | do.LoadWeights,
     ) -> None:
-        tensors = self._tensors
+        tensors, intake = self._tensors, self._intake
         assert tensors is not None, "bodies are spoken of only after the layout is set"
+        assert intake is not None
         match effect:
-            case do.Expect(path, learner, _, number, fragment):
-                nbytes = tensors.plan.uplink_nbytes(fragment)
-                self._expect(path, learner, nbytes, f"{learner}/{number}/{fragment}", effect)
-            case do.ExpectCopy(path, learner, fragment, attempt):
-                nbytes = tensors.plan.whole_nbytes(fragment)
-                self._expect(path, learner, nbytes, f"{learner}/copy/{attempt}/{fragment}", effect)
+            case do.Expect() | do.ExpectCopy():
+                intake.expect(effect)
             case do.Unexpect(path, why):
-                self._unexpect(path, why)
+                intake.unexpect(path, why)
             case do.Fold(number, fragment, learner, steps, tokens):
                 self._work(lambda: tensors.fold(fragment, number, learner, steps, tokens))
             case do.Drop(number, _, learner):
@@ -427,12 +406,13 @@ class Shard:
         """The message with the paths of the core replaced by URLs of the transport."""
         match message:
             case say.Pull() | say.CopyWanted():
-                return dataclasses.replace(message, path=self._urls[message.path])
+                assert self._intake is not None
+                return dataclasses.replace(message, path=self._intake.url(message.path))
             case say.Published():
                 return dataclasses.replace(
                     message,
-                    difference=self._urls.get(message.difference, ""),
-                    whole=self._urls[message.whole],
+                    difference=self._offers.url(message.difference),
+                    whole=self._offers.url(message.whole),
                 )
             case _:
                 return message
@@ -445,101 +425,6 @@ class Shard:
 
     # ---- bodies
 
-    def _expect(
-        self, path: str, learner: str, nbytes: int, key: str, effect: do.Expect | do.ExpectCopy
-    ) -> None:
-        self._unexpect(path, "asked again")
-        upload = self._server.bodies.expect(path, nbytes, learner)
-        self._urls[path] = upload.url
-        announced: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        waiting = (
-            self._await_contribution(upload, announced, effect)
-            if isinstance(effect, do.Expect)
-            else self._await_copy(upload, announced, effect)
-        )
-        task = self._spawn(waiting)
-        self._arrivals[key] = Arrival(upload, task, announced)
-        task.add_done_callback(lambda _: self._forget(key, path, upload))
-
-    def _forget(self, key: str, path: str, upload: Upload) -> None:
-        arrival = self._arrivals.get(key)
-        if arrival is not None and arrival.upload is upload:
-            del self._arrivals[key]
-            self._urls.pop(path, None)
-
-    def _unexpect(self, path: str, why: str) -> None:
-        url = self._urls.get(path)
-        for arrival in list(self._arrivals.values()):
-            if arrival.upload.url == url:
-                arrival.upload.cancel(why)
-                arrival.task.cancel()
-
-    async def _await_contribution(
-        self, upload: Upload, announced: asyncio.Future[say.Upload], effect: do.Expect
-    ) -> None:
-        learner, number, fragment = effect.learner, effect.round, effect.fragment
-        tensors = self._tensors
-        assert tensors is not None
-        body: Body | None = None
-        try:
-            body = await upload.body
-            message = await announced
-            buffer, digest = body.buffer, message.digest
-            await self._in_worker(lambda: tensors.verify(fragment, number, learner, buffer, digest))
-        except TransportError as error:
-            if not self._stopping.is_set():
-                self._handle(fact.BodySpoiled(learner, number, fragment, str(error)))
-            return
-        except (ProtocolError, MergeError) as error:
-            logger.warning("round %d: %s is refused: %s", number, learner, error)
-            self._handle(fact.BodySpoiled(learner, number, fragment, str(error)))
-            return
-        finally:
-            upload.cancel("the wait for it is over")
-            if body is not None:
-                body.release()
-        self._handle(
-            fact.BodyArrived(
-                learner=learner,
-                epoch=effect.epoch,
-                round=number,
-                fragment=fragment,
-                base=message.base,
-                steps=message.steps,
-                tokens=message.tokens,
-                nbytes=upload.nbytes,
-            )
-        )
-
-    async def _await_copy(
-        self, upload: Upload, announced: asyncio.Future[say.Copy], effect: do.ExpectCopy
-    ) -> None:
-        learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
-        tensors = self._tensors
-        assert tensors is not None
-        body: Body | None = None
-        try:
-            body = await upload.body
-            message = await announced
-            buffer = body.buffer
-            numel = tensors.plan.fragments[fragment].numel
-
-            def install() -> str:
-                return tensors.install(fragment, values_of(buffer, numel))
-
-            digest = await self._in_worker(install)
-            if digest != message.digest:
-                raise ProtocolError(f"digest {digest}, announced {message.digest}")
-        except (TransportError, ProtocolError, MergeError) as error:
-            if not self._stopping.is_set():
-                self._handle(fact.CopySpoiled(learner, fragment, attempt, str(error)))
-            return
-        finally:
-            upload.cancel("the wait for it is over")
-            if body is not None:
-                body.release()
-        self._handle(fact.CopyArrived(learner, fragment, attempt, digest))
-
     async def _merge(self, tensors: ShardTensors, effect: do.Merge) -> None:
         number, fragment = effect.round, effect.fragment
         try:
@@ -548,29 +433,13 @@ class Shard:
             logger.warning("round %d of fragment %d: %s", number, fragment, error)
             self._handle(fact.MergeFailed(number, fragment, str(error)))
             return
-        self._offer(fragment, effect.version, published)
+        self._offers.offer(fragment, effect.version, published)
         self._handle(fact.Merged(number, fragment, published.digest))
 
     def _install(self, tensors: ShardTensors, fragment: int, version: say.Version) -> None:
         whole = tensors.whole(fragment)
         digest = self.machine.state.fragments[fragment].digest
-        self._offer(fragment, version, PublishedCopy(torch.empty(0), whole, digest))
-
-    def _offer(self, fragment: int, version: say.Version, published: PublishedCopy) -> None:
-        """Offers a version's bodies; the ones of the version before stay for one more round."""
-        bodies = self._server.bodies
-        whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
-        paths = [whole]
-        self._urls[whole] = bodies.offer(whole, _view(published.whole), published.digest)
-        if published.difference.numel():
-            paths.append(difference)
-            self._urls[difference] = bodies.offer(difference, _view(published.difference), "")
-        kept = self._offered.setdefault(fragment, [])
-        kept.extend(paths)
-        while len(kept) > 4:
-            old = kept.pop(0)
-            bodies.withdraw(old)
-            self._urls.pop(old, None)
+        self._offers.offer(fragment, version, PublishedCopy(torch.empty(0), whole, digest))
 
     async def _load_weights(self, tensors: ShardTensors) -> None:
         path = self.config.sync.initial_weights
@@ -653,7 +522,11 @@ class Shard:
             return
         plan = plan_of(Layout.from_json(json.loads(text)), self._public)
         self._tensors = ShardTensors(plan, self.machine.owned)
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    return as_bytes(tensor).numpy().data
+        self._intake = Intake(
+            self._tensors,
+            self._server.bodies,
+            spawn=self._spawn,
+            in_worker=self._in_worker,
+            handle=self._handle,
+            stopping=self._stopping.is_set,
+        )

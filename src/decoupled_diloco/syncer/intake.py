@@ -1,0 +1,223 @@
+"""Bodies on their way into a shard and out of it: what the data plane is told, and reports.
+
+`Intake` joins each expected body with its announcement on the control plane, has it verified whole,
+and tells the machine. `Offers` makes published copies available under the paths of the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
+from decoupled_diloco.merge import as_bytes
+from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
+from decoupled_diloco.transport.base import Body, BodyStore, Upload
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+Handle = Callable[[fact.SyncerEvent], None]
+
+
+class InWorker(Protocol):
+    """Runs a function in the shard's one worker, in order."""
+
+    def __call__(self, task: Callable[[], _T], /) -> Awaitable[_T]:
+        """The result of ``task()``."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A body that is expected: its path, the upload, the announcement, and who waits for both."""
+
+    path: str
+    upload: Upload
+    announced: asyncio.Future[Any]
+    task: asyncio.Task[None]
+
+
+class Intake:
+    """The bodies that a shard expects.
+
+    Args:
+        tensors: Where contributions are verified and copies installed.
+        bodies: The server's data plane.
+        spawn: Starts a task of the shard.
+        in_worker: Runs tensor work.
+        handle: Tells the machine.
+        stopping: Whether the shard is ending, so that what fails now means nothing.
+    """
+
+    def __init__(
+        self,
+        tensors: ShardTensors,
+        bodies: BodyStore,
+        *,
+        spawn: Spawn,
+        in_worker: InWorker,
+        handle: Handle,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._tensors = tensors
+        self._bodies = bodies
+        self._spawn = spawn
+        self._in_worker = in_worker
+        self._handle = handle
+        self._stopping = stopping
+        self._expected: dict[str, Expected] = {}
+
+    def url(self, path: str) -> str:
+        """The transport's URL of an expected path."""
+        return next(e.upload.url for e in self._expected.values() if e.path == path)
+
+    def expect(self, effect: do.Expect | do.ExpectCopy) -> None:
+        """Is ready for a body from now on; an older body of the same purpose is refused."""
+        path, plan = effect.path, self._tensors.plan
+        self.unexpect(path, "asked again")
+        announced: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if isinstance(effect, do.Expect):
+            key = f"{effect.learner}/{effect.round}/{effect.fragment}"
+            nbytes = plan.uplink_nbytes(effect.fragment)
+            upload = self._bodies.expect(path, nbytes, effect.learner)
+            task = self._spawn(self._contribution(upload, announced, effect))
+        else:
+            key = f"{effect.learner}/copy/{effect.attempt}/{effect.fragment}"
+            nbytes = plan.whole_nbytes(effect.fragment)
+            upload = self._bodies.expect(path, nbytes, effect.learner)
+            task = self._spawn(self._copy(upload, announced, effect))
+        expected = self._expected[key] = Expected(path, upload, announced, task)
+        task.add_done_callback(lambda _: self._forget(key, expected))
+
+    def _forget(self, key: str, expected: Expected) -> None:
+        if self._expected.get(key) is expected:
+            del self._expected[key]
+
+    def unexpect(self, path: str, why: str) -> None:
+        """Refuses the body of a path from now on."""
+        for expected in list(self._expected.values()):
+            if expected.path == path:
+                expected.upload.cancel(why)
+                expected.task.cancel()
+
+    def announce(self, learner: str, message: say.Upload | say.Copy) -> None:
+        """A learner has said what its body is."""
+        match message:
+            case say.Upload(number, fragment):
+                key = f"{learner}/{number}/{fragment}"
+            case say.Copy(fragment, attempt):
+                key = f"{learner}/copy/{attempt}/{fragment}"
+        expected = self._expected.get(key)
+        if expected is not None and not expected.announced.done():
+            expected.announced.set_result(message)
+
+    async def _contribution(
+        self, upload: Upload, announced: asyncio.Future[say.Upload], effect: do.Expect
+    ) -> None:
+        learner, number, fragment = effect.learner, effect.round, effect.fragment
+
+        def verify(body: Body, message: say.Upload) -> None:
+            self._tensors.verify(fragment, number, learner, body.buffer, message.digest)
+
+        try:
+            message = await self._take(upload, announced, verify)
+        except (TransportError, ProtocolError, MergeError) as error:
+            if not self._stopping():
+                logger.warning("round %d: nothing from %s: %s", number, learner, error)
+                self._handle(fact.BodySpoiled(learner, number, fragment, str(error)))
+            return
+        self._handle(
+            fact.BodyArrived(
+                learner=learner,
+                epoch=effect.epoch,
+                round=number,
+                fragment=fragment,
+                base=message.base,
+                steps=message.steps,
+                tokens=message.tokens,
+                nbytes=upload.nbytes,
+            )
+        )
+
+    async def _copy(
+        self, upload: Upload, announced: asyncio.Future[say.Copy], effect: do.ExpectCopy
+    ) -> None:
+        learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
+        numel = self._tensors.plan.fragments[fragment].numel
+
+        def install(body: Body, message: say.Copy) -> None:
+            digest = self._tensors.install(fragment, values_of(body.buffer, numel))
+            if digest != message.digest:
+                raise ProtocolError(f"the digest is {digest}, {message.digest} was announced")
+
+        try:
+            message = await self._take(upload, announced, install)
+        except (TransportError, ProtocolError, MergeError) as error:
+            if not self._stopping():
+                self._handle(fact.CopySpoiled(learner, fragment, attempt, str(error)))
+            return
+        self._handle(fact.CopyArrived(learner, fragment, attempt, message.digest))
+
+    async def _take(
+        self,
+        upload: Upload,
+        announced: asyncio.Future[_T],
+        use: Callable[[Body, _T], None],
+    ) -> _T:
+        """Waits for body and announcement, uses both in the worker, gives the buffer back."""
+        body: Body | None = None
+        try:
+            arrived = body = await upload.body
+            message = await announced
+            await self._in_worker(lambda: use(arrived, message))
+            return message
+        finally:
+            upload.cancel("the wait for it is over")
+            if body is not None:
+                body.release()
+
+
+class Offers:
+    """Published copies that learners may fetch; those of the version before stay for a while.
+
+    Args:
+        bodies: The server's data plane.
+    """
+
+    def __init__(self, bodies: BodyStore) -> None:
+        self._bodies = bodies
+        self._kept: dict[int, list[str]] = {}
+        self._urls: dict[str, str] = {}
+
+    def offer(self, fragment: int, version: say.Version, published: PublishedCopy) -> None:
+        """Offers a version: whole, and as difference unless that is empty."""
+        whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
+        kept = self._kept.setdefault(fragment, [])
+        kept.append(whole)
+        self._urls[whole] = self._bodies.offer(whole, _view(published.whole), published.digest)
+        if published.difference.numel():
+            kept.append(difference)
+            self._urls[difference] = self._bodies.offer(difference, _view(published.difference), "")
+        while len(kept) > 4:
+            old = kept.pop(0)
+            self._bodies.withdraw(old)
+            self._urls.pop(old, None)
+
+    def url(self, path: str) -> str:
+        """The transport's URL of an offered path; empty for an empty path."""
+        return self._urls[path] if path else ""
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return as_bytes(tensor).numpy().data
