@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -70,8 +71,10 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(make: 
     sick, well = (Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(2))
     with training(sick, well):
         until(lambda: system.rounds() > 2, "rounds")
-        with torch.no_grad():
-            sick.model.hidden.weight.fill_(math.nan)
+        while not sick.learner.finished:  # again and again: a merged fragment heals it
+            with torch.no_grad():
+                sick.model.hidden.weight.fill_(math.nan)
+            time.sleep(0.001)
         for trainer in (sick, well):
             trainer.end()
         system.wait_finished()
