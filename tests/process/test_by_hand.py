@@ -54,7 +54,9 @@ def example(address: str, token_file: str, name: str) -> subprocess.Popen[str]:
 
 def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    file = config_file(folder, run={"budget_steps": 300}, syncer={"shards": 2})
+    # A quorum of both: one alone would have spent the budget before the other is there.
+    sync = {"quorum": 2}
+    file = config_file(folder, run={"budget_steps": 300}, syncer={"shards": 2}, sync=sync)
     with ExitStack() as stack:
         syncer = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
         assert syncer.stdout is not None

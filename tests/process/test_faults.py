@@ -33,7 +33,7 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
         folder,
-        run={"learners": 3, "budget_steps": 160},
+        run={"learners": 3, "budget_steps": 120},
         syncer={"shards": 2},
         faults=[{"at": 0.4, "kill": "learner-1"}],
     )
@@ -75,15 +75,15 @@ def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path
     def script() -> Iterator[None]:
         yield from when(lambda: run.used_budget() > 0.03)
         send(run, "shard-1", signal.SIGSTOP)
-        yield from pause(13.0)
+        yield from pause(12.0)
         send(run, "shard-1", signal.SIGCONT)
-        yield from pause(4.0)
+        yield from pause(2.5)
         resumed.append(time.time())
         send(run, "learner-1", signal.SIGSTOP)
-        yield from pause(13.0)
+        yield from pause(12.0)
         send(run, "learner-1", signal.SIGCONT)
         resumed.append(time.time())
-        yield from pause(4.0)
+        yield from pause(2.5)
         raise Enough
 
     with local_run(config) as run:
@@ -109,7 +109,7 @@ def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path
 def test_killed_shards_are_restored_from_what_learners_hold(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
-        folder, run={"learners": 2, "budget_steps": 220}, syncer={"shards": 2}, sync={"quorum": 2}
+        folder, run={"learners": 2, "budget_steps": 160}, syncer={"shards": 2}, sync={"quorum": 2}
     )
     lives: dict[str, int] = {}
 
