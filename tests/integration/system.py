@@ -45,7 +45,14 @@ class Model(nn.Module):
 class System:
     """Shards of one run, to be started, stopped and started again on the same ports."""
 
-    def __init__(self, folder: Path, *, tokens: Tokens | None = None, **tables: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tokens: Tokens | None = None,
+        pool_bytes: int = 1 << 20,
+        **tables: Any,
+    ) -> None:
         run = {"name": "test", "learners": 2, "budget_steps": 40, "evaluator": False}
         sync = {"fragments": 4, "period": 4, "overlap": 1}
         self.folder = folder
@@ -54,7 +61,9 @@ class System:
             sync={**sync, **tables.get("sync", {})},
             outer={"lr": 0.7, "momentum": 0.5, **tables.get("outer", {})},
             syncer={"shards": 1, **tables.get("syncer", {})},
+            workload=tables.get("workload", {}),
         )
+        self.pool_bytes = pool_bytes
         self.tokens = tokens or Tokens()
         self.ports = free_ports(self.config.syncer.shards)
         self.addresses = tuple(f"http://127.0.0.1:{port}" for port in self.ports)
@@ -90,7 +99,10 @@ class System:
                 addresses=self.addresses,
                 folder=self.folder,
                 server=lambda on_channel: HttpServer(
-                    port=self.ports[shard], tokens=self.tokens, on_channel=on_channel
+                    port=self.ports[shard],
+                    tokens=self.tokens,
+                    on_channel=on_channel,
+                    pool_bytes=self.pool_bytes,
                 ),
                 client=HttpClient(),
                 tape=tapes[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from torch import nn
 
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.roles import run_learner
+from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.storage.weights import load_weights, save_weights
 from decoupled_diloco.syncer.result import assemble, read_layout
 from integration.system import (
@@ -229,3 +232,33 @@ def test_closing_at_the_end_without_a_last_step_hands_in_what_was_trained(make: 
     # Alone, with an outer step of exactly what it changed, the global model is the learner's own.
     for name, result in parameters(model).items():
         torch.testing.assert_close(result, trained[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_pool_smaller_than_any_body_is_slow_and_not_stuck(make: Make) -> None:
+    system = make(pool_bytes=16, run={"learners": 3}, sync={"participants": "all"})
+    system.start()
+    trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(3)]
+    with training(*trainers):
+        for trainer in trainers:
+            trainer.end()
+        system.wait_finished()
+    merged = [
+        r
+        for r in read_tape(system.folder / "tape" / "shard-0.jsonl")
+        if r.type == "RoundFinished" and r.data["verdict"] == "merged"
+    ]
+    assert max(len(r.data["participants"]) for r in merged) == 3
+
+
+def test_a_built_in_learner_with_another_file_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"layers": 1, "width": 8, "heads": 1, "context": 8, "corpus_bytes_max": 50_000}
+    system = make(workload={"name": "gpt", "options": small})
+    other = make(workload={"name": "gpt", "options": {**small, "batch_size": 3}}).config
+    system.start()
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(
+        ConfigError, match=r"options\.batch_size is 3 here and None there"
+    ):
+        run_learner(other, 0, syncer=system.addresses, folder=system.folder, token=None)

@@ -14,7 +14,7 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.observe.tape import read_tape
-from process.runs import command, config_file, health, orphans, until
+from process.runs import command, config_file, free_ports, health, orphans, until
 from replay import assert_replays
 
 pytestmark = pytest.mark.timeout(90)
@@ -127,3 +127,17 @@ def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
     assert (folder / "tape.jsonl").exists()
     assert sum(r.type == "Evaluated" for r in read_tape(folder / "tape.jsonl")) >= 1
     assert_replays(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_shard_that_is_told_to_end_has_not_finished(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    port = str(free_ports(1)[0])
+    file = str(config_file(tmp_path / "run"))
+    process = command("syncer", file, "--shard", "0", "--port", port)
+    until(lambda: health(f"http://127.0.0.1:{port}"), "it listens")
+    process.send_signal(number)
+    code, output = ended(process, 5.0)
+    assert code == 130, "or a supervisor would not start it again"
+    assert "Traceback" not in output

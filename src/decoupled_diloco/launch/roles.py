@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import public_text
+from decoupled_diloco.config.method import difference_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.learner.learner import Learner, Observer
@@ -146,9 +146,22 @@ def run_learner(
         give_up_seconds=config.learner.give_up_seconds,
         tape=folder / "tape" / f"{name}.jsonl",
     ) as learner:
+        _require_same_work(learner.settings, read_public(public_text(config)))
         logger.info("%s begins at batch %d of its data", name, position.batches)
         train(workload, model, optimizer, learner, index, config.run.learners, position)
     position.close()
+
+
+def _require_same_work(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """What a learner takes from its own file must be what the run's other learners have."""
+    difference = difference_of(
+        {"learners": ours["run"]["learners"], "workload": ours["workload"]},
+        {"learners": theirs["run"]["learners"], "workload": theirs["workload"]},
+    )
+    if difference:
+        raise ConfigError(
+            f"this learner's file is not the syncer's: {difference}: give both the same file"
+        )
 
 
 def train(
