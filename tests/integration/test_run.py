@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -258,7 +259,43 @@ def test_a_built_in_learner_with_another_file_is_refused(
     other = make(workload={"name": "gpt", "options": {**small, "batch_size": 3}}).config
     system.start()
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    with pytest.raises(
-        ConfigError, match=r"options\.batch_size is 3 here and None there"
-    ):
+    with pytest.raises(ConfigError, match=r"options\.batch_size is 3 here and None there"):
         run_learner(other, 0, syncer=system.addresses, folder=system.folder, token=None)
+
+
+def test_nothing_grows_with_the_length_of_a_run(make: Make) -> None:
+    system = make(run={"budget_steps": 100_000})
+    system.start()
+    trainers = [Trainer(system, f"learner-{i}", Model(seed=i), pause=0.001) for i in range(2)]
+
+    def sizes() -> dict[str, int]:
+        shard = system.shards[0]
+        assert shard._intake is not None
+        assert shard._tensors is not None
+        bodies = shard._server.bodies
+        held: dict[str, Any] = {
+            "expected": shard._intake._expected,
+            "offered": shard._offers._urls,
+            "offers": bodies._offers,
+            "uploads": bodies._uploads,
+            "greeting": shard._greeting,
+            "roles": shard._roles,
+            "sessions": shard._sessions,
+            "tasks": shard._tasks,
+            "arrived": shard._tensors._arrived,
+            "accumulators": shard._tensors._accumulators,
+            "rounds": shard.machine.state.rounds,
+            "identities": shard.machine.state.identities,
+        }
+        return {name: len(value) for name, value in held.items()}
+
+    with training(*trainers):
+        until(lambda: system.rounds() > 150, "many rounds")
+        measured = system.call(sizes)
+        learner = trainers[0].learner
+        assert learner is not None
+        tasks = len(learner._background._tasks)
+    fragments = system.config.sync.fragments
+    assert measured["offered"] == measured["offers"] <= 4 * fragments
+    assert all(size <= 4 * fragments for size in measured.values()), measured
+    assert tasks <= 3 + 2 * fragments
