@@ -205,7 +205,7 @@ class Rogue:
     async def upload(self, pull: say.Pull, body: torch.Tensor, **changes: Any) -> None:
         """Announces and sends a body; ``changes`` are lies in the announcement."""
         fields = {"base": pull.base, "steps": 1, "tokens": 8, "digest": digest(body), **changes}
-        self.channel.send(encode(say.Upload(pull.round, pull.fragment, **fields)))
+        self.channel.send(encode(say.Upload(pull.round, pull.fragment, pull.ask, **fields)))
         await self.client.put(pull.path, body.numpy().data, base=self.system.addresses[0])
 
 
@@ -259,7 +259,9 @@ async def test_a_body_of_another_size_is_refused(rogue: Rogue, change: int) -> N
     other = body[:change] if change < 0 else torch.cat([body, body[:change]])
     with pytest.raises(ProtocolError, match=f"exactly {len(body)} bytes, not {len(other)}"):
         await rogue.upload(pull, other)
-    rogue.channel.send(encode(say.Decline(pull.round, pull.fragment, "a real one says so")))
+    rogue.channel.send(
+        encode(say.Decline(pull.round, pull.fragment, pull.ask, "a real one says so"))
+    )
 
 
 async def test_a_replayed_body_is_refused(rogue: Rogue) -> None:

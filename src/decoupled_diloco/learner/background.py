@@ -527,13 +527,20 @@ class Background:
         self._say(
             effect.shard,
             say.Upload(
-                effect.round, effect.fragment, effect.base, effect.steps, effect.tokens, digest
+                round=effect.round,
+                fragment=effect.fragment,
+                ask=effect.ask,
+                base=effect.base,
+                steps=effect.steps,
+                tokens=effect.tokens,
+                digest=digest,
             ),
         )
         try:
             await self._put(effect.shard, effect.path, body)
         except (TransportError, ProtocolError) as error:
-            self._told(fact.UploadFailed(effect.round, effect.fragment, str(error)))
+            failed = fact.UploadFailed(effect.round, effect.fragment, effect.ask, str(error))
+            self._told(failed)
 
     async def _send_copy(self, effect: do.SendCopy, values: Tensor) -> None:
         announced = await self._in_worker(lambda: digest(values))

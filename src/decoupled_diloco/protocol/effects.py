@@ -63,6 +63,7 @@ class Expect:
     epoch: int
     round: int
     fragment: int
+    ask: int
     why: str
 
 
@@ -296,6 +297,7 @@ class SendBody:
     shard: int
     round: int
     fragment: int
+    ask: int
     base: Version
     steps: int
     tokens: int

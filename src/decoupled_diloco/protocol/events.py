@@ -76,6 +76,7 @@ class BodyArrived:
     epoch: int
     round: int
     fragment: int
+    ask: int
     base: Version
     steps: int
     tokens: int
@@ -89,6 +90,7 @@ class BodySpoiled:
     learner: str
     round: int
     fragment: int
+    ask: int
     reason: str
 
 
@@ -215,6 +217,7 @@ class UploadFailed:
 
     round: int
     fragment: int
+    ask: int
     reason: str
 
 

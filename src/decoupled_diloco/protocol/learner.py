@@ -132,11 +132,11 @@ class LearnerMachine:
                 return self._fetched(now, fragment, version)
             case FetchFailed(fragment, version, reason):
                 return self._fetch_failed(now, fragment, version, reason)
-            case UploadFailed(number, fragment, reason):
+            case UploadFailed(number, fragment, ask, reason):
                 # It may have arrived all the same: the outcome will tell.
                 why = f"upload failed: {reason}"
                 owner = self.options.owner(fragment)
-                return [Say(owner, Decline(number, fragment, why), why)]
+                return [Say(owner, Decline(number, fragment, ask, why), why)]
             case CopyFailed(shard, fragment, attempt, reason):
                 return [Say(shard, CopyDeclined(fragment, attempt, reason), reason)]
             case _:
@@ -320,6 +320,7 @@ class LearnerMachine:
                 shard=self.options.owner(index),
                 round=pull.round,
                 fragment=index,
+                ask=pull.ask,
                 base=taken.base,
                 steps=taken.steps,
                 tokens=taken.tokens,
@@ -330,9 +331,10 @@ class LearnerMachine:
         ]
 
     def _decline(self, index: int, view: FragmentView, reason: str) -> list[LearnerEffect]:
-        assert view.pull is not None
-        number, view.pull = view.pull.round, None
-        return [Say(self.options.owner(index), Decline(number, index, reason), reason)]
+        pull, view.pull = view.pull, None
+        assert pull is not None
+        decline = Decline(pull.round, index, pull.ask, reason)
+        return [Say(self.options.owner(index), decline, reason)]
 
     # ---- synchronous baselines
 

@@ -69,10 +69,14 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Announces the body of a contribution; counters are those of its snapshot."""
+    """Announces the body of a contribution; counters are those of its snapshot.
+
+    ``ask`` is the asking that it answers: one learner may be asked twice in a round.
+    """
 
     round: int
     fragment: int
+    ask: int
     base: Version
     steps: int
     tokens: int
@@ -81,10 +85,11 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """No contribution to this round, and why."""
+    """No contribution to this asking of a round, and why."""
 
     round: int
     fragment: int
+    ask: int
     reason: str
 
 
@@ -147,6 +152,7 @@ class Pull:
 
     round: int
     fragment: int
+    ask: int
     base: Version
     tick: int
     codec: str

@@ -14,10 +14,11 @@ AskState = Literal["waiting", "folded", "declined", "refused", "late", "gone"]
 
 @dataclass(slots=True)
 class Ask:
-    """One learner that was asked for its fragment."""
+    """One learner that was asked for its fragment; what answers another ``number`` is void."""
 
     learner: str
     epoch: int
+    number: int
     path: str
     asked_at: float
     deadline: float

@@ -199,8 +199,8 @@ class SyncerMachine:
             case BodyArrived():
                 self._renew(now, event.learner)
                 return syncer_rounds.body_arrived(state, options, now, event)
-            case BodySpoiled(learner, number, fragment, reason):
-                return syncer_rounds.fall_out(state, number, fragment, learner, "refused", reason)
+            case BodySpoiled():
+                return syncer_rounds.body_spoiled(state, event)
             case CopyArrived():
                 return syncer_fill.copy_arrived(state, event)
             case CopySpoiled():
@@ -330,8 +330,8 @@ class SyncerMachine:
             case CopyDeclined(fragment, attempt, reason):
                 spoiled = CopySpoiled(learner, fragment, attempt, reason)
                 return syncer_fill.copy_spoiled(state, spoiled)
-            case Decline(number, fragment, reason):
-                return syncer_rounds.fall_out(state, number, fragment, learner, "declined", reason)
+            case Decline():
+                return syncer_rounds.declined(state, learner, message)
             case Holding(fragment, version):
                 member.held[fragment] = version
                 entry = state.fragments.get(fragment)

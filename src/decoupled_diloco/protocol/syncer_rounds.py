@@ -24,9 +24,9 @@ from decoupled_diloco.protocol.effects import (
     SyncerEffect,
     Unexpect,
 )
-from decoupled_diloco.protocol.events import BodyArrived
+from decoupled_diloco.protocol.events import BodyArrived, BodySpoiled
 from decoupled_diloco.protocol.membership import Member
-from decoupled_diloco.protocol.messages import Outcome, Pull, Verdict, Version
+from decoupled_diloco.protocol.messages import Decline, Outcome, Pull, Verdict, Version
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.quorum import window_decision
 from decoupled_diloco.protocol.rounds import Ask, Round
@@ -124,13 +124,16 @@ def ask_if_qualified(
         seconds += CLOSING_SECONDS
     state.asks += 1
     path = f"/up/{state.term}/{round.number}/{member.learner}/{member.epoch}/{state.asks}"
-    round.asks[member.learner] = Ask(member.learner, member.epoch, path, now, now + seconds)
+    round.asks[member.learner] = Ask(
+        member.learner, member.epoch, state.asks, path, now, now + seconds
+    )
     if round.quorum_at is None and round.qualified >= options.quorum:
         round.quorum_at = now
         state.timing.quorum.update(now - round.opened_at)
     pull = Pull(
         round=round.number,
         fragment=round.fragment,
+        ask=state.asks,
         base=round.base,
         tick=round.tick,
         codec=options.uplink_codec,
@@ -139,7 +142,7 @@ def ask_if_qualified(
         final=round.final,
     )
     return [
-        Expect(path, member.learner, member.epoch, round.number, round.fragment, why),
+        Expect(path, member.learner, member.epoch, round.number, round.fragment, state.asks, why),
         Send(member.learner, pull, why),
     ]
 
@@ -172,6 +175,8 @@ def body_arrived(
     ask = round.asks.get(event.learner)
     if ask is None or ask.epoch != event.epoch:
         return _drop(event, "refused", f"epoch {event.epoch} was not asked", None)
+    if ask.number != event.ask:
+        return [Drop(event.round, event.fragment, event.learner, "it was asked anew since")]
     if ask.state != "waiting" or round.settled_at is not None:
         return _drop(event, "late", f"its part in the round is already {ask.state}", None)
     if event.base != round.base:
@@ -212,6 +217,29 @@ def _drop(event: BodyArrived, verdict: Verdict, reason: str, ask: Ask | None) ->
             reason,
         ),
     ]
+
+
+def declined(state: SyncerState, learner: str, message: Decline) -> list[SyncerEffect]:
+    """A learner says that it will not deliver."""
+    if not _is_asked(state, message.round, message.fragment, message.ask, learner):
+        return []
+    return fall_out(state, message.round, message.fragment, learner, "declined", message.reason)
+
+
+def body_spoiled(state: SyncerState, event: BodySpoiled) -> list[SyncerEffect]:
+    """A body came wrong."""
+    if not _is_asked(state, event.round, event.fragment, event.ask, event.learner):
+        return []
+    return fall_out(state, event.round, event.fragment, event.learner, "refused", event.reason)
+
+
+def _is_asked(state: SyncerState, number: int, fragment: int, ask: int, learner: str) -> bool:
+    """Whether this is the present asking: an earlier one's failure must not undo the next."""
+    round = state.rounds.get(fragment)
+    if round is None or round.number != number:
+        return False
+    asked = round.asks.get(learner)
+    return asked is not None and asked.number == ask
 
 
 def fall_out(

@@ -251,11 +251,18 @@ class LearnerProcess(Shell):
             order.fragment, order.base, order.steps, order.tokens, order.codec
         )
         announcement = Upload(
-            order.round, order.fragment, order.base, order.steps, order.tokens, body.digest
+            round=order.round,
+            fragment=order.fragment,
+            ask=order.ask,
+            base=order.base,
+            steps=order.steps,
+            tokens=order.tokens,
+            digest=body.digest,
         )
         if order.shard in self.shards:
             self.shards[order.shard].send(self, announcement)
-        self._put(order.shard, order.path, body, UploadFailed(order.round, order.fragment, "lost"))
+        failure = UploadFailed(order.round, order.fragment, order.ask, "lost")
+        self._put(order.shard, order.path, body, failure)
 
     def _send_copy(self, order: SendCopy) -> None:
         body = self.bodies.copy(order.fragment, order.version)

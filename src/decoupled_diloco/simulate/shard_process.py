@@ -168,7 +168,7 @@ class ShardProcess(Shell):
         for path, expected in list(self.expected.items()):
             order = expected.order
             mine = (
-                order.round == message.round
+                (order.round, order.ask) == (message.round, message.ask)
                 if isinstance(order, Expect) and isinstance(message, Upload)
                 else isinstance(order, ExpectCopy)
                 and isinstance(message, Copy)
@@ -189,7 +189,9 @@ class ShardProcess(Shell):
         if isinstance(announced, Upload):
             assert isinstance(order, Expect)
             if wrong:
-                self.tell(BodySpoiled(expected.learner, order.round, order.fragment, wrong))
+                self.tell(
+                    BodySpoiled(expected.learner, order.round, order.fragment, order.ask, wrong)
+                )
                 return
             self.bodies_here[(order.round, expected.learner)] = body
             self.tell(
@@ -198,6 +200,7 @@ class ShardProcess(Shell):
                     epoch=expected.epoch,
                     round=order.round,
                     fragment=order.fragment,
+                    ask=order.ask,
                     base=announced.base,
                     steps=announced.steps,
                     tokens=announced.tokens,

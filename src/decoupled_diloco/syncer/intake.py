@@ -88,7 +88,7 @@ class Intake:
         self.unexpect(path, "asked again")
         announced: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if isinstance(effect, do.Expect):
-            key = f"{effect.learner}/{effect.round}/{effect.fragment}"
+            key = f"{effect.learner}/{effect.round}/{effect.fragment}/{effect.ask}"
             nbytes = plan.uplink_nbytes(effect.fragment)
             upload = self._bodies.expect(path, nbytes, effect.learner)
             task = self._spawn(self._contribution(upload, announced, effect))
@@ -114,8 +114,8 @@ class Intake:
     def announce(self, learner: str, message: say.Upload | say.Copy) -> None:
         """A learner has said what its body is."""
         match message:
-            case say.Upload(number, fragment):
-                key = f"{learner}/{number}/{fragment}"
+            case say.Upload(number, fragment, ask):
+                key = f"{learner}/{number}/{fragment}/{ask}"
             case say.Copy(fragment, attempt):
                 key = f"{learner}/copy/{attempt}/{fragment}"
         expected = self._expected.get(key)
@@ -135,7 +135,7 @@ class Intake:
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
                 logger.warning("round %d: nothing from %s: %s", number, learner, error)
-                self._handle(fact.BodySpoiled(learner, number, fragment, str(error)))
+                self._handle(fact.BodySpoiled(learner, number, fragment, effect.ask, str(error)))
             return
         self._handle(
             fact.BodyArrived(
@@ -143,6 +143,7 @@ class Intake:
                 epoch=effect.epoch,
                 round=number,
                 fragment=fragment,
+                ask=effect.ask,
                 base=message.base,
                 steps=message.steps,
                 tokens=message.tokens,

@@ -206,7 +206,8 @@ def test_states_of_a_shard_that_dies_and_comes_back(tmp_path):
         tape.sample(5.1, RestartScheduled("shard-0", 2.0))
     with writer(tmp_path, "shard-0") as tape:
         tape.event(1.0, TermGranted(ShardAdmitted(1, False)))
-        tape.effects(1.0, 1, [Expect("/p", "learner-0", 1, 7, 3, "due"), ClockAdvanced(4, 1, "x")])
+        effects = [Expect("/p", "learner-0", 1, 7, 3, 1, "due"), ClockAdvanced(4, 1, "x")]
+        tape.effects(1.0, 1, effects)
     view, lines = view_of(tmp_path)
     assert view.shards["shard-0"].state == "restarting"
     assert view.shards["shard-0"].open == {7}

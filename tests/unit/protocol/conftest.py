@@ -11,6 +11,7 @@ from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine, Ve
 from decoupled_diloco.protocol.effects import Expect
 from decoupled_diloco.protocol.events import (
     BodyArrived,
+    BodySpoiled,
     CopyArrived,
     Fetched,
     Greeted,
@@ -24,6 +25,7 @@ from decoupled_diloco.protocol.events import (
 )
 from decoupled_diloco.protocol.messages import (
     Begin,
+    Decline,
     Hello,
     Published,
     SeedNamed,
@@ -106,6 +108,23 @@ class ShardBench(Bench):
         self.steps[learner] = step = self.steps[learner] + 1
         return self.told(Said(learner, StepReport(step, 10 * step, seconds)), at)
 
+    def ask(self, learner: str, fragment: int = 0) -> int:
+        """The number of a learner's present asking; 0 if there is none."""
+        asked = self.machine.state.rounds[fragment].asks.get(learner)
+        return 0 if asked is None else asked.number
+
+    def decline(self, learner: str, reason: str = "nothing new", fragment: int = 0) -> list[Any]:
+        """A learner declines its present asking."""
+        number = self.machine.state.rounds[fragment].number
+        message = Decline(number, fragment, self.ask(learner, fragment), reason)
+        return self.told(Said(learner, message))
+
+    def spoil(self, learner: str, reason: str, fragment: int = 0) -> list[Any]:
+        """The body that a learner sent is wrong."""
+        number = self.machine.state.rounds[fragment].number
+        asked = self.ask(learner, fragment)
+        return self.told(BodySpoiled(learner, number, fragment, asked, reason))
+
     def body(self, learner: str, fragment: int = 0, **fields: Any) -> list[Any]:
         """The body of a contribution has arrived."""
         round = self.machine.state.rounds[fragment]
@@ -114,6 +133,7 @@ class ShardBench(Bench):
             "epoch": 1,
             "round": round.number,
             "fragment": fragment,
+            "ask": self.ask(fields.get("learner", learner), fragment),
             "base": round.base,
             "steps": 1,
             "tokens": 10,

@@ -50,7 +50,7 @@ V0, V1, V2, V3 = (Version(1, counter) for counter in range(4))
 
 
 def pull(base: Version = V0, round: int = 1, tick: int = 4, *, final: bool = False) -> Pull:
-    return Pull(round, 0, base, tick, "bf16", f"/up/{round}", 60.0, final)
+    return Pull(round, 0, 10 + round, base, tick, "bf16", f"/up/{round}", 60.0, final)
 
 
 def outcome(verdict: Any, round: int = 1, version: Version | None = None) -> Outcome:
@@ -332,8 +332,8 @@ def test_a_pull_of_the_held_version_ends_the_doubt(learner_bench: Any) -> None:
 def test_an_upload_that_failed_may_have_arrived(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.hear(pull())
-    bench.told(UploadFailed(1, 0, "reset"))
-    assert [message.round for message in bench.messages(Decline)] == [1]
+    bench.told(UploadFailed(1, 0, 11, "reset"))
+    assert [(message.round, message.ask) for message in bench.messages(Decline)] == [(1, 11)]
     bench.hear(outcome("accepted", version=V1))
     bench.publish(V1, V0)
     bench.fetched(V1)

@@ -132,7 +132,7 @@ def test_counters_are_capped(shard_bench: Any) -> None:
 
 def test_a_spoiled_body_is_refused_and_the_round_goes_on(shard_bench: Any) -> None:
     bench = opened(shard_bench, "a", "b")
-    bench.told(BodySpoiled("a", 1, 0, "not finite"))
+    bench.spoil("a", "not finite")
     assert bench.orders(Unexpect)
     assert [message.verdict for message in bench.messages(Outcome)] == ["refused"]
     bench.body("b")
@@ -145,7 +145,7 @@ def test_too_few_delivered_gives_the_round_up_and_it_is_due_again(shard_bench: A
         bench.step("a")
         bench.step("b")
     bench.body("a")
-    bench.told(Said("b", Decline(1, 0, "behind")))
+    bench.decline("b", "behind")
     assert bench.orders(Abandon)
     assert "abandoned" in {message.verdict for message in bench.messages(Outcome)}
     bench.step("a")
@@ -168,7 +168,7 @@ def test_a_failed_merge_is_as_if_given_up(shard_bench: Any) -> None:
 def test_a_decline_is_answered(shard_bench: Any) -> None:
     """Its upload may have failed for the learner only: it needs to hear what became of it."""
     bench = opened(shard_bench, "a", "b")
-    bench.told(Said("a", Decline(1, 0, "upload failed")))
+    bench.decline("a", "upload failed")
     assert [(o.learner, o.message.verdict) for o in bench.orders(Send)] == [("a", "refused")]
 
 
@@ -225,6 +225,25 @@ def test_who_connects_anew_while_the_window_is_open_is_asked_again(shard_bench: 
     assert bench.machine.state.rounds[0].asks["a"].path != first
 
 
+def test_rule_4_the_failure_of_an_earlier_asking_does_not_take_back_the_next(
+    shard_bench: Any,
+) -> None:
+    """Rule 4: who connects anew is asked anew; what still comes of the first asking is void."""
+    bench = shard_bench("a", "b", "c", fragments=1, period=2)
+    for learner in ("a", "b", "c", "a", "b"):
+        bench.step(learner)
+    first = bench.ask("a")
+    bench.greet("a", step=2)
+    assert bench.ask("a") != first
+    assert not bench.told(Said("a", Decline(1, 0, first, "upload failed: reset")))
+    assert not bench.told(BodySpoiled("a", 1, 0, first, "truncated"))
+    bench.body("a", ask=first)
+    assert bench.orders(Drop)
+    assert not bench.orders(Send), "its part in the round is not over"
+    bench.body("a")
+    assert bench.orders(Fold)
+
+
 def test_a_new_epoch_is_not_asked_twice_in_a_round(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", "c", fragments=1, period=1, participants="all", quorum=2)
     bench.step("a")
@@ -261,7 +280,7 @@ def test_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None:
     assert sorted(bench.asked()) == ["a", "b"]
     assert all(pull.final for pull in bench.messages(Pull))
     bench.body("a")
-    bench.told(Said("b", Decline(1, 0, "nothing new")))
+    bench.decline("b", "nothing new")
     assert bench.orders(Merge)
     bench.merged()
     assert bench.messages(Swept)
@@ -270,7 +289,7 @@ def test_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None:
 def test_the_closing_sweep_is_over_when_nobody_has_anything_new(shard_bench: Any) -> None:
     bench = shard_bench("a", fragments=1, period=8)
     bench.told(Ordered(EndOrdered()))
-    bench.told(Said("a", Decline(1, 0, "nothing new")))
+    bench.decline("a", "nothing new")
     assert bench.messages(Swept)
 
 
@@ -298,12 +317,12 @@ def test_the_closing_sweep_waits_for_who_is_away_within_its_lease(shard_bench: A
 def test_who_was_late_in_the_closing_round_gets_another_chance(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", fragments=1, period=8)
     bench.told(Ordered(EndOrdered()))
-    bench.told(BodySpoiled("b", 1, 0, "truncated"))
+    bench.spoil("b", "truncated")
     bench.body("a")
     bench.merged()
     assert not bench.messages(Swept)
     assert sorted(bench.asked()) == ["a", "b"]
-    bench.told(Said("a", Decline(2, 0, "nothing new")))
+    bench.decline("a", "nothing new")
     bench.body("b")
     bench.merged()
     assert bench.messages(Swept)
