@@ -75,14 +75,14 @@ class StripeController:
         up, down = 2 * self.count, self.count // 2
         if up <= COUNTS[-1] and up not in self.rates:
             return up
+        if self._since_probe < PROBE_EVERY:
+            return self.count
         full = self.rates.get(up, 0.0) <= FULL * self.rates[self.count]
         if full and down >= 1 and down not in self.rates:
             return down  # More gains nothing at all, so fewer may do as well.
-        if self._since_probe >= PROBE_EVERY:
-            if self._probe_up and up <= COUNTS[-1]:
-                return up
-            return max(down, 1)
-        return self.count
+        if self._probe_up and up <= COUNTS[-1]:
+            return up
+        return max(down, 1)
 
     def _settle(self) -> None:
         """Move to a neighbour that has proved better, or as good with fewer connections."""

@@ -41,13 +41,20 @@ def test_loopback_stays_at_one_or_two(best: int) -> None:
 @pytest.mark.parametrize("rtt", [0.01, 0.05])
 def test_climbs_until_the_link_is_full(saturates_at: int, rtt: float) -> None:
     rates = {count: float(min(count, saturates_at)) for count in COUNTS}
-    counts = drive(StripeController(), rates, rtt, 100)
-    assert counts[60:].count(saturates_at) > 30, counts
+    counts = drive(StripeController(), rates, rtt, 300)
+    assert counts[200:].count(saturates_at) > 80, counts
+
+
+def test_it_does_not_hurry_to_try_fewer_connections_than_it_began_with() -> None:
+    """On a long link a try with fewer costs several times what it could save."""
+    rates = {count: float(min(count, 16)) for count in COUNTS}
+    counts = drive(StripeController(), rates, 0.05, 16)
+    assert set(counts) == {16, 32}
 
 
 def test_notices_that_the_link_changed() -> None:
     controller = StripeController()
-    drive(controller, {count: float(min(count, 4)) for count in COUNTS}, 0.05, 60)
+    drive(controller, {count: float(min(count, 4)) for count in COUNTS}, 0.05, 200)
     assert controller.count == 4
     drive(controller, {count: float(count) for count in COUNTS}, 0.05, 150)
     assert controller.count == 32
