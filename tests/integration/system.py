@@ -17,6 +17,7 @@ from torch import nn
 
 from decoupled_diloco import Learner, Observer
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.config.method import public_text, read_public
 from decoupled_diloco.launch.roles import open_tape
 from decoupled_diloco.syncer.shard import Shard
@@ -50,6 +51,7 @@ class System:
         folder: Path,
         *,
         tokens: Tokens | None = None,
+        token: str | None = None,
         pool_bytes: int = 1 << 20,
         **tables: Any,
     ) -> None:
@@ -64,9 +66,10 @@ class System:
             workload=tables.get("workload", {}),
         )
         self.pool_bytes = pool_bytes
-        self.tokens = tokens or Tokens()
+        self.token = token
+        self.tokens = tokens or Tokens(token)
         self.ports = free_ports(self.config.syncer.shards)
-        self.addresses = tuple(f"http://127.0.0.1:{port}" for port in self.ports)
+        self.addresses = advertised(self.config, self.ports)
         self.shards: dict[int, Shard] = {}
         self.errors: dict[int, BaseException] = {}
         self._running: dict[int, Any] = {}
@@ -99,12 +102,13 @@ class System:
                 addresses=self.addresses,
                 folder=self.folder,
                 server=lambda on_channel: HttpServer(
+                    host=config.syncer.host,
                     port=self.ports[shard],
                     tokens=self.tokens,
                     on_channel=on_channel,
                     pool_bytes=self.pool_bytes,
                 ),
-                client=HttpClient(),
+                client=HttpClient(token=self.token),
                 tape=tapes[0],
                 coordinator_tape=coordinator_tape if shard == 0 else None,
             )
@@ -149,12 +153,13 @@ class System:
         """Joins with a real `Learner`, its tape in the run folder."""
         tape = self.folder / "tape" / f"{name}.jsonl"
         options = {"give_up_seconds": PATIENCE_SECONDS, "tape": tape, **options}
-        return Learner(model, self.addresses, learner_id=name, **options)
+        addresses = options.pop("syncer", tuple(map(on_this_machine, self.addresses)))
+        return Learner(model, addresses, learner_id=name, **options)
 
     def observer(self, model: nn.Module, **options: Any) -> Observer:
         """Follows with a real `Observer`."""
         options = {"give_up_seconds": PATIENCE_SECONDS, "name": "watcher", **options}
-        return Observer(model, self.addresses, **options)
+        return Observer(model, tuple(map(on_this_machine, self.addresses)), **options)
 
     def rounds(self) -> int:
         """Rounds that were opened so far, over all shards."""

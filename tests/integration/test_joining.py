@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco import Learner, Observer
+from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.errors import (
     AccessError,
     ConfigError,
@@ -43,6 +44,26 @@ def test_a_principal_speaks_for_its_own_id_only(make: Make) -> None:
         system.learner(Model(), "learner-0", token="one")
     with system.learner(Model(), "learner-0", token="zero") as learner:
         assert learner.epoch == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_syncer_on_all_interfaces_is_reached_by_the_address_that_was_dialled(
+    make: Make, first: int
+) -> None:
+    tables = {"syncer": {"host": "0.0.0.0", "shards": 2}, "run": {"budget_steps": 1000}}
+    system = make(token="secret", **tables)
+    assert system.addresses[1] == f"http://0.0.0.0:{system.ports[1]}"
+    system.start()
+    own = from_elsewhere(system.addresses[first])
+    dialled = own if "127." not in own else f"http://127.0.0.2:{system.ports[first]}"
+    with system.learner(Model(), "learner-0", syncer=dialled, token="secret") as learner:
+        for _ in range(12):
+            assert learner.step(tokens=TOKENS)
+        host = dialled.rpartition(":")[0]
+        assert learner._background._shards == tuple(f"{host}:{port}" for port in system.ports)
+        until(lambda: system.rounds() > 0, "rounds are opened")
+        for shard in system.shards.values():
+            assert "learner-0" in shard.machine.state.members
 
 
 def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:

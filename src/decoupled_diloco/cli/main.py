@@ -13,6 +13,7 @@ from rich.console import Console
 
 from decoupled_diloco import __version__
 from decoupled_diloco.config import RunConfig, load_config
+from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.errors import Error
 
 INTERRUPTED = 130
@@ -73,15 +74,22 @@ def syncer(
     _prepare(stop_with_parent)
     if not 0 <= shard < config.syncer.shards:
         _fail(f"--shard {shard} is no shard of this run: 0 to {config.syncer.shards - 1}")
-    given = tuple(a for a in addresses.split(",") if a) or config.syncer.addresses
-    own_port = port if port is not None else config.syncer.port + shard
+    if not (port or config.syncer.port):
+        _fail("port=0 means any free port, so nobody would find this shard: give --port")
+    own_port = port or config.syncer.port + shard
+    told = _listed(addresses) or config.syncer.addresses
+    if not told and config.syncer.shards > 1 and own_port != config.syncer.port + shard:
+        _fail(
+            f"--port {own_port} is not the settings' port of shard {shard}, so the others would "
+            "not be found: give the addresses of all shards with --addresses"
+        )
     folder = Path(config.run.folder)
     (folder / "tape").mkdir(parents=True, exist_ok=True)
     roles.run_shard(
         config,
         shard,
         port=own_port,
-        addresses=given or _default_addresses(config),
+        addresses=told or advertised(config, (own_port,) if config.syncer.shards == 1 else ()),
         folder=folder,
         token=read_token(token_file or config.syncer.token_file),
     )
@@ -169,14 +177,12 @@ def _prepare(parent_matters: bool) -> None:
 
 
 def _addresses(given: str, config: RunConfig) -> tuple[str, ...]:
-    named = tuple(address for address in given.split(",") if address)
-    return named or config.syncer.addresses or _default_addresses(config)
+    """Where a learner or observer finds the shards: as given, or on this machine."""
+    return _listed(given) or tuple(map(on_this_machine, advertised(config)))
 
 
-def _default_addresses(config: RunConfig) -> tuple[str, ...]:
-    host = "127.0.0.1" if config.syncer.host in ("0.0.0.0", "::") else config.syncer.host
-    first = config.syncer.port
-    return tuple(f"http://{host}:{first + shard}" for shard in range(config.syncer.shards))
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def _console() -> Console:

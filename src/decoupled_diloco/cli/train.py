@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
 from decoupled_diloco.observe.progress import Progress
 from decoupled_diloco.observe.report import write_report
@@ -52,13 +53,17 @@ def serve_locally(config: RunConfig, console: Console) -> int:
     try:
         with _termination_as_interrupt():
             run.start()
+            reached = [from_elsewhere(address) for address in run.addresses]
+            more = (
+                "" if reached == list(run.addresses) else ", or any other address of this machine"
+            )
             console.print(
-                f"syncer of {config.run.name}: {', '.join(run.addresses)}\n"
+                f"syncer of {config.run.name}: {', '.join(reached)}{more}\n"
                 f"secret: {run.token_file}\n"
                 "join with:\n"
-                f'  dd.Learner(model, syncer="{run.addresses[0]}", token=…)\n'
+                f'  dd.Learner(model, syncer="{reached[0]}", token=…)\n'
                 f"  ddiloco learner {run.path}/run.toml --index 0 "
-                f"--syncer {run.addresses[0]} --token-file {run.token_file}",
+                f"--syncer {reached[0]} --token-file {run.token_file}",
                 soft_wrap=True,
             )
             outcome = run.wait(lambda: None)

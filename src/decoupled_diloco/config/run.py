@@ -235,16 +235,18 @@ class SyncerSettings(Settings):
     """S: syncer processes, 1 to fragments; each owns some fragments. Raise it when one process or
     one host's link is the bottleneck, or so that a crash stops fewer fragments."""
 
-    host: str = "127.0.0.1"
-    """Address the shards listen on. The default is reached from this machine only; "0.0.0.0" opens
-    them to the network: then set token_file."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address the shards listen on. The default is reached from this machine only; "0.0.0.0" or
+    "::" opens them to the network: learners then use whichever address of this machine they
+    dial."""
 
     port: int = Field(default=7070, ge=0, le=PORT_MAX)
     """Port of the first shard; the others take the following ones. 0: any free ports."""
 
     addresses: tuple[str, ...] = Field(default=(), strict=False)
     """The URLs by which learners reach the shards, one per shard, when these run on several
-    machines or behind a proxy. Default: host and ports."""
+    machines or behind a proxy. Default: host and ports; in the place of a host that means all
+    interfaces, the one that the learner has dialled."""
 
     token_file: Path | None = Field(default=None, strict=False)
     """File with the shared secret that learners must show, relative to where the command is

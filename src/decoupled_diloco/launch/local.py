@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.config.addresses import advertised, on_this_machine, url_of
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.folder import RunFolder
@@ -80,21 +81,21 @@ class LocalRun:
         """
         config, names = self.config, [f"shard-{s}" for s in range(self.config.syncer.shards)]
         ports = _ports(config)
-        host = "127.0.0.1" if config.syncer.host in ("0.0.0.0", "::") else config.syncer.host
-        self.addresses = config.syncer.addresses or tuple(f"http://{host}:{p}" for p in ports)
+        self.addresses = advertised(config, ports)
         common = ["--token-file", str(self._token_file), "--stop-with-parent"]
         run_file = str(self.path / "run.toml")
         joined = ",".join(self.addresses)
+        local = ",".join(map(on_this_machine, self.addresses))
         for shard, name in enumerate(names):
             arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(ports[shard])]
             self.supervisor.start(name, [*arguments, "--addresses", joined, *common])
         if not self._with_learners:
             return
         for index, name in enumerate(config.learner_ids):
-            arguments = ["learner", run_file, "--index", str(index), "--syncer", joined]
+            arguments = ["learner", run_file, "--index", str(index), "--syncer", local]
             self.supervisor.start(name, [*arguments, *common])
         if config.run.evaluator:
-            self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", joined, *common])
+            self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", local, *common])
 
     def wait(self, on_poll: Callable[[], None]) -> Outcome:
         """Watches until the run is finished or cannot go on.
@@ -206,10 +207,11 @@ def _ports(config: RunConfig) -> list[int]:
                 each.bind((config.syncer.host, port))
                 each.listen()
             except OSError as error:
+                where = url_of(config.syncer.host, port).removeprefix("http://")
                 raise TransportError(
-                    f"a shard cannot listen on {config.syncer.host}:{port}: {error.strerror}: is "
-                    "another run still there? Choose other ports with --set syncer.port=…, or any "
-                    "free ones with syncer.port=0"
+                    f"a shard cannot listen on {where}: {error.strerror}: is another run still "
+                    "there? Choose other ports with --set syncer.port=…, or any free ones with "
+                    "syncer.port=0"
                 ) from error
             ports.append(each.getsockname()[1])
         return ports

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
+from decoupled_diloco.config.addresses import reached_by
 from decoupled_diloco.config.method import (
     Public,
     blend_alpha_of,
@@ -423,17 +424,18 @@ class Background:
         answer: Any = decode(await channel.receive(), kinds)
         if isinstance(answer, say.Referred):
             await channel.close("going to the coordinator")
-            if address == answer.address:
+            coordinator = reached_by(answer.address, address)
+            if address == coordinator:
                 raise TransportError(f"{address} refers to itself for the coordinator")
-            return await self._join_once(answer.address)
+            return await self._join_once(coordinator)
         if isinstance(answer, say.JoinRefused):
             if answer.retry:
                 raise _TryAgainError(answer.reason)
             raise ConfigError(answer.reason)
-        self._admitted(answer)
+        self._admitted(answer, address)
         return channel
 
-    def _admitted(self, admitted: say.Admitted) -> None:
+    def _admitted(self, admitted: say.Admitted, dialled: str) -> None:
         with self.lock:
             if self.shared is not None:
                 return  # joined again after the coordinator came back; nothing is new
@@ -455,7 +457,7 @@ class Background:
             tensors = LearnerTensors(plan_of(layout, public), self._store, blend_alpha_of(public))
             self._tape = self._make_tape(header) if self._make_tape else None
             recorder = Recorder(machine, self._tape) if self._tape else Unrecorded(machine)
-            self._shards = admitted.shards
+            self._shards = tuple(reached_by(each, dialled) for each in admitted.shards)
             self.shared = Shared(machine, tensors, public, recorder)
             self.changed.notify_all()
         logger.info(

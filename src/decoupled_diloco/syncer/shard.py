@@ -23,6 +23,7 @@ from typing import Any, TypeVar, assert_never, cast, get_args
 import torch
 
 from decoupled_diloco import __version__
+from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import (
@@ -483,10 +484,10 @@ class Shard:
             self._tell = lambda message: host.shard_said(self.shard, message)
             host.shard_greeted(hello, link)
             return
-        backoff = Backoff()
+        backoff, address = Backoff(), on_this_machine(self._addresses[0])
         while True:
             channel = await reconnecting(
-                self._client, self._addresses[0], "shard", f"shard-{self.shard}", backoff
+                self._client, address, "shard", f"shard-{self.shard}", backoff
             )
             self._tell = lambda message, channel=channel: channel.send(encode(message))  # type: ignore[misc]
             channel.send(encode(hello))

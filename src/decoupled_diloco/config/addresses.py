@@ -1,0 +1,103 @@
+"""Where the shards are: the addresses that others are told, and what they make of them.
+
+A syncer that listens on all interfaces (``host="0.0.0.0"`` or ``"::"``) cannot know by which of its
+addresses a learner reaches it. It tells that wildcard, and whoever hears it puts the host in its
+place that it has dialled itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from decoupled_diloco.config.run import RunConfig
+from decoupled_diloco.errors import ConfigError
+
+
+def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
+    """The shards' addresses in order, as learners are told: from the settings, or host and port.
+
+    Args:
+        config: The run.
+        ports: The ports that the shards really have; default: those of the settings.
+
+    Raises:
+        ConfigError: the settings leave the ports to chance.
+    """
+    settings = config.syncer
+    if settings.addresses:
+        return settings.addresses
+    if not ports and not settings.port:
+        raise ConfigError(
+            "syncer.port=0 means any free ports, so nobody knows where the shards are: give their "
+            "addresses (--syncer for a learner, --addresses for a shard), or set syncer.port"
+        )
+    ports = ports or range(settings.port, settings.port + settings.shards)
+    return tuple(url_of(settings.host, port) for port in ports)
+
+
+def url_of(host: str, port: int | None, scheme: str = "http") -> str:
+    """A URL.
+
+    >>> url_of("syncer", 7070), url_of("::1", 7070)
+    ('http://syncer:7070', 'http://[::1]:7070')
+    """
+    host = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{host}" + ("" if port is None else f":{port}")
+
+
+def reached_by(address: str, dialled: str) -> str:
+    """The address with the host of ``dialled`` in the place of a wildcard.
+
+    >>> reached_by("http://0.0.0.0:7071", "http://syncer:7070")
+    'http://syncer:7071'
+    >>> reached_by("http://10.0.0.1:7071", "http://syncer:7070")
+    'http://10.0.0.1:7071'
+    """
+    if _wildcard_version(address) is None:
+        return address
+    return _with_host(address, urlsplit(dialled).hostname or "")
+
+
+def on_this_machine(address: str) -> str:
+    """The address as processes of the same machine dial it.
+
+    >>> on_this_machine("http://[::]:7070"), on_this_machine("http://0.0.0.0:7070")
+    ('http://[::1]:7070', 'http://127.0.0.1:7070')
+    """
+    version = _wildcard_version(address)
+    if version is None:
+        return address
+    return _with_host(address, "127.0.0.1" if version == 4 else "::1")
+
+
+def from_elsewhere(address: str) -> str:
+    """The address to show to people: one of this machine in the place of a wildcard."""
+    version = _wildcard_version(address)
+    if version is None:
+        return address
+    family, far = (
+        (socket.AF_INET, "192.0.2.1") if version == 4 else (socket.AF_INET6, "2001:db8::1")
+    )
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((far, 9))  # Sends nothing; the kernel chooses the address to send from.
+            return _with_host(address, str(probe.getsockname()[0]))
+    except OSError:
+        return _with_host(address, socket.gethostname())
+
+
+def _with_host(address: str, host: str) -> str:
+    parts = urlsplit(address)
+    return url_of(host, parts.port, parts.scheme)
+
+
+def _wildcard_version(address: str) -> int | None:
+    """4 or 6 for an address whose host means all interfaces."""
+    try:
+        host = ipaddress.ip_address(urlsplit(address).hostname or "")
+    except ValueError:
+        return None
+    return host.version if host.is_unspecified else None
