@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, get_args
 
 import pytest
@@ -260,7 +261,7 @@ async def test_a_body_of_another_size_is_refused(rogue: Rogue, change: int) -> N
     with pytest.raises(ProtocolError, match=f"exactly {len(body)} bytes, not {len(other)}"):
         await rogue.upload(pull, other)
     rogue.channel.send(
-        encode(say.Decline(pull.round, pull.fragment, pull.ask, "a real one says so"))
+        encode(say.Decline(pull.round, pull.fragment, pull.ask, False, "a real one says so"))
     )
 
 
@@ -318,3 +319,38 @@ async def test_a_message_that_breaks_the_protocol_costs_the_connection(
 
     with pytest.raises(TransportError, match="closed by"):
         await asyncio.wait_for(listen(), 5)
+
+
+MALFORMED = [
+    say.Join("learner-1", "n", "learner", "[" * 100_000),
+    say.Join("learner-1", "n", "learner", '{"tensors": 1}'),
+    say.Join("learner-1", "n", "learner", "\ud800"),
+    say.Join("learner-1", "\ud800", "learner", json.dumps(layout_of(Model()).to_json())),
+    say.ShardHello(1, "n", "[" * 100_000),
+    say.ShardHello(1, "n", "{}"),
+    say.ShardHello(1, "n", '{"sync": {"of_a_later_version": 1}}'),
+    say.ShardHello(1, "n", '{"sync": {}, "run": {}, "shards": 1e999, "outer": {}}'),
+    say.ShardHello(7, "n", "{}"),
+]
+
+
+@pytest.mark.parametrize("message", MALFORMED, ids=range(len(MALFORMED)))
+async def test_a_first_message_that_cannot_be_read_costs_its_connection_alone(
+    make: Make, message: Any
+) -> None:
+    system = make(run=LONG, syncer={"shards": 2})
+    system.start()
+    name = getattr(message, "learner", None) or f"shard-{message.shard}"
+    role = "learner" if isinstance(message, say.Join) else "shard"
+    client = HttpClient()
+    with training(Trainer(system, "learner-0", pause=0.02)):
+        channel = await client.connect(system.addresses[0], role, name)
+        channel.send(encode(message))
+        with suppress(TransportError, TimeoutError):
+            async with asyncio.timeout(1):
+                while True:
+                    await channel.receive()
+        await client.close()
+        rounds = system.rounds()
+        until(lambda: system.rounds() > rounds + 2, "the run goes on")
+        assert not system.errors

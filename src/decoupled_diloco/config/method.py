@@ -7,16 +7,21 @@ text. Both go through the same two functions, so that all agree on the schedule 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from decoupled_diloco.config.run import OuterSettings, RunConfig, SyncSettings
-from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.merge import Layout, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.options import Options
 
 Public = Mapping[str, Any]
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlevel = 3
 
 
 def public_text(config: RunConfig) -> str:
@@ -25,17 +30,24 @@ def public_text(config: RunConfig) -> str:
 
 
 def read_public(text: str) -> Public:
-    """The public settings from what the coordinator sent.
+    """The public settings from what another process sent; trusts nothing.
 
     Raises:
         ProtocolError: it is not what `public_text` writes.
     """
     try:
-        public = json.loads(text)
+        public = dict(json.loads(text))
         options_of(public)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ProtocolError(f"the coordinator's settings cannot be read: {error}") from error
-    return dict(public)
+        OuterSettings(**public["outer"])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ProtocolError(f"the run's settings cannot be read: {error!r}") from error
+    except RecursionError:
+        raise ProtocolError("the run's settings cannot be read: nested too deep") from None
+    except ConfigError as error:
+        raise ProtocolError(
+            f"the run's settings cannot be read: {error}: are all processes of the same version?"
+        ) from error
+    return public
 
 
 def difference_of(ours: Public, theirs: Public) -> str:
@@ -51,8 +63,13 @@ def difference_of(ours: Public, theirs: Public) -> str:
             if inner:
                 return f"{key}.{inner}"
         elif key != "digest" and mine != other:
-            return f"{key} is {mine!r} here and {other!r} there"
+            return f"{key} is {_shown(mine)} here and {_shown(other)} there"
     return ""
+
+
+def _shown(value: Any) -> str:
+    """A setting in a sentence; a peer's may be of any size and depth."""
+    return "not set" if value is None else _SHORT.repr(value)
 
 
 def options_of(public: Public) -> Options:

@@ -97,7 +97,7 @@ class TapeWriter:
         self._buffer.clear()
         self._buffered_bytes = 0
         try:
-            view = memoryview(text.encode())
+            view = memoryview(text.encode(errors="backslashreplace"))
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:

@@ -141,14 +141,14 @@ class CoordinatorHost:
             return None, problem if join.role == "learner" else ""
         try:
             layout = Layout.from_json(json.loads(join.layout))
-        except ValueError as error:
-            raise ProtocolError(f"the layout is not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"the layout is not JSON: {error}") from None
         if self._layout is not None:
             difference = self._layout.describe_difference(layout)
             return layout, f"{_NOT_THE_RUNS}: {difference}" if difference else ""
         try:
             plan_of(layout, self._public)
-        except ConfigError as error:
+        except (ConfigError, ProtocolError) as error:
             return layout, str(error)
         return layout, ""
 
@@ -188,7 +188,10 @@ class CoordinatorHost:
                 f"shard={hello.shard} does not fit: this run has shards 0 to "
                 f"{len(self._addresses) - 1}, and 0 hosts the coordinator: correct --shard"
             )
-        difference = difference_of(self._public, read_public(hello.settings))
+        try:
+            difference = difference_of(self._public, read_public(hello.settings))
+        except ProtocolError as error:
+            return f"shard {hello.shard}: {error}"
         if difference:
             return (
                 f"shard {hello.shard} was started with other settings than shard 0: {difference}: "

@@ -193,7 +193,7 @@ class WebSocketChannel:
 
     async def _close_socket(self) -> None:
         # A close frame carries at most 123 bytes of reason.
-        farewell = self.reason.encode()[:120].decode(errors="ignore").encode()
+        farewell = self.reason.encode(errors="replace")[:120].decode(errors="ignore").encode()
         with contextlib.suppress(aiohttp.ClientError, ConnectionError, TimeoutError, RuntimeError):
             async with asyncio.timeout(2 * FLUSH_SECONDS):
                 await self._socket.close(code=aiohttp.WSCloseCode.OK, message=farewell)

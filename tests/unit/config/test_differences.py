@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of, public_text, read_public
+from decoupled_diloco.errors import ProtocolError
 
 
 def public(**tables: Any) -> Any:
@@ -29,9 +31,42 @@ def test_equal_settings_do_not_differ() -> None:
         ({"outer": {"optimizer": "sgd"}}, "outer.momentum is 0.5 here and 0.0 there"),
         (
             {"workload": {"options": {"layers": 2}}},
-            "workload.options.layers is None here and 2 there",
+            "workload.options.layers is not set here and 2 there",
         ),
     ],
 )
 def test_the_first_difference_is_named(tables: dict[str, Any], sentence: str) -> None:
     assert difference_of(public(), public(**tables)) == sentence
+
+
+MALFORMED = [
+    "",
+    "nonsense",
+    "[]",
+    "{}",
+    "7",
+    "[" * 100_000,
+    json.dumps({"sync": 1, "run": {}, "shards": 1, "outer": {}}),
+    json.dumps({"sync": {}, "run": [], "shards": 1, "outer": {}}),
+    json.dumps({"sync": {}, "run": {}, "shards": "x", "outer": {}}),
+    '{"sync": {}, "run": {}, "shards": 1e999, "outer": {}}',
+    json.dumps({"sync": {"period": 0}, "run": {}, "shards": 1, "outer": {}}),
+    json.dumps({"sync": {"of_a_later_version": 1}, "run": {}, "shards": 1, "outer": {}}),
+    json.dumps({"sync": {}, "run": {}, "shards": 1, "outer": {"lr": "fast"}}),
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
+def test_settings_that_cannot_be_read_are_the_peers_fault(text: str) -> None:
+    with pytest.raises(ProtocolError, match="the run's settings cannot be read"):
+        read_public(text)
+
+
+def test_a_difference_of_any_size_is_one_short_sentence() -> None:
+    deep: Any = 0
+    for _ in range(300):
+        deep = [deep]
+    theirs = {**public(), "workload": {"name": deep, "options": "x" * 10_000}}
+    assert len(difference_of(public(), theirs)) < 500
+    theirs = {**public(), "workload": {**public()["workload"], "options": "x" * 10_000}}
+    assert len(difference_of(public(), theirs)) < 800
