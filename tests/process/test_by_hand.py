@@ -79,6 +79,47 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     assert_replays(folder)
 
 
+def test_the_options_of_a_syncer_hold_for_all_its_shards(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2\n")
+    port = free_ports(1)[0]
+    file = str(config_file(tmp_path / "run", run={"learners": 1, "budget_steps": 5}))
+    told = f"http://localhost:{port}"
+    options = ["--port", str(port), "--addresses", told, "--token-file", str(secret)]
+    with ExitStack() as stack:
+        syncer = stack.enter_context(stopped_at_exit(command("syncer", file, *options)))
+        assert syncer.stdout is not None
+        assert syncer.stdout.readline().strip() == f"syncer of small: {told}"
+        assert syncer.stdout.readline().strip() == f"secret: {secret}"
+        until(lambda: health(f"http://127.0.0.1:{port}"), "it listens on the port that was given")
+        arguments = ["learner", file, "--index", "0", "--syncer", told, "--token-file", str(secret)]
+        ended(stack.enter_context(stopped_at_exit(command(*arguments))))
+        ended(syncer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["syncer", "--addresses", "http://a:1,http://b:2"], "has 2 entries, but shards=1"),
+        (["syncer", "--shard", "0"], "port=0 means any free port, so nobody would find this"),
+        (["syncer", "--shard", "1", "--port", "9"], "--shard 1 is no shard of this run: 0 to 0"),
+        (
+            ["syncer", "--shard", "0", "--port", "9", "--set", "syncer.shards=2"],
+            "so the others would not be found: give the addresses of all shards with --addresses",
+        ),
+        (["learner", "--index", "0"], "nobody knows where the shards are: give their addresses"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    file = str(config_file(tmp_path / "run"))
+    process = command(arguments[0], file, *arguments[1:])
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 2, output
+    assert sentence in output
+
+
 def test_every_process_by_hand(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ports = free_ports(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -55,7 +56,9 @@ def syncer(
     shard: Annotated[
         int | None, typer.Option(help="Serve this one shard only; default: all, supervised.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port of this one shard.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of this one shard, or of the first of all.")
+    ] = None,
     addresses: Annotated[
         str, typer.Option(metavar="URL[,URL…]", help="Where learners reach the shards.")
     ] = "",
@@ -63,7 +66,8 @@ def syncer(
     stop_with_parent: StopWithParent = False,
 ) -> None:
     """The syncer: all its shards on this machine, or one of them."""
-    config = load_config(run, settings or ())
+    given = _as_settings(addresses, token_file, port if shard is None else None)
+    config = load_config(run, [*(settings or ()), *given])
     if shard is None:
         from decoupled_diloco.cli.train import serve_locally
 
@@ -77,7 +81,7 @@ def syncer(
     if not (port or config.syncer.port):
         _fail("port=0 means any free port, so nobody would find this shard: give --port")
     own_port = port or config.syncer.port + shard
-    told = _listed(addresses) or config.syncer.addresses
+    told = config.syncer.addresses
     if not told and config.syncer.shards > 1 and own_port != config.syncer.port + shard:
         _fail(
             f"--port {own_port} is not the settings' port of shard {shard}, so the others would "
@@ -91,7 +95,7 @@ def syncer(
         port=own_port,
         addresses=told or advertised(config, (own_port,) if config.syncer.shards == 1 else ()),
         folder=folder,
-        token=read_token(token_file or config.syncer.token_file),
+        token=read_token(config.syncer.token_file),
     )
 
 
@@ -179,6 +183,18 @@ def _prepare(parent_matters: bool) -> None:
 def _addresses(given: str, config: RunConfig) -> tuple[str, ...]:
     """Where a learner or observer finds the shards: as given, or on this machine."""
     return _listed(given) or tuple(map(on_this_machine, advertised(config)))
+
+
+def _as_settings(addresses: str, token_file: Path | None, port: int | None) -> list[str]:
+    """Options of the syncer as the settings that they stand for."""
+    given = []
+    if port is not None:
+        given.append(f"syncer.port={port}")
+    if addresses:
+        given.append(f"syncer.addresses={json.dumps(_listed(addresses))}")
+    if token_file is not None:
+        given.append(f"syncer.token_file={json.dumps(str(token_file))}")
+    return given
 
 
 def _listed(text: str) -> tuple[str, ...]:
