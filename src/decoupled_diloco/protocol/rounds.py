@@ -45,6 +45,7 @@ class Round:
     closed_at: float | None = None
     close_reason: str = ""
     settled_at: float | None = None
+    quorum_delivered_at: float | None = None
     paused_seconds: float = 0.0
     version: Version | None = None
     asks: dict[str, Ask] = field(default_factory=dict)
@@ -62,6 +63,14 @@ class Round:
     def closes_at(self) -> float:
         """The end of the grace window."""
         return self.opened_at + self.grace.seconds
+
+    def held_up(self, seconds: float) -> None:
+        """The shard was paused: everybody gets so much longer."""
+        self.paused_seconds += seconds
+        if self.quorum_delivered_at is not None:
+            self.quorum_delivered_at += seconds
+        for ask in self.asks.values():
+            ask.deadline += seconds
 
     def finished(
         self, now: float, verdict: Literal["merged", "abandoned"], reason: str

@@ -126,7 +126,8 @@ class SyncerMachine:
         """
         effects = self._dispatch(now, event)
         effects += self._move_on(now)
-        self.state.deadline_told = self.deadline()
+        told = None if isinstance(event, Tick) else self.state.deadline_told
+        self.state.deadline_told = self._deadline_to_keep(now, told)
         return effects
 
     def deadline(self) -> float | None:
@@ -143,6 +144,17 @@ class SyncerMachine:
                 instants.append(round.closes_at)
             instants.append(syncer_rounds.next_deadline(state, self.options, round))
         return min((instant for instant in instants if instant is not None), default=None)
+
+    def _deadline_to_keep(self, now: float, told: float | None) -> float | None:
+        """By which instant the next tick is on time.
+
+        A deadline may lie in the past when it comes into being (when patience is counted in the
+        steps of another learner than before): then the tick is due now, and nothing was late.
+        """
+        deadline = self.deadline()
+        if deadline is None or deadline >= now:
+            return deadline
+        return now if told is None else min(max(deadline, told), now)
 
     def snapshot(self) -> SyncerState:
         """A deep copy of the whole state."""
@@ -478,9 +490,7 @@ class SyncerMachine:
             for member in state.members.values():
                 member.lease_until += longer
             for round in state.rounds.values():
-                round.paused_seconds += longer
-                for ask in round.asks.values():
-                    ask.deadline += longer
+                round.held_up(longer)
         effects: list[SyncerEffect] = []
         for learner, member in list(state.members.items()):
             if now >= member.lease_until:

@@ -185,6 +185,8 @@ def body_arrived(
         return _drop(event, "refused", f"{event.tokens} tokens in {event.steps} steps", ask)
     ask.state, ask.delivered_at = "folded", now
     ask.steps, ask.tokens = event.steps, event.tokens
+    if round.quorum_delivered_at is None and round.count("folded") >= options.quorum:
+        round.quorum_delivered_at = now
     member = state.members.get(event.learner)
     if member is not None:
         member.upload.update(now - ask.asked_at)
@@ -341,13 +343,18 @@ def _deadline(state: SyncerState, round: Round, ask: Ask, soft: float | None) ->
 def soft_deadline(state: SyncerState, options: Options, round: Round) -> float | None:
     """When a round whose quorum has delivered stops waiting for the rest: after one period H.
 
-    ``None`` while the quorum has not delivered: then only the deadlines of the uploads count, so
-    that on a slow link rounds go on more slowly instead of never.
+    A quorum that took longer than that leaves the rest a moment all the same. ``None`` while the
+    quorum has not delivered: then only the deadlines of the uploads count, so that on a slow link
+    rounds go on more slowly instead of never.
     """
-    if round.final or round.closed_at is None or round.count("folded") < options.quorum:
+    delivered_at = round.quorum_delivered_at
+    if round.final or round.closed_at is None or delivered_at is None:
         return None
     patience = max(SOFT_DEADLINE_SECONDS_MIN, options.period * state.step_seconds)
-    return round.closed_at + round.paused_seconds + patience
+    return max(
+        round.closed_at + round.paused_seconds + patience,
+        delivered_at + SOFT_DEADLINE_SECONDS_MIN,
+    )
 
 
 def _close(state: SyncerState, options: Options, now: float, round: Round) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.effects import Accept, Evict, Reject, Send
+from decoupled_diloco.protocol.effects import Accept, Evict, Merge, Reject, Send
 from decoupled_diloco.protocol.events import Disconnected, Greeted, Heard, Said, Tick
 from decoupled_diloco.protocol.membership import LEASE_SECONDS, RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
@@ -18,6 +18,7 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Welcome,
 )
+from decoupled_diloco.protocol.syncer_rounds import SOFT_DEADLINE_SECONDS_MIN
 
 
 def test_a_greeting_is_accepted_and_welcomed_with_the_copies(shard_bench: Any) -> None:
@@ -88,6 +89,37 @@ def test_a_tick_that_comes_late_evicts_nobody(shard_bench: Any) -> None:
     assert not bench.orders(Evict)
     bench.told(Tick(), bench.machine.deadline())
     assert len(bench.orders(Evict)) == 2, "nothing was heard since"
+
+
+def test_rule_13_a_deadline_that_lies_in_the_past_is_not_a_late_tick(shard_bench: Any) -> None:
+    """Rule 13: only a pause of the shard extends leases, not a quorum that delivers slowly."""
+    bench = shard_bench("a", "b", "c", fragments=1, period=2, quorum=2)
+    for learner in ("a", "b", "c", "a", "b", "c"):
+        bench.step(learner)
+    bench.body("a")
+    for instant in range(1, 41):
+        bench.told(Heard(("a", "b", "c")), float(instant))
+        bench.told(Tick())
+    bench.body("b", at=40.5)
+    assert bench.machine.deadline() == 40.5 + SOFT_DEADLINE_SECONDS_MIN
+    bench.told(Tick(), bench.machine.deadline())
+    assert bench.orders(Merge), "c was to deliver a period after the window had closed"
+    leases = [member.lease_until for member in bench.machine.state.members.values()]
+    assert max(leases) <= 40.5 + LEASE_SECONDS
+    past = bench.machine.deadline() - 40.0
+    bench.machine.state.lease_check_at = past
+    bench.told(Heard(("b",)), bench.now + 0.1)
+    bench.told(Tick(), bench.now + 0.1)
+    leases = [member.lease_until for member in bench.machine.state.members.values()]
+    assert max(leases) <= bench.now + LEASE_SECONDS, "a deadline that came to be in the past"
+
+
+def test_rule_13_what_arrives_after_a_pause_does_not_hide_it(shard_bench: Any) -> None:
+    """Rule 13: the inbox is drained first; the lateness counts from the tick that was missed."""
+    bench = shard_bench("a", "b")
+    bench.told(Heard(("a",)), LEASE_SECONDS + 100.0)
+    bench.told(Tick(), LEASE_SECONDS + 100.0)
+    assert not bench.orders(Evict)
 
 
 def test_early_and_double_ticks_change_nothing(shard_bench: Any) -> None:
