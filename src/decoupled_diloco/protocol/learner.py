@@ -136,7 +136,7 @@ class LearnerMachine:
                 # It may have arrived all the same: the outcome will tell.
                 why = f"upload failed: {reason}"
                 owner = self.options.owner(fragment)
-                return [Say(owner, Decline(number, fragment, ask, why), why)]
+                return [Say(owner, Decline(number, fragment, ask, False, why), why)]
             case CopyFailed(shard, fragment, attempt, reason):
                 return [Say(shard, CopyDeclined(fragment, attempt, reason), reason)]
             case _:
@@ -274,7 +274,7 @@ class LearnerMachine:
         pull = view.pull
         if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
             if view.steps == 0 and pull.final:
-                return self._decline(index, view, "nothing new")
+                return self._decline(index, view, "nothing new", nothing_new=True)
             if view.steps > 0:
                 effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
                 return effects + self._send(index, view, pull)
@@ -330,10 +330,12 @@ class LearnerMachine:
             )
         ]
 
-    def _decline(self, index: int, view: FragmentView, reason: str) -> list[LearnerEffect]:
+    def _decline(
+        self, index: int, view: FragmentView, reason: str, *, nothing_new: bool = False
+    ) -> list[LearnerEffect]:
         pull, view.pull = view.pull, None
         assert pull is not None
-        decline = Decline(pull.round, index, pull.ask, reason)
+        decline = Decline(pull.round, index, pull.ask, nothing_new, reason)
         return [Say(self.options.owner(index), decline, reason)]
 
     # ---- synchronous baselines

@@ -85,11 +85,15 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """No contribution to this asking of a round, and why."""
+    """No contribution to this asking of a round, and why.
+
+    ``nothing_new``: everything that it has trained is merged already; else it may be asked again.
+    """
 
     round: int
     fragment: int
     ask: int
+    nothing_new: bool
     reason: str
 
 

@@ -110,9 +110,13 @@ def ask_qualified(
 def ask_if_qualified(
     state: SyncerState, options: Options, now: float, round: Round, member: Member
 ) -> list[SyncerEffect]:
-    """Pulls from one learner, the moment it qualifies (rule 3)."""
+    """Pulls from one learner, the moment it qualifies (rule 3).
+
+    The closing sweep also asks who connects anew while the others' bodies are on their way.
+    """
     asked = round.asks.get(member.learner)
-    if round.closed_at is not None or not member.connected:
+    over = round.settled_at if round.final else round.closed_at
+    if over is not None or not member.connected:
         return []
     if asked is not None and asked.state != "gone":
         return []
@@ -222,10 +226,13 @@ def _drop(event: BodyArrived, verdict: Verdict, reason: str, ask: Ask | None) ->
 
 
 def declined(state: SyncerState, learner: str, message: Decline) -> list[SyncerEffect]:
-    """A learner says that it will not deliver."""
-    if not _is_asked(state, message.round, message.fragment, message.ask, learner):
+    """A learner says that it will not deliver; in the closing sweep only who has nothing may."""
+    number, fragment, reason = message.round, message.fragment, message.reason
+    if not _is_asked(state, number, fragment, message.ask, learner):
         return []
-    return fall_out(state, message.round, message.fragment, learner, "declined", message.reason)
+    keeps = state.rounds[fragment].final and not message.nothing_new
+    ask_state = "refused" if keeps else "declined"
+    return fall_out(state, number, fragment, learner, ask_state, reason)
 
 
 def body_spoiled(state: SyncerState, event: BodySpoiled) -> list[SyncerEffect]:
@@ -288,7 +295,7 @@ def progress(state: SyncerState, options: Options, now: float) -> list[SyncerEff
 
 def _progress(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
     effects: list[SyncerEffect] = []
-    if round.closed_at is None and not _close(state, options, now, round):
+    if (round.final or round.closed_at is None) and not _close(state, options, now, round):
         if _hopeless(state, options, round):
             effects += _abandon(state, now, round, "too few learners are left for the quorum")
         return effects
@@ -362,6 +369,8 @@ def _close(state: SyncerState, options: Options, now: float, round: Round) -> bo
         if _not_asked(state.members.values(), round):
             return False  # it comes back within its lease, or it is gone
         reason = "the closing sweep has asked everyone"
+        if round.closed_at is not None:
+            return True
     else:
         decision = window_decision(
             now,
@@ -400,9 +409,9 @@ def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
 
 def _settle(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
     folded = round.count("folded")
-    asked = len(round.asks) - (round.count("declined") if round.final else 0)
+    asked = len(round.asks) - (round.count("declined", "gone") if round.final else 0)
     if round.final and asked == 0:
-        return _abandon(state, now, round, "nobody has anything new")
+        return _abandon(state, now, round, "nobody is left who has anything new")
     needed = max(1, min(options.quorum, asked))
     if folded < needed:
         return _abandon(state, now, round, f"{folded} delivered, {needed} are needed")
@@ -414,15 +423,11 @@ def _settle(state: SyncerState, options: Options, now: float, round: Round) -> l
 def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[SyncerEffect]:
     """Gives the round up; the fragment is due again at the next tick (rule 4)."""
     del state.rounds[round.fragment]
-    fragment = state.fragments[round.fragment]
-    nothing_new = round.final and round.count("declined", "gone") == len(round.asks)
+    effects: list[SyncerEffect] = [Abandon(round.number, round.fragment, reason)]
     if round.final:
-        fragment.sweep_tries += 1
-        if nothing_new or fragment.sweep_tries >= SWEEP_TRIES_MAX:
-            state.closing.discard(round.fragment)
+        effects += _swept(state, round, reason)
     elif state.phase == "running":
         state.again.add(round.fragment)
-    effects: list[SyncerEffect] = [Abandon(round.number, round.fragment, reason)]
     for ask in round.asks.values():
         if ask.state == "waiting":
             ask.state, ask.reason = "late", reason
@@ -430,16 +435,28 @@ def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[
         if ask.state != "gone":
             message = Outcome(round.number, round.fragment, "abandoned", reason, None)
             effects.append(Send(ask.learner, message, reason))
-    if round.final and not nothing_new and round.fragment not in state.closing:
-        effects.append(
-            Note(
-                f"closing round of fragment {round.fragment} given up after "
-                f"{SWEEP_TRIES_MAX} tries: what its learners trained last is not in the result",
-                reason,
-            )
-        )
     effects.append(round.finished(now, "abandoned", reason))
     return effects
+
+
+def _swept(state: SyncerState, round: Round, reason: str) -> list[SyncerEffect]:
+    """A closing round is over: again, if somebody may still have something; else says who had."""
+    entry = state.fragments[round.fragment]
+    entry.sweep_tries += 1
+    open_ends = round.count("waiting", "refused", "late") + _not_asked(state.stepping, round)
+    open_ends += round.version is None and round.count("folded")
+    if open_ends and entry.sweep_tries < SWEEP_TRIES_MAX:
+        return []
+    state.closing.discard(round.fragment)
+    missing = sorted(
+        name
+        for name, ask in round.asks.items()
+        if ask.state != "declined" and (ask.state != "folded" or round.version is None)
+    )
+    if not missing:
+        return []
+    text = f"fragment {round.fragment} is without what {', '.join(missing)} trained last"
+    return [Note(text, f"closing round {entry.sweep_tries} of {SWEEP_TRIES_MAX}: {reason}")]
 
 
 def merged(
@@ -451,17 +468,12 @@ def merged(
         return []
     del state.rounds[fragment]
     entry = state.fragments[fragment]
-    if round.final:
-        # Who was asked and did not deliver gets another chance.
-        entry.sweep_tries += 1
-        if not round.count("refused", "late") or entry.sweep_tries >= SWEEP_TRIES_MAX:
-            state.closing.discard(fragment)
     entry.base, entry.version, entry.digest = round.base, round.version, digest
     entry.published_at, entry.renamed = now, False
     entry.merges += 1
     assert round.closed_at is not None
     state.timing.merge.update(now - round.closed_at)
-    effects: list[SyncerEffect] = []
+    effects = _swept(state, round, "others had") if round.final else []
     for ask in round.asks.values():
         if ask.state == "folded":
             outcome = Outcome(number, fragment, "accepted", round.close_reason, round.version)

@@ -116,7 +116,8 @@ class ShardBench(Bench):
     def decline(self, learner: str, reason: str = "nothing new", fragment: int = 0) -> list[Any]:
         """A learner declines its present asking."""
         number = self.machine.state.rounds[fragment].number
-        message = Decline(number, fragment, self.ask(learner, fragment), reason)
+        nothing_new = reason == "nothing new"
+        message = Decline(number, fragment, self.ask(learner, fragment), nothing_new, reason)
         return self.told(Said(learner, message))
 
     def spoil(self, learner: str, reason: str, fragment: int = 0) -> list[Any]:

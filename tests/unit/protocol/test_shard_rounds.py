@@ -13,6 +13,7 @@ from decoupled_diloco.protocol.effects import (
     Drop,
     Fold,
     Merge,
+    Note,
     RoundFinished,
     Send,
     Unexpect,
@@ -235,7 +236,7 @@ def test_rule_4_the_failure_of_an_earlier_asking_does_not_take_back_the_next(
     first = bench.ask("a")
     bench.greet("a", step=2)
     assert bench.ask("a") != first
-    assert not bench.told(Said("a", Decline(1, 0, first, "upload failed: reset")))
+    assert not bench.told(Said("a", Decline(1, 0, first, False, "upload failed: reset")))
     assert not bench.told(BodySpoiled("a", 1, 0, first, "truncated"))
     bench.body("a", ask=first)
     assert bench.orders(Drop)
@@ -312,6 +313,77 @@ def test_the_closing_sweep_waits_for_who_is_away_within_its_lease(shard_bench: A
     assert not bench.orders(Merge)
     bench.told(Tick(), RECONNECT_SECONDS)
     assert bench.orders(Merge), "b is gone"
+
+
+def sweeping(shard_bench: Any, *learners: str, **options: Any) -> Any:
+    """A closing round that has asked everybody; all have made a step."""
+    bench = shard_bench(*learners, **{"fragments": 1, "period": 8, **options})
+    for learner in learners:
+        bench.step(learner)
+    bench.told(Ordered(EndOrdered()))
+    assert sorted(bench.asked()) == sorted(learners)
+    return bench
+
+
+def reconnect(bench: Any, learner: str) -> None:
+    """Half a second without a connection."""
+    bench.told(Disconnected(learner))
+    bench.now += 0.5
+    bench.greet(learner, step=1, run_step=1)
+
+
+def test_rule_12_the_sweep_asks_who_reconnects_again(shard_bench: Any) -> None:
+    """Rule 12: nothing trained is missing from the result, though a link breaks in the sweep."""
+    bench = sweeping(shard_bench, "a", "b")
+    reconnect(bench, "b")
+    assert bench.asked() == ["b"]
+    bench.body("a")
+    assert not bench.orders(Merge)
+    bench.body("b")
+    assert bench.orders(Merge)
+    bench.merged()
+    assert bench.messages(Swept)
+    assert not bench.orders(Note)
+
+
+def test_rule_12_the_sweep_asks_a_lone_learner_again(shard_bench: Any) -> None:
+    """Rule 12: who is gone for a moment has not said that there is nothing new."""
+    bench = sweeping(shard_bench, "a")
+    reconnect(bench, "a")
+    assert not bench.orders(Abandon)
+    assert bench.asked() == ["a"]
+
+
+def test_rule_12_an_upload_that_failed_is_asked_for_again(shard_bench: Any) -> None:
+    """Rule 12: only who has nothing new may decline its last contribution."""
+    bench = sweeping(shard_bench, "a")
+    bench.decline("a", "upload failed: reset")
+    assert not bench.messages(Swept)
+    assert bench.asked() == ["a"]
+
+
+def test_rule_12_who_comes_back_while_the_sweep_merges_is_asked_as_well(
+    shard_bench: Any,
+) -> None:
+    """Rule 12: its lease had run out, but it is here before the fragment is swept."""
+    bench = sweeping(shard_bench, "a", "b")
+    bench.told(Heard(("a",)), 1.0)
+    bench.told(Disconnected("b"))
+    bench.body("a")
+    bench.told(Tick(), 1.0 + RECONNECT_SECONDS)
+    assert bench.orders(Merge)
+    bench.greet("b", step=1, run_step=1)
+    bench.merged()
+    assert sorted(bench.asked()) == ["a", "b"]
+
+
+def test_rule_12_what_is_lost_in_the_sweep_is_noted(shard_bench: Any) -> None:
+    """Rule 12: the result says what is missing from it."""
+    bench = sweeping(shard_bench, "a")
+    bench.told(Disconnected("a"))
+    bench.told(Tick(), bench.machine.deadline())
+    assert bench.messages(Swept)
+    assert any("without what a trained last" in note.text for note in bench.orders(Note))
 
 
 def test_who_was_late_in_the_closing_round_gets_another_chance(shard_bench: Any) -> None:
