@@ -51,8 +51,10 @@ def main() -> None:
         for body in bodies:
             body.sum()
 
+    memory = torch.zeros(numel)  # a shard keeps it from round to round
+
     def fold(segments: tuple[Segment, ...]) -> Accumulator:
-        accumulator = Accumulator(numel, segments)
+        accumulator = Accumulator(numel, segments, buffer=memory)
         for body in bodies:
             contribution = Contribution(numel, segments)
             contribution.add(0, body)

@@ -82,9 +82,10 @@ class MergePlan:
         """The weight of a contribution with these counters."""
         return token_weight(tokens, steps) if self.weighting == "tokens" else 1.0
 
-    def accumulator(self, fragment: int) -> Accumulator:
-        """An empty accumulator for one round of a fragment."""
-        return Accumulator(self.fragments[fragment].numel, self.segments(fragment))
+    def accumulator(self, fragment: int, buffer: Tensor | None = None) -> Accumulator:
+        """An empty accumulator for one round of a fragment; ``buffer``: memory to use, fp32 [N]."""
+        numel = self.fragments[fragment].numel
+        return Accumulator(numel, self.segments(fragment), buffer=buffer)
 
     def segments(self, fragment: int) -> tuple[Segment, ...]:
         """What of a fragment is merged as one vector, and how."""

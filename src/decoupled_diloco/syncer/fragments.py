@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError, ProtocolError
@@ -63,6 +64,9 @@ class ShardTensors:
         self.fragments: dict[int, FragmentTensors] = {}
         self._arrived: dict[tuple[int, str], Contribution] = {}
         self._accumulators: dict[int, Accumulator] = {}
+        self._numel_max = max(plan.fragments[fragment].numel for fragment in owned)
+        self._free: list[Tensor] = []
+        self._used: dict[int, Tensor] = {}
 
     def install(self, fragment: int, values: Tensor) -> str:
         """Takes values (fp32 [N], kept) as master and published copy, with fresh momentum.
@@ -106,7 +110,10 @@ class ShardTensors:
         """Folds a verified contribution into its round's accumulator."""
         contribution = self._arrived.pop((number, learner))
         if number not in self._accumulators:
-            self._accumulators[number] = self.plan.accumulator(fragment)
+            memory = self._free.pop() if self._free else torch.empty(self._numel_max)
+            self._used[number] = memory
+            buffer = memory[: self.plan.fragments[fragment].numel]
+            self._accumulators[number] = self.plan.accumulator(fragment, buffer)
         weight = self.plan.weight(tokens, steps)
         self._accumulators[number].add_contribution(contribution, weight)
 
@@ -115,8 +122,9 @@ class ShardTensors:
         self._arrived.pop((number, learner), None)
 
     def abandon(self, number: int) -> None:
-        """Forgets everything of a round."""
-        self._accumulators.pop(number, None)
+        """Forgets everything of a round; its accumulator's memory serves the next one."""
+        if self._accumulators.pop(number, None) is not None:
+            self._free.append(self._used.pop(number))
         for key in [key for key in self._arrived if key[0] == number]:
             del self._arrived[key]
 
@@ -128,9 +136,12 @@ class ShardTensors:
         Raises:
             MergeError: no weight, or a result that is not finite; the fragment is as it was.
         """
-        entry = self.fragments[fragment]
-        accumulator = self._accumulators.pop(number)
-        self.abandon(number)
+        try:
+            return self._step(self.fragments[fragment], self._accumulators[number])
+        finally:
+            self.abandon(number)
+
+    def _step(self, entry: FragmentTensors, accumulator: Accumulator) -> PublishedCopy:
         gradient = accumulator.result().neg_()
         master = entry.master.clone()
         state = {name: value.clone() for name, value in entry.outer.state_dict().items()}
