@@ -259,7 +259,7 @@ def test_a_built_in_learner_with_another_file_is_refused(
     other = make(workload={"name": "gpt", "options": {**small, "batch_size": 3}}).config
     system.start()
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    with pytest.raises(ConfigError, match=r"options\.batch_size is 3 here and None there"):
+    with pytest.raises(ConfigError, match=r"options\.batch_size is 3 here and not set there"):
         run_learner(other, 0, syncer=system.addresses, folder=system.folder, token=None)
 
 

@@ -44,7 +44,7 @@ from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
-from decoupled_diloco.observe.tape import Recorder, TapeWriter
+from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
@@ -337,6 +337,7 @@ class Background:
             for shard, address in enumerate(self._shards):
                 self._spawn(self._follow(shard, address))
             self._spawn(self._watch())
+            self._spawn(self._write_tape())
             await stopped
         finally:
             stopped.cancel()
@@ -371,10 +372,14 @@ class Background:
                     stats.data_bytes_received,
                 )
             )
-            with self.lock:
-                if self._tape is not None:
-                    self._tape.flush()
             self._check_patience("no shard has been reachable")
+
+    async def _write_tape(self) -> None:
+        """Brings the tape to the disk, in a thread: neither the trainer nor the loop waits."""
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            if (tape := self._tape) is not None:
+                await asyncio.to_thread(tape.flush)
 
     def _check_patience(self, what: str) -> None:
         alone = time.monotonic() - self._alone_since

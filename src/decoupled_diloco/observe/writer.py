@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,20 +16,23 @@ from decoupled_diloco.observe.samples import Sample
 from decoupled_diloco.protocol import wire
 
 FLUSH_SECONDS = 0.5
-"""Records are written to the file no later than the next record after this long."""
+"""How often whoever owns a tape calls `flush`."""
 
-BUFFER_BYTES_MAX = 1 << 18
-"""Records are written to the file earlier than that when they are this many bytes."""
+BUFFER_BYTES_MAX = 64 << 20
+"""Where a tape ends whose disk is so slow that this much waits: hours of an ordinary run."""
 
 
 class TapeWriter:
-    """Appends the records of one life of one process. To be called from one thread only.
+    """Appends the records of one life of one process.
 
-    A failed write (the disk is full) raises `StorageError` once, or tells ``on_failure`` of it;
-    from then on records are dropped and counted in ``dropped``, so that the tape stays a faithful
-    beginning and training goes on. What is buffered is written when a record comes
-    ``FLUSH_SECONDS`` after the last write, and by `flush`: a process that may fall silent calls it
-    now and then.
+    Records go to a buffer: who writes them never waits for the disk. `flush` writes the buffer, in
+    order, and may be called from another thread meanwhile; whoever owns the tape calls it every
+    ``FLUSH_SECONDS``, so a process that is killed loses what is younger. Threads that write records
+    agree among themselves who is next.
+
+    A failed write (the disk is full) raises `StorageError` once, or tells ``on_failure`` of it, and
+    so does a buffer that has outgrown ``BUFFER_BYTES_MAX``; from then on records are dropped and
+    counted in ``dropped``, so that the tape stays a faithful beginning and training goes on.
 
     Args:
         path: The file, or the tape folder in which ``<who>.jsonl`` is made.
@@ -60,7 +64,9 @@ class TapeWriter:
         self._seq = 0
         self._buffer: list[str] = []
         self._buffered_bytes = 0
-        self._failed = False
+        self._ended = False
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._on_failure = on_failure
         self._file = _open_at_line_start(self.path)
         now = clock()
@@ -71,7 +77,6 @@ class TapeWriter:
             "version": decoupled_diloco.__version__,
             "header": dict(header or {}),
         }
-        self._flushed_at = time.monotonic()
         self._write(now, "start", "start", start, None)
         self.flush()
 
@@ -90,35 +95,40 @@ class TapeWriter:
 
     def flush(self) -> None:
         """Writes what is buffered to the file (the kernel has it then, not yet the disk)."""
-        self._flushed_at = time.monotonic()
-        if not self._buffer:
-            return
-        text, count = "".join(self._buffer), len(self._buffer)
-        self._buffer.clear()
-        self._buffered_bytes = 0
-        try:
-            view = memoryview(text.encode(errors="backslashreplace"))
-            while view:
-                view = view[self._file.write(view) :]
-        except OSError as error:
-            self._failed = True
-            self.dropped += count
-            failure = StorageError(
-                f"{self.path} cannot be written: {error.strerror}: the event tape of {self.who} "
-                "ends here, training goes on; free disk space before the next run"
-            )
-            if self._on_failure is None:
-                raise failure from error
-            self._on_failure(failure)
+        with self._writing:
+            with self._lock:
+                lines, self._buffer = self._buffer, []
+                self._buffered_bytes = 0
+            if not lines:
+                return
+            try:
+                view = memoryview("".join(lines).encode(errors="backslashreplace"))
+                while view:
+                    view = view[self._file.write(view) :]
+            except OSError as error:
+                with self._lock:
+                    self._ended = True
+                    self.dropped += len(lines) + len(self._buffer)
+                    self._buffer.clear()
+                self._tell(f"cannot be written: {error.strerror}", "free disk space")
+
+    def _tell(self, problem: str, way_out: str) -> None:
+        failure = StorageError(
+            f"{self.path} {problem}: the event tape of {self.who} ends here, training goes on; "
+            f"{way_out} before the next run"
+        )
+        if self._on_failure is None:
+            raise failure
+        self._on_failure(failure)
 
     def close(self) -> None:
         """Writes what is buffered and closes the file; a second call does nothing."""
-        if self._file.closed:
-            return
         try:
             self.flush()
         finally:
-            self._file.close()
+            with self._writing, self._lock:
+                self._ended = True
+                self._file.close()
 
     def __enter__(self) -> TapeWriter:
         return self
@@ -135,7 +145,7 @@ class TapeWriter:
     ) -> int:
         seq = self._seq
         self._seq += 1
-        if self._failed:
+        if self._ended:
             self.dropped += 1
             return seq
         try:
@@ -147,11 +157,17 @@ class TapeWriter:
             f'{{"v":{SCHEMA},"at":{float(now)!r},"who":{self._name},"seq":{seq},'
             f'"kind":"{kind}","type":"{name}","data":{body}{tail}}}\n'
         )
-        self._buffer.append(line)
-        self._buffered_bytes += len(line)
-        elapsed = time.monotonic() - self._flushed_at
-        if elapsed >= FLUSH_SECONDS or self._buffered_bytes >= BUFFER_BYTES_MAX:
-            self.flush()
+        with self._lock:
+            full = self._buffered_bytes + len(line) > BUFFER_BYTES_MAX
+            if full or self._ended:
+                self._ended = True
+                self.dropped += 1
+            else:
+                self._buffer.append(line)
+                self._buffered_bytes += len(line)
+        if full:
+            waiting = f"is written too slowly ({BUFFER_BYTES_MAX >> 20} MiB wait for the disk)"
+            self._tell(waiting, "choose a faster disk")
         return seq
 
 

@@ -34,7 +34,7 @@ from decoupled_diloco.errors import (
     TransportError,
 )
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.observe.tape import Recorder, TapeWriter
+from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
@@ -153,6 +153,7 @@ class Shard:
         logger.info("shard %d listens on %s", self.shard, self.address)
         self._spawn(self._coordinate())
         self._spawn(self._listen())
+        self._spawn(self._write_tapes())
         started()
         try:
             await self._stopping.wait()
@@ -174,7 +175,7 @@ class Shard:
         await self._server.stop()
         await self._client.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
-        self._flush()
+        await asyncio.to_thread(self._flush)
 
     def _flush(self) -> None:
         self._tape.flush()
@@ -227,7 +228,12 @@ class Shard:
         while True:
             await asyncio.sleep(HEARD_SECONDS)
             self._hear()
-            self._flush()
+
+    async def _write_tapes(self) -> None:
+        """Brings the tapes to the disk, in a thread: heartbeats do not wait for it."""
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            await asyncio.to_thread(self._flush)
 
     def _hear(self) -> None:
         heard = []

@@ -1,6 +1,8 @@
 import errno
 import json
 import shutil
+import threading
+import time
 
 import pytest
 
@@ -172,16 +174,14 @@ def test_numbers_that_are_not_finite_become_none(tmp_path):
     assert values == [LossMeasured(1, 1, 32, None), Evaluated(1, None, 32)]
 
 
-def test_records_are_buffered_and_written_half_a_second_later(tmp_path, monkeypatch):
-    seconds = [0.0]
-    monkeypatch.setattr("decoupled_diloco.observe.writer.time.monotonic", lambda: seconds[0])
+def test_records_are_buffered_until_they_are_flushed(tmp_path):
     tape = writer(tmp_path)
     reader = follow(tmp_path / "learner-0.jsonl")
     assert [r.kind for r in reader.poll()] == ["start"]
     tape.event(1.0, StepFinished(1))
-    assert reader.poll() == []
-    seconds[0] = 0.6
     tape.event(2.0, StepFinished(2))
+    assert reader.poll() == []
+    tape.flush()
     assert [r.seq for r in reader.poll()] == [1, 2]
     tape.event(3.0, StepFinished(3))
     assert reader.poll() == []
@@ -191,11 +191,74 @@ def test_records_are_buffered_and_written_half_a_second_later(tmp_path, monkeypa
     tape.close()
 
 
-def test_much_is_written_at_once(tmp_path):
+class SlowFile:
+    """A file whose writes take until they are let go."""
+
+    def __init__(self, file):
+        self.file = file
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    closed = property(lambda self: self.file.closed)
+
+    def write(self, data):
+        self.entered.set()
+        assert self.gate.wait(10)
+        return self.file.write(data[: max(1, len(data) // 2)])
+
+    def close(self):
+        self.file.close()
+
+
+def test_records_are_taken_while_the_disk_is_slow_and_stay_in_order(tmp_path):
     tape = writer(tmp_path)
-    tape.effects(1.0, 0, [Note("x" * 300_000, "long")])
-    assert len(follow(tape.path).poll()) == 2
+    slow = tape._file = SlowFile(tape._file)
+    tape.event(1.0, StepFinished(1))
+    flushing = [threading.Thread(target=tape.flush) for _ in range(3)]
+    flushing[0].start()
+    assert slow.entered.wait(10)
+    started = time.monotonic()
+    for step in range(2, 100):
+        tape.event(float(step), StepFinished(step))
+    assert time.monotonic() - started < 1.0, "nobody waits for the disk"
+    for each in flushing[1:]:
+        each.start()
+    slow.gate.set()
+    for each in flushing:
+        each.join(10)
     tape.close()
+    assert [r.seq for r in read_tape(tmp_path)] == list(range(100))
+    assert tape.dropped == 0
+
+
+def test_a_buffer_that_outgrows_its_bound_ends_the_tape_and_is_told_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("decoupled_diloco.observe.writer.BUFFER_BYTES_MAX", 1000)
+    told = []
+    tape = TapeWriter(tmp_path, "learner-0", on_failure=told.append)
+    for step in range(50):
+        tape.event(float(step), StepFinished(step))
+    kept = 51 - tape.dropped
+    assert 1 < kept < 20
+    assert len(told) == 1
+    assert "wait for the disk): the event tape of learner-0 ends here" in str(told[0])
+    tape.flush()
+    tape.event(60.0, StepFinished(60))
+    tape.close()
+    assert [r.seq for r in read_tape(tmp_path)] == list(range(kept))
+
+
+def test_text_that_is_no_unicode_survives(tmp_path):
+    with writer(tmp_path) as tape:
+        tape.effects(1.0, 0, [Note("\ud800ü", "a peer may say anything")])
+    assert [r.value().text for r in read_tape(tmp_path) if r.kind == "effect"] == ["\ud800ü"]
+
+
+def test_a_closed_tape_drops(tmp_path):
+    tape = writer(tmp_path)
+    tape.close()
+    tape.event(1.0, StepFinished(1))
+    tape.flush()
+    tape.close()
+    assert tape.dropped == 1
 
 
 class FullDisk:
@@ -228,18 +291,18 @@ def test_full_disk_is_told_once_and_then_records_are_dropped(tmp_path):
     assert tape.dropped == 2
 
 
-def test_full_disk_does_not_cost_the_recorder_an_effect(tmp_path, caplog):
+def test_a_tape_that_ends_does_not_cost_the_recorder_an_effect(tmp_path, monkeypatch, caplog):
     tape = writer(tmp_path)
     fill_disk(tape)
     told = []
+    monkeypatch.setattr("decoupled_diloco.observe.writer.BUFFER_BYTES_MAX", 10)
     recorder = Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape, told.append)
-    tape._flushed_at -= 1
     assert [type(e).__name__ for e in recorder.handle(1.0, Linked(0))] == ["Say"]
     assert [type(e).__name__ for e in recorder.handle(2.0, Linked(0))] == ["Say"]
     assert len(told) == 1
-    tape._failed, tape._flushed_at = False, -1e9
+    tape._ended = False
     Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape).handle(3.0, Linked(0))
-    assert "cannot be written" in caplog.text
+    assert "is written too slowly" in caplog.text
 
 
 def test_full_disk_is_told_to_who_wants_to_hear_it(tmp_path):
