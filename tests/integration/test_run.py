@@ -296,6 +296,6 @@ def test_nothing_grows_with_the_length_of_a_run(make: Make) -> None:
         assert learner is not None
         tasks = len(learner._background._tasks)
     fragments = system.config.sync.fragments
-    assert measured["offered"] == measured["offers"] <= 4 * fragments
+    assert measured["offered"] == measured["offers"] <= 3 * fragments
     assert all(size <= 4 * fragments for size in measured.values()), measured
     assert tasks <= 3 + 2 * fragments

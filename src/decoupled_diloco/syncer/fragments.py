@@ -3,8 +3,11 @@
 Pure arithmetic on the orders of `SyncerMachine`: used by the shard process and by the virtual
 world alike. Not thread-safe: one worker calls it, in the order of the orders.
 
-Host memory: 12 bytes an owned parameter (master, published copy, momentum), and while a round is
-open one accumulator (4 bytes) and one decoded body (4 bytes) of its fragment.
+Host memory an owned parameter: 12 bytes of state (master, published copy, momentum), and the two
+newest differences on offer, 2 bytes each in bf16 (`Offers`; the whole on offer is the published
+copy itself). While a round is open: an accumulator (4 bytes an element of the largest fragment,
+kept for the next round) and each body that has arrived, decoded (4 bytes); during the merge a
+second copy of the state of that fragment.
 
 Shapes: N elements of a fragment; B bytes of a body.
 """

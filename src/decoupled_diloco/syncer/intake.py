@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+DIFFERENCES_KEPT = 2
+"""Published differences of a fragment that can be fetched."""
+
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 Handle = Callable[[fact.SyncerEvent], None]
 
@@ -190,7 +193,11 @@ class Intake:
 
 
 class Offers:
-    """Published copies that learners may fetch; those of the version before stay for a while.
+    """Published copies that learners may fetch.
+
+    Of each fragment: the newest whole, which is the shard's own published copy, and the two newest
+    differences, so that who is one version behind need not fetch four bytes an element. Who asks
+    for an older body is told that it is gone, and fetches the newest whole.
 
     Args:
         bodies: The server's data plane.
@@ -198,22 +205,28 @@ class Offers:
 
     def __init__(self, bodies: BodyStore) -> None:
         self._bodies = bodies
-        self._kept: dict[int, list[str]] = {}
+        self._wholes: dict[int, str] = {}
+        self._differences: dict[int, list[str]] = {}
         self._urls: dict[str, str] = {}
 
     def offer(self, fragment: int, version: say.Version, published: PublishedCopy) -> None:
         """Offers a version: whole, and as difference unless that is empty."""
         whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
-        kept = self._kept.setdefault(fragment, [])
-        kept.append(whole)
+        older = self._wholes.pop(fragment, whole)
+        if older != whole:
+            self._withdraw(older)
+        self._wholes[fragment] = whole
         self._urls[whole] = self._bodies.offer(whole, _view(published.whole), published.digest)
         if published.difference.numel():
+            kept = self._differences.setdefault(fragment, [])
             kept.append(difference)
             self._urls[difference] = self._bodies.offer(difference, _view(published.difference), "")
-        while len(kept) > 4:
-            old = kept.pop(0)
-            self._bodies.withdraw(old)
-            self._urls.pop(old, None)
+            while len(kept) > DIFFERENCES_KEPT:
+                self._withdraw(kept.pop(0))
+
+    def _withdraw(self, path: str) -> None:
+        self._bodies.withdraw(path)
+        del self._urls[path]
 
     def url(self, path: str) -> str:
         """The transport's URL of an offered path; empty for an empty path."""
