@@ -44,8 +44,9 @@ class RunFolder:
         if self.path.exists():
             self._lock_or_refuse()
             if any(entry.name != "lock" for entry in self.path.iterdir()):
-                self.release()
+                # Before the lock, which goes along, is let go: nobody else may move it meanwhile.
                 self.path.rename(self._free_name())
+                self.release()
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._lock_or_refuse()
@@ -56,12 +57,15 @@ class RunFolder:
         file = (self.path / "lock").open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = _same_file(file, self.path / "lock")
         except BlockingIOError:
+            held = False
+        if not held:
             file.close()
             raise ConfigError(
                 f"the run folder {self.path} is in use by another process: wait for it, or choose "
                 "another with --set run.folder=…"
-            ) from None
+            )
         self._lock = file
 
     def _free_name(self) -> Path:
@@ -101,6 +105,11 @@ class RunFolder:
         traceback: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def _same_file(file: IO[str], path: Path) -> bool:
+    """Whether a lock is still at its place: another run may have moved the folder aside."""
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def read_token(path: Path | None) -> str | None:

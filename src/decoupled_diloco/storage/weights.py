@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.storage.files import force_to_disk
 
 ALIASES_KEY = "decoupled_diloco.aliases"
 """Metadata entry, JSON: {name of a tied tensor: name of the tensor that holds its values}."""
@@ -49,9 +50,9 @@ def save_weights(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(unique, torn, metadata=texts)
-        _force_to_disk(torn)
+        force_to_disk(torn)
         torn.replace(path)
-        _force_to_disk(path.parent)
+        force_to_disk(path.parent)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):  # what matters is the first error
             torn.unlink()
@@ -128,11 +129,3 @@ def _parse_aliases(metadata: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(aliases, dict) or not all(isinstance(v, str) for v in aliases.values()):
         raise ValueError(f"{ALIASES_KEY} is not a table of names")
     return aliases
-
-
-def _force_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

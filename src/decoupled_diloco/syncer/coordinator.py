@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -44,6 +43,7 @@ from decoupled_diloco.protocol.events import (
     ShardSaid,
 )
 from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.transport.base import Channel
 
 logger = logging.getLogger(__name__)
@@ -301,15 +301,7 @@ class CoordinatorHost:
         return _STATE.dump_python(self.machine.snapshot(), mode="json")
 
     def _save(self, document: dict[str, Any]) -> None:
-        part = self._file.with_suffix(".part")
-        try:
-            with part.open("w") as file:
-                json.dump(document, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self._file)
-        except OSError as error:
-            raise StorageError(f"{self._file} cannot be written: {error}") from error
+        write_text(self._file, json.dumps(document))
 
     def _load(self) -> Any:
         """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""

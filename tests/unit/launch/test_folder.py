@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,40 @@ def test_an_earlier_run_is_moved_aside_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / "run.1" / "kept").read_text() == "first"
     assert (tmp_path / "run.2" / "kept").read_text() == "second"
     assert (tmp_path / "run" / "kept").read_text() == "third"
+
+
+def test_the_lock_is_held_until_the_folder_has_been_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rename, seen = tmp_path / "run", Path.rename, []
+    with RunFolder(path):
+        (path / "kept").write_text("first")
+
+    def renamed(self: Path, target: Path) -> Path:
+        with pytest.raises(ConfigError, match="is in use"):
+            RunFolder(path)
+        seen.append(target)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with RunFolder(path):
+        assert seen == [tmp_path / "run.1"]
+
+
+def test_a_lock_that_went_away_with_its_folder_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flock = tmp_path / "run", fcntl.flock
+    path.mkdir()
+
+    def late(file: int, how: int) -> None:
+        if path.exists() and not (tmp_path / "run.1").exists():
+            path.rename(tmp_path / "run.1")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ConfigError, match="is in use by another process"):
+        RunFolder(path)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_storage(tmp_path: Path) -> None:
