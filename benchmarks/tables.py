@@ -1,0 +1,165 @@
+"""Makes `benchmarks/README.md` from the folders below `benchmarks/results`.
+
+python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+HEAD = """# Measurements
+
+Made by `python benchmarks/tables.py` from the folders below `results/`; each holds the command, the
+configuration, the raw output and the result. The estimates were written before measuring. The
+machine has 2 cores and was shared with other work: ratios are taken within one run, and the spread
+is shown as smallest to largest.
+"""
+
+TITLES = {
+    "step_overhead": "What a learner costs its training loop",
+    "quality": "Loss at equal tokens",
+    "outer": "Which outer optimizer",
+    "kill": "One of four learners is killed",
+    "data_plane_wan": "Bodies over a long link",
+    "data_plane_loopback": "Bodies on loopback",
+    "merging": "Merging",
+}
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def spread(value: dict[str, float], digits: int = 2) -> str:
+    return f"{value['median']:.{digits}f} ({value['min']:.{digits}f} to {value['max']:.{digits}f})"
+
+
+def step_overhead(result: Any) -> str:
+    rows = []
+    for case, row in result.items():
+        if isinstance(row, str):
+            rows.append([case, row, "", "", ""])
+            continue
+        inside = row["inside_step_percent"]
+        rows.append(
+            [
+                case,
+                f"{1e3 * row['step_seconds']:.0f} ms",
+                f"{inside['median']:.2f} %, p99 {inside['p99']:.2f} %",
+                spread(row["throughput_percent_of_detached"], 1) + " %",
+                f"{row['bytes_per_merge_over_theory_percent']:+.2f} %",
+            ]
+        )
+    return table(
+        [
+            "case",
+            "inner step",
+            "time inside `step()`, of the inner step",
+            "tokens/s, of the same loop without it",
+            "bytes a merge, over theory",
+        ],
+        rows,
+    )
+
+
+def quality(result: Any) -> str:
+    def gap(value: dict[str, float]) -> str:
+        return f"{value['mean']:+.2f} % [{value['low']:+.2f}, {value['high']:+.2f}]"
+
+    rows = [
+        [
+            name,
+            f"{row['inner_rate']:g}",
+            f"{row['mean_loss']:.4f}",
+            gap(row["gap_to_data_parallel_percent"]),
+            gap(row["gap_of_decoupled_percent"]),
+        ]
+        for name, row in result.items()
+    ]
+    header = ["system", "inner rate", "loss", "against data-parallel", "decoupled against it"]
+    return table(header, rows) + "\n\nMean of the paired seeds, with 95 % intervals (Student's t)."
+
+
+def outer(result: Any) -> str:
+    rows = []
+    for name, row in result.items():
+        gap = row["gap_to_default_percent"]
+        shown = f"{gap['mean']:+.2f} % [{gap['low']:+.2f}, {gap['high']:+.2f}]"
+        rows.append([name, f"{row['mean_loss']:.4f}", shown])
+    return table(["η / μ", "loss", "against the default"], rows)
+
+
+def data_plane(result: Any) -> str:
+    rows = []
+    for kind in ("put", "get"):
+        row = result[kind]
+        share = result.get(f"{kind}_share_of_link")
+        rows.append(
+            [
+                kind.upper(),
+                f"{row['median_bytes_per_second'] * 8 / 1e6:.0f} Mbit/s "
+                f"({row['least'] * 8 / 1e6:.0f} to {row['most'] * 8 / 1e6:.0f})",
+                "" if share is None else f"{100 * share:.0f} %",
+                f"{result[f'{kind}_share_of_raw']:.2f}",
+            ]
+        )
+    text = table(["", "median", "of the link", "times one raw TCP connection"], rows)
+    return (
+        text + f"\n\nLargest round trip of a control ping while bodies fill the link: "
+        f"{1e3 * result['ping_seconds_largest']:.0f} ms "
+        f"(idle {1e3 * result['idle_rtt_seconds']:.1f} ms)."
+    )
+
+
+def pairs(result: Any) -> str:
+    rows = []
+    for name, value in result.items():
+        if isinstance(value, dict) and "median" in value:
+            rows.append([name, spread(value)])
+        elif isinstance(value, dict):
+            rows += [[f"{name}: {key}", spread(inner, 4)] for key, inner in value.items()]
+        else:
+            rows.append([name, str(value)])
+    return table(["", ""], rows)
+
+
+FORMS: dict[str, Callable[[Any], str]] = {
+    "step_overhead": step_overhead,
+    "quality": quality,
+    "outer": outer,
+    "data_plane_wan": data_plane,
+    "data_plane_loopback": data_plane,
+}
+
+
+def section(folder: Path) -> str:
+    document = json.loads((folder / "result.json").read_text())
+    command = (folder / "command").read_text().strip()
+    form = FORMS.get(folder.name, pairs)
+    return "\n\n".join(
+        [
+            f"## {TITLES.get(folder.name, folder.name)}",
+            f"`{command}` ([{folder.name}](results/{folder.name}))",
+            form(document["result"]),
+            f"*Estimate before:* {document['estimate']}.",
+            f"*Not measured:* {document['not_measured']}.",
+        ]
+    )
+
+
+def page() -> str:
+    known = list(TITLES)
+    folders = [path.parent for path in RESULTS.glob("*/result.json")]
+    folders.sort(key=lambda f: (known.index(f.name) if f.name in known else 99, f.name))
+    return "\n\n".join([HEAD.rstrip(), *(section(folder) for folder in folders)]) + "\n"
+
+
+if __name__ == "__main__":
+    (HERE / "README.md").write_text(page())
