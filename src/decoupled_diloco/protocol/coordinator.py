@@ -39,6 +39,7 @@ from decoupled_diloco.protocol.messages import (
     FinishOrdered,
     FromShard,
     Progress,
+    SeedFailed,
     SeedNamed,
     ShardReady,
     Swept,
@@ -51,6 +52,7 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
     ("gathering", "JoinAsked (first layout)", "seeding"),
     ("seeding", "LearnerGone (the seed)", "seeding with the next learner, else gathering"),
+    ("seeding", "SeedFailed", "seeding with the next learner, or the same again"),
     ("seeding", "every shard ready", "running"),
     ("running", "budget reached", "ending"),
     ("ending", "every shard swept", "finished"),
@@ -198,14 +200,16 @@ class CoordinatorMachine:
 
     # ---- begin
 
-    def _name_seed(self) -> list[CoordinatorEffect]:
+    def _name_seed(self, after: str = "") -> list[CoordinatorEffect]:
+        """Names the first learner in the order of their names, or the next one ``after``."""
         state = self.state
         if state.phase != "gathering" or not state.fingerprint:
             return []
         present = sorted(name for name, e in state.learners.items() if e.present)
         if not self.weights_from_file and not present:
             return []
-        state.seed = "" if self.weights_from_file else present[0]
+        following = [name for name in present if name > after] or present
+        state.seed = "" if self.weights_from_file else following[0]
         state.phase = "seeding"
         state.attempt += 1
         state.ready.clear()
@@ -250,12 +254,24 @@ class CoordinatorMachine:
         match message:
             case ShardReady(attempt):
                 return self._shard_ready(shard, attempt)
+            case SeedFailed(attempt, reason):
+                return self._seed_failed(attempt, reason)
             case Progress(clock, tokens):
                 return self._progressed(shard, clock, tokens)
             case Swept():
                 return self._shard_swept(shard)
             case _:
                 assert_never(message)
+
+    def _seed_failed(self, attempt: int, reason: str) -> list[CoordinatorEffect]:
+        """The seed's parameters are no good, or do not come: the next learner's turn."""
+        state = self.state
+        if state.phase != "seeding" or attempt != state.attempt or self.weights_from_file:
+            return []
+        failed, state.phase = state.seed, "gathering"
+        named = self._name_seed(after=failed)
+        text = f"{failed} cannot be the seed of the initial weights, {state.seed or 'nobody'} is"
+        return [Note(text, reason), *named]
 
     def _shard_ready(self, shard: int, attempt: int) -> list[CoordinatorEffect]:
         state = self.state

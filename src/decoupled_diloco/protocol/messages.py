@@ -310,6 +310,14 @@ class ShardReady:
 
 
 @dataclass(frozen=True, slots=True)
+class SeedFailed:
+    """Shard → coordinator: what this seed delivers is no good, or does not come. Name another."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """Coordinator → shard: every shard is ready, rounds may open."""
 
@@ -343,7 +351,7 @@ FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Le
 ToLearner = (
     Welcome | Refusal | Pull | Outcome | Published | Shifted | CopyWanted | Ending | Finished
 )
-FromShard = ShardReady | Progress | Swept
+FromShard = ShardReady | SeedFailed | Progress | Swept
 ToShard = LayoutSet | SeedNamed | Begin | EndOrdered | FinishOrdered
 Message = (
     Hello

@@ -87,6 +87,7 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("starting", "TermGranted (begun)", "restoring"),
     ("empty", "SeedNamed", "seeding"),
     ("seeding", "SeedNamed", "seeding"),
+    ("seeding", "the seed's copies are no good", "seeding; the coordinator is told"),
     ("ready", "SeedNamed", "seeding"),
     ("seeding", "every owned fragment copied", "ready"),
     ("ready", "Begin of this attempt", "running"),
@@ -216,7 +217,7 @@ class SyncerMachine:
             case CopyArrived():
                 return syncer_fill.copy_arrived(state, event)
             case CopySpoiled():
-                return syncer_fill.copy_spoiled(state, event)
+                return syncer_fill.copy_spoiled(state, now, event)
             case WeightsLoaded(digests):
                 return syncer_fill.weights_loaded(state, digests)
             case Merged(number, fragment, digest):
@@ -341,7 +342,7 @@ class SyncerMachine:
                 return []  # the shell joins it with its body
             case CopyDeclined(fragment, attempt, reason):
                 spoiled = CopySpoiled(learner, fragment, attempt, reason)
-                return syncer_fill.copy_spoiled(state, spoiled)
+                return syncer_fill.copy_spoiled(state, now, spoiled)
             case Decline():
                 return syncer_rounds.declined(state, learner, message)
             case Holding(fragment, version):

@@ -24,6 +24,7 @@ from decoupled_diloco.protocol.events import CopyArrived, CopySpoiled
 from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import (
     CopyWanted,
+    SeedFailed,
     SeedNamed,
     ShardAdmitted,
     ShardReady,
@@ -37,6 +38,9 @@ FROM_THE_START_SECONDS = 30.0
 SETTLE_SECONDS = 2.0
 """After the first learner has come back, the others get this long (their reconnect backoff)."""
 
+SEED_TRIES_MAX = 3
+"""How often a seed may deliver a fragment wrong, or not at all, before another one is named."""
+
 FROM_FILE = ""
 """The name of the learner when the initial weights come from the run's file."""
 
@@ -48,6 +52,8 @@ def term_granted(
     if state.phase == "ready" and state.fill is not None:
         why = "the coordinator may not have heard it"
         return [Tell(ShardReady(state.fill.attempt), why)]
+    if state.phase == "seeding" and state.fill is not None and state.fill.failure:
+        return [_failed(state.fill)]
     if state.phase != "starting":
         return []
     state.term = admitted.term
@@ -96,7 +102,7 @@ def member_connected(
     if fill is None:
         return []
     if state.phase == "seeding" and (member.learner, member.epoch) == (fill.source, fill.epoch):
-        return _ask_seed(state, owned, member)
+        return _ask_seed(state, owned, member) if member.connected else []
     if state.phase == "restoring" and fill.settle_at is None:
         fill.settle_at = now + SETTLE_SECONDS
     return []
@@ -105,6 +111,8 @@ def member_connected(
 def _ask_seed(state: SyncerState, owned: tuple[int, ...], member: Member) -> list[SyncerEffect]:
     effects: list[SyncerEffect] = []
     assert state.fill is not None
+    if state.fill.failure:
+        return []
     for fragment in owned:
         if fragment not in state.fill.digests and fragment not in state.fill.asked:
             effects += _want(state, fragment, member, None, "it was named as the seed")
@@ -141,8 +149,8 @@ def _was_asked(fill: Fill, event: CopyArrived | CopySpoiled) -> bool:
     return mine and event.fragment not in fill.digests
 
 
-def copy_spoiled(state: SyncerState, event: CopySpoiled) -> list[SyncerEffect]:
-    """A whole fragment came wrong or not at all: ask again, in restoring somebody else first."""
+def copy_spoiled(state: SyncerState, now: float, event: CopySpoiled) -> list[SyncerEffect]:
+    """A whole fragment came wrong or not at all: ask later, in restoring somebody else first."""
     fill = state.fill
     if fill is None or not _was_asked(fill, event):
         return []
@@ -150,9 +158,11 @@ def copy_spoiled(state: SyncerState, event: CopySpoiled) -> list[SyncerEffect]:
     note = Note(
         f"the copy of fragment {event.fragment} from {event.learner} is no good", event.reason
     )
-    member = state.members.get(event.learner)
-    if state.phase == "seeding" and member is not None and member.connected:
-        effects += _want(state, event.fragment, member, None, event.reason)
+    if state.phase == "seeding":
+        fill.tries[event.fragment] = fill.tries.get(event.fragment, 0) + 1
+        fill.settle_at = now + SETTLE_SECONDS
+        if fill.tries[event.fragment] >= SEED_TRIES_MAX:
+            fill.failure = f"fragment {event.fragment}: {event.reason}"
     else:
         fill.refused.setdefault(event.fragment, set()).add(event.learner)
     return [*effects, note]
@@ -193,8 +203,10 @@ def progress(state: SyncerState, owned: tuple[int, ...], now: float) -> list[Syn
     assert fill is not None
     if complete(state, owned) and state.phase in ("seeding", "restoring"):
         return _install(state, owned)
-    if state.phase != "restoring" or fill.settle_at is None or now < fill.settle_at:
+    if fill.settle_at is None or now < fill.settle_at:
         return []
+    if state.phase == "seeding":
+        return _seed_again(state, owned, fill)
     effects: list[SyncerEffect] = []
     for fragment in owned:
         if fragment in fill.digests or fragment in fill.asked:
@@ -208,6 +220,19 @@ def progress(state: SyncerState, owned: tuple[int, ...], now: float) -> list[Syn
     fill.settle_at = now + SETTLE_SECONDS
     fill.refused.clear()
     return effects
+
+
+def _seed_again(state: SyncerState, owned: tuple[int, ...], fill: Fill) -> list[SyncerEffect]:
+    """Asks the seed once more for what was no good, or has the coordinator name another one."""
+    fill.settle_at = None
+    if fill.failure:
+        return [_failed(fill)]
+    seed = state.members.get(fill.source)
+    return [] if seed is None else member_connected(state, owned, 0.0, seed)
+
+
+def _failed(fill: Fill) -> SyncerEffect:
+    return Tell(SeedFailed(fill.attempt, fill.failure), f"{fill.source} cannot be the seed")
 
 
 def _nobody_has_trained(state: SyncerState, fill: Fill, now: float) -> bool:
@@ -240,6 +265,7 @@ def _newest_holder(state: SyncerState, fragment: int, refused: set[str]) -> Memb
 def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
     fill = state.fill
     assert fill is not None
+    fill.settle_at = None
     effects: list[SyncerEffect] = []
     seeding = state.phase == "seeding"
     why = "the initial weights are complete" if seeding else "restored from its holder"

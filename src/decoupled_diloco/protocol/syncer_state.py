@@ -58,7 +58,10 @@ class CopyAsk:
 
 @dataclass(slots=True)
 class Fill:
-    """How the owned fragments get their first copies: a seed, or what the learners still hold."""
+    """How the owned fragments get their first copies: a seed, or what the learners still hold.
+
+    ``tries``: how often the seed's copy of a fragment was no good; ``failure``: why it is given up.
+    """
 
     attempt: int
     source: str = ""
@@ -70,6 +73,8 @@ class Fill:
     asked_version: dict[int, Version | None] = field(default_factory=dict)
     refused: dict[int, set[str]] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
+    tries: dict[int, int] = field(default_factory=dict)
+    failure: str = ""
 
 
 @dataclass(slots=True)

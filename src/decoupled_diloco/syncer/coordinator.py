@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, assert_never, get_args
 
 from pydantic import TypeAdapter
 
@@ -166,7 +166,7 @@ class CoordinatorHost:
             channel.send(encode(message))
 
         self.shard_greeted(hello, link)
-        kinds = (say.ShardReady, say.Progress, say.Swept)
+        kinds = get_args(say.FromShard)
         try:
             while True:
                 message: Any = decode(await channel.receive(), kinds)

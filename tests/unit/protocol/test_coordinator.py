@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, Options
-from decoupled_diloco.protocol.effects import Admit, AdmitShard, AdoptLayout, Deny, Order, Persist
+from decoupled_diloco.protocol.effects import (
+    Admit,
+    AdmitShard,
+    AdoptLayout,
+    Deny,
+    Note,
+    Order,
+    Persist,
+)
 from decoupled_diloco.protocol.events import (
     JoinAsked,
     LearnerGone,
@@ -21,6 +29,7 @@ from decoupled_diloco.protocol.messages import (
     EndOrdered,
     FinishOrdered,
     Progress,
+    SeedFailed,
     SeedNamed,
     ShardReady,
     Swept,
@@ -224,3 +233,23 @@ def test_ticks_are_harmless() -> None:
     bench = Bench()
     assert bench.machine.deadline() is None
     assert bench.told(Tick()) == []
+
+
+def test_rule_12_another_seed_is_named_when_one_fails() -> None:
+    """Rule 12: one named set of initial weights, from whoever can deliver it."""
+    bench = Bench()
+    bench.told(ShardGreeted(0, "x"))
+    bench.told(ShardGreeted(1, "x"))
+    bench.join("a")
+    bench.join("b")
+    for attempt, seed in ((1, "b"), (2, "a")):
+        bench.told(ShardSaid(0, SeedFailed(attempt, "not finite")))
+        assert bench.orders(SeedNamed) == [
+            (0, SeedNamed(seed, 1, attempt + 1)),
+            (1, SeedNamed(seed, 1, attempt + 1)),
+        ]
+        assert any(isinstance(effect, Note) for effect in bench.effects)
+        assert not bench.told(ShardSaid(1, SeedFailed(attempt, "not finite"))), "known by now"
+    bench.told(LearnerGone("b", "n"))
+    bench.told(ShardSaid(0, SeedFailed(3, "not finite")))
+    assert bench.machine.state.seed == "a", "nobody else is here: the same again"

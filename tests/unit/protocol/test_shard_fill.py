@@ -29,12 +29,17 @@ from decoupled_diloco.protocol.messages import (
     Hello,
     Holding,
     Published,
+    SeedFailed,
     SeedNamed,
     ShardAdmitted,
     ShardReady,
     Swept,
 )
-from decoupled_diloco.protocol.syncer_fill import FROM_THE_START_SECONDS, SETTLE_SECONDS
+from decoupled_diloco.protocol.syncer_fill import (
+    FROM_THE_START_SECONDS,
+    SEED_TRIES_MAX,
+    SETTLE_SECONDS,
+)
 
 
 class FillBench:
@@ -152,9 +157,40 @@ def test_a_copy_that_is_no_good_is_asked_for_again(how: str) -> None:
         bench.told(CopySpoiled("a", 0, ask.attempt, "another digest"))
     else:
         bench.told(Said("a", CopyDeclined(0, ask.attempt, "disk full")))
+    assert not bench.wanted(), "not at once"
+    bench.told(Tick(), SETTLE_SECONDS)
     ((name, again),) = bench.wanted()
     assert (name, again.fragment) == ("a", 0)
     assert again.attempt != ask.attempt
+
+
+def test_rule_12_a_seed_that_is_never_any_good_is_reported() -> None:
+    """Rule 12: three tries, each after a pause; then the coordinator names another seed."""
+    bench = FillBench(begun=False)
+    bench.greet("a")
+    bench.greet("b")
+    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    bench.deliver(bench.wanted()[1:])
+    tries = 0
+    while not bench.said(SeedFailed):
+        fill = bench.machine.state.fill
+        assert fill is not None
+        if 0 in fill.asked:
+            tries += 1
+            bench.told(CopySpoiled("a", 0, fill.asked[0].number, "not finite"))
+            assert not bench.wanted()
+        bench.told(Tick(), bench.machine.deadline())
+        assert bench.now < 100.0
+    assert tries == SEED_TRIES_MAX
+    assert bench.now == tries * SETTLE_SECONDS
+    assert bench.said(SeedFailed) == [SeedFailed(1, "fragment 0: not finite")]
+    bench.told(TermGranted(ShardAdmitted(2, False)))
+    assert bench.said(SeedFailed), "the coordinator may not have heard it"
+    bench.greet("a")
+    assert not bench.wanted()
+    bench.told(Ordered(SeedNamed("b", 1, 2)))
+    bench.deliver(bench.wanted())
+    assert bench.said(ShardReady) == [ShardReady(2)]
 
 
 def test_the_failure_of_an_earlier_asking_does_not_take_back_the_next() -> None:
@@ -163,6 +199,7 @@ def test_the_failure_of_an_earlier_asking_does_not_take_back_the_next() -> None:
     bench.told(Ordered(SeedNamed("a", 1, 1)))
     _, first = bench.wanted()[0]
     bench.told(Said("a", CopyDeclined(0, first.attempt, "lost")))
+    bench.told(Tick(), SETTLE_SECONDS)
     _, second = bench.wanted()[0]
     bench.told(Said("a", CopyDeclined(0, first.attempt, "lost")))
     assert not bench.wanted()
