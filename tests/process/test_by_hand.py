@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.errors import AccessError, ConfigError
+from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.transport.http import HttpClient
 from process.runs import (
     command,
     config_file,
@@ -95,6 +99,39 @@ def test_the_options_of_a_syncer_hold_for_all_its_shards(tmp_path: Path) -> None
         arguments = ["learner", file, "--index", "0", "--syncer", told, "--token-file", str(secret)]
         ended(stack.enter_context(stopped_at_exit(command(*arguments))))
         ended(syncer)
+
+
+def test_every_id_has_a_secret_of_its_own(tmp_path: Path) -> None:
+    folder, principals = tmp_path / "run", tmp_path / "principals"
+    names = ["learner-0", "learner-1", "shard-1", "evaluator"]
+    principals.write_text("".join(f'{name} = "of {name}"\n' for name in names))
+    tables = {"run": {"evaluator": True}, "syncer": {"shards": 2, "principals_file": principals}}
+    told: list[str] = []
+
+    async def knock(address: str, name: str, secret: str) -> None:
+        client = HttpClient(token=secret)
+        try:
+            await client.connect(address, "learner", name)
+        finally:
+            await client.close()
+
+    def script(run: LocalRun) -> Iterator[None]:
+        yield from when(lambda: health(run.addresses[0]).get("phase") == "running")
+        for name, secret in (("learner-1", "of learner-0"), ("learner-0", "guessed")):
+            with pytest.raises(AccessError) as caught:
+                asyncio.run(knock(run.addresses[0], name, secret))
+            told.append(str(caught.value))
+
+    with local_run(config_of(folder, **tables)) as run:
+        assert not (folder / "token").exists()
+        run.start()
+        outcome = wait(run, script(run))
+    assert outcome.finished, outcome.reason
+    assert "this token belongs to 'learner-0', not to 'learner-1': use your own token" in told[0]
+    assert "the token is not known to this run" in told[1]
+    tables["run"]["learners"] = 3
+    with pytest.raises(ConfigError, match="has no secret for 'learner-2': add a line"):
+        LocalRun(config_of(tmp_path / "other", **tables))
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def syncer(
         _exit(serve_locally(config, _console()))
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.folder import read_token
+    from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
     if not 0 <= shard < config.syncer.shards:
@@ -95,7 +96,9 @@ def syncer(
         port=own_port,
         addresses=told or advertised(config, (own_port,) if config.syncer.shards == 1 else ()),
         folder=folder,
-        token=read_token(config.syncer.token_file),
+        token=own_token(config, f"shard-{shard}")
+        if shard
+        else read_token(config.syncer.token_file),
     )
 
 
@@ -110,7 +113,7 @@ def learner(
 ) -> None:
     """One learner that trains the run's workload; start it again and it goes on."""
     from decoupled_diloco.launch import roles
-    from decoupled_diloco.launch.folder import read_token
+    from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
     config = load_config(run, settings or ())
@@ -119,7 +122,7 @@ def learner(
         index,
         syncer=_addresses(syncer, config),
         folder=Path(config.run.folder),
-        token=read_token(token_file or config.syncer.token_file),
+        token=own_token(config, f"learner-{index}", token_file),
     )
 
 
@@ -133,7 +136,7 @@ def evaluator(
 ) -> None:
     """An observer that scores the published weights on held-out data."""
     from decoupled_diloco.launch import roles
-    from decoupled_diloco.launch.folder import read_token
+    from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
     config = load_config(run, settings or ())
@@ -141,7 +144,7 @@ def evaluator(
         config,
         syncer=_addresses(syncer, config),
         folder=Path(config.run.folder),
-        token=read_token(token_file or config.syncer.token_file),
+        token=own_token(config, roles.EVALUATOR, token_file),
     )
 
 

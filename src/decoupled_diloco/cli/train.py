@@ -54,16 +54,18 @@ def serve_locally(config: RunConfig, console: Console) -> int:
         with _termination_as_interrupt():
             run.start()
             reached = [from_elsewhere(address) for address in run.addresses]
+            each = config.syncer.principals_file is not None
+            secret = "FILE_WITH_ITS_OWN" if each else run.secret_file
             more = (
                 "" if reached == list(run.addresses) else ", or any other address of this machine"
             )
             console.print(
                 f"syncer of {config.run.name}: {', '.join(reached)}{more}\n"
-                f"secret: {run.token_file}\n"
+                f"secret: {run.secret_file}\n"
                 "join with:\n"
                 f'  dd.Learner(model, syncer="{reached[0]}", token=…)\n'
                 f"  ddiloco learner {run.path}/run.toml --index 0 "
-                f"--syncer {reached[0]} --token-file {run.token_file}",
+                f"--syncer {reached[0]} --token-file {secret}",
                 soft_wrap=True,
             )
             outcome = run.wait(lambda: None)

@@ -252,6 +252,12 @@ class SyncerSettings(Settings):
     """File with the shared secret that learners must show, relative to where the command is
     started. Default: the local launcher makes one up for each run."""
 
+    principals_file: Path | None = Field(default=None, strict=False)
+    """File with a secret for each id instead of one for all, so that nobody can speak for somebody
+    else: lines of TOML, learner-0 = "…", also for "shard-1" and following, and "evaluator".
+    Relative to where the command is started. A learner elsewhere gets its own one in a token_file.
+    Default: one secret for all."""
+
     pool_mib: int = Field(default=256, ge=1)
     """Memory for bodies on their way in and out of one shard, MiB, at least 1. A shard needs room
     for about learners × rounds in flight × the encoded size of a fragment."""
@@ -259,6 +265,15 @@ class SyncerSettings(Settings):
     threads: int = Field(default=1, ge=1)
     """Threads of one shard's merge arithmetic, at least 1. Folding in a body runs at memory speed
     with one; raise it for very large fragments on a host of its own."""
+
+    @model_validator(mode="after")
+    def _check_secrets(self) -> SyncerSettings:
+        if self.token_file is not None and self.principals_file is not None:
+            raise ConfigError(
+                "[syncer] has both token_file and principals_file: keep one, for one secret for "
+                "all or one for each id"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_addresses(self) -> SyncerSettings:

@@ -16,6 +16,7 @@ from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.launch.roles import EVALUATOR, open_tape
+from decoupled_diloco.launch.secrets import read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Supervisor
 from decoupled_diloco.observe.samples import FaultInjected, WeightsSaved
 from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
@@ -56,11 +57,16 @@ class LocalRun:
     def __init__(self, config: RunConfig, *, learners: bool = True) -> None:
         self.config = config
         load_workload(config.workload.name, config.workload_options())
+        self._with_learners = learners
+        if config.syncer.principals_file is not None:
+            self._require_principals(config.syncer.principals_file)
         self.folder = RunFolder(Path(config.run.folder))
         self.path = self.folder.path
         (self.path / "run.toml").write_text(dump_config(config))
-        self._with_learners = learners
-        self._token_file = config.syncer.token_file or self.folder.token_file()
+        settings = config.syncer
+        self.secret_file: Path = (
+            settings.principals_file or settings.token_file or self.folder.token_file()
+        )
         self._tape = open_tape(self.path, "launcher", {"machine": "launcher"})
         self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
         self._follower: Follower = follow(self.path)
@@ -68,10 +74,12 @@ class LocalRun:
         self._clock = self._tokens = 0
         self.addresses: tuple[str, ...] = ()
 
-    @property
-    def token_file(self) -> Path:
-        """Where the run's secret is."""
-        return Path(self._token_file)
+    def _require_principals(self, path: Path) -> None:
+        config = self.config
+        names = [f"shard-{shard}" for shard in range(1, config.syncer.shards)]
+        if self._with_learners:
+            names += [*config.learner_ids, *([EVALUATOR] if config.run.evaluator else [])]
+        require_principals(path, read_principals(path), names)
 
     def start(self) -> None:
         """Starts the shards, then the learners and the evaluator.
@@ -82,7 +90,9 @@ class LocalRun:
         config, names = self.config, [f"shard-{s}" for s in range(self.config.syncer.shards)]
         ports = _ports(config)
         self.addresses = advertised(config, ports)
-        common = ["--token-file", str(self._token_file), "--stop-with-parent"]
+        common = ["--stop-with-parent"]
+        if config.syncer.principals_file is None:
+            common += ["--token-file", str(self.secret_file)]
         run_file = str(self.path / "run.toml")
         joined = ",".join(self.addresses)
         local = ",".join(map(on_this_machine, self.addresses))

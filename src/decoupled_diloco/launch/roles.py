@@ -19,12 +19,12 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import Position
+from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.learner.learner import Learner, Observer
 from decoupled_diloco.observe.samples import CorpusDescribed, Evaluated, SampleGenerated
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.transport.http import HttpClient, HttpServer
-from decoupled_diloco.transport.tokens import Tokens
 from decoupled_diloco.units import MIB
 from decoupled_diloco.workloads import Workload, load_workload
 
@@ -65,6 +65,7 @@ def run_shard(
     Raises:
         Error: the port is taken, or state on disk cannot be read or written.
     """
+    tokens = accepted_tokens(config, token)
     header = {"machine": "shard", "shard": shard, "settings": json.loads(public_text(config))}
     tape = open_tape(folder, f"shard-{shard}", header)
     tapes = [tape]
@@ -83,7 +84,7 @@ def run_shard(
             server=lambda on_channel: HttpServer(
                 host=config.syncer.host,
                 port=port,
-                tokens=Tokens(token),
+                tokens=tokens,
                 on_channel=on_channel,
                 health=lambda: process.health(),
                 pool_bytes=config.syncer.pool_mib * MIB,

@@ -1,0 +1,66 @@
+"""One secret for the run, or one for each id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.secrets import accepted_tokens, own_token, read_principals
+from decoupled_diloco.transport.tokens import Refusal
+
+
+def config_of(**syncer: Any) -> RunConfig:
+    return RunConfig(run={"budget_steps": 1}, syncer=syncer)
+
+
+def test_each_id_has_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "principals"
+    path.write_text('learner-0 = "zero"\nshard-1 = "one"\n"a.b" = "two"\n')
+    config = config_of(principals_file=path)
+    assert own_token(config, "learner-0") == "zero"
+    assert own_token(config, "a.b") == "two"
+    tokens = accepted_tokens(config, None)
+    assert tokens.authorize("Bearer zero", "learner-0") == "learner-0"
+    with pytest.raises(Refusal, match="belongs to 'learner-0', not to 'shard-1'"):
+        tokens.authorize("Bearer zero", "shard-1")
+    with pytest.raises(ConfigError, match="has no secret for 'evaluator': add a line evaluator ="):
+        own_token(config, "evaluator")
+    given = tmp_path / "given"
+    given.write_text("by hand\n")
+    assert own_token(config, "evaluator", given) == "by hand"
+
+
+def test_one_secret_is_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("s\n")
+    config = config_of(token_file=path)
+    assert own_token(config, "learner-0") == own_token(config, "shard-1") == "s"
+    assert own_token(config_of(), "learner-0") is None
+    assert accepted_tokens(config, "s").authorize("Bearer s", "anybody") == "anybody"
+    with pytest.raises(ConfigError, match="has both token_file and principals_file: keep one"):
+        config_of(token_file=path, principals_file=path)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "must hold a line"),
+        ("hunter2", "is not TOML: write a line id ="),
+        ("a = 1", "must hold a line"),
+        ('[a]\nb = "c"', "must hold a line"),
+    ],
+)
+def test_a_file_without_ids_is_refused_and_not_repeated(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    path = tmp_path / "principals"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        read_principals(path)
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_principals(tmp_path / "none")
