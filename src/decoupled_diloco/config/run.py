@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from decoupled_diloco.config.settings import Settings, nearest, suggestion
 from decoupled_diloco.errors import ConfigError
 
 PORT_MAX = 65_535
 
-Codec = Literal["fp32", "bf16"]
+BUILT_IN_CODECS = ("fp32", "bf16")
 
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
@@ -134,11 +134,12 @@ class SyncSettings(Settings):
     """How parameters become fragments (paper, App. C; the same quality): "balanced" has the lowest
     peak of traffic, "tensor" is uneven, "layer-strided" and "layer-sequential" come in bursts."""
 
-    uplink_codec: Codec = "bf16"
+    uplink_codec: str = "bf16"
     """Number format of what learners send. "bf16" halves the traffic at the same quality (paper,
-    text 55.4 against 55.3); "fp32" loses nothing, for baselines."""
+    text 55.4 against 55.3); "fp32" loses nothing, for baselines. Or one's own, which every process
+    has registered by `merge.register_codec` before."""
 
-    downlink_codec: Codec = "bf16"
+    downlink_codec: str = "bf16"
     """Number format of what the syncer sends. What bf16 rounds away stays in the fp32 master and
     goes out next time."""
 
@@ -171,6 +172,20 @@ class SyncSettings(Settings):
         if self.weighting == "uniform":
             ignored["counter_cap_periods"] = "with weighting='uniform'"
         return ignored
+
+    @field_validator("uplink_codec", "downlink_codec")
+    @classmethod
+    def _check_codec(cls, name: str, field: ValidationInfo) -> str:
+        if name not in BUILT_IN_CODECS:
+            from decoupled_diloco.merge import (
+                codec,
+            )  # Brings torch in, which others can do without.
+
+            try:
+                codec(name)
+            except ConfigError as error:
+                raise ConfigError(f"{field.field_name}={name!r} in [sync]: {error}") from None
+        return name
 
     @model_validator(mode="after")
     def _check_overlap(self) -> SyncSettings:

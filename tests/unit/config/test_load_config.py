@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from decoupled_diloco.config import RunConfig, Settings, dump_config, load_config
+from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.merge import layout_of
+from decoupled_diloco.merge.codec import RawCodec, _codecs
 
 MINIMAL = "[run]\nbudget_steps = 100\n"
 
@@ -241,3 +246,16 @@ def test_every_setting_is_documented() -> None:
 
     check(RunConfig)
     check(PacedOptions)
+
+
+def test_a_codec_of_ones_own_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: Any = {"run": {"budget_steps": 1}, "sync": {"uplink_codec": "half"}}
+    with pytest.raises(ConfigError, match="codec 'half' is unknown: did you mean"):
+        RunConfig(**tables)
+    monkeypatch.setitem(_codecs, "half", RawCodec("half", torch.float16))
+    config = RunConfig(**tables)
+    assert config.sync.uplink_codec == "half"
+    public = read_public(public_text(config))
+    layout = layout_of(torch.nn.Linear(8, 8))
+    plan = plan_of(layout, {**public, "sync": {**public["sync"], "fragments": 1, "period": 4}})
+    assert plan.uplink.name == "half"
