@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.store import HostCopy, ModuleStore
 from decoupled_diloco.merge import Fragment
 from decoupled_diloco.observe.tape import read_tape
@@ -150,3 +151,19 @@ def test_a_learner_that_missed_a_round_rebases(make: Make) -> None:
     for change, order in rebased:
         assert torch.equal(change.after, (change.before - change.published) + change.values)
         assert order.data["discarded_tokens"] == 0
+
+
+def test_a_master_copy_that_appears_in_the_first_step_is_refused(make: Callable[..., Any]) -> None:
+    system = make()
+    system.start()
+    model = Model(dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with system.learner(model, "learner-0", optimizer=optimizer) as learner:
+        weight = model.hidden.weight
+        optimizer.state[weight]["master_param"] = weight.detach().float()
+        with pytest.raises(ConfigError, match=r"keeps 'hidden\.weight' in fp32 as 'master_param'"):
+            learner.step(tokens=1)
+        del optimizer.state[weight]["master_param"]
+        assert learner.step(tokens=1)
+        optimizer.state[weight]["master_param"] = weight.detach().float()
+        assert learner.step(tokens=1), "only the first step looks"

@@ -27,6 +27,7 @@ import torch
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.background import Background, Identity, Shared
+from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.observe.tape import TapeWriter
@@ -171,8 +172,10 @@ class Learner(_Participant):
         token: The run's secret, if it has one.
         learner_id: A name of its own that stays the same across restarts: 1 to 64 letters, digits,
             ``.``, ``_``, ``-``. Default: host name and process id.
-        optimizer: The inner optimizer; given, it is checked not to hold weights of its own, which
-            would undo what is applied.
+        optimizer: The inner optimizer; given without ``after_apply``, it is checked, here and in
+            the first step, not to hold weights of its own, which would undo what is applied: in
+            its groups, in the attributes of well-known wrappers, and as fp32 state beside a
+            parameter of lower precision (`checks.refuse_own_copies` says just what is looked at).
         after_apply: Called at the end of a step in which global weights were applied, with the
             fragments' numbers: the place to refresh an optimizer's own copies of the weights.
         give_up_seconds: Raise `TransportError` after so long without any shard. Default: train on
@@ -182,8 +185,8 @@ class Learner(_Participant):
         client: Makes the transport's client. Default: HTTP.
 
     Raises:
-        ConfigError: the model differs from the run's (the first differing tensor is named), the id
-            or address is no good, or the optimizer holds copies.
+        ConfigError: the model differs from the run's (the first differing tensor is named), or has
+            NaN or infinite weights, the id or address is no good, or the optimizer holds copies.
         AccessError: the syncer refuses the token.
         TransportError: ``give_up_seconds`` have passed.
     """
@@ -202,8 +205,12 @@ class Learner(_Participant):
         store: ParameterStore | None = None,
         client: Callable[[], Client] | None = None,
     ) -> None:
-        if optimizer is not None and after_apply is None:
-            _refuse_own_copies(model, optimizer)
+        self._model = model
+        self._unchecked = optimizer if after_apply is None else None
+        if self._unchecked is not None:
+            refuse_own_copies(model, self._unchecked)
+        if store is None:
+            refuse_what_is_not_finite(model)
         self._after_apply = after_apply
         self._steps_before = self._tokens_before = 0
         super().__init__(
@@ -231,12 +238,16 @@ class Learner(_Participant):
             Whether the run goes on. After ``False``, stop training and `close`.
 
         Raises:
+            ConfigError: in the first step: the optimizer holds copies.
             ProtocolError: another process has taken over this learner's id.
             TransportError: ``give_up_seconds`` have passed without any shard.
         """
         if tokens < 1 or isinstance(tokens, bool):
             raise ConfigError(f"tokens={tokens}: a step trains on at least 1")
         self._raise_failure()
+        if self._unchecked is not None:
+            refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
+            self._unchecked = None
         plan = self._background.tell(StepFinished(int(tokens)))
         applied = plan.applied + (self._hold() if plan.hold else ())
         if applied and self._after_apply is not None:
@@ -422,15 +433,3 @@ def _open_tape(path: Path, name: str, header: dict[str, Any]) -> TapeWriter:
 def _default_id() -> str:
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "host"
     return f"{host[:40]}-{os.getpid()}"
-
-
-def _refuse_own_copies(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    own = {id(parameter) for parameter in model.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in own:
-                raise ConfigError(
-                    f"group {number} of {type(optimizer).__name__} holds a tensor of shape "
-                    f"{tuple(parameter.shape)} that is not a parameter of the model: its own copy "
-                    "of the weights would undo what is applied. Refresh it in after_apply=…"
-                )

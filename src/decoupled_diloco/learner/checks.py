@@ -1,0 +1,84 @@
+"""What a model and its inner optimizer must not bring into a run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.merge import is_finite
+
+OWN_COPIES = (
+    "fp32_from_fp16_groups",
+    "fp32_from_fp16_params",
+    "fp32_groups_flat_partition",
+    "master_params",
+    "single_partition_of_fp32_groups",
+)
+"""Attributes in which wrappers (apex, DeepSpeed, Megatron) keep fp32 weights of their own."""
+
+_OWN_COPY_NAME = re.compile(r"master|^(fp32|float32|main)_?(p|param|params|weight|weights|copy)$")
+
+_WAY_OUT = (
+    "its own copy of the weights would undo what is applied. Refresh it in after_apply=…, which "
+    "says that this is taken care of"
+)
+
+
+def refuse_what_is_not_finite(model: nn.Module) -> None:
+    """A learner whose weights are NaN or infinite has nothing to bring into a run.
+
+    Raises:
+        ConfigError: names the first such tensor.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not is_finite(parameter):
+            raise ConfigError(
+                f"the model's {name!r} has NaN or infinite values: correct its initialization, or "
+                "the checkpoint that it was loaded from"
+            )
+
+
+def refuse_own_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that holds weights of its own would undo what is applied to the model.
+
+    Three things are looked at: a tensor of ``param_groups`` that is no parameter of the model; an
+    attribute of `OWN_COPIES` that is not empty; and, beside a parameter of lower precision, an fp32
+    state of its shape that is called like a master copy (``master_param``, ``fp32_param``, …) or
+    has just its values. The state exists only once the optimizer has stepped.
+
+    Raises:
+        ConfigError: it has such a copy.
+    """
+    kind = type(optimizer).__name__
+    own = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ConfigError(
+                    f"group {number} of {kind} holds a tensor of shape {tuple(parameter.shape)} "
+                    f"that is not a parameter of the model: {_WAY_OUT}"
+                )
+    for holder in (optimizer, getattr(optimizer, "_amp_stash", None)):
+        for name in OWN_COPIES:
+            # Only what is stored: a property of a wrapper may compute, or fail.
+            if getattr(holder, "__dict__", {}).get(name):
+                raise ConfigError(f"{kind} has {name!r}: {_WAY_OUT}")
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if _is_own_copy(key, value, parameter):
+                raise ConfigError(f"{kind} keeps {name!r} in fp32 as {key!r}: {_WAY_OUT}")
+
+
+def _is_own_copy(key: Any, value: Any, parameter: Tensor) -> bool:
+    if not isinstance(value, Tensor) or parameter.dtype.itemsize >= 4:
+        return False
+    if value.dtype is not torch.float32 or value.shape != parameter.shape:
+        return False
+    if _OWN_COPY_NAME.search(str(key).lower()):
+        return True
+    rounded = value.detach().to(parameter.device, parameter.dtype)
+    return bool(parameter.any()) and torch.equal(rounded, parameter.detach())

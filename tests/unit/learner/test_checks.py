@@ -1,0 +1,78 @@
+"""What a model and its optimizer must not bring into a run."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco import Learner
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.checks import (
+    OWN_COPIES,
+    refuse_own_copies,
+    refuse_what_is_not_finite,
+)
+
+
+def stepped(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 3).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused_before_joining(value: float) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    refuse_what_is_not_finite(model)
+    with torch.no_grad():
+        model[1].bias[1] = value
+    with pytest.raises(ConfigError, match=r"the model's '1\.bias' has NaN or infinite values"):
+        Learner(model, "http://127.0.0.1:9")
+    model[1].bias.requires_grad_(False)
+    refuse_what_is_not_finite(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ordinary_optimizers_are_taken(dtype: torch.dtype) -> None:
+    refuse_own_copies(*stepped(dtype))
+    model = nn.Linear(4, 3).to(dtype)
+    refuse_own_copies(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("key", ["master_param", "master", "fp32_param", "main_param", "p_master"])
+def test_a_master_copy_in_the_state_is_refused_by_name(key: str) -> None:
+    model, optimizer = stepped(torch.bfloat16)
+    optimizer.state[model.weight][key] = torch.zeros(3, 4)
+    with pytest.raises(ConfigError, match=f"AdamW keeps 'weight' in fp32 as '{key}': its own copy"):
+        refuse_own_copies(model, optimizer)
+
+
+def test_a_master_copy_in_the_state_is_refused_by_its_values() -> None:
+    model, optimizer = stepped(torch.bfloat16)
+    optimizer.state[model.weight]["shadow"] = model.weight.detach().float() * (1 + 1e-5)
+    with pytest.raises(ConfigError, match="keeps 'weight' in fp32 as 'shadow'"):
+        refuse_own_copies(model, optimizer)
+    full, optimizer = stepped(torch.float32)
+    optimizer.state[full.weight]["shadow"] = full.weight.detach().clone()
+    refuse_own_copies(full, optimizer)
+
+
+@pytest.mark.parametrize("stash", [False, True])
+@pytest.mark.parametrize("name", OWN_COPIES)
+def test_a_wrapper_with_weights_of_its_own_is_refused(name: str, stash: bool) -> None:
+    model, optimizer = stepped(torch.bfloat16)
+    own: Any = SimpleNamespace() if stash else optimizer
+    if stash:
+        optimizer._amp_stash = own  # type: ignore[attr-defined]
+    setattr(own, name, [])
+    refuse_own_copies(model, optimizer)
+    setattr(own, name, [[torch.zeros(3, 4)]])
+    with pytest.raises(ConfigError, match=f"AdamW has '{name}': its own copy of the weights"):
+        refuse_own_copies(model, optimizer)
