@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,11 @@ def run_evaluator(
     with (
         open_tape(folder, EVALUATOR, header) as tape,
         Observer(
-            model, syncer, name=EVALUATOR, token=token, give_up_seconds=EVALUATOR_GIVES_UP_SECONDS
+            model,
+            syncer,
+            name=_evaluator_name(config),
+            token=token,
+            give_up_seconds=EVALUATOR_GIVES_UP_SECONDS,
         ) as observer,
     ):
         tape.sample(time.monotonic(), CorpusDescribed(json.dumps(workload.describe())))
@@ -220,6 +225,16 @@ def run_evaluator(
         text = workload.sample(model)
         if text is not None:
             tape.sample(time.monotonic(), SampleGenerated(text))
+
+
+def _evaluator_name(config: RunConfig) -> str:
+    """A name of its own, since a second one of the same name would take over from the first.
+
+    Where ids have secrets there is one evaluator, by the name that the secret is for.
+    """
+    if config.syncer.principals_file is not None:
+        return EVALUATOR
+    return f"{EVALUATOR}-{uuid.uuid4().hex[:8]}"
 
 
 def _evaluate(
