@@ -23,6 +23,16 @@ UPLOAD_SECONDS_MIN = 2.0
 """No deadline is shorter: scheduling noise on a busy machine."""
 
 
+STEPS_AHEAD_MAX = 10**6
+"""No honest learner makes so many steps between two reports, or while it is away."""
+
+TOKENS_AHEAD_MAX = 10**12
+"""Nor trains so many tokens."""
+
+CLOCK_MAX = 2**48
+"""A restoring shard believes its learners up to here: room for the clock to go on (2^53)."""
+
+
 @dataclass(slots=True)
 class UploadEstimate:
     """How long a learner takes from the pull to the whole body: mean plus four deviations.
@@ -81,6 +91,19 @@ class Identity:
     epoch: int
     nonce: str
     tokens: int = 0
+
+
+def report_problem(step_known: int, step: int, tokens_known: int, tokens: int) -> str | None:
+    """Why a report cannot be true, in words; ``None`` if it can.
+
+    >>> report_problem(3, 4, 30, 40), report_problem(3, 2**50, 30, 40)
+    (None, 'step 1125899906842624 after step 3')
+    """
+    if step > step_known + STEPS_AHEAD_MAX:
+        return f"step {step} after step {step_known}"
+    if tokens > tokens_known + TOKENS_AHEAD_MAX:
+        return f"{tokens} tokens after {tokens_known}"
+    return None
 
 
 def identity_problem(known: Identity | None, epoch: int, nonce: str) -> str | None:

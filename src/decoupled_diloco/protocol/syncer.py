@@ -50,11 +50,13 @@ from decoupled_diloco.protocol.events import (
     WeightsLoaded,
 )
 from decoupled_diloco.protocol.membership import (
+    CLOCK_MAX,
     LEASE_SECONDS,
     RECONNECT_SECONDS,
     Identity,
     Member,
     identity_problem,
+    report_problem,
 )
 from decoupled_diloco.protocol.messages import (
     Begin,
@@ -257,7 +259,8 @@ class SyncerMachine:
             state.observers.add(hello.learner)
             why = "an observer counts for nothing"
             return [Accept(connection, hello.learner, 0, why), *self._welcome(hello, 0, 0, why)]
-        problem = identity_problem(state.identities.get(hello.learner), hello.epoch, hello.nonce)
+        known = state.identities.get(hello.learner)
+        problem = identity_problem(known, hello.epoch, hello.nonce) or self._steps_problem(hello)
         if problem is not None:
             return [Reject(connection, f"{hello.learner}: {problem}", True, problem)]
         effects: list[SyncerEffect] = []
@@ -270,7 +273,7 @@ class SyncerMachine:
             effects += self._remove(now, hello.learner, "a newer epoch has joined", evict=False)
             member = None
         if state.phase == "restoring":
-            state.clock = max(state.clock, hello.clock)
+            state.clock = max(state.clock, min(hello.clock, CLOCK_MAX))
         if member is None:
             why = "joined" if hello.step == 0 else "came back"
             member = self._admit(now, hello)
@@ -284,6 +287,15 @@ class SyncerMachine:
         for round in state.rounds.values():
             effects += syncer_rounds.ask_if_qualified(state, self.options, now, round, member)
         return effects
+
+    def _steps_problem(self, hello: Hello) -> str | None:
+        """Why the steps that a greeting names cannot be true, as far as this life knows."""
+        member, run_step = self.state.members.get(hello.learner), hello.run_step or 0
+        if member is not None and member.epoch == hello.epoch:
+            return report_problem(member.step, hello.step, 0, 0)
+        if self.state.phase in ("starting", "restoring"):
+            return None if run_step <= CLOCK_MAX else f"run step {run_step} is out of reach"
+        return report_problem(self.state.clock, run_step, 0, 0)
 
     def _admit(self, now: float, hello: Hello) -> Member:
         state = self.state
@@ -325,19 +337,8 @@ class SyncerMachine:
         if member is None:
             return []
         match message:
-            case StepReport(step, tokens, seconds):
-                member.reported_at = now
-                if seconds > 0.0:  # nothing is known after a first step
-                    member.step_seconds = seconds
-                known = state.identities[learner]
-                known.tokens = max(known.tokens, tokens)
-                self._advance_step(member, step)
-                effects: list[SyncerEffect] = []
-                for round in state.rounds.values():
-                    effects += syncer_rounds.ask_if_qualified(
-                        state, self.options, now, round, member
-                    )
-                return effects
+            case StepReport():
+                return self._reported(now, member, message)
             case Upload() | Copy():
                 return []  # the shell joins it with its body
             case CopyDeclined(fragment, attempt, reason):
@@ -355,6 +356,21 @@ class SyncerMachine:
                 return self._remove(now, learner, f"left: {reason}", evict=True)
             case _:
                 raise AssertionError(message)
+
+    def _reported(self, now: float, member: Member, report: StepReport) -> list[SyncerEffect]:
+        state, known = self.state, self.state.identities[member.learner]
+        problem = report_problem(member.step, report.step, known.tokens, report.tokens)
+        if problem is not None:
+            return self._remove(now, member.learner, f"it reported {problem}", evict=True)
+        member.reported_at = now
+        if report.seconds > 0.0:  # nothing is known after a first step
+            member.step_seconds = report.seconds
+        known.tokens = max(known.tokens, report.tokens)
+        self._advance_step(member, report.step)
+        effects: list[SyncerEffect] = []
+        for round in state.rounds.values():
+            effects += syncer_rounds.ask_if_qualified(state, self.options, now, round, member)
+        return effects
 
     def _disconnected(self, now: float, learner: str) -> list[SyncerEffect]:
         self.state.observers.discard(learner)
@@ -454,19 +470,20 @@ class SyncerMachine:
             self.state.ahead += 1
 
     def _advance_clock(self, now: float) -> list[SyncerEffect]:
-        state = self.state
-        effects: list[SyncerEffect] = []
-        while state.ahead >= self.options.quorum:
-            state.clock += 1
-            state.previous_tick_at, state.ticked_at = state.ticked_at, now
-            state.ahead = sum(m.run_step > state.clock for m in state.members.values())
-            syncer_rounds.note_due(state, self.options, self._owned_set)
-            effects += syncer_rounds.progress(state, self.options, now)
-            effects += syncer_rounds.open_due(state, self.options, now)
-            why = f"{self.options.quorum} learners have reached step {state.clock}"
-            effects.append(ClockAdvanced(state.clock, len(state.members), why))
-            effects.append(Tell(Progress(state.clock, state.tokens), why))
-        return effects
+        """Ticks that come at once (somebody is back, far ahead) are one instant, and said once."""
+        state, quorum = self.state, self.options.quorum
+        if state.ahead < quorum:
+            return []
+        since, steps = state.clock, [member.run_step for member in state.members.values()]
+        state.clock = advanced(state.clock, steps, quorum)
+        state.previous_tick_at, state.ticked_at = state.ticked_at, now
+        state.ahead = sum(step > state.clock for step in steps)
+        syncer_rounds.note_due(state, self.options, self._owned_set, since)
+        why = f"{quorum} learners have reached step {state.clock}"
+        return [
+            ClockAdvanced(state.clock, len(state.members), why),
+            Tell(Progress(state.clock, state.tokens), why),
+        ]
 
     # ---- members
 

@@ -47,12 +47,17 @@ SOFT_DEADLINE_SECONDS_MIN = 1.0
 """A round with its quorum delivered gives the others at least this long."""
 
 
-def note_due(state: SyncerState, options: Options, owned: frozenset[int]) -> None:
-    """Queues what the present tick makes due, and what an abandoned round left due."""
-    due = [p for p in options.due(state.clock) if p in owned]
-    for fragment in (*sorted(state.again), *due):
+def note_due(state: SyncerState, options: Options, owned: frozenset[int], since: int) -> None:
+    """Queues what the ticks after ``since`` make due, and what an abandoned round left due.
+
+    A clock that jumps over several periods makes every fragment due once, at its latest tick.
+    """
+    due = [(fragment, state.clock) for fragment in sorted(state.again)]
+    for tick in range(max(since, state.clock - options.period) + 1, state.clock + 1):
+        due += [(fragment, tick) for fragment in options.due(tick) if fragment in owned]
+    for fragment, tick in due:
         if fragment not in state.rounds and fragment not in state.queue:
-            state.queue[fragment] = state.clock
+            state.queue[fragment] = tick
     state.again.clear()
 
 

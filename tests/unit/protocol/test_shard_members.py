@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.effects import Accept, Evict, Merge, Reject, Send
+from decoupled_diloco.protocol.effects import Accept, ClockAdvanced, Evict, Merge, Reject, Send
 from decoupled_diloco.protocol.events import Disconnected, Greeted, Heard, Said, Tick
 from decoupled_diloco.protocol.membership import LEASE_SECONDS, RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
     Hello,
     Leave,
+    Progress,
     Published,
     Pull,
     Shifted,
@@ -149,6 +150,40 @@ def test_with_fewer_than_k_live_the_clock_stands(shard_bench: Any) -> None:
     assert not bench.messages(Shifted)
     bench.step("b")
     assert bench.machine.state.clock == 3
+
+
+def test_rule_1_a_jump_moves_the_clock_at_once(shard_bench: Any) -> None:
+    """Rule 1: t = max(t, K-th largest s_m), in one go; what became due is queued once."""
+    bench = shard_bench("a", "b", fragments=4, period=4, overlap=0, quorum=2)
+    bench.told(Said("a", StepReport(999_999, 10, 1.0)), 1.0)
+    assert not bench.orders(ClockAdvanced)
+    bench.told(Said("b", StepReport(999_990, 10, 1.0)), 2.0)
+    assert [order.clock for order in bench.orders(ClockAdvanced)] == [999_990]
+    assert bench.messages(Progress) == [Progress(999_990, 20)]
+    state = bench.machine.state
+    assert [round.tick for round in state.rounds.values()] == [999_987]
+    assert state.queue == {0: 999_988, 1: 999_989, 2: 999_990}
+    assert (state.previous_tick_at, state.ticked_at) == (0.0, 2.0)
+
+
+@pytest.mark.parametrize("report", [StepReport(2**53, 10, 1.0), StepReport(1, 2**53, 1.0)])
+def test_rule_1_an_impossible_report_is_a_breach(shard_bench: Any, report: StepReport) -> None:
+    """Rule 1: nobody moves the clock, or spends the budget, with a number."""
+    bench = shard_bench("a", "b")
+    bench.told(Said("a", report))
+    (evicted,) = bench.orders(Evict)
+    assert "it reported" in evicted.reason
+    assert bench.machine.state.clock == 0
+    assert bench.machine.state.tokens == 0
+
+
+def test_rule_1_an_impossible_greeting_is_refused(shard_bench: Any) -> None:
+    """Rule 1: neither with the first message."""
+    bench = shard_bench("a", "b")
+    bench.greet("c", step=5, run_step=2**50)
+    assert bench.orders(Reject)
+    bench.greet("b", step=2**50)
+    assert bench.orders(Reject)
 
 
 def test_an_observer_counts_for_nothing(shard_bench: Any) -> None:
