@@ -7,6 +7,7 @@ finished; `assemble` puts the shares together into one safetensors file with the
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,8 +23,12 @@ SHARES = "checkpoints"
 RESULT = "weights.safetensors"
 
 
-def initial_values(path: Path, plan: MergePlan, fragment: int) -> Tensor:
-    """One fragment of the run's initial weights, fp32 [N].
+def initial_values(
+    path: Path, plan: MergePlan, fragments: Iterable[int]
+) -> Iterator[tuple[int, Tensor]]:
+    """The run's initial weights: these fragments one after the other, each fp32 [N].
+
+    The file is read once.
 
     Raises:
         ConfigError: the file is missing or torn, lacks a tensor, or one has another shape.
@@ -49,7 +54,8 @@ def initial_values(path: Path, plan: MergePlan, fragment: int) -> Tensor:
                 "in the model: use the weights of this model, or leave initial_weights out"
             )
         tensors.append(found)
-    return gather(plan.fragments[fragment], tensors)
+    for fragment in fragments:
+        yield fragment, gather(plan.fragments[fragment], tensors)
 
 
 def save_share(folder: Path, shard: int, tensors: ShardTensors, versions: dict[int, str]) -> None:

@@ -453,8 +453,8 @@ class Shard:
         assert path is not None
         digests = await self._in_worker(
             lambda: tuple(
-                (p, tensors.install(p, initial_values(path, tensors.plan, p)))
-                for p in tensors.owned
+                (p, tensors.install(p, values))
+                for p, values in initial_values(path, tensors.plan, tensors.owned)
             )
         )
         self._handle(fact.WeightsLoaded(digests))

@@ -83,13 +83,23 @@ def test_a_share_of_something_else_is_refused(tmp_path: Path) -> None:
         read_layout(tmp_path)
 
 
-def test_initial_weights_come_from_a_file_by_name(tmp_path: Path, model: Tied) -> None:
+def test_initial_weights_come_from_a_file_by_name(
+    tmp_path: Path, model: Tied, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_of(model)
     save_weights(tmp_path / "begin.safetensors", model.state_dict())
     own = tensors_of(model, plan.layout)
+    loaded: list[Path] = []
+
+    def load(path: Path) -> dict[str, torch.Tensor]:
+        loaded.append(path)
+        return load_weights(path)
+
+    monkeypatch.setattr("decoupled_diloco.syncer.result.load_weights", load)
+    values = dict(initial_values(tmp_path / "begin.safetensors", plan, range(3)))
+    assert len(loaded) == 1, "the file is read once"
     for p, fragment in enumerate(plan.fragments):
-        values = initial_values(tmp_path / "begin.safetensors", plan, p)
-        assert torch.equal(values, gather(fragment, own))
+        assert torch.equal(values[p], gather(fragment, own))
 
 
 def test_initial_weights_of_another_model_are_refused(tmp_path: Path, model: Tied) -> None:
@@ -98,8 +108,8 @@ def test_initial_weights_of_another_model_are_refused(tmp_path: Path, model: Tie
     state = {name: value.clone() for name, value in model.state_dict().items()}
     save_weights(path, {**state, "body.bias": torch.zeros(7)})
     with pytest.raises(ConfigError, match=r"'body\.bias' has shape \(7,\) .* \(4,\) in the model"):
-        initial_values(path, plan, 0)
+        list(initial_values(path, plan, [0]))
     del state["body.weight"]
     save_weights(path, state)
     with pytest.raises(ConfigError, match=r"lacks 'body\.weight'"):
-        initial_values(path, plan, 0)
+        list(initial_values(path, plan, [0]))
