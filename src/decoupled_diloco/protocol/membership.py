@@ -6,9 +6,10 @@ moves every lease by its lateness, so that a paused shard does not evict the wor
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.messages import Holding, Version
 
 LEASE_SECONDS = 10.0
 """Ten of the transport's one-second pings: nine may be lost in a row."""
@@ -22,6 +23,9 @@ UPLOAD_SECONDS_UNKNOWN = 60.0
 UPLOAD_SECONDS_MIN = 2.0
 """No deadline is shorter: scheduling noise on a busy machine."""
 
+
+VERSION_MAX = 2**48
+"""Versions from here on are nobody's: the next ones must still fit into a message (2^53)."""
 
 STEPS_AHEAD_MAX = 10**6
 """No honest learner makes so many steps between two reports, or while it is away."""
@@ -82,6 +86,20 @@ class Member:
     def run_step(self) -> int:
         """s_m: what the shard told it at join, and its own steps since."""
         return self.offset + self.step
+
+
+def credible(holdings: Iterable[Holding], owned: Container[int]) -> dict[int, Version]:
+    """The versions that a learner says it holds, as far as they can be this shard's.
+
+    >>> credible([Holding(0, Version(1, 7)), Holding(9, Version(1, 7))], [0, 1])
+    {0: Version(term=1, counter=7)}
+    """
+    return {
+        holding.fragment: holding.version
+        for holding in holdings
+        if holding.fragment in owned
+        and max(holding.version.term, holding.version.counter) < VERSION_MAX
+    }
 
 
 @dataclass(slots=True)

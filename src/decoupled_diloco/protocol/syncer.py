@@ -55,6 +55,7 @@ from decoupled_diloco.protocol.membership import (
     RECONNECT_SECONDS,
     Identity,
     Member,
+    credible,
     identity_problem,
     report_problem,
 )
@@ -278,7 +279,7 @@ class SyncerMachine:
             why = "joined" if hello.step == 0 else "came back"
             member = self._admit(now, hello)
         member.connected = True
-        member.held = {holding.fragment: holding.version for holding in hello.held}
+        member.held = credible(hello.held, self._owned_set)
         self._advance_step(member, hello.step)
         self._renew(now, hello.learner)
         effects.append(Accept(connection, hello.learner, hello.epoch, why))
@@ -319,7 +320,7 @@ class SyncerMachine:
         state = self.state
         welcome = Welcome(self.shard, state.term, state.clock, step, run_step)
         effects: list[SyncerEffect] = [Send(hello.learner, welcome, why)]
-        held = {holding.fragment: holding.version for holding in hello.held}
+        held = credible(hello.held, self._owned_set)
         if state.phase in ("running", "sweeping", "swept", "finished"):
             for fragment, entry in state.fragments.items():
                 if entry.version is not None and held.get(fragment) != entry.version:
@@ -346,16 +347,24 @@ class SyncerMachine:
                 return syncer_fill.copy_spoiled(state, now, spoiled)
             case Decline():
                 return syncer_rounds.declined(state, learner, message)
-            case Holding(fragment, version):
-                member.held[fragment] = version
-                entry = state.fragments.get(fragment)
-                if entry and entry.version == version and entry.published_at is not None:
-                    state.timing.broadcast.update(now - entry.published_at)
+            case Holding():
+                self._holding(now, member, message)
                 return []
             case Leave(reason):
                 return self._remove(now, learner, f"left: {reason}", evict=True)
             case _:
                 raise AssertionError(message)
+
+    def _holding(self, now: float, member: Member, message: Holding) -> None:
+        held = credible((message,), self._owned_set)
+        member.held |= held
+        for fragment, version in held.items():
+            entry = self.state.fragments[fragment]
+            if entry.version != version or member.learner not in entry.awaited:
+                continue
+            assert entry.published_at is not None
+            entry.awaited.discard(member.learner)
+            self.state.timing.broadcast.update(now - entry.published_at)
 
     def _reported(self, now: float, member: Member, report: StepReport) -> list[SyncerEffect]:
         state, known = self.state, self.state.identities[member.learner]
@@ -378,6 +387,8 @@ class SyncerMachine:
         if member is None:
             return []
         member.connected = False
+        for entry in self.state.fragments.values():
+            entry.awaited.discard(learner)
         member.lease_until = min(member.lease_until, now + RECONNECT_SECONDS)
         self._look_at_leases(member.lease_until)
         return syncer_fill.member_gone(self.state, learner)
@@ -532,6 +543,7 @@ class SyncerMachine:
             )
         for fragment in state.fragments.values():
             fragment.missed.pop(learner, None)
+            fragment.awaited.discard(learner)
         effects += syncer_fill.member_gone(state, learner)
         rest = [m.run_step for m in state.members.values()]
         by = shift_after_leave(state.clock, rest, options.quorum)

@@ -475,7 +475,11 @@ def merged(
     entry = state.fragments[fragment]
     entry.base, entry.version, entry.digest = round.base, round.version, digest
     entry.published_at, entry.renamed = now, False
-    entry.merges += 1
+    entry.awaited = {
+        member.learner
+        for member in state.members.values()
+        if member.connected and member.held.get(fragment) == round.base
+    }
     assert round.closed_at is not None
     state.timing.merge.update(now - round.closed_at)
     effects = _swept(state, round, "others had") if round.final else []

@@ -17,17 +17,21 @@ Phase = Literal[
 
 @dataclass(slots=True)
 class FragmentState:
-    """One owned fragment: its published version, and how learners fared in its last rounds."""
+    """One owned fragment: its published version, and how learners fared in its last rounds.
+
+    ``awaited``: who was connected and held the base when the version was published, and has not
+    said yet that it holds it. They measure the broadcast; a joiner that fetches whole copies, or
+    who was away, does not.
+    """
 
     version: Version | None = None
     digest: str = ""
     published_at: float | None = None
-    merges: int = 0
     missed: dict[str, int] = field(default_factory=dict)
-    waiting_since: int | None = None
     base: Version | None = None
     renamed: bool = False
     sweep_tries: int = 0
+    awaited: set[str] = field(default_factory=set)
 
     def announcement(self, fragment: int, clock: int) -> Published:
         """The message that tells of the newest published copy."""

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Accept, ClockAdvanced, Evict, Merge, Reject, Send
 from decoupled_diloco.protocol.events import Disconnected, Greeted, Heard, Said, Tick
 from decoupled_diloco.protocol.membership import LEASE_SECONDS, RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
     Hello,
+    Holding,
     Leave,
     Progress,
     Published,
@@ -184,6 +186,18 @@ def test_rule_1_an_impossible_greeting_is_refused(shard_bench: Any) -> None:
     assert bench.orders(Reject)
     bench.greet("b", step=2**50)
     assert bench.orders(Reject)
+
+
+def test_rule_10_versions_that_nobody_issued_are_ignored(shard_bench: Any) -> None:
+    """Rule 10: of fragments that another shard owns, or so large that no next one fits."""
+    bench = shard_bench("a", fragments=4, period=4, shards=2)
+    held = (Holding(0, Version(1, 0)), Holding(1, Version(1, 0)), Holding(2, Version(1, 2**50)))
+    bench.greet("b", held=held)
+    member = bench.machine.state.members["b"]
+    assert member.held == {0: Version(1, 0)}
+    for holding in held[1:]:
+        bench.told(Said("b", holding))
+    assert member.held == {0: Version(1, 0)}
 
 
 def test_an_observer_counts_for_nothing(shard_bench: Any) -> None:

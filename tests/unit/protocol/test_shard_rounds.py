@@ -32,6 +32,7 @@ from decoupled_diloco.protocol.messages import (
     Decline,
     Ending,
     EndOrdered,
+    Holding,
     Outcome,
     Published,
     Pull,
@@ -268,6 +269,27 @@ def test_who_missed_a_fragment_is_asked_the_next_time(shard_bench: Any) -> None:
     bench.step("fast", 3.0)
     bench.step("fast", 4.0)
     assert sorted(bench.asked()) == ["fast", "slow"]
+
+
+def test_eq_3_a_joiner_does_not_measure_the_broadcast(shard_bench: Any) -> None:
+    """Rule 3: the slack is that of who held the base when the new copy was published."""
+    bench = shard_bench("a", "b", fragments=1, period=1)
+    for learner in ("a", "b"):
+        bench.told(Said(learner, Holding(0, Version(1, 0))))
+    bench.step("a")
+    bench.body("a")
+    bench.merged()
+    bench.told(Disconnected("b"))
+    bench.greet("b")
+    bench.greet("joiner")
+    broadcast = bench.machine.state.timing.broadcast
+    for learner in ("b", "joiner"):
+        bench.told(Said(learner, Holding(0, Version(1, 1))), 2.0)
+        assert broadcast.value is None, learner
+    bench.told(Said("a", Holding(0, Version(1, 1))), 2.5)
+    assert broadcast.value == 2.5
+    bench.told(Said("a", Holding(0, Version(1, 1))), 9.0)
+    assert broadcast.value == 2.5, "once"
 
 
 # ---- the closing sweep
