@@ -530,10 +530,9 @@ class Background:
         return await asyncio.get_running_loop().run_in_executor(self._worker, task)
 
     async def _send_body(self, effect: do.SendBody, capture: Capture) -> None:
-        body, digest = await self._in_worker(capture.encode)
-        self._say(
-            effect.shard,
-            say.Upload(
+        try:
+            body, digest = await self._in_worker(lambda: capture.encode(effect.codec))
+            announcement = say.Upload(
                 round=effect.round,
                 fragment=effect.fragment,
                 ask=effect.ask,
@@ -541,11 +540,10 @@ class Background:
                 steps=effect.steps,
                 tokens=effect.tokens,
                 digest=digest,
-            ),
-        )
-        try:
+            )
+            self._say(effect.shard, announcement)
             await self._put(effect.shard, effect.path, body)
-        except (TransportError, ProtocolError) as error:
+        except (ConfigError, TransportError, ProtocolError) as error:
             failed = fact.UploadFailed(effect.round, effect.fragment, effect.ask, str(error))
             self._told(failed)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from decoupled_diloco.errors import MergeError
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import HostCopy, ParameterStore
-from decoupled_diloco.merge import Body, cast_like, contribution, digest, receive
+from decoupled_diloco.merge import Body, cast_like, codec, contribution, digest, receive
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.effects import Apply
 
@@ -36,15 +36,18 @@ class Capture:
     copy: HostCopy
     published: Tensor
 
-    def encode(self) -> tuple[Tensor, str]:
-        """The contribution d = θ − cast(Θ̂) in the uplink codec (rule 6).
+    def encode(self, codec_name: str) -> tuple[Tensor, str]:
+        """The contribution d = θ − cast(Θ̂) in the codec that the pull has named (rule 6).
 
         Returns:
             The body, uint8 [B], and its digest.
+
+        Raises:
+            ConfigError: there is no such codec here.
         """
         part = self.plan.fragments[self.fragment]
         d = contribution(part, self.plan.layout, self.copy.values(), self.published)
-        body = self.plan.uplink.encode(d)
+        body = codec(codec_name).encode(d)
         return body, digest(body)
 
 

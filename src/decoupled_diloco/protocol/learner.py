@@ -13,6 +13,7 @@ were last aligned with, ``steps`` counts the inner steps since.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from math import floor
 from typing import Literal, assert_never
 
@@ -232,7 +233,7 @@ class LearnerMachine:
         kept_since: Taken | None = None
         why = "it took no part in this version"
         if accepted is not None and accepted[0] == version:
-            mode, kept_since = options.alignment, accepted[1]
+            mode, kept_since = accepted[1].alignment, accepted[1]
             why = "its contribution is in this version"
         elif accepted is not None:
             mode = "carry" if options.missed == "rebase" else "overwrite"
@@ -312,8 +313,8 @@ class LearnerMachine:
         return (first, min(last, first + self.options.period - 1))
 
     def _send(self, index: int, view: FragmentView, pull: Pull) -> list[LearnerEffect]:
-        taken = view.snapshot
-        assert taken is not None
+        assert view.snapshot is not None
+        taken = replace(view.snapshot, alignment=pull.alignment)
         view.pull, view.sent, view.doubtful = None, (pull.round, taken), False
         return [
             SendBody(

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 
 from decoupled_diloco.protocol.grace import MovingAverage
 from decoupled_diloco.protocol.messages import Published, Pull, Version
+from decoupled_diloco.protocol.options import Alignment
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A snapshot: at which own step, against which version, which counters, for which ticks."""
+    """A snapshot: at which own step, against which version, which counters, for which ticks.
+
+    ``alignment``: as the pull asked that was answered with it.
+    """
 
     step: int
     base: Version
@@ -18,6 +22,7 @@ class Taken:
     tokens: int
     first_tick: int
     last_tick: int
+    alignment: Alignment = "overwrite"
 
 
 @dataclass(slots=True)

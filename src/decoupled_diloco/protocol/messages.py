@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from decoupled_diloco.protocol.options import Alignment
+
 Role = Literal["learner", "observer"]
 Verdict = Literal["accepted", "refused", "late", "behind", "abandoned"]
 
@@ -151,6 +153,7 @@ class Refusal:
 class Pull:
     """Asks for one fragment: against which base, in which codec, where to, how soon.
 
+    ``alignment``: how who answers takes the copy that its contribution goes into (rule 7).
     ``final`` marks the closing sweep: answered once the learner has stopped stepping.
     """
 
@@ -160,6 +163,7 @@ class Pull:
     base: Version
     tick: int
     codec: str
+    alignment: Alignment
     path: str
     seconds: float
     final: bool

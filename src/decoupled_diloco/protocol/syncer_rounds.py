@@ -146,6 +146,7 @@ def ask_if_qualified(
         base=round.base,
         tick=round.tick,
         codec=options.uplink_codec,
+        alignment=options.alignment,
         path=path,
         seconds=seconds,
         final=round.final,

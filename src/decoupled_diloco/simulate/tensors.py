@@ -77,7 +77,7 @@ class TensorLearner:
 
     def encode(self, fragment: int, base: Version, steps: int, tokens: int, codec: str) -> Body:
         """See `LearnerBodies.encode`."""
-        body, text = self.tensors.capture(fragment).encode()
+        body, text = self.tensors.capture(fragment).encode(codec)
         return Body(body, body.numel(), text)
 
     def copy(self, fragment: int, version: Version | None) -> Body:

@@ -45,7 +45,7 @@ def train(tensors: LearnerTensors, by: float) -> None:
 
 def test_no_training_contributes_exactly_nothing(tensors: LearnerTensors) -> None:
     tensors.snapshot(0)
-    body, _ = tensors.capture(0).encode()
+    body, _ = tensors.capture(0).encode(tensors.plan.uplink.name)
     assert not body.any()
 
 
@@ -54,7 +54,7 @@ def test_a_contribution_is_the_snapshot_minus_the_published_copy(tensors: Learne
     tensors.snapshot(0)
     capture = tensors.capture(0)
     train(tensors, 0.25)  # after the snapshot: not in it
-    body, text = capture.encode()
+    body, text = capture.encode(capture.plan.uplink.name)
     assert torch.equal(codec("fp32").decode(body, N), torch.full((N,), 0.5))
     assert text == digest(body)
 
@@ -86,7 +86,7 @@ def test_a_capture_keeps_its_base_when_a_newer_copy_is_applied(tensors: LearnerT
     capture = tensors.capture(0)
     tensors.stage(0, torch.full((N,), 9.0))
     tensors.apply(0, "overwrite")
-    body, _ = capture.encode()
+    body, _ = capture.encode(capture.plan.uplink.name)
     assert torch.equal(codec("fp32").decode(body, N), torch.ones(N))
 
 

@@ -49,8 +49,17 @@ from decoupled_diloco.protocol.messages import (
 V0, V1, V2, V3 = (Version(1, counter) for counter in range(4))
 
 
-def pull(base: Version = V0, round: int = 1, tick: int = 4, *, final: bool = False) -> Pull:
-    return Pull(round, 0, 10 + round, base, tick, "bf16", f"/up/{round}", 60.0, final)
+def pull(
+    base: Version = V0,
+    round: int = 1,
+    tick: int = 4,
+    *,
+    final: bool = False,
+    codec: str = "bf16",
+    alignment: Any = "overwrite",
+) -> Pull:
+    path = f"/up/{round}"
+    return Pull(round, 0, 10 + round, base, tick, codec, alignment, path, 60.0, final)
 
 
 def outcome(verdict: Any, round: int = 1, version: Version | None = None) -> Outcome:
@@ -66,10 +75,12 @@ def started(learner_bench: Any, steps: int = 4, **options: Any) -> Any:
     return bench
 
 
-def contributed(learner_bench: Any, more_steps: int = 2, **options: Any) -> Any:
+def contributed(
+    learner_bench: Any, more_steps: int = 2, *, alignment: str = "overwrite", **options: Any
+) -> Any:
     """It has sent its snapshot of step 4 to round 1, was accepted into 1.1, and stepped on."""
     bench = started(learner_bench, **options)
-    bench.hear(pull())
+    bench.hear(pull(alignment=alignment))
     assert bench.orders(SendBody), "answered at once"
     for _ in range(more_steps):
         bench.step()
@@ -195,6 +206,22 @@ def test_the_snapshot_is_there_when_the_pull_comes(learner_bench: Any) -> None:
     bench.hear(pull())
     (body,) = bench.orders(SendBody)
     assert (body.steps, body.tokens, body.base) == (4, 40, V0)
+
+
+def test_rule_4_the_pull_names_codec_and_alignment(learner_bench: Any) -> None:
+    """Rule 4: both are honoured, also when the answer has to wait for a snapshot."""
+    bench = started(learner_bench, steps=1, alignment="overwrite")
+    bench.hear(pull(tick=9, codec="fp32", alignment="carry"))
+    bench.step()
+    (body,) = bench.orders(SendBody)
+    assert body.codec == "fp32"
+    bench.step()
+    bench.hear(outcome("accepted", version=V1))
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert (applied.mode, applied.discarded_tokens) == ("carry", 0)
 
 
 def test_without_a_snapshot_it_is_taken_at_the_next_boundary(learner_bench: Any) -> None:

@@ -75,7 +75,7 @@ def test_every_class_survives_a_round_trip(cls: type) -> None:
 
 
 GOOD = encode(StepReport(3, 96, 0.5))
-PULL = encode(Pull(1, 0, 5, Version(1, 2), 4, "bf16", "/up", 2.0, False))
+PULL = encode(Pull(1, 0, 5, Version(1, 2), 4, "bf16", "carry", "/up", 2.0, False))
 HELLO = encode(Hello("a", 1, "n", "learner", 0, 0, None, (Holding(0, Version(1, 0)),)))
 
 
