@@ -209,7 +209,7 @@ def test_rule_3_all_takes_everybody() -> None:
 @pytest.mark.parametrize("slowness", [2.0, 3.0, 4.0])
 def test_rule_3_without_grace_every_fragment_still_hears_every_learner(slowness: float) -> None:
     """Also of exactly half the speed, whose steps meet the same fragments again and again."""
-    seen = run(1.0, slowness, grace=False, seconds=480.0)
+    seen = run(1.0, slowness, grace_margin=0.0, seconds=480.0)
     assert 0.9 / slowness < seen.share("learner-1") < 0.8
     assert seen.heard("learner-1") == EVERY_FRAGMENT
 
@@ -227,12 +227,12 @@ def test_eq_3_the_slack_is_what_the_overlap_leaves() -> None:
     timing.quorum.update(0.1)
     timing.merge.update(0.2)
     timing.broadcast.update(0.3)
-    window = timing.window(overlap=2, margin=0.8, step_seconds=1.0, enabled=True)
+    window = timing.window(overlap=2, margin=0.8, step_seconds=1.0)
     assert window.slack == pytest.approx(2 * 1.0 - (0.1 + 0.5))
     assert window.seconds == pytest.approx(0.8 * window.slack)
-    assert timing.window(0, 0.8, 1.0, True).seconds == 0.0, "no overlap, no slack"
-    assert timing.window(2, 0.8, 0.1, True).seconds == 0.0, "a negative slack is none"
-    assert timing.window(2, 0.8, 1.0, False).seconds == 0.0
+    assert timing.window(0, 0.8, 1.0).seconds == 0.0, "no overlap, no slack"
+    assert timing.window(2, 0.8, 0.1).seconds == 0.0, "a negative slack is none"
+    assert timing.window(2, 0.0, 1.0).seconds == 0.0
 
 
 def decisions() -> Iterator[tuple[dict[str, Any], bool, float | None, str]]:

@@ -449,4 +449,4 @@ class Persist:
     why: str
 
 
-CoordinatorEffect = Admit | Deny | AdoptLayout | AdmitShard | Order | Persist | Note | Stop
+CoordinatorEffect = Admit | Deny | AdoptLayout | AdmitShard | Order | Persist | Note

@@ -47,19 +47,18 @@ class Timing:
     merge: MovingAverage = field(default_factory=MovingAverage)
     broadcast: MovingAverage = field(default_factory=MovingAverage)
 
-    def window(self, overlap: int, margin: float, step_seconds: float, enabled: bool) -> Grace:
+    def window(self, overlap: int, margin: float, step_seconds: float) -> Grace:
         """The window of a round that opens now.
 
         Args:
             overlap: τ in steps.
-            margin: γ in [0, 1).
+            margin: γ in [0, 1); 0 gives a window of length zero.
             step_seconds: ξ_step of the fastest live learner; 0 while unknown.
-            enabled: ``False`` gives a window of length zero.
 
         Returns:
             The window; zero when the slack is negative.
         """
         spent = float(self.quorum) + float(self.merge) + float(self.broadcast)
         slack = overlap * step_seconds - spent
-        seconds = max(0.0, margin * slack) if enabled else 0.0
+        seconds = max(0.0, margin * slack)
         return Grace(seconds=seconds, slack=slack, step=step_seconds)

@@ -124,7 +124,6 @@ class LearnerMachine:
                 self.state.shards[shard].linked = False
                 for fragment in self._fragments_of(shard):
                     fragment.pull = fragment.owed_at = None
-                    fragment.doubtful = fragment.sent is not None
                 effects = self._release_if_free("the link to the shard is gone")
                 return effects + self._over_if_done()
             case Told(shard, message):
@@ -259,7 +258,7 @@ class LearnerMachine:
             view.tokens -= taken.tokens
         view.held, view.staged = version, None
         view.snapshot = view.accepted = view.sent = view.owed_at = None
-        view.behind = view.doubtful = False
+        view.behind = False
         self.state.discarded_tokens += discarded
         effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
         effects.append(Say(self.options.owner(index), Holding(index, version), why))
@@ -315,7 +314,7 @@ class LearnerMachine:
     def _send(self, index: int, view: FragmentView, pull: Pull) -> list[LearnerEffect]:
         assert view.snapshot is not None
         taken = replace(view.snapshot, alignment=pull.alignment)
-        view.pull, view.sent, view.doubtful = None, (pull.round, taken), False
+        view.pull, view.sent = None, (pull.round, taken)
         return [
             SendBody(
                 shard=self.options.owner(index),
@@ -400,8 +399,8 @@ class LearnerMachine:
     def _told(self, now: float, shard: int, message: ToLearner) -> list[LearnerEffect]:
         link = self.state.shards[shard]
         match message:
-            case Welcome(_, term, clock, step, run_step):
-                link.term, link.offset = term, run_step - step
+            case Welcome(_, _, clock, step, run_step):
+                link.offset = run_step - step
                 self._hear_clock(now, link, clock)
                 for view in self._fragments_of(shard):
                     view.owed_at = None  # steps are counted anew: what was due then is not now
@@ -451,7 +450,7 @@ class LearnerMachine:
             return self._decline(index, view, f"behind: I hold {view.held}")
         if pull.base == view.held:
             # The held version is still the newest: nothing that was sent before is in any.
-            view.sent, view.doubtful = None, False
+            view.sent = None
         taken = view.snapshot
         fits = (
             taken is not None
@@ -465,7 +464,7 @@ class LearnerMachine:
         view = self.state.fragments[message.fragment]
         taken: Taken | None = None
         if view.sent is not None and view.sent[0] == message.round:
-            taken, view.sent, view.doubtful = view.sent[1], None, False
+            taken, view.sent = view.sent[1], None
         if view.pull is not None and view.pull.round == message.round:
             view.pull = None
         if message.verdict == "accepted":
@@ -524,7 +523,7 @@ class LearnerMachine:
             return [Relabel(index, version, why)]
         # What was sent to the shard's earlier life went with it.
         view.held, view.snapshot, view.accepted = version, None, None
-        view.sent, view.doubtful = None, False
+        view.sent = None
         holding = Say(self.options.owner(index), Holding(index, version), why)
         return [Relabel(index, version, why), holding]
 

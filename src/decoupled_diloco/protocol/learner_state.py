@@ -30,8 +30,7 @@ class FragmentView:
     """One fragment at this learner; ``steps`` and ``tokens`` are c_steps[p] and c_tokens[p].
 
     There is one snapshot at a time: from sending it until its outcome is applied no other is
-    taken, so that carrying subtracts exactly what was merged. ``doubtful``: the link broke before
-    the outcome of ``sent`` was heard, so that it may be in the next version or not.
+    taken, so that carrying subtracts exactly what was merged.
     """
 
     held: Version | None = None
@@ -44,7 +43,6 @@ class FragmentView:
     tokens: int = 0
     snapshot: Taken | None = None
     sent: tuple[int, Taken] | None = None
-    doubtful: bool = False
     accepted: tuple[Version, Taken] | None = None
     behind: bool = False
     pull: Pull | None = None
@@ -61,7 +59,6 @@ class ShardView:
     """One shard, as the learner sees it."""
 
     linked: bool = False
-    term: int = 0
     offset: int | None = None
     clock: int = 0
     clock_at: float | None = None

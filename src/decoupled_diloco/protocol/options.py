@@ -23,8 +23,8 @@ class Options:
         overlap: τ, steps between sending a fragment and applying the merged one.
         quorum: K, learners that must take part before a round may merge.
         shards: S, syncer processes; fragment p belongs to shard p mod S.
-        grace: whether a round waits for stragglers inside the slack of the overlap.
-        grace_margin: γ in [0, 1), the share of the slack that the grace window may use.
+        grace_margin: γ in [0, 1), the share of the slack of the overlap that a round may use to
+            wait for stragglers; 0: it does not wait.
         participants: who qualifies for a round: ``"reported"`` (paper) or ``"all"``.
         alignment: how a contributor takes the merged fragment.
         missed: how a live learner that did not take part takes it.
@@ -43,7 +43,6 @@ class Options:
     overlap: int = 2
     quorum: int = 1
     shards: int = 1
-    grace: bool = True
     grace_margin: float = 0.8
     participants: Participants = "reported"
     alignment: Alignment = "overwrite"

@@ -91,9 +91,8 @@ def _open(
         previous_tick_at=state.previous_tick_at,
         grace=state.timing.window(
             options.overlap,
-            options.grace_margin,
+            0.0 if final else options.grace_margin,
             state.step_seconds,
-            options.grace and not final,
         ),
         final=final,
     )

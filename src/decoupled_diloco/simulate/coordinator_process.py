@@ -14,7 +14,6 @@ from decoupled_diloco.protocol.effects import (
     Note,
     Order,
     Persist,
-    Stop,
 )
 from decoupled_diloco.protocol.events import (
     JoinAsked,
@@ -116,7 +115,7 @@ class CoordinatorProcess(Shell):
                 self._order(shard, LayoutSet(LAYOUT))
             case Order(shard, message):
                 self._order(shard, message)
-            case AdoptLayout() | Note() | Stop():
+            case AdoptLayout() | Note():
                 pass
 
     def _answer(self, number: int, message: Any) -> None:

@@ -271,8 +271,8 @@ class CoordinatorHost:
                 self._tell(shard, message)
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
-            case do.Persist() | do.Stop():
-                raise AssertionError("carried out elsewhere, or never ordered")
+            case do.Persist():
+                raise AssertionError("carried out elsewhere")
             case _:
                 assert_never(effect)
 

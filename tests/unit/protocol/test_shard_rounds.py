@@ -259,7 +259,7 @@ def test_a_new_epoch_is_not_asked_twice_in_a_round(shard_bench: Any) -> None:
 
 def test_who_missed_a_fragment_is_asked_the_next_time(shard_bench: Any) -> None:
     """A learner of half the speed would otherwise meet the same fragments for ever."""
-    bench = shard_bench("fast", "slow", fragments=1, period=2, grace=False)
+    bench = shard_bench("fast", "slow", fragments=1, period=2, grace_margin=0.0)
     bench.step("fast", 1.0)
     bench.step("slow", 1.0)
     bench.step("fast", 2.0)
