@@ -278,6 +278,22 @@ def test_rule_4_pulls_are_answered_at_once(
     assert seen.snapshots <= 2.5 * sum(seen.pulls.values()), "and few are taken in vain"
 
 
+# ---- rule 11: the coordinator
+
+
+def test_rule_11_rounds_go_on_while_the_coordinator_is_gone() -> None:
+    """Rule 11: its absence stops joins, leases and the end; rounds go on."""
+    seen = run(1.0, 1.0, 1.0, seconds=10.0)
+    world = seen.world
+    world.crash(world.coordinator)
+    seen.rounds.clear()
+    gone_at = len(seen.ticks)
+    world.run(until=world.now + 48.0)
+    assert len(seen.ticks) - gone_at == pytest.approx(48, abs=1)
+    assert {round.fragment for round in seen.merged} == EVERY_FRAGMENT
+    assert all(seen.share(name) == 1.0 for name in world.learners)
+
+
 # ---- the special settings keep time as well
 
 

@@ -79,7 +79,8 @@ def test_the_first_learner_gives_the_layout_and_is_the_seed() -> None:
     assert bench.orders(SeedNamed) == [(0, SeedNamed("a", 1, 1))]
 
 
-def test_epochs_and_terms_are_durable_before_anybody_hears_of_them() -> None:
+def test_rule_10_epochs_and_terms_are_durable_before_anybody_hears_of_them() -> None:
+    """Rule 10: from one authority, never from a clock."""
     bench = Bench()
     for event in (ShardGreeted(0, "x"), JoinAsked(1, "a", "n", "learner", "layout", "")):
         kinds = [type(effect) for effect in bench.told(event)]
@@ -87,7 +88,8 @@ def test_epochs_and_terms_are_durable_before_anybody_hears_of_them() -> None:
         assert Persist in kinds[:told]
 
 
-def test_a_new_process_gets_a_new_epoch_and_the_same_one_keeps_its_own() -> None:
+def test_rule_10_a_new_process_gets_a_new_epoch_and_the_same_one_keeps_its_own() -> None:
+    """Rule 10: the nonce tells one process from the next."""
     bench = Bench()
     assert bench.join("a", "n1").epoch == 1
     assert bench.join("a", "n1").epoch == 1

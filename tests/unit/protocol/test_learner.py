@@ -235,7 +235,8 @@ def test_without_a_snapshot_it_is_taken_at_the_next_boundary(learner_bench: Any)
     assert bench.orders(SendBody)
 
 
-def test_a_pull_that_overtakes_its_copy_waits_for_it(learner_bench: Any) -> None:
+def test_rule_4_a_pull_that_overtakes_the_broadcast_waits_for_it(learner_bench: Any) -> None:
+    """Rule 4: it is answered against the version that it names, once that is held."""
     bench = started(learner_bench)
     bench.hear(pull(base=V1))
     assert not bench.effects
@@ -278,9 +279,10 @@ def test_no_snapshot_replaces_one_that_was_sent(learner_bench: Any) -> None:
     ("alignment", "discarded", "left"),
     [("overwrite", 30, 0), ("carry", 0, 30), ("blend", 0, 30)],
 )
-def test_a_contributor_applies_by_alignment(
+def test_rule_7_a_contributor_applies_by_alignment(
     learner_bench: Any, alignment: str, discarded: int, left: int
 ) -> None:
+    """Rule 7: overwrite, carry or blend; what is thrown away is counted."""
     bench = contributed(learner_bench, alignment=alignment)
     bench.step()
     (applied,) = bench.orders(Apply)
@@ -294,9 +296,10 @@ def test_a_contributor_applies_by_alignment(
     ("missed", "mode", "discarded", "left"),
     [("overwrite", "overwrite", 50, 0), ("rebase", "rebase", 0, 50)],
 )
-def test_who_took_no_part_applies_by_missed(
+def test_rule_7_who_took_no_part_applies_by_missed(
     learner_bench: Any, missed: str, mode: str, discarded: int, left: int
 ) -> None:
+    """Rule 7: overwrite (paper), or rebase with the counters kept."""
     bench = started(learner_bench, missed=missed)
     bench.publish(V1, V0)
     bench.fetched(V1)
@@ -306,7 +309,8 @@ def test_who_took_no_part_applies_by_missed(
     assert bench.machine.state.fragments[0].tokens == left
 
 
-def test_who_was_told_behind_rebases(learner_bench: Any) -> None:
+def test_rule_6_who_was_told_behind_rebases(learner_bench: Any) -> None:
+    """Rule 6: stale work never undoes newer work; it contributes next time."""
     bench = started(learner_bench)
     bench.hear(pull())
     bench.hear(outcome("behind"))
@@ -505,7 +509,8 @@ def test_the_run_is_over_as_well_when_the_shard_is_gone(learner_bench: Any) -> N
     assert bench.orders(RunOver)
 
 
-def test_an_observer_follows_and_says_no_more(learner_bench: Any) -> None:
+def test_rule_15_an_observer_follows_and_says_no_more(learner_bench: Any) -> None:
+    """Rule 15: observers read the published copy and count for nothing."""
     bench = learner_bench("observer")
     bench.told(Paused())
     bench.publish(V1, V0)

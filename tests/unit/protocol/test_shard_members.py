@@ -32,7 +32,8 @@ def test_a_greeting_is_accepted_and_welcomed_with_the_copies(shard_bench: Any) -
     assert [message.fragment for message in bench.messages(Published)] == [0, 1]
 
 
-def test_an_older_epoch_is_refused_for_good(shard_bench: Any) -> None:
+def test_rule_10_an_older_epoch_is_refused_for_good(shard_bench: Any) -> None:
+    """Rule 10: another process has joined under this id since."""
     bench = shard_bench("a")
     bench.greet("a", epoch=3)
     bench.greet("a", epoch=2)
@@ -41,7 +42,8 @@ def test_an_older_epoch_is_refused_for_good(shard_bench: Any) -> None:
     assert "epoch 2 is older than epoch 3" in refused.reason
 
 
-def test_the_same_epoch_with_another_nonce_is_refused(shard_bench: Any) -> None:
+def test_rule_10_the_same_epoch_with_another_nonce_is_refused(shard_bench: Any) -> None:
+    """Rule 10: two learners with one id; the second is refused."""
     bench = shard_bench("a")
     bench.greet("a", nonce="somebody else")
     (refused,) = bench.orders(Reject)
@@ -58,7 +60,8 @@ def test_a_newer_epoch_replaces_the_older_without_an_eviction(shard_bench: Any) 
     assert bench.machine.state.members["a"].epoch == 2
 
 
-def test_a_lease_expires_only_in_a_tick(shard_bench: Any) -> None:
+def test_rule_13_a_lease_expires_only_in_a_tick(shard_bench: Any) -> None:
+    """Rule 13: the inbox is drained before a lease expires."""
     bench = shard_bench("a", "b")
     bench.told(Heard(("a",)), LEASE_SECONDS)
     assert "b" in bench.machine.state.members
@@ -67,7 +70,8 @@ def test_a_lease_expires_only_in_a_tick(shard_bench: Any) -> None:
 
 
 @pytest.mark.parametrize("heard", [Heard(("a",)), Said("a", StepReport(1, 10, 1.0))])
-def test_anything_that_is_heard_renews_the_lease(shard_bench: Any, heard: object) -> None:
+def test_rule_13_anything_that_is_heard_renews_the_lease(shard_bench: Any, heard: object) -> None:
+    """Rule 13: any byte received renews a lease."""
     bench = shard_bench("a")
     bench.told(heard, 6.0)
     bench.told(Tick(), LEASE_SECONDS)
@@ -86,7 +90,8 @@ def test_a_broken_connection_shortens_the_lease(shard_bench: Any) -> None:
     assert [order.learner for order in bench.orders(Evict)] == ["a"]
 
 
-def test_a_tick_that_comes_late_evicts_nobody(shard_bench: Any) -> None:
+def test_rule_13_a_tick_that_comes_late_evicts_nobody(shard_bench: Any) -> None:
+    """Rule 13: a paused syncer must not evict the world."""
     bench = shard_bench("a", "b")
     bench.told(Tick(), LEASE_SECONDS + 100.0)
     assert not bench.orders(Evict)
@@ -200,7 +205,8 @@ def test_rule_10_versions_that_nobody_issued_are_ignored(shard_bench: Any) -> No
     assert member.held == {0: Version(1, 0)}
 
 
-def test_an_observer_counts_for_nothing(shard_bench: Any) -> None:
+def test_rule_15_an_observer_counts_for_nothing(shard_bench: Any) -> None:
+    """Rule 15: it is no member, and opens or closes no round."""
     bench = shard_bench("a")
     hello = Hello("eye", 0, "n", "observer", 0, 0, None, ())
     bench.told(Greeted(99, hello))

@@ -71,7 +71,8 @@ def test_a_round_from_the_tick_to_the_published_copy(shard_bench: Any) -> None:
     assert [participant.state for participant in finished.participants] == ["folded", "folded"]
 
 
-def test_rounds_are_limited_and_what_is_due_waits_with_its_tick(shard_bench: Any) -> None:
+def test_rule_2_rounds_are_limited_and_what_is_due_waits_with_its_tick(shard_bench: Any) -> None:
+    """Rule 2: at most ⌈τ·P/H⌉ are open; the rest waits in order."""
     bench = shard_bench("a", fragments=4, period=4, overlap=2)
     for _ in range(4):
         bench.step("a")
@@ -102,9 +103,10 @@ def test_without_overlap_one_round_is_open(shard_bench: Any) -> None:
         ({"steps": 0}, "refused", "10 tokens in 0 steps"),
     ],
 )
-def test_a_body_that_is_not_wanted_is_dropped_and_its_learner_told(
+def test_rule_4_a_body_that_is_not_wanted_is_dropped_and_its_learner_told(
     shard_bench: Any, fields: dict[str, Any], verdict: str, reason: str
 ) -> None:
+    """Rules 4 and 6: behind, refused or late, its learner hears why; no weight is nothing."""
     bench = opened(shard_bench, "a", "b")
     bench.body(**{"learner": "a", **fields})
     assert bench.orders(Drop)
@@ -114,7 +116,8 @@ def test_a_body_that_is_not_wanted_is_dropped_and_its_learner_told(
     assert reason in outcome.reason
 
 
-def test_a_second_body_of_one_learner_is_late(shard_bench: Any) -> None:
+def test_rule_4_a_second_body_of_one_learner_is_late(shard_bench: Any) -> None:
+    """Rule 4: each contributor is told the outcome."""
     bench = opened(shard_bench, "a", "b")
     bench.body("a")
     bench.body("a")
@@ -122,7 +125,8 @@ def test_a_second_body_of_one_learner_is_late(shard_bench: Any) -> None:
     assert [message.verdict for message in bench.messages(Outcome)] == ["late"]
 
 
-def test_counters_are_capped(shard_bench: Any) -> None:
+def test_rule_6_counters_are_capped(shard_bench: Any) -> None:
+    """Rule 6: so that one long-lost learner cannot dominate."""
     bench = shard_bench("a", "b", fragments=1, period=5, counter_cap_periods=2)
     for _ in range(5):
         bench.step("a")
@@ -141,7 +145,10 @@ def test_a_spoiled_body_is_refused_and_the_round_goes_on(shard_bench: Any) -> No
     assert bench.orders(Merge)
 
 
-def test_too_few_delivered_gives_the_round_up_and_it_is_due_again(shard_bench: Any) -> None:
+def test_rule_4_fewer_than_k_delivered_gives_the_round_up_and_it_is_due_again(
+    shard_bench: Any,
+) -> None:
+    """Rule 4: fewer than min(K, asked) delivered."""
     bench = shard_bench("a", "b", fragments=1, period=8, quorum=2)
     for _ in range(8):
         bench.step("a")
@@ -154,6 +161,29 @@ def test_too_few_delivered_gives_the_round_up_and_it_is_due_again(shard_bench: A
     bench.step("b")
     assert sorted(bench.asked()) == ["a", "b"], "due again at the next tick"
     assert bench.machine.state.rounds[0].tick == 9
+
+
+def test_rule_4_all_who_were_asked_are_enough_when_fewer_than_k_are_left(shard_bench: Any) -> None:
+    """Rule 4: min(K, asked): in the sweep with fewer learners than K, one is enough."""
+    bench = shard_bench("a", "b", fragments=1, period=8, quorum=2)
+    bench.step("a")
+    bench.told(Ordered(EndOrdered()))
+    bench.decline("b", "nothing new")
+    bench.body("a")
+    assert bench.orders(Merge)
+
+
+def test_rule_4_without_any_weight_the_round_is_given_up(shard_bench: Any) -> None:
+    """Rule 4: Σw = 0; who sent no tokens is refused, all hear that the round is given up."""
+    bench = shard_bench("a", "b", fragments=1, period=8)
+    for _ in range(8):
+        bench.step("a")
+        bench.step("b")
+    for learner in sorted(bench.machine.state.rounds[0].asks):
+        bench.body(learner, tokens=0)
+    assert bench.orders(Abandon)
+    assert {message.verdict for message in bench.messages(Outcome)} == {"refused", "abandoned"}
+    assert bench.machine.state.again == {0}
 
 
 def test_a_failed_merge_is_as_if_given_up(shard_bench: Any) -> None:
@@ -295,7 +325,8 @@ def test_eq_3_a_joiner_does_not_measure_the_broadcast(shard_bench: Any) -> None:
 # ---- the closing sweep
 
 
-def test_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None:
+def test_rule_12_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None:
+    """Rule 12: every fragment has one last round."""
     bench = shard_bench("a", "b", fragments=1, period=8)
     bench.step("a")
     bench.told(Ordered(EndOrdered()))
