@@ -38,6 +38,7 @@ from decoupled_diloco.errors import (
     ProtocolError,
     TransportError,
 )
+from decoupled_diloco.learner.checks import layout_text
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import ParameterStore
@@ -421,7 +422,7 @@ class Background:
             raise
 
     async def _ask_to_join(self, channel: Channel, address: str) -> Channel:
-        layout = json.dumps(self._store.layout.to_json())
+        layout = layout_text(self._store.layout)
         identity = self.identity
         join = say.Join(identity.name, identity.nonce, identity.role, layout)
         channel.send(encode(join))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.merge import is_finite
+from decoupled_diloco.merge import Layout, is_finite
 
 OWN_COPIES = (
     "fp32_from_fp16_groups",
@@ -26,6 +27,26 @@ _WAY_OUT = (
     "its own copy of the weights would undo what is applied. Refresh it in after_apply=…, which "
     "says that this is taken care of"
 )
+
+
+LAYOUT_CHARACTERS_MAX = 900_000
+"""A layout travels in one control message of at most 1 MiB, with the run's settings beside it."""
+
+
+def layout_text(layout: Layout) -> str:
+    """The layout as the JSON text that a join carries.
+
+    Raises:
+        ConfigError: the model has too many tensors for one control message.
+    """
+    text = json.dumps(layout.to_json())
+    if len(text) > LAYOUT_CHARACTERS_MAX:
+        raise ConfigError(
+            f"the names and shapes of the model's {len(layout.tensors)} trainable tensors take "
+            f"{len(text)} characters, {LAYOUT_CHARACTERS_MAX} fit into one message: stack small "
+            "tensors (experts, say) into one, freeze some, or shorten their names"
+        )
+    return text
 
 
 def refuse_what_is_not_finite(model: nn.Module) -> None:

@@ -25,15 +25,6 @@ class LossMeasured:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimed:
-    """How long one step of a learner took, and how much of that inside ``Learner.step()``."""
-
-    step: int
-    seconds: float
-    inside_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Evaluated:
     """The global weights were evaluated on this many held-out tokens."""
 
@@ -116,7 +107,6 @@ class BytesMoved:
 
 Sample = (
     LossMeasured
-    | StepTimed
     | Evaluated
     | ProcessStarted
     | ProcessEnded

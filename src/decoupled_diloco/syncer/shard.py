@@ -49,6 +49,9 @@ from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
 
+GREETING_SECONDS = 10.0
+"""How long a new connection may take to say what it is for: as long as one may be silent."""
+
 HEARD_SECONDS = 1.0
 """How often the shard looks at who was heard: every ping interval."""
 
@@ -270,7 +273,7 @@ class Shard:
         """One control connection; its first message says what it is for."""
         try:
             kinds: tuple[type[Any], ...] = (say.Hello, say.Join, say.ShardHello)
-            first: Any = decode(await channel.receive(), kinds)
+            first: Any = decode(await _first_message(channel), kinds)
             match first:
                 case say.Hello():
                     await self._serve_learner(channel, first)
@@ -493,7 +496,14 @@ class Shard:
         backoff, address = Backoff(), on_this_machine(self._addresses[0])
         while True:
             channel = await reconnecting(
-                self._client, address, "shard", f"shard-{self.shard}", backoff
+                self._client,
+                address,
+                "shard",
+                f"shard-{self.shard}",
+                backoff,
+                on_failure=lambda error, delay: logger.warning(
+                    "the coordinator is out of reach, trying again in %.1f s: %s", delay, error
+                ),
             )
             self._tell = lambda message, channel=channel: channel.send(encode(message))  # type: ignore[misc]
             channel.send(encode(hello))
@@ -537,3 +547,13 @@ class Shard:
             handle=self._handle,
             stopping=self._stopping.is_set,
         )
+
+
+async def _first_message(channel: Channel) -> dict[str, object]:
+    try:
+        async with asyncio.timeout(GREETING_SECONDS):
+            return await channel.receive()
+    except TimeoutError:
+        raise ProtocolError(
+            f"it has not said within {GREETING_SECONDS:g} s what it is here for"
+        ) from None

@@ -36,6 +36,8 @@ class Limits:
         inbox_messages: Messages that may wait for `receive` before reading from the peer pauses.
         inbox_bytes: The same, in bytes.
         streams_per_principal: Requests of the data plane that one principal may have open.
+        channels_per_principal: Control channels that one principal may have open; one more closes
+            the oldest. Two are in use, and a few may not have been found dead yet.
         connections: Connections of all kinds that a server accepts.
         header_bytes: Largest request line and largest single header.
         ping_seconds: Interval of control pings, which measure the round trip as well.
@@ -51,6 +53,7 @@ class Limits:
     inbox_messages: int = 4096
     inbox_bytes: int = 16 << 20
     streams_per_principal: int = 128
+    channels_per_principal: int = 8
     connections: int = 4096
     header_bytes: int = 8190
     ping_seconds: float = 1.0

@@ -204,6 +204,7 @@ class HttpServer:
         address = _address(request)
         channel = WebSocketChannel(ws, Peer(principal, role, address), self._limits, self.stats)
         self._channels.setdefault(principal, []).append(channel)
+        self._close_oldest(principal)
         channel.start()
         serving = asyncio.create_task(self._serve(channel))
         self._handlers.add(serving)
@@ -216,6 +217,14 @@ class HttpServer:
             channel.shut(f"connection to {principal!r} at {channel.peer.address} lost")
             raise
         return ws
+
+    def _close_oldest(self, principal: str) -> None:
+        alive = [channel for channel in self._channels[principal] if not channel.closed]
+        limit = self._limits.channels_per_principal
+        for channel in alive[: max(0, len(alive) - limit)]:
+            channel.shut(
+                f"{principal!r} has more than {limit} control channels: this is its oldest"
+            )
 
     async def _serve(self, channel: WebSocketChannel) -> None:
         """Run the handler of a channel, then close it."""

@@ -237,6 +237,16 @@ async def test_violations_close_the_channel(target: Target, text: Any, reason: s
     await socket.close()
 
 
+async def test_one_more_channel_than_allowed_closes_the_principal_s_oldest(target: Target) -> None:
+    opened = [await open_control(target) for _ in range(LIMITS.channels_per_principal)]
+    assert not any(channel.closed for _, channel in opened)
+    opened.append(await open_control(target))
+    assert "more than 8 control channels" in await reason_of(opened[0][1])
+    assert not any(channel.closed for _, channel in opened[1:])
+    for socket, _ in opened:
+        await socket.close()
+
+
 async def test_a_peer_that_never_answers_is_lost(target: Target) -> None:
     socket, channel = await open_control(target, autoping=False)
     assert "nothing heard from 'learner-0'" in await reason_of(channel)

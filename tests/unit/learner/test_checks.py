@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +16,11 @@ from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.checks import (
     OWN_COPIES,
+    layout_text,
     refuse_own_copies,
     refuse_what_is_not_finite,
 )
+from decoupled_diloco.merge import Layout, TensorSpec
 
 
 def stepped(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -76,3 +80,11 @@ def test_a_wrapper_with_weights_of_its_own_is_refused(name: str, stash: bool) ->
     setattr(own, name, [[torch.zeros(3, 4)]])
     with pytest.raises(ConfigError, match=f"AdamW has '{name}': its own copy of the weights"):
         refuse_own_copies(model, optimizer)
+
+
+def test_a_layout_that_fits_no_message_is_refused() -> None:
+    spec = TensorSpec("a" * 200, (1,), "float32", "matrix")
+    tensors = tuple(replace(spec, name=f"{i}.{spec.name}") for i in range(4000))
+    with pytest.raises(ConfigError, match=r"4000 trainable tensors take .* stack small tensors"):
+        layout_text(Layout(tensors, ()))
+    assert json.loads(layout_text(Layout(tensors[:3], ())))["tensors"]
