@@ -141,3 +141,14 @@ def test_a_shard_that_is_told_to_end_has_not_finished(
     code, output = ended(process, 5.0)
     assert code == 130, "or a supervisor would not start it again"
     assert "Traceback" not in output
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = command("train", str(config_file(folder)))
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert (folder / "weights.safetensors").exists()

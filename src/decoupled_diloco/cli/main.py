@@ -205,7 +205,9 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _console() -> Console:
-    return Console()
+    from decoupled_diloco.observe.progress import SteadyConsole
+
+    return SteadyConsole()
 
 
 def _exit(code: int) -> NoReturn:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -37,14 +39,25 @@ def train_locally(config: RunConfig, console: Console) -> int:
     history = write_report(run.path, *files)
     if outcome.weights is not None:
         files.append(outcome.weights)
-    print_summary(history, files, console)
-    if history.sample_text:
-        console.print("\nwhat the trained model writes:\n")
-        console.print(history.sample_text, markup=False, highlight=False)
+    with _reader_may_be_gone():
+        print_summary(history, files, console)
+        if history.sample_text:
+            console.print("\nwhat the trained model writes:\n")
+            console.print(history.sample_text, markup=False, highlight=False)
+        if not outcome.finished:
+            console.print(f"the run did not finish: {outcome.reason}", style="bold red")
     if outcome.finished:
         return 0
-    console.print(f"the run did not finish: {outcome.reason}", style="bold red")
     return INTERRUPTED if outcome.reason == "interrupted" else 1
+
+
+@contextlib.contextmanager
+def _reader_may_be_gone() -> Iterator[None]:
+    """``ddiloco train … | head``: what nobody reads is not an error, also not at exit."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def serve_locally(config: RunConfig, console: Console) -> int:
