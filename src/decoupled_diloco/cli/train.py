@@ -10,14 +10,13 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from decoupled_diloco.cli.main import INTERRUPTED
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
 from decoupled_diloco.observe.progress import Progress
 from decoupled_diloco.observe.report import write_report
 from decoupled_diloco.observe.summary import print_summary
-
-INTERRUPTED = 130
 
 
 def train_locally(config: RunConfig, console: Console) -> int:

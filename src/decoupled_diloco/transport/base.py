@@ -107,11 +107,6 @@ class TransferStats:
     congestion: str = ""
     digest: str = ""
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Rate of the transfer."""
-        return self.nbytes / max(self.seconds, 1e-9)
-
 
 class Channel(Protocol):
     """One control connection: ordered, and reliable while it lives."""
