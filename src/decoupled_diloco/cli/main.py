@@ -10,14 +10,23 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from decoupled_diloco import __version__
+from decoupled_diloco.cli.options import (
+    INTERRUPTED,
+    RunFile,
+    Sets,
+    StopWithParent,
+    SyncerAddresses,
+    TokenFile,
+    exit_with,
+    fail,
+    listed,
+    make_console,
+)
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.errors import Error
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="ddiloco",
@@ -28,25 +37,13 @@ app = typer.Typer(
     "refused, 6 storage, 7 merge, 130 interrupted, 1 anything else.",
 )
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.")]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as sync.period=48."),
-]
-TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the run's secret.")]
-SyncerAddresses = Annotated[
-    str,
-    typer.Option("--syncer", metavar="URL[,URL…]", help="Where the shards are."),
-]
-StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True)]
-
 
 @app.command()
 def train(run: RunFile, settings: Sets = None) -> None:
     """Everything on this machine: shards, learners, evaluator, supervised; then the report."""
     from decoupled_diloco.cli.train import train_locally
 
-    _exit(train_locally(load_config(run, settings or ()), _console()))
+    exit_with(train_locally(load_config(run, settings or ()), make_console()))
 
 
 @app.command()
@@ -71,20 +68,20 @@ def syncer(
     if shard is None:
         from decoupled_diloco.cli.train import serve_locally
 
-        _exit(serve_locally(config, _console()))
+        exit_with(serve_locally(config, make_console()))
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.folder import read_token
     from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
     if not 0 <= shard < config.syncer.shards:
-        _fail(f"--shard {shard} is no shard of this run: 0 to {config.syncer.shards - 1}")
+        fail(f"--shard {shard} is no shard of this run: 0 to {config.syncer.shards - 1}")
     if not (port or config.syncer.port):
-        _fail("port=0 means any free port, so nobody would find this shard: give --port")
+        fail("port=0 means any free port, so nobody would find this shard: give --port")
     own_port = port or config.syncer.port + shard
     told = config.syncer.addresses
     if not told and config.syncer.shards > 1 and own_port != config.syncer.port + shard:
-        _fail(
+        fail(
             f"--port {own_port} is not the settings' port of shard {shard}, so the others would "
             "not be found: give the addresses of all shards with --addresses"
         )
@@ -162,7 +159,7 @@ def main() -> NoReturn:
     try:
         app(standalone_mode=True)
     except Error as error:
-        _fail(str(error), error.exit_code)
+        fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         # At once: taking torch and its threads down can cost seconds on a busy machine, and whoever
         # interrupts a run waits for each of its processes.
@@ -185,7 +182,7 @@ def _prepare(parent_matters: bool) -> None:
 
 def _addresses(given: str, config: RunConfig) -> tuple[str, ...]:
     """Where a learner or observer finds the shards: as given, or on this machine."""
-    return _listed(given) or tuple(map(on_this_machine, advertised(config)))
+    return listed(given) or tuple(map(on_this_machine, advertised(config)))
 
 
 def _as_settings(addresses: str, token_file: Path | None, port: int | None) -> list[str]:
@@ -194,26 +191,7 @@ def _as_settings(addresses: str, token_file: Path | None, port: int | None) -> l
     if port is not None:
         given.append(f"syncer.port={port}")
     if addresses:
-        given.append(f"syncer.addresses={json.dumps(_listed(addresses))}")
+        given.append(f"syncer.addresses={json.dumps(listed(addresses))}")
     if token_file is not None:
         given.append(f"syncer.token_file={json.dumps(str(token_file))}")
     return given
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(item.strip() for item in text.split(",") if item.strip())
-
-
-def _console() -> Console:
-    from decoupled_diloco.observe.progress import SteadyConsole
-
-    return SteadyConsole()
-
-
-def _exit(code: int) -> NoReturn:
-    raise typer.Exit(code)
-
-
-def _fail(message: str, code: int = 2) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)

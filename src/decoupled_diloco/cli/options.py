@@ -1,0 +1,49 @@
+"""What the commands of `ddiloco` share: options, the console, exit codes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INTERRUPTED = 130
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as sync.period=48."),
+]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the run's secret.")]
+SyncerAddresses = Annotated[
+    str,
+    typer.Option("--syncer", metavar="URL[,URL…]", help="Where the shards are."),
+]
+StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True)]
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The items of an option that takes several, separated by commas."""
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+def make_console() -> Console:
+    """The console of a command."""
+    from decoupled_diloco.observe.progress import SteadyConsole
+
+    return SteadyConsole()
+
+
+def exit_with(code: int) -> NoReturn:
+    """Ends the command."""
+    raise typer.Exit(code)
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Ends the command with one sentence on stderr."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
