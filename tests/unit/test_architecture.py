@@ -20,7 +20,7 @@ LAYERS = (
     ("config", "storage", "observe", "workloads"),
     ("learner", "syncer", "simulate"),
     ("evaluate", "chaos", "launch", "dashboard", "goodput", "plan", "integrations"),
-    ("cli",),
+    ("cli", "__main__"),
 )
 """Who may import whom: a package imports its own layer and those above this line's."""
 

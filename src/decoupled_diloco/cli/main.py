@@ -24,6 +24,7 @@ from decoupled_diloco.cli.options import (
     listed,
     make_console,
 )
+from decoupled_diloco.cli.recipes import recipes
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.errors import Error
@@ -143,6 +144,9 @@ def evaluator(
         folder=Path(config.run.folder),
         token=own_token(config, roles.EVALUATOR, token_file),
     )
+
+
+app.command()(recipes)
 
 
 @app.callback(invoke_without_command=True)

@@ -8,12 +8,36 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from decoupled_diloco.config.shipped import find_shipped, shipped, title_of
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 INTERRUPTED = 130
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.")]
+
+def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
+    """The shipped recipes that begin so, for the shell; files complete when there is none."""
+    return [
+        (name, title_of(path))
+        for name, path in shipped("recipes").items()
+        if name.startswith(incomplete)
+    ]
+
+
+def _find_recipe(name: str) -> Path:
+    return find_shipped("recipes", name)
+
+
+RunFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="The run's TOML file, or the name of a shipped recipe (see ddiloco recipes).",
+        parser=_find_recipe,
+        autocompletion=complete_recipe,
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as sync.period=48."),

@@ -59,7 +59,10 @@ def _read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: give the path of a run's TOML file") from None
+        raise ConfigError(
+            f"{path} does not exist: give the path of a run's TOML file, or the name of a shipped "
+            "recipe (`ddiloco recipes` lists them)"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -1,0 +1,40 @@
+"""`ddiloco recipes`: what `ddiloco train` can be given by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from decoupled_diloco.cli.options import complete_recipe, make_console
+from decoupled_diloco.config.shipped import find_shipped, shipped, title_of
+
+
+def recipes(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Print this one.", autocompletion=complete_recipe),
+    ] = None,
+) -> None:
+    """The recipes that come with the package; with a name, that one's text.
+
+    `ddiloco recipes quickstart > mine.toml` is the beginning of one's own.
+    """
+    if name is None:
+        _print_list({name: title_of(path) for name, path in shipped("recipes").items()})
+    else:
+        typer.echo(find_shipped("recipes", name).read_text(encoding="utf-8"), nl=False)
+
+
+def _print_list(titles: dict[str, str]) -> None:
+    console = make_console()
+    if not console.is_terminal:
+        for name, title in titles.items():
+            typer.echo(f"{name}\t{title}")
+        return
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for name, title in titles.items():
+        table.add_row(f"[bold]{name}[/bold]", title)
+    console.print(table)
