@@ -64,7 +64,9 @@ class LearnerSpec:
         up_bytes_per_second: shared by all its uploads.
         down_bytes_per_second: shared by all its downloads.
         tokens_per_step: what one inner step trains.
-        joins_at: when its process starts, seconds.
+        joins_at: when its process starts, seconds; infinity: only when somebody starts it.
+        shared_link: name of a link that it shares with every learner that names it too: their
+            bodies queue behind each other. The first one's bandwidths count.
         role: observers follow the published copies and no more.
     """
 
@@ -78,6 +80,7 @@ class LearnerSpec:
     tokens_per_step: int = 8
     joins_at: float = 0.0
     role: Role = "learner"
+    shared_link: str = ""
 
 
 class LearnerProcess(Shell):
@@ -89,8 +92,9 @@ class LearnerProcess(Shell):
     def __init__(self, world: World, spec: LearnerSpec) -> None:
         super().__init__(world, spec.name)
         self.spec = spec
-        self.link = Link(
-            spec.latency, spec.jitter, spec.up_bytes_per_second, spec.down_bytes_per_second
+        own = Link(spec.latency, spec.jitter, spec.up_bytes_per_second, spec.down_bytes_per_second)
+        self.link = (
+            world.shared_links.setdefault(spec.shared_link, own) if spec.shared_link else own
         )
         self.slowness = 1.0
         self.over = False
@@ -110,7 +114,8 @@ class LearnerProcess(Shell):
         self.shards.clear()
         self.joined = self.stepping = self.stopped = self.held = False
         self.expelled = ""
-        self.link.up_free_at = self.link.down_free_at = 0.0
+        if not self.spec.shared_link:
+            self.link.up_free_at = self.link.down_free_at = 0.0
         self.dial_coordinator()
 
     def reborn(self) -> LearnerMachine:
@@ -230,7 +235,7 @@ class LearnerProcess(Shell):
             case EndTraining():
                 self.stopped = True
             case RunOver():
-                self._leave()
+                self._run_over()
             case Expelled(reason):
                 self.expelled = reason
                 self.world.expelled(self, reason)
@@ -239,12 +244,16 @@ class LearnerProcess(Shell):
             case _:
                 assert_never(effect)
 
-    def _leave(self) -> None:
-        self.over = True
+    def leave(self, reason: str) -> None:
+        """Says goodbye, as a loop that ends of itself does; the process is gone then."""
         for connection in list(self.shards.values()):
-            connection.send(self, Leave("the run is over"))
-        self.world.left(self)
+            connection.send(self, Leave(reason))
         self.end()
+
+    def _run_over(self) -> None:
+        self.over = True
+        self.world.left(self)
+        self.leave("the run is over")
 
     def _send_body(self, order: SendBody) -> None:
         body = self.bodies.encode(

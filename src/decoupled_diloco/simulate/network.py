@@ -41,6 +41,7 @@ class Endpoint(Process):
         super().__init__(name)
         self.link = Link()
         self.connections: dict[int, Connection] = {}
+        self.data_sent = self.data_received = 0
 
     def accepted(self, connection: Connection) -> None:
         """Somebody has connected to this process."""
@@ -265,6 +266,7 @@ class Network:
         if receiver.link.down_bytes_per_second < float("inf"):
             receiver.link.down_free_at = end
         lives = (sender.life, receiver.life)
+        sender.data_sent += nbytes
 
         def finish(stalled: float) -> None:
             if (sender.life, receiver.life) != lives or not (sender.alive and receiver.alive):
@@ -275,6 +277,7 @@ class Network:
                 else:
                     clockwork.after(1.0, finish, stalled + 1.0)
             else:
+                receiver.data_received += nbytes
                 receiver.run(receiver.life, False, done, ())
 
         clockwork.at(end + self.delay(sender, receiver), finish, 0.0)

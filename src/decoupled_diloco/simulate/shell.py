@@ -36,10 +36,13 @@ class Shell(Endpoint):
         self.machine = None
         self.coordinator_link = None
         self._tick_at = None
+        self.data_sent = self.data_received = 0
+        self.world.began(self)
 
-    def end(self, *, silent: bool = False) -> None:
+    def end(self, *, silent: bool = False, killed: bool = False) -> None:
         """The process is gone, and what it had in memory."""
         if self.alive:
+            self.world.ended(self, killed=killed)
             self.crash()
             self.world.network.crashed(self, silent=silent)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.bodies import Bodies, NoBodies
@@ -19,9 +19,20 @@ from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
 from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
-from decoupled_diloco.simulate.network import Endpoint, Network
+from decoupled_diloco.simulate.network import Endpoint, Link, Network
 from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shell import Shell
+
+
+class Watcher(Protocol):
+    """Told of the lives of processes: what a launcher would see."""
+
+    def began(self, process: Shell) -> None:
+        """A new life begins."""
+
+    def ended(self, process: Shell, *, killed: bool) -> None:
+        """A life ends: it was killed, or of itself."""
+
 
 Recorder = Callable[[str, float, Any, Sequence[Any]], None]
 """Called as ``recorder(who, now, event, effects)`` for every event that a machine has handled."""
@@ -88,6 +99,8 @@ class World:
         self.events = 0
         self.swaps = False
         self.recorders: list[Recorder] = [] if recorder is None else [recorder]
+        self.watchers: list[Watcher] = []
+        self.shared_links: dict[str, Link] = {}
         self.coordinator = CoordinatorProcess(self)
         self.shards = [ShardProcess(self, shard) for shard in range(options.shards)]
         self.learners = {spec.name: LearnerProcess(self, spec) for spec in learners}
@@ -95,7 +108,8 @@ class World:
         for shard in self.shards:
             self.clockwork.at(0.0, shard.begin)
         for learner in self.learners.values():
-            self.clockwork.at(learner.spec.joins_at, self.restart, learner)
+            if learner.spec.joins_at < float("inf"):
+                self.clockwork.at(learner.spec.joins_at, self.restart, learner)
 
     @property
     def now(self) -> float:
@@ -143,7 +157,7 @@ class World:
 
     def crash(self, process: Shell, *, silent: bool = False) -> None:
         """SIGKILL; ``silent``: the host is gone, so that nobody is told."""
-        process.end(silent=silent)
+        process.end(silent=silent, killed=True)
 
     def restart(self, process: Shell) -> None:
         """A process that is dead starts again, as a new one."""
@@ -181,6 +195,16 @@ class World:
         self.events += 1
         for recorder in self.recorders:
             recorder(process.name, self.now, event, effects)
+
+    def began(self, process: Shell) -> None:
+        """A process has started."""
+        for watcher in self.watchers:
+            watcher.began(process)
+
+    def ended(self, process: Shell, *, killed: bool) -> None:
+        """A process is about to be gone."""
+        for watcher in self.watchers:
+            watcher.ended(process, killed=killed)
 
     def expelled(self, process: LearnerProcess, reason: str) -> None:
         """A shard refused the learner for good; its supervisor starts a new process."""
