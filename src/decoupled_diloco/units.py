@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
@@ -48,3 +50,25 @@ def format_duration(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
+
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)(bit|B)/s")
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+
+
+def parse_rate(text: str) -> float:
+    """A bandwidth in bytes a second, from a number with a unit: bit/s or B/s, with k, M or G.
+
+    Raises:
+        ValueError: it is not of that form, or zero.
+
+    >>> parse_rate("10Mbit/s"), parse_rate("1.5 MB/s")
+    (1250000.0, 1500000.0)
+    """
+    match = _RATE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(
+            f"{text!r} is no bandwidth: write a number above 0 and a unit, such as '10Mbit/s' or "
+            "'1.5 MB/s'"
+        )
+    return float(match[1]) * _PREFIXES[match[2]] / (8.0 if match[3] == "bit" else 1.0)

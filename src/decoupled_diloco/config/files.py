@@ -28,9 +28,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: The file cannot be read, or a setting does not fit.
     """
-    tables = _read(Path(path))
+    tables = read_tables(Path(path))
     for override in overrides:
-        _override(tables, override)
+        override_key(tables, override)
     return RunConfig(**tables)
 
 
@@ -51,7 +51,12 @@ def dump_config(config: RunConfig) -> str:
     return tomli_w.dumps(tables)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file as they are written.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -67,8 +72,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _override(tables: dict[str, Any], override: str) -> None:
-    """Set or remove one dotted key in place."""
+def override_key(tables: dict[str, Any], override: str) -> None:
+    """Set or remove one dotted key in place; `load_config` says of what form an override is.
+
+    Raises:
+        ConfigError: It is not of that form, or does not fit the tables.
+    """
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):

@@ -24,6 +24,7 @@ from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.learner.learner import Learner, Observer
 from decoupled_diloco.observe.samples import CorpusDescribed, Evaluated, SampleGenerated
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.transport.http import HttpClient, HttpServer
 from decoupled_diloco.units import MIB
@@ -67,7 +68,12 @@ def run_shard(
         Error: the port is taken, or state on disk cannot be read or written.
     """
     tokens = accepted_tokens(config, token)
-    header = {"machine": "shard", "shard": shard, "settings": json.loads(public_text(config))}
+    header = {
+        "machine": "shard",
+        "shard": shard,
+        "settings": json.loads(public_text(config)),
+        "versions": versions(),
+    }
     tape = open_tape(folder, f"shard-{shard}", header)
     tapes = [tape]
 

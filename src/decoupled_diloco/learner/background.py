@@ -46,6 +46,7 @@ from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
 from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
+from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
@@ -456,6 +457,7 @@ class Background:
                 "nonce": identity.nonce,
                 "role": identity.role,
                 "settings": public,
+                "versions": versions(),
             }
             machine = LearnerMachine(
                 options, identity.name, admitted.epoch, identity.nonce, identity.role

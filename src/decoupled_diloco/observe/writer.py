@@ -40,6 +40,7 @@ class TapeWriter:
         header: JSON values to keep in the start record, for example what a replay needs.
         clock: The clock of the instants that `event` and the others are given.
         wall: Seconds since the Unix epoch; a virtual world gives its own.
+        pid: Number of the process; a virtual world gives its own. Default: this process's.
         on_failure: Told of the tape's end instead of an error being raised.
 
     Raises:
@@ -55,6 +56,7 @@ class TapeWriter:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         on_failure: Callable[[StorageError], None] | None = None,
+        pid: int | None = None,
     ) -> None:
         path = Path(path)
         self.path = path if path.suffix == ".jsonl" else path / f"{who}.jsonl"
@@ -73,7 +75,7 @@ class TapeWriter:
         start = {
             "wall": wall(),
             "monotonic": now,
-            "pid": os.getpid(),
+            "pid": os.getpid() if pid is None else pid,
             "version": decoupled_diloco.__version__,
             "header": dict(header or {}),
         }

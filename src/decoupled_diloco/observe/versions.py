@@ -1,0 +1,28 @@
+"""The versions that a run's numbers depend on, for the headers of its tape."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib import metadata
+
+DISTRIBUTIONS = ("torch", "numpy")
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Python, and the libraries that compute; a start record names decoupled-diloco by itself.
+
+    >>> sorted(versions())
+    ['numpy', 'python', 'torch']
+    """
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        found[name] = metadata.version(name)
+    return found
+
+
+def versions_of_bits() -> dict[str, str]:
+    """The same as far as bits depend on it: Python's patch releases do not change any."""
+    major_minor = ".".join(platform.python_version_tuple()[:2])
+    return versions() | {"python": major_minor}
