@@ -175,10 +175,32 @@ class Participant:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundOpened:
+    """A round is open: its grace window, and the moving averages that it was derived from (Eq. 3).
+
+    ``closing``: it belongs to the closing sweep, which has no window and asks everyone.
+    """
+
+    round: int
+    fragment: int
+    tick: int
+    base: Version
+    closing: bool
+    grace_seconds: float
+    slack_seconds: float
+    step_seconds: float
+    quorum_average_seconds: float
+    merge_average_seconds: float
+    broadcast_average_seconds: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundFinished:
     """A round is over: everything that a metric or an explanation needs.
 
-    Seconds count from the round's opening; ``None``: did not happen.
+    Seconds count from the round's opening; ``None``: did not happen. The averages are those at the
+    opening, as in `RoundOpened`; ``None`` on tapes from before they were told.
     """
 
     round: int
@@ -196,6 +218,10 @@ class RoundFinished:
     step_seconds: float
     slack_seconds: float
     why: str
+    base: Version | None = None
+    quorum_average_seconds: float | None = None
+    merge_average_seconds: float | None = None
+    broadcast_average_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +264,7 @@ SyncerEffect = (
     | LoadWeights
     | Evict
     | Tell
+    | RoundOpened
     | RoundFinished
     | ClockAdvanced
     | Note

@@ -32,11 +32,18 @@ class MovingAverage:
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """One round's window, in seconds, and what it was derived from."""
+    """One round's window, in seconds, and what it was derived from.
+
+    ``quorum``, ``merge`` and ``broadcast`` are the moving averages as they were when the round
+    opened; 0 while nothing was measured.
+    """
 
     seconds: float
     slack: float
     step: float
+    quorum: float = 0.0
+    merge: float = 0.0
+    broadcast: float = 0.0
 
 
 @dataclass(slots=True)
@@ -58,7 +65,13 @@ class Timing:
         Returns:
             The window; zero when the slack is negative.
         """
-        spent = float(self.quorum) + float(self.merge) + float(self.broadcast)
-        slack = overlap * step_seconds - spent
-        seconds = max(0.0, margin * slack)
-        return Grace(seconds=seconds, slack=slack, step=step_seconds)
+        quorum, merge, broadcast = map(float, (self.quorum, self.merge, self.broadcast))
+        slack = overlap * step_seconds - (quorum + merge + broadcast)
+        return Grace(
+            seconds=max(0.0, margin * slack),
+            slack=slack,
+            step=step_seconds,
+            quorum=quorum,
+            merge=merge,
+            broadcast=broadcast,
+        )

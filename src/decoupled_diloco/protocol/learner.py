@@ -186,7 +186,9 @@ class LearnerMachine:
             view.tokens += tokens
         self._owe()
         effects = self._boundary(now)
-        report = StepReport(state.step, state.tokens, float(state.step_seconds))
+        report = StepReport(
+            state.step, state.tokens, float(state.step_seconds), state.discarded_tokens
+        )
         for shard, link in enumerate(state.shards):
             if link.linked and link.offset is not None and self.role == "learner":
                 effects.append(Say(shard, report, f"step {state.step} is finished"))

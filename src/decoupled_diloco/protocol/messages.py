@@ -62,11 +62,16 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One more inner step: own steps and tokens in this epoch, and the mean seconds of a step."""
+    """One more inner step: own steps and tokens in this epoch, and the mean seconds of a step.
+
+    ``discarded_tokens``: tokens whose training was overwritten, summed over the fragments (a
+    fragment is one of P parts of the model). Nothing is decided by it; it is for people.
+    """
 
     step: int
     tokens: int
     seconds: float
+    discarded_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from decoupled_diloco.protocol.effects import Participant, RoundFinished
+from decoupled_diloco.protocol.effects import Participant, RoundFinished, RoundOpened
 from decoupled_diloco.protocol.grace import Grace
 from decoupled_diloco.protocol.messages import Version
 
@@ -72,6 +72,23 @@ class Round:
         for ask in self.asks.values():
             ask.deadline += seconds
 
+    def opened(self, why: str) -> RoundOpened:
+        """The opening's record for observers."""
+        return RoundOpened(
+            round=self.number,
+            fragment=self.fragment,
+            tick=self.tick,
+            base=self.base,
+            closing=self.final,
+            grace_seconds=self.grace.seconds,
+            slack_seconds=self.grace.slack,
+            step_seconds=self.grace.step,
+            quorum_average_seconds=self.grace.quorum,
+            merge_average_seconds=self.grace.merge,
+            broadcast_average_seconds=self.grace.broadcast,
+            why=why,
+        )
+
     def finished(
         self, now: float, verdict: Literal["merged", "abandoned"], reason: str
     ) -> RoundFinished:
@@ -107,4 +124,8 @@ class Round:
             step_seconds=self.grace.step,
             slack_seconds=self.grace.slack,
             why=self.close_reason,
+            base=self.base,
+            quorum_average_seconds=self.grace.quorum,
+            merge_average_seconds=self.grace.merge,
+            broadcast_average_seconds=self.grace.broadcast,
         )

@@ -82,7 +82,7 @@ def _open(
     version = state.fragments[fragment].version
     assert version is not None
     state.rounds_opened += 1
-    state.rounds[fragment] = Round(
+    round = state.rounds[fragment] = Round(
         number=state.rounds_opened,
         fragment=fragment,
         tick=tick,
@@ -96,7 +96,8 @@ def _open(
         ),
         final=final,
     )
-    return ask_qualified(state, options, now, state.rounds[fragment])
+    why = "the closing sweep" if final else f"fragment {fragment} is due since step {tick}"
+    return [round.opened(why), *ask_qualified(state, options, now, round)]
 
 
 def ask_qualified(

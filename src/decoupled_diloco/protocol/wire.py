@@ -85,16 +85,19 @@ def _union(classes: tuple[type, ...]) -> _Decoder:
 def _object(cls: type) -> _Decoder:
     hints = typing.get_type_hints(cls)
     fields = {name: _field(hints[name]) for name in _names(cls)}
+    optional = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
 
     def decoder(data: Any, where: str) -> Any:
         unknown = data.keys() - fields.keys() - {"type"}
-        missing = fields.keys() - data.keys()
+        missing = fields.keys() - data.keys() - optional
         if unknown or missing:
             raise ProtocolError(
                 f"{where}: unknown fields {sorted(map(str, unknown))[:5]}, "
                 f"missing {sorted(missing)[:5]}"
             )
-        return cls(**{name: f(data[name], f"{where}.{name}") for name, f in fields.items()})
+        return cls(
+            **{name: f(data[name], f"{where}.{name}") for name, f in fields.items() if name in data}
+        )
 
     return decoder
 

@@ -21,6 +21,7 @@ from decoupled_diloco.protocol.effects import (
     Note,
     Reject,
     RoundFinished,
+    RoundOpened,
     Send,
     Stop,
     SyncerEffect,
@@ -274,7 +275,7 @@ class ShardProcess(Shell):
             case Stop():
                 self.finished = True
                 self.end()
-            case RoundFinished() | ClockAdvanced() | Note():
+            case RoundOpened() | RoundFinished() | ClockAdvanced() | Note():
                 pass
             case _:
                 assert_never(effect)

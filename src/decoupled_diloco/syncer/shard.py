@@ -354,7 +354,7 @@ class Shard:
                     self._spawn(session.channel.close(reason))
             case do.Tell(message):
                 self._report(message)
-            case do.ClockAdvanced() | do.RoundFinished():
+            case do.ClockAdvanced() | do.RoundOpened() | do.RoundFinished():
                 pass
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
