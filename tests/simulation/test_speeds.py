@@ -1,0 +1,172 @@
+"""Learners of unequal speed in a virtual world: who waits, who is heard, what is discarded.
+
+Steps of 4, 4, 2 and 1 seconds, P = H = 24, τ = 2, K = 1, to the end of a budget of 32 outer rounds.
+Virtual time is exact, so the claims are too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise, product
+from typing import Any, Literal
+
+import pytest
+
+from decoupled_diloco.protocol import Options
+from decoupled_diloco.protocol.effects import Apply, RoundFinished
+from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.simulate import Choices, LearnerSpec, World
+
+SPEEDS = {"learner-0": 4.0, "learner-1": 4.0, "learner-2": 2.0, "learner-3": 1.0}
+FRAGMENTS = 24
+TOKENS_PER_STEP = 8
+BUDGET = TOKENS_PER_STEP * 2 * 32 * 24
+
+Participants = Literal["reported", "all"]
+Missed = Literal["overwrite", "rebase"]
+Alignment = Literal["overwrite", "carry"]
+
+PARTICIPANTS: tuple[Participants, ...] = ("reported", "all")
+MISSED: tuple[Missed, ...] = ("overwrite", "rebase")
+ALIGNMENTS: tuple[Alignment, ...] = ("overwrite", "carry")
+CELLS = [*product(PARTICIPANTS, MISSED, ALIGNMENTS)]
+
+IN_FLIGHT = "its contribution is in this version"
+MISSED_ROUND = "it took no part in this version"
+
+
+class Books:
+    """Tokens of each learner and fragment: trained, merged, discarded and for which reason."""
+
+    def __init__(self) -> None:
+        self.steps_at: defaultdict[str, list[float]] = defaultdict(list)
+        self.trained: Counter[str] = Counter()
+        self.merged: Counter[tuple[str, int]] = Counter()
+        self.discarded: Counter[tuple[str, int]] = Counter()
+        self.discarded_why: Counter[tuple[str, str]] = Counter()
+        self.rounds = 0
+        self.parts: Counter[str] = Counter()
+
+    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """Looks at one event."""
+        if isinstance(event, StepFinished):
+            self.steps_at[who].append(now)
+            self.trained[who] += event.tokens
+        for effect in effects:
+            if isinstance(effect, Apply):
+                self.discarded[who, effect.fragment] += effect.discarded_tokens
+                self.discarded_why[who, effect.why] += effect.discarded_tokens
+            elif isinstance(effect, RoundFinished) and effect.verdict == "merged":
+                self._merged(effect)
+
+    def _merged(self, round: RoundFinished) -> None:
+        self.rounds += 1
+        for part in round.participants:
+            if part.state == "folded":
+                self.merged[part.learner, round.fragment] += part.tokens
+                self.parts[part.learner] += 1
+
+    def discarded_share(self, learner: str, why: str | None = None) -> float:
+        """Of the learner's tokens; an overwritten fragment is one of P parts."""
+        tokens = sum(
+            count
+            for (who, reason), count in self.discarded_why.items()
+            if who == learner and why in (None, reason)
+        )
+        return tokens / FRAGMENTS / self.trained[learner]
+
+
+@cache
+def books(participants: Participants, missed: Missed, alignment: Alignment) -> Books:
+    """One whole run, its closing sweep included; learners begin at random phases."""
+    phases, seen = Choices("phases"), Books()
+    specs = [
+        LearnerSpec(
+            name,
+            step_seconds=seconds,
+            latency=0.002,
+            joins_at=phases.uniform(0.0, 4.0),
+            tokens_per_step=TOKENS_PER_STEP,
+        )
+        for name, seconds in SPEEDS.items()
+    ]
+    options = Options(
+        participants=participants, missed=missed, alignment=alignment, budget_tokens=BUDGET
+    )
+    assert World(options, specs, seed=1, recorder=seen).run() == "finished"
+    return seen
+
+
+@pytest.mark.parametrize(("participants", "missed", "alignment"), CELLS)
+class TestEveryCell:
+    """What holds whatever is done with the steps in flight and with missed rounds."""
+
+    def test_nobody_waits(
+        self, participants: Participants, missed: Missed, alignment: Alignment
+    ) -> None:
+        seen = books(participants, missed, alignment)
+        for name, seconds in SPEEDS.items():
+            gaps = [b - a for a, b in pairwise(seen.steps_at[name])]
+            assert max(gaps) == pytest.approx(seconds, abs=1e-9)
+
+    def test_every_fragment_hears_every_learner(
+        self, participants: Participants, missed: Missed, alignment: Alignment
+    ) -> None:
+        seen = books(participants, missed, alignment)
+        assert seen.merged.keys() == {*product(SPEEDS, range(FRAGMENTS))}
+        assert min(seen.merged.values()) > 0
+
+    def test_every_token_is_merged_once_or_discarded(
+        self, participants: Participants, missed: Missed, alignment: Alignment
+    ) -> None:
+        seen = books(participants, missed, alignment)
+        for learner, fragment in product(SPEEDS, range(FRAGMENTS)):
+            merged, discarded = (x[learner, fragment] for x in (seen.merged, seen.discarded))
+            assert merged + discarded == seen.trained[learner], (learner, fragment)
+
+
+@pytest.mark.parametrize("participants", PARTICIPANTS)
+def test_rebase_with_carry_discards_nothing(participants: Participants) -> None:
+    """All that was trained is merged, so that the weights by tokens are the speeds."""
+    seen = books(participants, "rebase", "carry")
+    assert not any(seen.discarded.values())
+    for name, seconds in SPEEDS.items():
+        assert seen.trained[name] == pytest.approx(seen.trained["learner-3"] / seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("participants", PARTICIPANTS)
+def test_overwrite_discards_the_steps_in_flight(participants: Participants) -> None:
+    """On a short link about one step in each round that it is in: of the fastest, 1 of H."""
+    seen = books(participants, "rebase", "overwrite")
+    for name in SPEEDS:
+        assert seen.discarded_share(name) == seen.discarded_share(name, IN_FLIGHT)
+        one_step_each = seen.parts[name] * TOKENS_PER_STEP / FRAGMENTS / seen.trained[name]
+        assert seen.discarded_share(name) == pytest.approx(one_step_each, rel=0.2)
+    assert seen.discarded_share("learner-3") == pytest.approx(1 / 24, rel=0.02)
+
+
+def test_missed_rounds_discard_what_a_slow_learner_has_trained() -> None:
+    """Of "reported" a third to a half, beyond the steps in flight; the fastest misses none."""
+    for alignment in ALIGNMENTS:
+        seen = books("reported", "overwrite", alignment)
+        assert seen.discarded_share("learner-3", MISSED_ROUND) == 0
+        assert 0.2 < seen.discarded_share("learner-2", MISSED_ROUND) < 0.3
+        for name in ("learner-0", "learner-1"):
+            assert 0.3 < seen.discarded_share(name, MISSED_ROUND) < 0.5
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+def test_asking_all_misses_next_to_nothing(alignment: Alignment) -> None:
+    seen = books("all", "overwrite", alignment)
+    assert max(seen.discarded_share(name, MISSED_ROUND) for name in SPEEDS) < 0.002
+    assert min(seen.parts[name] for name in SPEEDS) > 0.98 * seen.rounds
+    reported = books("reported", "overwrite", alignment)
+    assert reported.parts["learner-0"] < 0.75 * reported.rounds
+
+
+def test_carry_discards_no_step_in_flight() -> None:
+    for participants, missed in product(PARTICIPANTS, MISSED):
+        seen = books(participants, missed, "carry")
+        assert all(seen.discarded_share(name, IN_FLIGHT) == 0 for name in SPEEDS)
