@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 from collections import Counter
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ from decoupled_diloco.observe.samples import (
     FaultInjected,
     LossMeasured,
     ProcessEnded,
+    ProcessStarted,
     SampleGenerated,
     WeightsSaved,
 )
@@ -39,8 +41,11 @@ from decoupled_diloco.protocol.effects import (
     ClockAdvanced,
     EndTraining,
     Evict,
+    Hold,
     Note,
     Ready,
+    Relabel,
+    Release,
     RoundFinished,
     RunOver,
 )
@@ -60,10 +65,14 @@ _LOOKED_AT = frozenset(
         Evaluated,
         Evict,
         FaultInjected,
+        Hold,
         LossMeasured,
         Note,
         ProcessEnded,
+        ProcessStarted,
         Ready,
+        Relabel,
+        Release,
         RoundFinished,
         RunOver,
         SampleGenerated,
@@ -120,6 +129,17 @@ def ending_in_words(code: int | None, signal_number: int | None) -> str:
     return f"ended with exit code {code}"
 
 
+def _fragments_told(run: RunHistory) -> int:
+    """How many fragments the run's settings say there are; 0: no start record has them."""
+    told = 0
+    for header in run.headers.values():
+        value: Any = header
+        for key in ("settings", "sync", "fragments"):
+            value = value.get(key) if isinstance(value, dict) else None
+        told = max(told, value if isinstance(value, int) else 0)
+    return told
+
+
 class _Historian:
     def __init__(self) -> None:
         self.run = RunHistory()
@@ -127,6 +147,7 @@ class _Historian:
         self._fragments: set[int] = set()
         self._left_out: Counter[str] = Counter()
         self._ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
+        self._spawns: dict[str, float] = {}
         self._evictions: dict[str, list[tuple[float, str]]] = {}
         self._bytes: dict[str, dict[int, BytesMoved]] = {}
 
@@ -142,6 +163,8 @@ class _Historian:
             run.headers[who] = dict(record.data.get("header") or {})
         life = self._life(record, at)
         if record.type not in _LOOKED_AT:
+            if record.type == "SendBody" and life is not None:
+                self._sent(life, record)
             return
         try:
             value = record.value()
@@ -160,7 +183,7 @@ class _Historian:
             f"{count} records that this version cannot read were left out: {reason}"
             for reason, count in self._left_out.items()
         ]
-        run.fragments = len(self._fragments)
+        run.fragments = max(_fragments_told(run), 1 + max(self._fragments, default=-1))
         for learner in run.learners.values():
             learner.discarded_tokens /= max(1, run.fragments)
             learner.rounds_merged_in_run = run.rounds_merged
@@ -188,7 +211,7 @@ class _Historian:
         else:
             return None
         if record.kind == "start" or not member.lives:
-            member.lives.append(Life(at, at))
+            member.lives.append(Life(at, at, spawned_at=self._spawns.pop(who, None)))
         member.lives[-1].last_at = at
         return member.lives[-1]
 
@@ -197,20 +220,37 @@ class _Historian:
         match value:
             case StepFinished(tokens):
                 life.steps_at.append(at)
+                life.ledger.stepped(tokens)
                 learner.tokens += tokens
             case LossMeasured(_, global_step, _, loss):
                 if loss is None:
                     learner.losses_not_finite += 1
                 else:
                     learner.losses.append(Loss(at, global_step, loss))
-            case Apply(fragment, _, mode, discarded_tokens, _):
+            case Apply(fragment, _, mode, discarded_tokens, why):
                 self._fragments.add(fragment)
                 learner.applied[mode] += 1
                 learner.discarded_tokens += discarded_tokens
+                life.ledger.applied(fragment, mode, discarded_tokens, why)
+            case Relabel(fragment):
+                life.ledger.renamed(fragment)
+            case Hold():
+                life.holds.append((at, math.inf))
+            case Release() if life.holds:
+                life.holds[-1] = (life.holds[-1][0], at)
             case Ready():
                 life.ready_at = at if life.ready_at is None else life.ready_at
             case EndTraining() | RunOver():
                 life.over = True
+
+    def _sent(self, life: Life, record: Record) -> None:
+        """Of what was sent only this much matters, and older tapes have it too."""
+        try:
+            base = record.data["base"]
+            version = (int(base["term"]), int(base["counter"]))
+            life.ledger.sent(int(record.data["fragment"]), version, int(record.data["tokens"]))
+        except (KeyError, TypeError, ValueError) as error:
+            self._left_out[f"{record.who}: SendBody: {error!r}"] += 1
 
     def _shard(self, shard: ShardHistory, life: Life | None, at: float, value: Any) -> None:
         assert life is not None
@@ -233,6 +273,8 @@ class _Historian:
         match value:
             case Evaluated(global_step, loss, tokens):
                 run.evaluations.append(Evaluation(at, global_step, loss, tokens))
+            case ProcessStarted(name, _):
+                self._spawns[name] = at
             case ProcessEnded(name, code, signal_number):
                 self._ends.setdefault(name, []).append((at, value))
                 if code != 0:
@@ -274,9 +316,12 @@ class _Historian:
         for index, life in enumerate(member.lives):
             following = member.lives[index + 1] if index + 1 < len(member.lives) else None
             ending = self._ending(member.name, life, following)
+            life.crashed = ending is not None
             if ending is None:
+                life.ended_at = self._end_on_purpose(member.name, life)
                 continue
             down_at, how = ending
+            life.ended_at = down_at
             back_at = None
             if following is not None:
                 back_at = following.ready_at
@@ -310,6 +355,16 @@ class _Historian:
             if at > life.last_at and not reason.startswith("left") and not life.over:
                 return (life.last_at, "fell silent")
         return None
+
+    def _end_on_purpose(self, name: str, life: Life) -> float | None:
+        """When a life that was not cut short ended, if that is on the tape."""
+        ends = [at for at, _ in self._ends.get(name, []) if at >= life.started_at]
+        left = [
+            at
+            for at, reason in self._evictions.get(name, [])
+            if at >= life.started_at and reason.startswith("left")
+        ]
+        return min(ends + left, default=life.last_at if life.over else None)
 
     def _with_lost_steps(self, outage: Outage) -> Outage:
         """Fills in what the learners that lived through an outage lost meanwhile."""

@@ -14,6 +14,7 @@ seconds since the run's first record. Two definitions that the numbers rest on:
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from decoupled_diloco.observe.ledger import Ledger
 from decoupled_diloco.observe.samples import BytesMoved, FaultInjected
 from decoupled_diloco.protocol.effects import RoundFinished
 
@@ -92,13 +94,43 @@ class Outage:
 
 @dataclass(slots=True)
 class Life:
-    """One life of a process, from its start record to its last record."""
+    """One life of a process, from its start record to its last record.
+
+    Attributes:
+        spawned_at: When the launcher started the process, before its first record.
+        ended_at: When the process ended, if that is on the tape.
+        crashed: It ended otherwise than at the end of the run or on purpose.
+        over: The run was over for it.
+        holds: From ``Hold`` to ``Release`` (infinity: never); synchronous baselines only.
+        ledger: What became of the tokens that it was trained on.
+    """
 
     started_at: float
     last_at: float
     steps_at: list[float] = field(default_factory=list)
     ready_at: float | None = None
     over: bool = False
+    spawned_at: float | None = None
+    ended_at: float | None = None
+    crashed: bool = False
+    holds: list[tuple[float, float]] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def began_at(self) -> float:
+        """When the process was started, as far as the tape says."""
+        return self.started_at if self.spawned_at is None else self.spawned_at
+
+    def holds_between(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """The holds that reach into this time, cut off at its ends, in order."""
+        first = max(0, bisect.bisect_right(self.holds, (begin, math.inf)) - 1)
+        cut = []
+        for a, b in self.holds[first:]:
+            if a >= end:
+                break
+            if b > begin:
+                cut.append((max(a, begin), min(b, end)))
+        return cut
 
 
 @dataclass
@@ -152,11 +184,6 @@ class LearnerHistory:
         """Share of the run's merged rounds that its contribution went into."""
         total = self.rounds_merged_in_run
         return self.rounds_folded / total if total else None
-
-    def stepping_seconds(self) -> float:
-        """Time spent stepping: gaps between steps without those that count as standing still."""
-        limit = GAP_MEDIANS * (self.step_seconds_median or 0.0)
-        return sum(b - a for a, b in self._gaps() if b - a <= limit)
 
     def lost_steps(self, since: float, until: float) -> int:
         """Steps that are missing in gaps that reach into this time; see the head of this file."""
@@ -279,32 +306,6 @@ class RunHistory:
         return (min(steps), max(steps)) if steps else None
 
     @property
-    def stepping_share(self) -> float | None:
-        """Share of all learners' time within `training_span` that was spent stepping.
-
-        1 would be: every learner stepped from the first step to the last, without a pause. This is
-        the run's goodput in learner time, except that discarded work counts as work.
-        """
-        span = self.training_span
-        if span is None or span[1] == span[0]:
-            return None
-        stepping = sum(learner.stepping_seconds() for learner in self.learners.values())
-        return stepping / ((span[1] - span[0]) * len(self.learners))
-
-    @property
-    def uptime(self) -> float | None:
-        """Share of `training_span` in which at least one learner stepped."""
-        span = self.training_span
-        if span is None or span[1] == span[0]:
-            return None
-        intervals = sorted(i for learner in self.learners.values() for i in stepping(learner))
-        covered, end = 0.0, span[0]
-        for a, b in intervals:
-            covered += max(0.0, b - max(a, end))
-            end = max(end, b)
-        return covered / (span[1] - span[0])
-
-    @property
     def bytes_total(self) -> BytesMoved | None:
         """What all learners together have sent and received."""
         parts = [b for who, b in self.bytes_moved.items() if who in self.learners]
@@ -316,18 +317,3 @@ class RunHistory:
             sum(p.data_sent for p in parts),
             sum(p.data_received for p in parts),
         )
-
-
-def stepping(learner: LearnerHistory) -> list[tuple[float, float]]:
-    """The intervals in which a learner was stepping, without gaps that count as standing still."""
-    limit = GAP_MEDIANS * (learner.step_seconds_median or 0.0)
-    merged: list[tuple[float, float]] = []
-    for life in learner.lives:
-        for a, b in pairwise(life.steps_at):
-            if b - a > limit:
-                continue
-            if merged and merged[-1][1] == a:
-                merged[-1] = (merged[-1][0], b)
-            else:
-                merged.append((a, b))
-    return merged

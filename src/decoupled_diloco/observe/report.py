@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe import plots
+from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
 from decoupled_diloco.observe.summary import (
@@ -102,7 +103,7 @@ def render_report(history: RunHistory, settings: str | None = None) -> str:
         subtitle=_subtitle(history),
         problems=_problems(history),
         outages=[outage_line(history, outage) for outage in history.outages],
-        totals=totals(history),
+        totals=totals(history, account_for(history)),
         plots=[_plot(history, name) for name in plots.DRAWS],
         tables=_tables(history),
         sample_text=history.sample_text,
@@ -165,7 +166,7 @@ def _tables(history: RunHistory) -> list[_Table]:
     return [
         _Table(
             "Learners",
-            learner_rows(history),
+            learner_rows(history, account_for(history)),
             "No learner is on the tape.",
             "“took part”: share of all merged rounds that its contribution went into. “discarded”: "
             "tokens whose training a merged fragment overwrote. “longest gap”: the longest time "

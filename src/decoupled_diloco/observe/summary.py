@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
 from decoupled_diloco.observe.history import LearnerHistory, Outage, RunHistory, ShardHistory
 from decoupled_diloco.observe.progress import natural
 from decoupled_diloco.units import format_bytes, format_count, format_duration
@@ -22,11 +23,14 @@ def print_summary(
 ) -> None:
     """Prints what became of a run: totals, every learner and shard, outages, files written."""
     console = console or Console()
+    account = account_for(history)
     pairs = [
-        (name, f"{value}, {detail}" if detail else value) for name, value, detail in totals(history)
+        (name, f"{value}, {detail}" if detail else value)
+        for name, value, detail in totals(history, account)
     ]
     _print_pairs(console, pairs)
-    for title, rows in (("learners", learner_rows(history)), ("syncer", shard_rows(history))):
+    tables = (("learners", learner_rows(history, account)), ("syncer", shard_rows(history)))
+    for title, rows in tables:
         if len(rows) > 1:
             console.print()
             console.print(_table(title, rows))
@@ -40,7 +44,7 @@ def print_summary(
         _print_pairs(console, [("written", str(file)) for file in files])
 
 
-def totals(history: RunHistory) -> list[tuple[str, str, str]]:
+def totals(history: RunHistory, account: RunAccount) -> list[tuple[str, str, str]]:
     """Name, value and detail of everything that is one number a run."""
     first_to_last, steps = _evaluations(history)
     rows = [
@@ -49,9 +53,9 @@ def totals(history: RunHistory) -> list[tuple[str, str, str]]:
         ("tokens", format_count(history.tokens), _rate(history)),
         ("evaluation loss", first_to_last, steps),
         ("rounds merged", str(history.rounds_merged), f"{history.rounds_abandoned} given up"),
-        ("learners stepping", percent(history.stepping_share), "share of their time"),
-        ("anybody stepping", percent(history.uptime), "share of the time"),
-        ("tokens discarded", *_discarded(history)),
+        ("goodput", percent(account.time.goodput), rest_in_words(account)),
+        ("anybody stepping", percent(account.uptime), "share of the time"),
+        ("tokens discarded", *_discarded(account)),
     ]
     moved = history.bytes_total
     if moved is not None:
@@ -76,9 +80,26 @@ def _evaluations(history: RunHistory) -> tuple[str, str]:
     )
 
 
-def _discarded(history: RunHistory) -> tuple[str, str]:
-    count = format_count(history.discarded_tokens)
-    return (count, percent(history.discarded_tokens / history.tokens) if history.tokens else "")
+def rest_in_words(account: RunAccount) -> str:
+    """Where the learner-time went that was not goodput, the largest part first.
+
+    >>> from decoupled_diloco.observe.history import RunHistory
+    >>> rest_in_words(account_for(RunHistory()))
+    'nobody took two steps'
+    """
+    time = account.time
+    if not time.allocated:
+        return "nobody took two steps"
+    parts = [part for part in TIME_PARTS[1:] if getattr(time, part)]
+    parts.sort(key=lambda part: -getattr(time, part))
+    shares = [f"{part} {percent(time.share(part))}" for part in parts]
+    return ", ".join(shares) or "nothing was lost"
+
+
+def _discarded(account: RunAccount) -> tuple[str, str]:
+    tokens = account.tokens
+    share = percent(tokens.discarded_share) if tokens.trained else ""
+    return (format_count(tokens.tokens("discarded")), share)
 
 
 def outage_line(history: RunHistory, outage: Outage) -> str:
@@ -100,12 +121,12 @@ def outage_line(history: RunHistory, outage: Outage) -> str:
     return line + (f" ({', '.join(losers)})" if losers else "")
 
 
-def learner_rows(history: RunHistory) -> list[list[str]]:
+def learner_rows(history: RunHistory, account: RunAccount) -> list[list[str]]:
     """A table of the learners: the header, then one row each."""
     header = ["", "steps", "tokens", "last loss", "took part", "discarded", "down"]
     header += ["longest gap", "median step"]
     learners = sorted(history.learners.values(), key=lambda learner: natural(learner.name))
-    return [header, *(_learner_row(learner) for learner in learners)]
+    return [header, *(_learner_row(learner, account) for learner in learners)]
 
 
 def shard_rows(history: RunHistory) -> list[list[str]]:
@@ -132,7 +153,7 @@ def last_loss(learner: LearnerHistory) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-def _learner_row(learner: LearnerHistory) -> list[str]:
+def _learner_row(learner: LearnerHistory, account: RunAccount) -> list[str]:
     loss = last_loss(learner)
     not_finite = f" ({learner.losses_not_finite} not finite)" if learner.losses_not_finite else ""
     return [
@@ -141,7 +162,7 @@ def _learner_row(learner: LearnerHistory) -> list[str]:
         format_count(learner.tokens),
         (ABSENT if loss is None else f"{loss:.3f}") + not_finite,
         percent(learner.participation),
-        percent(learner.discarded_tokens / learner.tokens if learner.tokens else None),
+        percent(account.learners[learner.name].tokens.discarded_share if learner.tokens else None),
         _down(learner.outages),
         _seconds(learner.gap_seconds_longest),
         _seconds(learner.step_seconds_median),

@@ -45,7 +45,7 @@ BEGIN, KILL, RESTART, BACK, END = 4.0, 30.2, 31.2, 36.0, 64.0
 TOKENS = 512
 LEARNERS = ("learner-0", "learner-1", "learner-2", "learner-3")
 HEADER = {
-    "settings": {"run": {"name": "made-up"}},
+    "settings": {"run": {"name": "made-up"}, "sync": {"fragments": 24}},
     "versions": {"torch": "2.13.0", "python": "3.11.2"},
 }
 SETTINGS = """[run]

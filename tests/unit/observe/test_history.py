@@ -45,8 +45,8 @@ def test_learner_numbers(history, name, steps, median):
     assert learner.gap_seconds_longest == pytest.approx(median)
     applied = 13 + 14 if name == "learner-1" else steps // 4
     assert learner.applied == {"overwrite": applied}
-    assert history.fragments == 6
-    assert learner.discarded_tokens == pytest.approx(128 * applied / 6)
+    assert history.fragments == 24
+    assert learner.discarded_tokens == pytest.approx(128 * applied / 24)
 
 
 def test_participation_counts_merged_rounds_only(history):
@@ -69,14 +69,6 @@ def test_outage(history):
     assert outage.global_step == 52
     assert outage.lost_steps == {"learner-0": 0, "learner-2": 0, "learner-3": 0}
     assert history.learners["learner-1"].joins_at == pytest.approx([4.0, 36.0])
-
-
-def test_shares(history):
-    assert history.training_span == pytest.approx((4.5, 64.0))
-    assert history.uptime == pytest.approx(1.0)
-    # Stepping time: the first step of a life has no step before it.
-    stepping = 119 * 0.5 + (51 + 55) * 0.5 + 119 * 0.5 + 79 * 0.75
-    assert history.stepping_share == pytest.approx(stepping / (59.5 * 4))
 
 
 def test_bytes_are_summed_over_lives(history):

@@ -3,6 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
+from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.history import Evaluation, Outage, RunHistory
 from decoupled_diloco.observe.summary import outage_line, percent, print_summary, totals
@@ -27,10 +28,11 @@ def test_summary_tells_the_run(history):
         "tokens 219k, 3.68k/s",
         "evaluation loss 4.8139 → 2.1519, steps 0 → 119",
         "rounds merged 234, 6 given up",
-        "tokens discarded 2.28k, 1 %",
+        "goodput 89 %, discarded 9 %, joining 2 %, down 0 %, other 0 %",
+        "tokens discarded 21.8k, 10 %",
         "learners sent 14.3 MiB, received 19.1 MiB",
-        "learner-1 108 55.3k 2.115 89 % 1 % 5.8 s 500 ms 500 ms",
-        "learner-3 80 41k 2.162 67 % 1 % – 750 ms 750 ms",
+        "learner-1 108 55.3k 2.115 89 % 39 % 5.8 s 500 ms 500 ms",
+        "learner-3 80 41k 2.162 67 % 0 % – 750 ms 750 ms",
         "shard-0 120 117 3 300 ms 120 ms 1",
         "learner-1 was killed at 30.2 s (step 52), back after 5.8 s; steps lost by the others: 0",
         "written report.html",
@@ -81,7 +83,8 @@ def test_outages_in_words(what, line):
 
 def evaluation_line(*losses):
     evaluations = [Evaluation(float(i), i, loss, 1) for i, loss in enumerate(losses)]
-    return totals(RunHistory(evaluations=evaluations))[3][1:]
+    history = RunHistory(evaluations=evaluations)
+    return totals(history, account_for(history))[3][1:]
 
 
 def test_evaluations_in_words():

@@ -1,0 +1,354 @@
+"""Where a run's learner-time and its tokens went: nothing is left over, nothing is counted twice.
+
+**Time.** The run's span reaches from the first finished step of anybody to the last. A learner's
+time is *allocated* from the beginning of the span, or from its process's start if that is later, to
+the end of the span, or to the moment it left on purpose. It is divided into
+
+* **useful**: stepping, and what was trained is in the result or may still get there;
+* **discarded**: stepping, but what was trained was thrown away. Tokens are thrown away, not
+  seconds: the share of a learner's tokens that were (see below) is taken of its stepping time;
+* **waiting**: alive and standing still: ordered to hold (synchronous baselines), or more than
+  ``GAP_MEDIANS`` of its median steps without a step; then one median counts as the step;
+* **down**: from the end of its process to the start of the next one, or to the end;
+* **joining**: alive, until it holds the global weights and begins its first step;
+* **other**: a step that a crash or the end of the span cut short, and what follows the learner's
+  own end.
+
+**Goodput** is useful / allocated. The paper counts every step as useful: its goodput is our
+*stepping* share, (useful + discarded) / allocated. Its **uptime** is the share of the span in which
+at least one learner steps.
+
+**Tokens** are counted per fragment, because a merge takes one of P fragments
+(`decoupled_diloco.observe.ledger`). What a learner was trained on is
+
+* **merged**: in a merged copy, as the learner took it; of a life that ended early, as the shards
+  say;
+* **in flight**: trained between a snapshot and the merged copy that overwrote it;
+* **missed**: overwritten by a version that the learner had no part in;
+* **given up**: sent, the outcome was lost with the link, overwritten; the shards did not merge it
+  either, as far as the tape says;
+* **crashed**: on a learner whose process ended before it was merged;
+* **unsent**: not merged when the tape ends.
+
+Discarded are *in flight*, *missed*, *given up* and *crashed*. A version that was merged and then
+lost because its shard died before anybody had taken it cannot be told from others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
+from typing import Literal, get_args
+
+from decoupled_diloco.observe.history import GAP_MEDIANS, LearnerHistory, Life, RunHistory
+from decoupled_diloco.observe.ledger import GivenUp
+
+NANO = 1_000_000_000
+
+Doing = Literal["stepping", "waiting", "down", "joining", "other"]
+"""What a learner does at an instant."""
+
+Merged = frozenset[tuple[str, int, tuple[int, int], int]]
+"""What the shards have merged: learner, fragment, version, tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a learner did from one instant to another, seconds since the run's first record."""
+
+    doing: Doing
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimeAccount:
+    """Learner-time in whole nanoseconds, so that the parts are exactly the whole."""
+
+    allocated: int = 0
+    useful: int = 0
+    discarded: int = 0
+    waiting: int = 0
+    down: int = 0
+    joining: int = 0
+    other: int = 0
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the allocated time in which training was done that was not thrown away."""
+        return self.useful / self.allocated if self.allocated else None
+
+    @property
+    def stepping(self) -> float | None:
+        """Share of the allocated time in steps; what the paper calls goodput."""
+        return (self.useful + self.discarded) / self.allocated if self.allocated else None
+
+    def share(self, part: str) -> float:
+        """A part's share of the allocated time; 0 if there is none."""
+        value: int = getattr(self, part)
+        return value / self.allocated if self.allocated else 0.0
+
+    def seconds(self, part: str) -> float:
+        """A part, or ``allocated``, in seconds."""
+        value: int = getattr(self, part)
+        return value / NANO
+
+
+TIME_PARTS = ("useful", "discarded", "waiting", "down", "joining", "other")
+"""The parts of `TimeAccount.allocated`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAccount:
+    """Tokens in whole *fragment tokens*: each token counts once for each of P fragments."""
+
+    fragments: int = 1
+    trained: int = 0
+    merged: int = 0
+    in_flight: int = 0
+    missed: int = 0
+    given_up: int = 0
+    crashed: int = 0
+    unsent: int = 0
+
+    @property
+    def discarded(self) -> int:
+        """Fragment tokens that were thrown away, for whatever cause."""
+        return self.in_flight + self.missed + self.given_up + self.crashed
+
+    @property
+    def discarded_share(self) -> float:
+        """Share of what was trained that was thrown away; 0 if nothing was trained."""
+        return self.discarded / self.trained if self.trained else 0.0
+
+    def tokens(self, part: str) -> float:
+        """A part, or ``trained`` or ``discarded``, in tokens."""
+        value: int = getattr(self, part)
+        return value / self.fragments
+
+
+TOKEN_PARTS = ("merged", "in_flight", "missed", "given_up", "crashed", "unsent")
+"""The parts of `TokenAccount.trained`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerAccount:
+    """One learner's time and tokens; ``spans`` follow each other without gaps."""
+
+    name: str
+    time: TimeAccount
+    tokens: TokenAccount
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunAccount:
+    """All learners' accounts and their sum.
+
+    ``span`` and ``uptime`` are ``None`` where nobody took a step, or only one.
+    """
+
+    learners: dict[str, LearnerAccount]
+    time: TimeAccount
+    tokens: TokenAccount
+    span: tuple[float, float] | None
+    uptime: float | None
+
+
+def account_for(history: RunHistory) -> RunAccount:
+    """The accounts of a run; see the head of this file for what counts as what."""
+    fragments, merged = max(1, history.fragments), _merged(history)
+    span = history.training_span
+    learners = {}
+    for name, learner in history.learners.items():
+        tokens = _tokens(learner, fragments, merged)
+        spans = () if span is None else tuple(_clipped(_spans(learner, span[1]), *span))
+        learners[name] = LearnerAccount(name, _time(spans, tokens), tokens, spans)
+    return RunAccount(
+        learners=learners,
+        time=TimeAccount(*_summed(astuple(account.time) for account in learners.values())),
+        tokens=_sum_tokens(fragments, [account.tokens for account in learners.values()]),
+        span=span,
+        uptime=_uptime(learners.values(), span),
+    )
+
+
+# ---- time
+
+
+def _time(spans: Iterable[Span], tokens: TokenAccount) -> TimeAccount:
+    nano = dict.fromkeys(get_args(Doing), 0)
+    for span in spans:
+        nano[span.doing] += round(span.end * NANO) - round(span.begin * NANO)
+    stepping = nano.pop("stepping")
+    discarded = round(stepping * tokens.discarded_share)
+    return TimeAccount(
+        allocated=stepping + sum(nano.values()),
+        useful=stepping - discarded,
+        discarded=discarded,
+        **nano,
+    )
+
+
+def _spans(learner: LearnerHistory, until: float) -> Iterator[Span]:
+    """What a learner did from its process's start to the end of the run or its own."""
+    median = _median_step(learner)
+    for index, life in enumerate(learner.lives):
+        following = learner.lives[index + 1] if index + 1 < len(learner.lives) else None
+        end = max(until, life.started_at) if life.ended_at is None else life.ended_at
+        if following is not None:
+            end = min(end, following.began_at)
+        yield from _spans_of_life(life, end, median)
+        if following is not None:
+            yield Span("down", end, following.began_at)
+        elif life.crashed:
+            yield Span("down", end, max(end, until))
+
+
+def _spans_of_life(life: Life, end: float, median: float) -> Iterator[Span]:
+    limit = GAP_MEDIANS * median
+    began = min(life.began_at, end)
+    steps = life.steps_at
+    ready = life.ready_at if life.ready_at is not None else steps[0] if steps else end
+    ready = min(ready, steps[0] if steps else end)
+    yield Span("joining", began, ready)
+    at = ready
+    for index, step in enumerate(steps):
+        idle: Doing = "waiting" if index else "joining"
+        yield from _step(life, at, step, median, limit, idle)
+        at = step
+    if not steps:
+        yield Span("joining", at, end)
+        return
+    for begin, close, held in _cut_by_holds(life, at, end):
+        standing = held or (not life.over and close - begin > limit)
+        yield Span("waiting" if standing else "other", begin, close)
+
+
+def _step(
+    life: Life, begin: float, end: float, median: float, limit: float, idle: Doing
+) -> Iterator[Span]:
+    """From one step boundary to the next: held, standing still, then the step."""
+    parts = list(_cut_by_holds(life, begin, end))
+    free = sum(close - start for start, close, held in parts if not held)
+    standing = free - median if free > limit else 0.0
+    for start, close, held in parts:
+        if held:
+            yield Span("waiting", start, close)
+            continue
+        cut = min(close, start + standing)
+        standing -= cut - start
+        yield Span(idle, start, cut)
+        yield Span("stepping", cut, close)
+
+
+def _cut_by_holds(life: Life, begin: float, end: float) -> Iterator[tuple[float, float, bool]]:
+    """The time from ``begin`` to ``end`` in parts, each with whether the learner was held."""
+    for hold_begin, hold_end in life.holds_between(begin, end):
+        yield (begin, hold_begin, False)
+        yield (hold_begin, hold_end, True)
+        begin = hold_end
+    yield (begin, end, False)
+
+
+def _median_step(learner: LearnerHistory) -> float:
+    """Median seconds of a step, holds taken off; 0 with fewer than two steps."""
+    gaps = [
+        sum(close - start for start, close, held in _cut_by_holds(life, a, b) if not held)
+        for life in learner.lives
+        for a, b in pairwise(life.steps_at)
+    ]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+def _clipped(spans: Iterable[Span], begin: float, end: float) -> Iterator[Span]:
+    """The spans within the run's; neighbours that do the same are one, empty ones are left out."""
+    last: Span | None = None
+    for span in spans:
+        span = replace(span, begin=max(span.begin, begin), end=min(span.end, end))
+        if span.end <= span.begin:
+            continue
+        if last is not None and last.doing == span.doing and last.end == span.begin:
+            last = replace(last, end=span.end)
+            continue
+        if last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last
+
+
+def _uptime(accounts: Iterable[LearnerAccount], span: tuple[float, float] | None) -> float | None:
+    if span is None or span[1] <= span[0]:
+        return None
+    steps = sorted(
+        (s.begin, s.end) for account in accounts for s in account.spans if s.doing == "stepping"
+    )
+    covered, end = 0.0, span[0]
+    for a, b in steps:
+        covered += max(0.0, b - max(a, end))
+        end = max(end, b)
+    return covered / (span[1] - span[0])
+
+
+# ---- tokens
+
+
+def _merged(history: RunHistory) -> Merged:
+    return frozenset(
+        (
+            participant.learner,
+            r.result.fragment,
+            (version.term, version.counter),
+            participant.tokens,
+        )
+        for shard in history.shards.values()
+        for r in shard.rounds
+        if r.result.verdict == "merged" and (version := r.result.version) is not None
+        for participant in r.result.participants
+        if participant.state == "folded"
+    )
+
+
+def _tokens(learner: LearnerHistory, fragments: int, merged: Merged) -> TokenAccount:
+    """One learner's tokens, all its lives together."""
+    total = TokenAccount(fragments)
+    for life in learner.lives:
+        ledger = life.ledger
+        in_it, rest = _settled(learner.name, ledger.given_up, merged)
+        own = TokenAccount(
+            fragments,
+            trained=ledger.trained * fragments,
+            merged=ledger.merged + in_it,
+            in_flight=ledger.in_flight,
+            missed=ledger.missed,
+            given_up=rest,
+        )
+        in_it, rest = _settled(learner.name, ledger.open(fragments), merged)
+        cause = "crashed" if life.crashed else "unsent"
+        own = replace(own, merged=own.merged + in_it, **{cause: rest})
+        total = _sum_tokens(fragments, [total, own])
+    return total
+
+
+def _settled(name: str, open_: Iterable[GivenUp], merged: Merged) -> tuple[int, int]:
+    """Of fragment tokens whose fate the learner did not know: merged after all, and the rest."""
+    in_it = rest = 0
+    for entry in open_:
+        sent = entry.sent
+        known = sent and (name, sent.fragment, sent.version, sent.tokens) in merged
+        part = min(sent.tokens, entry.tokens) if sent and known else 0
+        in_it += part
+        rest += entry.tokens - part
+    return (in_it, rest)
+
+
+def _sum_tokens(fragments: int, accounts: Iterable[TokenAccount]) -> TokenAccount:
+    sums = _summed(astuple(account)[1:] for account in accounts)
+    return TokenAccount(fragments, *sums)
+
+
+def _summed(rows: Iterable[tuple[int, ...]]) -> list[int]:
+    return [sum(column) for column in zip(*rows, strict=True)]

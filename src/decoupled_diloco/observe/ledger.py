@@ -1,0 +1,93 @@
+"""What became of the tokens that one life of a learner was trained on, read off its tape.
+
+A merge takes one of P fragments of the model, so tokens are counted **per fragment**: a step over n
+tokens is n *fragment tokens* of each fragment. What a fragment was trained on since its counters
+were last reset is open; an ``Apply`` closes it: part of it is in the merged copy, the rest was
+thrown away. Counts are whole numbers, so that sums are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MAY_BE_MERGED = "what it sent to round"
+"""How the learner's machine begins to say why it threw away what may have been merged."""
+
+TOOK_PART = "its contribution is in"
+"""How it begins to say that only what came after its snapshot was thrown away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A contribution that went out; if it was merged, it is in ``version`` (term, counter)."""
+
+    fragment: int
+    version: tuple[int, int]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """``tokens`` that were thrown away although ``sent``, a part of them, may have been merged."""
+
+    tokens: int
+    sent: Sent | None
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Fragment tokens of one life.
+
+    Attributes:
+        trained: Tokens of its steps (each counts once for every fragment).
+        merged: What merged copies contain that it took.
+        in_flight: Trained between a snapshot and the merged copy that overwrote it.
+        missed: Overwritten by a version that it had no part in.
+        given_up: Thrown away because the outcome of what was sent never came.
+    """
+
+    trained: int = 0
+    merged: int = 0
+    in_flight: int = 0
+    missed: int = 0
+    given_up: list[GivenUp] = field(default_factory=list)
+    _since: dict[int, int] = field(default_factory=dict)
+    _sent: dict[int, Sent] = field(default_factory=dict)
+
+    def stepped(self, tokens: int) -> None:
+        """A step was finished."""
+        self.trained += tokens
+
+    def sent(self, fragment: int, base: tuple[int, int], tokens: int) -> None:
+        """A snapshot with this many tokens went out, against this version."""
+        self._sent[fragment] = Sent(fragment, (base[0], base[1] + 1), tokens)
+
+    def renamed(self, fragment: int) -> None:
+        """The shard came back and restored the fragment: what it had been sent is gone."""
+        self._sent.pop(fragment, None)
+
+    def applied(self, fragment: int, mode: str, discarded: int, why: str) -> None:
+        """A merged copy was taken over; ``discarded``: as the protocol counted it."""
+        sent = self._sent.pop(fragment, None)
+        if mode == "rebase":
+            return  # the counters go on, nothing is closed
+        since = self._since.get(fragment, 0)
+        closed = self.trained - since
+        if mode != "overwrite" and sent is not None:
+            closed = min(closed, sent.tokens)
+        discarded = min(discarded, closed)  # steps can be missing where the tape is torn
+        self._since[fragment] = since + closed
+        self.merged += closed - discarded
+        if why.startswith(MAY_BE_MERGED):
+            self.given_up.append(GivenUp(discarded, sent))
+        elif why.startswith(TOOK_PART):
+            self.in_flight += discarded
+        else:
+            self.missed += discarded
+
+    def open(self, fragments: int) -> list[GivenUp]:
+        """What the life has left open, one entry a fragment."""
+        return [
+            GivenUp(self.trained - self._since.get(fragment, 0), self._sent.get(fragment))
+            for fragment in range(fragments)
+        ]
