@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
+TITLE_WIDTH_MAX = 60
+"""Characters of a recipe's title beside its name: a shell shows one line for each."""
+
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
     """The shipped recipes that begin so, for the shell; files complete when there is none."""
     return [
-        (name, title_of(path))
+        (name, shorten(title_of(path), TITLE_WIDTH_MAX, placeholder=" …"))
         for name, path in shipped("recipes").items()
         if name.startswith(incomplete)
     ]

@@ -1,0 +1,182 @@
+"""The wheel alone is the product: command, recipes, completion, types; the sdist can build it.
+
+The wheel is installed where nothing else of this project can be seen. That environment borrows what
+this one has installed (torch above all) by a ``.pth`` line, which needs no network and takes no
+time. Such a line adds a folder to the path, but does not carry out the ``.pth`` files in it: the
+editable installation of the working tree stays invisible.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.storage.weights import load_weights
+
+pytestmark = pytest.mark.timeout(180)
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = (
+    "run.budget_steps=24",
+    "run.learners=2",
+    "syncer.shards=1",
+    "workload.options.layers=1",
+    "workload.options.width=32",
+    "workload.options.heads=2",
+    "workload.options.corpus_bytes_max=200000",
+    "faults=",
+)
+"""The quickstart in seconds: fewer processes and steps, a smaller model, nobody killed."""
+
+SCRIPT = """\
+import torch
+import decoupled_diloco as dd
+
+learner = dd.Learner(torch.nn.Linear(2, 2), syncer="http://syncer:7070", token=None)
+reveal_type(learner.global_step)
+learner.step(tokens="many")
+"""
+
+COMPLETE_IN_BASH = """\
+eval "$(ddiloco --show-completion)"
+complete -p ddiloco
+COMP_WORDS=({words}) COMP_CWORD={last}
+_ddiloco_completion ddiloco
+echo "${{COMPREPLY[@]}}"
+"""
+
+
+class Environment:
+    """A new environment with the wheel in it."""
+
+    def __init__(self, path: Path, wheel: Path) -> None:
+        self.path = path
+        self.python = path / "bin" / "python"
+        venv.create(path, with_pip=False, symlinks=True)
+        pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet"]
+        subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True)
+        own = sysconfig.get_path("purelib", vars={"base": str(path)})
+        Path(own, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(self, *command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """What a command prints whose program is looked for in this environment first."""
+        return subprocess.run(
+            ["/usr/bin/env", *command],
+            cwd=cwd,
+            env={"PATH": f"{self.path}/bin:/usr/bin:/bin", "HOME": str(cwd), **variables},
+            capture_output=True,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    """The wheel."""
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The wheel, installed."""
+    return Environment(tmp_path_factory.mktemp("environment") / "venv", wheel)
+
+
+def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_path: Path) -> None:
+    which = "import decoupled_diloco; print(decoupled_diloco.__file__)"
+    assert str(installed.path) in installed.run("python", "-c", which, cwd=tmp_path).stdout
+    sets = [word for setting in SMALL for word in ("--set", setting)]
+    done = installed.run("ddiloco", "train", "quickstart", *sets, cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "runs" / "quickstart"
+    assert load_weights(folder / "weights.safetensors")
+    for name in ("run.toml", "tape.jsonl", "report.html", "report.png"):
+        assert (folder / name).stat().st_size > 0, name
+
+
+@pytest.mark.parametrize("command", [["ddiloco"], ["python", "-m", "decoupled_diloco"]])
+def test_the_recipes_are_listed_and_printed(
+    installed: Environment, tmp_path: Path, command: list[str]
+) -> None:
+    listed = installed.run(*command, "recipes", cwd=tmp_path).stdout.splitlines()
+    names = [line.partition("\t")[0] for line in listed]
+    assert names == sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
+    printed = installed.run(*command, "recipes", "quickstart", cwd=tmp_path).stdout
+    assert printed == (ROOT / "recipes" / "quickstart.toml").read_text()
+
+
+def test_a_file_goes_before_a_shipped_recipe(installed: Environment, tmp_path: Path) -> None:
+    (tmp_path / "homelab").write_text("[run]\n")
+    own = installed.run("ddiloco", "train", "homelab", cwd=tmp_path)
+    assert (own.returncode, own.stdout) == (2, "")
+    assert own.stderr.startswith("error: [run] has no budget, so the run would never end")
+    unknown = installed.run("ddiloco", "train", "homelap", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert "is neither a file nor a shipped recipe: give the path of a TOML" in unknown.stderr
+    assert "homelab, " in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("ddiloco tr", "train"), ("ddiloco train quick", "quickstart"), ("ddiloco train no-such", "")],
+)
+def test_bash_completes(installed: Environment, tmp_path: Path, words: str, completed: str) -> None:
+    script = COMPLETE_IN_BASH.format(words=words, last=len(words.split()) - 1)
+    told = installed.run("bash", "--norc", "-c", script, cwd=tmp_path)
+    registered, _, reply = told.stdout.partition("\n")
+    assert registered == "complete -o default -F _ddiloco_completion ddiloco", told.stderr
+    assert reply.strip() == completed
+
+
+def test_zsh_is_told_names_with_titles(installed: Environment, tmp_path: Path) -> None:
+    asked = {"_DDILOCO_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "ddiloco train quick"}
+    told = installed.run("ddiloco", cwd=tmp_path, **asked).stdout
+    assert told.startswith('_arguments \'*: :(("quickstart":"Four learners and two')
+    assert len(told.splitlines()) == 1
+
+
+def test_types_are_shipped(installed: Environment, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed.python]
+    done = subprocess.run([*mypy, "mine.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert 'mine.py:5: note: Revealed type is "int"' in done.stdout, done.stdout + done.stderr
+    assert 'mine.py:6: error: Argument "tokens" to "step" of "Learner" has' in done.stdout
+    assert "Found 1 error in 1 file" in done.stdout
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"decoupled_diloco"}
+    assert "decoupled_diloco/py.typed" in names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_the_sdist_holds_what_it_takes_to_build_and_test(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {"pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"}
+    needed |= {"recipes/quickstart.toml", "examples/train.py", "docs/notation.md"}
+    needed |= {"tests/process/test_packaging.py", "benchmarks/README.md"}
+    assert needed <= names
+    private = ("runs/", "dist/", "site/", ".venv/", ".mypy_cache/", ".hypothesis/")
+    assert not [name for name in names if name.startswith(private) or "__pycache__" in name]
