@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -59,6 +59,8 @@ class PacedWorkload(GptWorkload):
     sleeps until `step_seconds` have passed since it last went on. Whatever else the loop does in a
     step is thus part of the step's length. `evaluate` does not wait.
     """
+
+    name: ClassVar[str] = "paced"
 
     def __init__(self, options: PacedOptions) -> None:
         super().__init__(options)

@@ -1,0 +1,120 @@
+"""The blocks of the built-in transformers: pre-norm, no biases, and an MLP that can be replaced.
+
+Query, key and value have matrices of their own, so that no tensor stands out in size and the
+balanced partition has enough of them for many fragments.
+
+Shapes: `B` sequences, `T` positions, `W` width, `H` heads, `D` = W / H.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROTARY_BASE = 10_000.0
+
+Angles: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary position angles, [T, D / 2] each."""
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each on normed input and added to the residual stream.
+
+    Args:
+        width: W.
+        heads: H, a divisor of W.
+        mlp: What follows the attention, [B, T, W] to [B, T, W].
+        causal: Whether a position sees only itself and those before it.
+    """
+
+    def __init__(self, width: int, heads: int, mlp: nn.Module, *, causal: bool = True) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention = Attention(width, heads, causal=causal)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
+        """The residual stream [B, T, W] after the block; turned by `angles` if there are any."""
+        x = x + self.attention(self.attention_norm(x), angles)
+        x = x + self.mlp(self.mlp_norm(x))
+        return x  # noqa: RET504 (the two residual lines belong together)
+
+
+class Attention(nn.Module):
+    """Multi-head attention, causal or not, with rotary positions or without."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.causal = causal
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+        """[B, T, W] to [B, T, W]."""
+        q, k, v = (self._split(f(x)) for f in (self.query, self.key, self.value))
+        if angles is not None:
+            q, k = _rotate(q, angles), _rotate(k, angles)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        projected: Tensor = self.project(y.transpose(1, 2).flatten(2))
+        return projected
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, W] to [B, H, T, D]."""
+        sequences, steps, width = x.shape
+        return x.view(sequences, steps, self.heads, width // self.heads).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """Two matrices with a squared ReLU between them.
+
+    Args:
+        width: W.
+        hidden: Size between the two.
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.expand = nn.Linear(width, hidden, bias=False)
+        self.project = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, W] to […, W]."""
+        projected: Tensor = self.project(F.relu(self.expand(x)).square())
+        return projected
+
+
+def rotary(positions: int, size: int) -> Angles:
+    """The rotary position angles of heads of this size, for positions 0 to `positions` - 1."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, size, 2) / size)
+    angles = torch.outer(torch.arange(positions), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def initialize(model: nn.Module, blocks: int) -> None:
+    """Embedding: normal with σ = 1; matrices: 1/√fan-in; into the residual stream: less.
+
+    With σ = 1 the residual stream starts at the size that the norms bring it to, so that the
+    blocks add to it in small steps; it learns clearly faster than from 1/√width.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            continue
+        std = 1.0 if name == "embedding.weight" else parameter.shape[1] ** -0.5
+        if name.endswith("project.weight"):
+            std /= math.sqrt(2 * blocks)
+        nn.init.normal_(parameter, std=std)
+
+
+def _rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Turn the two halves of each head, [B, H, T, D], by the angle of the position."""
+    cos, sin = (each[: x.shape[2]] for each in angles)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
