@@ -256,10 +256,11 @@ class LiveView:
                 if name in self.shards:
                     self.shards[name].state = "restarting"
                 yield f"{name} is started again in {format_duration(seconds)}"
-            case Evaluated(global_step, loss, _):
+            case Evaluated(global_step, loss, _, metrics):
                 self.evaluation = value
-                told = "not finite" if loss is None else f"{loss:.4f}"
-                yield f"evaluation at step {global_step}: loss {told}"
+                told = [f"loss {_number(loss)}"]
+                told += [f"{metric.name} {_number(metric.value)}" for metric in metrics]
+                yield f"evaluation at step {global_step}: {', '.join(told)}"
             case WeightsSaved(path):
                 yield f"weights saved: {path}"
             case Note(text, why):
@@ -283,3 +284,7 @@ class LiveView:
         if code != 0:
             was = "" if signal is None else "was "
             yield f"{name} {was}{ending_in_words(code, signal)} at step {self.step}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

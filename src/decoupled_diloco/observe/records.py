@@ -32,6 +32,9 @@ _CLASSES: dict[str, tuple[type[Any], ...]] = {
     "sample": get_args(Sample),
 }
 
+_ADDED_LATER: dict[str, dict[str, Any]] = {"Evaluated": {"metrics": []}}
+"""Fields that older tapes of this schema lack, and what their absence means."""
+
 to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 """Compact JSON; refuses numbers that are not finite."""
 
@@ -70,7 +73,8 @@ class Record:
         """
         assert self.kind != "start", "a start record holds a plain table"
         value: Event | Effect | Sample = wire.decode(
-            {"type": self.type, **self.data}, _CLASSES[self.kind]
+            {"type": self.type, **_ADDED_LATER.get(self.type, {}), **self.data},
+            _CLASSES[self.kind],
         )
         return value
 

@@ -25,12 +25,24 @@ class LossMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class Metric:
+    """One number of an evaluation, for example ``accuracy`` from 0 to 1."""
+
+    name: str
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The global weights were evaluated on this many held-out tokens."""
+    """The global weights were evaluated on this many held-out tokens.
+
+    ``metrics``: what the workload measures besides the loss, in its own order.
+    """
 
     global_step: int
     loss: float | None
     tokens: int
+    metrics: tuple[Metric, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,8 @@ class Workload(Protocol):
     def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
         """Metrics on held-out data, "loss" among them; the same data at each call.
 
-        Leaves the model as it was, its training mode too.
+        Others, such as "accuracy", are shown beside it and kept on the event tape; "tokens", if
+        given, is how many were evaluated. Leaves the model as it was, its training mode too.
         """
         ...
 

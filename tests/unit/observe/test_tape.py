@@ -7,7 +7,7 @@ import time
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.samples import BytesMoved, Evaluated, LinkState, LossMeasured
+from decoupled_diloco.observe.samples import BytesMoved, Evaluated, LinkState, LossMeasured, Metric
 from decoupled_diloco.observe.tape import (
     MERGED_NAME,
     Recorder,
@@ -445,3 +445,20 @@ def test_effects_with_infinite_numbers_are_written(tmp_path):
     with writer(tmp_path, "shard-0") as tape:
         tape.effects(1.0, 0, [finished])
     assert list(read_tape(tmp_path))[1].data["slack_seconds"] is None
+
+
+def test_what_else_an_evaluation_measured_is_kept(tmp_path):
+    evaluated = Evaluated(7, 0.5, 32, (Metric("accuracy", 0.25), Metric("gain", None)))
+    with writer(tmp_path) as tape:
+        tape.sample(1.0, evaluated)
+    assert [r.value() for r in read_tape(tmp_path) if r.kind == "sample"] == [evaluated]
+
+
+def test_an_evaluation_of_an_older_tape_has_no_metrics(tmp_path):
+    with writer(tmp_path) as tape:
+        tape.sample(1.0, Evaluated(7, 0.5, 32))
+    path = tmp_path / "learner-0.jsonl"
+    path.write_text(path.read_text().replace(',"metrics":[]', ""))
+    values = [r for r in read_tape(tmp_path) if r.kind == "sample"]
+    assert "metrics" not in values[0].data
+    assert values[0].value() == Evaluated(7, 0.5, 32, ())
