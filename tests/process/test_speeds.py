@@ -1,0 +1,92 @@
+"""Learners of unequal speed as real processes: nobody waits, everybody is heard."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from decoupled_diloco.config import load_config
+from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.history import RunHistory
+from decoupled_diloco.protocol.effects import Participant
+from process.runs import STEP_SECONDS_MAX, local_run, wait
+from replay import assert_replays
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "mixed-speeds.toml"
+PACE = {"learner-0": 0.4, "learner-1": 0.4, "learner-2": 0.2, "learner-3": 0.1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe, shortened to 8 outer rounds of every fragment."""
+    folder = tmp_path_factory.mktemp("speeds") / "run"
+    overrides = [
+        f'run.folder="{folder}"',
+        "run.budget_steps=192",
+        "run.evaluator=false",
+        "workload.options.layers=1",
+        "workload.options.width=32",
+        "workload.options.context=16",
+        "workload.options.corpus_bytes_max=200000",
+    ]
+    with local_run(load_config(RECIPE, overrides)) as run:
+        run.start()
+        outcome = wait(run)
+    assert outcome.finished, outcome.reason
+    return folder
+
+
+@pytest.fixture(scope="module")
+def history(folder: Path) -> RunHistory:
+    return read_history(folder)
+
+
+def folded(history: RunHistory) -> Iterator[tuple[int, Participant]]:
+    """Fragment and participant of every contribution that was merged."""
+    for shard in history.shards.values():
+        for round in shard.rounds:
+            if round.result.verdict == "merged":
+                for participant in round.result.participants:
+                    if participant.state == "folded":
+                        yield round.result.fragment, participant
+
+
+def test_nobody_waits(history: RunHistory) -> None:
+    """Each learner keeps its own pace; a busy machine may delay a step, another learner may not."""
+    assert not history.outages
+    for name, pace in PACE.items():
+        (life,) = history.learners[name].lives
+        gaps = [b - a for a, b in pairwise(life.steps_at)]
+        assert median(gaps) == pytest.approx(pace, rel=0.1)
+        assert max(gaps) < pace + STEP_SECONDS_MAX
+        assert len(gaps) > 0.9 * (life.steps_at[-1] - life.steps_at[0]) / pace
+
+
+def test_every_fragment_hears_every_learner(history: RunHistory) -> None:
+    heard = defaultdict(set)
+    for fragment, participant in folded(history):
+        heard[fragment].add(participant.learner)
+    assert set(heard) == set(range(24))
+    assert all(learners == PACE.keys() for learners in heard.values()), heard
+
+
+def test_weights_follow_the_tokens_of_each_learner(history: RunHistory) -> None:
+    """All train equal batches, so that tokens by steps is the same, and tokens are what differs."""
+    tokens, rates = defaultdict(list), set()
+    for _, participant in folded(history):
+        tokens[participant.learner].append(participant.tokens)
+        rates.add(participant.tokens / participant.steps)
+    assert rates == {4 * 16}
+    fastest = median(tokens["learner-3"])
+    assert fastest == pytest.approx(24 * 4 * 16, rel=0.1), "one period, but what was in flight"
+    for name, pace in PACE.items():
+        assert median(tokens[name]) == pytest.approx(fastest * 0.1 / pace, rel=0.5), name
+
+
+def test_it_replays(folder: Path) -> None:
+    assert assert_replays(folder) > 500
