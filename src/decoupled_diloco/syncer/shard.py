@@ -121,6 +121,7 @@ class Shard:
         )
         self._nonce = uuid.uuid4().hex
         self._tell: Callable[[say.FromShard], None] = lambda message: None
+        self._layout: Layout | None = None
         self._tensors: ShardTensors | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -198,6 +199,14 @@ class Shard:
             "learners": sorted(state.members),
             "observers": sorted(state.observers),
             "open_rounds": len(state.rounds),
+        }
+
+    def describe(self) -> dict[str, object]:
+        """What `/run` answers: the settings, where the shards are, the run's layout once known."""
+        return {
+            "settings": self._public,
+            "addresses": self._addresses,
+            "layout": None if self._layout is None else self._layout.to_json(),
         }
 
     # ---- telling the machine
@@ -537,7 +546,8 @@ class Shard:
     def _set_layout(self, text: str) -> None:
         if self._tensors is not None:
             return
-        plan = plan_of(Layout.from_json(json.loads(text)), self._public)
+        self._layout = Layout.from_json(json.loads(text))
+        plan = plan_of(self._layout, self._public)
         self._tensors = ShardTensors(plan, self.machine.owned)
         self._intake = Intake(
             self._tensors,

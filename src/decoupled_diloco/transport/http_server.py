@@ -5,6 +5,8 @@ PUT  /bodies/PATH     a body or, with Content-Range, a part of one
 HEAD /bodies/PATH     how far a PUT is: X-State, X-Received; what a resuming client asks
 GET  /bodies/PATH     a body or, with Range, a part of one; ETag is the digest
 GET  /healthz         a JSON object, without a token
+GET  /PATH            a document of `documents` as JSON
+GET, PUT /probe       bytes for a measurement of the link, see `probe`
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import logging
 import sys
 import termios
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -32,6 +35,7 @@ from decoupled_diloco.transport.base import (
 from decoupled_diloco.transport.bodies import PREFIX, Bodies, Offer, Stream
 from decoupled_diloco.transport.channel import WebSocketChannel
 from decoupled_diloco.transport.pool import ReceivePool
+from decoupled_diloco.transport.probe import PROBE, Probes
 from decoupled_diloco.transport.ranges import (
     Range,
     read_content_range,
@@ -61,6 +65,7 @@ class HttpServer:
         tokens: Who may speak.
         on_channel: Run for each control connection; the channel closes when it returns.
         health: What `/healthz` answers.
+        documents: What is answered at further paths, to who has a token.
         pool_bytes: Size of the receive pool.
         limits: Bounds and intervals.
         congestion: Congestion control asked for on sockets that send bodies over a long link;
@@ -78,6 +83,7 @@ class HttpServer:
         tokens: Tokens | None = None,
         on_channel: OnChannel,
         health: Health = dict,
+        documents: Mapping[str, Callable[[], object]] | None = None,
         pool_bytes: int = 1 << 30,
         limits: Limits | None = None,
         congestion: str | None = BBR,
@@ -89,6 +95,8 @@ class HttpServer:
         self._tokens.check_bind(host)
         self._on_channel = on_channel
         self._health = health
+        self._documents = dict(documents or {})
+        self._probes = Probes()
         self._limits = limits or Limits()
         self._congestion = congestion
         self._pool = ReceivePool(pool_bytes)
@@ -189,6 +197,11 @@ class HttpServer:
                 raise Refusal(405, f"{request.method} is not served: use PUT, GET or HEAD")
             self._touch(principal)
             return await serve(request, principal, key)
+        if path == PROBE:
+            return await self._probes.serve(request)
+        if path in self._documents and request.method == "GET":
+            document = json.dumps(self._documents[path](), default=str)
+            return web.Response(text=document, content_type="application/json")
         raise Refusal(404, f"nothing is served at {path[:200]}")
 
     async def _control(self, request: web.BaseRequest, principal: str) -> web.StreamResponse:
@@ -400,7 +413,8 @@ def _address(request: web.BaseRequest) -> str:
 def _refuse(refusal: Refusal) -> web.Response:
     """Answer with the sentence, in the body and in a header (HEAD and WebSockets see only that)."""
     reason = " ".join(refusal.text.split()).encode("ascii", "replace").decode()[:1000]
-    return web.Response(status=refusal.status, text=refusal.text, headers={"X-Reason": reason})
+    headers = {**refusal.headers, "X-Reason": reason}
+    return web.Response(status=refusal.status, text=refusal.text, headers=headers)
 
 
 def _unsent(transport: asyncio.WriteTransport) -> int:

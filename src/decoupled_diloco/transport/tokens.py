@@ -16,10 +16,11 @@ PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 class Refusal(Exception):
     """A request that is answered with an HTTP status and a sentence; never leaves the transport."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(text)
         self.status = status
         self.text = text
+        self.headers = dict(headers or {})
 
 
 class Tokens:
@@ -95,7 +96,9 @@ class Tokens:
             raise Refusal(401, "the token is not known to this run: check token=…")
         if bound != principal:
             raise Refusal(
-                403, f"this token belongs to {bound!r}, not to {principal!r}: use your own token"
+                403,
+                f"this token belongs to {bound!r}, not to {principal!r}: use your own token",
+                {"X-Principal": bound},  # Its owner may know.
             )
         return principal
 
