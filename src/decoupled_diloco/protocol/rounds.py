@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Literal
 
 from decoupled_diloco.protocol.effects import Participant, RoundFinished, RoundOpened
@@ -14,7 +16,10 @@ AskState = Literal["waiting", "folded", "declined", "refused", "late", "gone"]
 
 @dataclass(slots=True)
 class Ask:
-    """One learner that was asked for its fragment; what answers another ``number`` is void."""
+    """One learner that was asked for its fragment; what answers another ``number`` is void.
+
+    ``patient``: it was late too often lately, so only its own deadline counts, not the round's.
+    """
 
     learner: str
     epoch: int
@@ -27,11 +32,18 @@ class Ask:
     tokens: int = 0
     delivered_at: float | None = None
     reason: str = ""
+    patient: bool = False
 
 
 @dataclass(slots=True)
 class Round:
-    """An open round. Instants are seconds of the shard's clock."""
+    """An open round. Instants are seconds of the shard's clock.
+
+    What every event looks at is counted as asks come and change (`add`, `move`, `came`, `went`,
+    `first_step`), so that an event costs the same with four learners and with four thousand.
+    ``asked_live`` and ``asked_stepping``: live learners, and those of them that have stepped, that
+    were asked and are not gone.
+    """
 
     number: int
     fragment: int
@@ -49,15 +61,75 @@ class Round:
     paused_seconds: float = 0.0
     version: Version | None = None
     asks: dict[str, Ask] = field(default_factory=dict)
+    states: Counter[AskState] = field(default_factory=Counter)
+    asked_live: int = 0
+    asked_stepping: int = 0
+    hasty_waiting: int = 0
+    deadlines: list[tuple[float, int, str]] = field(default_factory=list)
 
     def count(self, *states: AskState) -> int:
         """How many asks are in one of these states."""
-        return sum(ask.state in states for ask in self.asks.values())
+        return sum(self.states[state] for state in states)
 
     @property
     def qualified(self) -> int:
         """Learners that were asked and have not fallen out."""
-        return self.count("waiting", "folded")
+        return self.states["waiting"] + self.states["folded"]
+
+    def add(self, ask: Ask, *, stepping: bool) -> None:
+        """A live learner is asked, perhaps anew; ``stepping``: it has reported a step."""
+        before = self.asks.get(ask.learner)
+        assert before is None or before.state == "gone", "who is in is not asked again"
+        if before is not None:
+            self.states["gone"] -= 1
+        self.asks[ask.learner] = ask
+        self.states["waiting"] += 1
+        self.hasty_waiting += not ask.patient
+        self.asked_live += 1
+        self.asked_stepping += stepping
+        heappush(self.deadlines, (ask.deadline, ask.number, ask.learner))
+
+    def move(self, ask: Ask, state: AskState, *, live: bool, stepping: bool) -> None:
+        """An ask changes its state; ``live`` and ``stepping`` say where its learner stands."""
+        assert ask.state != "gone", "who is gone can only be asked anew"
+        self.states[ask.state] -= 1
+        self.states[state] += 1
+        self.hasty_waiting -= ask.state == "waiting" and not ask.patient
+        if state == "gone":
+            self.asked_live -= live
+            self.asked_stepping -= stepping
+        ask.state = state
+
+    def came(self, learner: str, *, stepping: bool) -> None:
+        """A learner is live (again)."""
+        if self.is_asked(learner):
+            self.asked_live += 1
+            self.asked_stepping += stepping
+
+    def went(self, learner: str, *, stepping: bool) -> None:
+        """A learner is about to be no longer live."""
+        if self.is_asked(learner):
+            self.asked_live -= 1
+            self.asked_stepping -= stepping
+
+    def first_step(self, learner: str) -> None:
+        """A live learner has reported its first step."""
+        self.asked_stepping += self.is_asked(learner)
+
+    def is_asked(self, learner: str) -> bool:
+        """Whether a learner was asked and is not gone."""
+        ask = self.asks.get(learner)
+        return ask is not None and ask.state != "gone"
+
+    def next_upload_deadline(self) -> float | None:
+        """The earliest deadline of an upload that is waited for, the round's own left aside."""
+        while self.deadlines:
+            deadline, number, learner = self.deadlines[0]
+            ask = self.asks[learner]
+            if ask.number == number and ask.state == "waiting":
+                return deadline
+            heappop(self.deadlines)
+        return None
 
     @property
     def closes_at(self) -> float:
@@ -71,6 +143,8 @@ class Round:
             self.quorum_delivered_at += seconds
         for ask in self.asks.values():
             ask.deadline += seconds
+        self.deadlines = [(d + seconds, number, learner) for d, number, learner in self.deadlines]
+        heapify(self.deadlines)
 
     def opened(self, why: str) -> RoundOpened:
         """The opening's record for observers."""

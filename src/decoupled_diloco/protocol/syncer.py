@@ -16,6 +16,7 @@ members, rounds or the fill.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import assert_never
 
 from decoupled_diloco.protocol import syncer_fill, syncer_rounds
@@ -82,6 +83,7 @@ from decoupled_diloco.protocol.messages import (
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.rounds import Round
 from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
@@ -183,10 +185,27 @@ class SyncerMachine:
             assert round.base == state.fragments[fragment].version
             assert round.version is None or round.version > round.base, "a version goes back"
             assert round.settled_at is None or not round.count("waiting")
+            self._check_counts(round)
         for learner, member in state.members.items():
             assert member.learner == learner
             assert state.identities[learner].epoch == member.epoch, "an old epoch is live"
         assert all(missed > 0 for f in state.fragments.values() for missed in f.missed.values())
+
+    def _check_counts(self, round: Round) -> None:
+        """What is counted as it changes is what counting afresh would find."""
+        state, asks = self.state, round.asks.values()
+        asked = [ask for ask in asks if ask.state != "gone"]
+        stepping = [member.learner for member in state.stepping]
+        waiting = [ask for ask in asks if ask.state == "waiting"]
+        assert +round.states == Counter(ask.state for ask in asks)
+        assert round.asked_live == sum(ask.learner in state.members for ask in asked)
+        assert round.asked_stepping == sum(ask.learner in stepping for ask in asked)
+        assert state.members_stepping == len(stepping)
+        assert round.hasty_waiting == sum(not ask.patient for ask in waiting)
+        deadline = min((ask.deadline for ask in waiting), default=None)
+        assert round.next_upload_deadline() == deadline
+        fastest = min((m.step_seconds for m in state.members.values() if m.step_seconds), default=0)
+        assert state.step_seconds <= fastest
 
     # ---- events
 
@@ -313,6 +332,9 @@ class SyncerMachine:
             reported_at=now if hello.step > 0 else None,  # it came back: its steps count
         )
         state.members[hello.learner] = member
+        state.members_stepping += member.reported_at is not None
+        for round in state.rounds.values():
+            round.came(hello.learner, stepping=member.reported_at is not None)
         state.ahead += member.run_step > state.clock
         return member
 
@@ -371,9 +393,14 @@ class SyncerMachine:
         problem = report_problem(member.step, report.step, known.tokens, report.tokens)
         if problem is not None:
             return self._remove(now, member.learner, f"it reported {problem}", evict=True)
+        if member.reported_at is None:
+            state.members_stepping += 1
+            for round in state.rounds.values():
+                round.first_step(member.learner)
         member.reported_at = now
         if report.seconds > 0.0:  # nothing is known after a first step
             member.step_seconds = report.seconds
+            state.hear_step_seconds(report.seconds)
         known.tokens = max(known.tokens, report.tokens)
         self._advance_step(member, report.step)
         effects: list[SyncerEffect] = []
@@ -489,6 +516,7 @@ class SyncerMachine:
         state.clock = advanced(state.clock, steps, quorum)
         state.previous_tick_at, state.ticked_at = state.ticked_at, now
         state.ahead = sum(step > state.clock for step in steps)
+        state.find_step_seconds()
         syncer_rounds.note_due(state, self.options, self._owned_set, since)
         why = f"{quorum} learners have reached step {state.clock}"
         return [
@@ -534,7 +562,13 @@ class SyncerMachine:
     def _remove(self, now: float, learner: str, reason: str, *, evict: bool) -> list[SyncerEffect]:
         """A learner is no longer live; the clock neither stalls nor goes back (rule 1)."""
         state, options = self.state, self.options
-        member = state.members.pop(learner)
+        member = state.members[learner]
+        stepping = member.reported_at is not None
+        for round in state.rounds.values():
+            round.went(learner, stepping=stepping)
+        del state.members[learner]
+        state.members_stepping -= stepping
+        state.find_step_seconds()
         effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
         effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))
         for round in state.rounds.values():

@@ -11,8 +11,6 @@ Bodies are folded from the moment they arrive, in any of the first two states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from decoupled_diloco.protocol.effects import (
     Abandon,
     Drop,
@@ -29,7 +27,7 @@ from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import Decline, Outcome, Pull, Verdict, Version
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.quorum import window_decision
-from decoupled_diloco.protocol.rounds import Ask, Round
+from decoupled_diloco.protocol.rounds import Ask, AskState, Round
 from decoupled_diloco.protocol.syncer_state import SyncerState
 
 SWEEP_TRIES_MAX = 3
@@ -133,9 +131,17 @@ def ask_if_qualified(
         seconds += CLOSING_SECONDS
     state.asks += 1
     path = f"/up/{state.term}/{round.number}/{member.learner}/{member.epoch}/{state.asks}"
-    round.asks[member.learner] = Ask(
-        member.learner, member.epoch, state.asks, path, now, now + seconds
+    missed = state.fragments[round.fragment].missed.get(member.learner, 0)
+    ask = Ask(
+        member.learner,
+        member.epoch,
+        state.asks,
+        path,
+        now,
+        now + seconds,
+        patient=missed >= SOFT_DEADLINES_MISSED_MAX,
     )
+    round.add(ask, stepping=member.reported_at is not None)
     if round.quorum_at is None and round.qualified >= options.quorum:
         round.quorum_at = now
         state.timing.quorum.update(now - round.opened_at)
@@ -181,19 +187,24 @@ def body_arrived(
     """Folds a verified body in, or says why not (rule 6)."""
     round = state.rounds.get(event.fragment)
     if round is None or round.number != event.round:
-        return _drop(event, "late", "its round is over", None)
+        return _drop(event, "late", "its round is over")
     ask = round.asks.get(event.learner)
     if ask is None or ask.epoch != event.epoch:
-        return _drop(event, "refused", f"epoch {event.epoch} was not asked", None)
+        return _drop(event, "refused", f"epoch {event.epoch} was not asked")
     if ask.number != event.ask:
         return [Drop(event.round, event.fragment, event.learner, "it was asked anew since")]
     if ask.state != "waiting" or round.settled_at is not None:
-        return _drop(event, "late", f"its part in the round is already {ask.state}", None)
+        return _drop(event, "late", f"its part in the round is already {ask.state}")
     if event.base != round.base:
-        return _drop(event, "behind", f"its base {event.base} is not {round.base}", ask)
+        _move(state, round, ask, "refused")
+        ask.reason = f"its base {event.base} is not {round.base}"
+        return _drop(event, "behind", ask.reason)
     if event.steps < 1 or event.tokens < 1:
-        return _drop(event, "refused", f"{event.tokens} tokens in {event.steps} steps", ask)
-    ask.state, ask.delivered_at = "folded", now
+        _move(state, round, ask, "refused")
+        ask.reason = f"{event.tokens} tokens in {event.steps} steps"
+        return _drop(event, "refused", ask.reason)
+    _move(state, round, ask, "folded")
+    ask.delivered_at = now
     ask.steps, ask.tokens = event.steps, event.tokens
     if round.quorum_delivered_at is None and round.count("folded") >= options.quorum:
         round.quorum_delivered_at = now
@@ -218,9 +229,12 @@ def body_arrived(
     ]
 
 
-def _drop(event: BodyArrived, verdict: Verdict, reason: str, ask: Ask | None) -> list[SyncerEffect]:
-    if ask is not None:
-        ask.state, ask.reason = "refused", reason
+def _move(state: SyncerState, round: Round, ask: Ask, ask_state: AskState) -> None:
+    live, stepping = ask.learner in state.members, state.is_stepping(ask.learner)
+    round.move(ask, ask_state, live=live, stepping=stepping)
+
+
+def _drop(event: BodyArrived, verdict: Verdict, reason: str) -> list[SyncerEffect]:
     return [
         Drop(event.round, event.fragment, event.learner, reason),
         Send(
@@ -237,7 +251,7 @@ def declined(state: SyncerState, learner: str, message: Decline) -> list[SyncerE
     if not _is_asked(state, number, fragment, message.ask, learner):
         return []
     keeps = state.rounds[fragment].final and not message.nothing_new
-    ask_state = "refused" if keeps else "declined"
+    ask_state: AskState = "refused" if keeps else "declined"
     return fall_out(state, number, fragment, learner, ask_state, reason)
 
 
@@ -258,7 +272,12 @@ def _is_asked(state: SyncerState, number: int, fragment: int, ask: int, learner:
 
 
 def fall_out(
-    state: SyncerState, number: int, fragment: int, learner: str, ask_state: str, reason: str
+    state: SyncerState,
+    number: int,
+    fragment: int,
+    learner: str,
+    ask_state: AskState,
+    reason: str,
 ) -> list[SyncerEffect]:
     """A learner that was asked will not deliver: it declined, sent rubbish, or is gone.
 
@@ -271,7 +290,7 @@ def fall_out(
     if ask is None or ask.state != "waiting":
         return []
     assert ask_state in ("declined", "refused", "gone", "late")
-    ask.state = ask_state  # type: ignore[assignment]
+    _move(state, round, ask, ask_state)
     ask.reason = reason
     effects: list[SyncerEffect] = [Unexpect(ask.path, reason)]
     if ask_state != "gone":
@@ -317,7 +336,9 @@ def pass_deadlines(state: SyncerState, options: Options, now: float) -> list[Syn
     """
     effects: list[SyncerEffect] = []
     for round in state.rounds.values():
-        effects += _pass_deadlines(state, options, now, round)
+        deadline = next_deadline(state, options, round)
+        if deadline is not None and now >= deadline:
+            effects += _pass_deadlines(state, options, now, round)
     return effects
 
 
@@ -327,7 +348,7 @@ def _pass_deadlines(
     effects: list[SyncerEffect] = []
     soft = soft_deadline(state, options, round)
     for ask in list(round.asks.values()):
-        deadline = _deadline(state, round, ask, soft)
+        deadline = _deadline(ask, soft)
         if ask.state != "waiting" or now < deadline:
             continue
         member = state.members.get(ask.learner)
@@ -340,17 +361,16 @@ def _pass_deadlines(
 
 def next_deadline(state: SyncerState, options: Options, round: Round) -> float | None:
     """When the next body of a round is overdue."""
+    upload = round.next_upload_deadline()
     soft = soft_deadline(state, options, round)
-    waiting = (ask for ask in round.asks.values() if ask.state == "waiting")
-    return min((_deadline(state, round, ask, soft) for ask in waiting), default=None)
+    if upload is None or soft is None or not round.hasty_waiting:
+        return upload
+    return min(soft, upload)
 
 
-def _deadline(state: SyncerState, round: Round, ask: Ask, soft: float | None) -> float:
+def _deadline(ask: Ask, soft: float | None) -> float:
     """The upload's own deadline, or the round's; not the round's for who was late too often."""
-    missed = state.fragments[round.fragment].missed.get(ask.learner, 0)
-    if soft is None or missed >= SOFT_DEADLINES_MISSED_MAX:
-        return ask.deadline
-    return min(soft, ask.deadline)
+    return ask.deadline if soft is None or ask.patient else min(soft, ask.deadline)
 
 
 def soft_deadline(state: SyncerState, options: Options, round: Round) -> float | None:
@@ -372,7 +392,7 @@ def soft_deadline(state: SyncerState, options: Options, round: Round) -> float |
 
 def _close(state: SyncerState, options: Options, now: float, round: Round) -> bool:
     if round.final:
-        if _not_asked(state.members.values(), round):
+        if len(state.members) > round.asked_live:
             return False  # it comes back within its lease, or it is gone
         reason = "the closing sweep has asked everyone"
         if round.closed_at is not None:
@@ -394,14 +414,7 @@ def _close(state: SyncerState, options: Options, now: float, round: Round) -> bo
 
 def _possible(state: SyncerState, round: Round) -> int:
     """Learners that are in, or may still come in before the window closes."""
-    return round.qualified + _not_asked(state.stepping, round)
-
-
-def _not_asked(members: Iterable[Member], round: Round) -> int:
-    return sum(
-        member.learner not in round.asks or round.asks[member.learner].state == "gone"
-        for member in members
-    )
+    return round.qualified + state.members_stepping - round.asked_stepping
 
 
 def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
@@ -409,7 +422,7 @@ def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
     if round.final:
         return False
     fell_out = round.count("declined", "refused", "late")
-    live_enough = len(state.stepping) >= options.quorum
+    live_enough = state.members_stepping >= options.quorum
     return bool(fell_out) and live_enough and _possible(state, round) < options.quorum
 
 
@@ -436,7 +449,8 @@ def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[
         state.again.add(round.fragment)
     for ask in round.asks.values():
         if ask.state == "waiting":
-            ask.state, ask.reason = "late", reason
+            _move(state, round, ask, "late")
+            ask.reason = reason
             effects.append(Unexpect(ask.path, reason))
         if ask.state != "gone":
             message = Outcome(round.number, round.fragment, "abandoned", reason, None)
@@ -449,7 +463,8 @@ def _swept(state: SyncerState, round: Round, reason: str) -> list[SyncerEffect]:
     """A closing round is over: again, if somebody may still have something; else says who had."""
     entry = state.fragments[round.fragment]
     entry.sweep_tries += 1
-    open_ends = round.count("waiting", "refused", "late") + _not_asked(state.stepping, round)
+    open_ends = round.count("waiting", "refused", "late")
+    open_ends += state.members_stepping - round.asked_stepping
     open_ends += round.version is None and round.count("folded")
     if open_ends and entry.sweep_tries < SWEEP_TRIES_MAX:
         return []

@@ -83,7 +83,12 @@ class Fill:
 
 @dataclass(slots=True)
 class SyncerState:
-    """The state of one shard; ``queue``: the tick at which a fragment that waits was due."""
+    """The state of one shard.
+
+    ``queue``: the tick at which a fragment that waits was due. ``step_seconds``: ξ_step, that of
+    the fastest live learner, found anew at every tick; 0 while unknown. ``members_stepping``: live
+    learners that have reported a step.
+    """
 
     phase: Phase = "starting"
     term: int = 0
@@ -91,7 +96,9 @@ class SyncerState:
     ticked_at: float = 0.0
     previous_tick_at: float = 0.0
     ahead: int = 0
+    step_seconds: float = 0.0
     members: dict[str, Member] = field(default_factory=dict)
+    members_stepping: int = 0
     observers: set[str] = field(default_factory=set)
     identities: dict[str, Identity] = field(default_factory=dict)
     tokens_retired: int = 0
@@ -121,8 +128,17 @@ class SyncerState:
         """Live learners that have reported a step."""
         return [member for member in self.members.values() if member.reported_at is not None]
 
-    @property
-    def step_seconds(self) -> float:
-        """ξ_step: that of the fastest live learner; 0 while unknown."""
+    def is_stepping(self, learner: str) -> bool:
+        """Whether a learner is live and has reported a step."""
+        member = self.members.get(learner)
+        return member is not None and member.reported_at is not None
+
+    def hear_step_seconds(self, seconds: float) -> None:
+        """A learner has reported how long its steps take; 0: it does not know yet."""
+        if seconds > 0.0 and (self.step_seconds == 0.0 or seconds < self.step_seconds):
+            self.step_seconds = seconds
+
+    def find_step_seconds(self) -> None:
+        """Finds ξ_step anew: the fastest learner may have gone, or become slower."""
         known = [m.step_seconds for m in self.members.values() if m.step_seconds > 0.0]
-        return min(known, default=0.0)
+        self.step_seconds = min(known, default=0.0)
