@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 import time
@@ -92,7 +93,8 @@ def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
 
     def forget() -> None:
         """As when the coordinator's connection to the first process had broken."""
-        host.machine.state.learners["learner-0"].present = False
+        learners = host.machine.state.learners
+        learners["learner-0"] = dataclasses.replace(learners["learner-0"], present=False)
 
     system.call(forget)
     tape = system.folder / "tape" / "learner-0-again.jsonl"

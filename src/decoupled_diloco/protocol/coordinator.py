@@ -9,9 +9,8 @@ stops joins and the end; rounds go on without it.
 
 from __future__ import annotations
 
-import copy
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
 from decoupled_diloco.protocol.effects import (
@@ -61,7 +60,7 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 LEARNER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Enrolled:
     """One learner id: its newest epoch and the process that bears it."""
 
@@ -120,19 +119,19 @@ class CoordinatorMachine:
         return None
 
     def snapshot(self) -> CoordinatorState:
-        """A deep copy of the whole state; what ``Persist`` writes."""
-        return copy.deepcopy(self.state)
+        """A copy of the whole state; what ``Persist`` writes."""
+        return _copied(self.state)
 
     def restore(self, state: CoordinatorState) -> None:
         """Goes on from a snapshot in a new process: nobody is connected yet.
 
         A seed that was named may never come back, and nobody would say so: name one anew.
         """
-        self.state = copy.deepcopy(state)
+        self.state = _copied(state)
         if self.state.phase == "seeding":
             self.state.phase = "gathering"
-        for enrolled in self.state.learners.values():
-            enrolled.present = False
+        for name, enrolled in self.state.learners.items():
+            self.state.learners[name] = replace(enrolled, present=False)
         self._present_shards.clear()
 
     def check(self) -> None:
@@ -171,8 +170,8 @@ class CoordinatorMachine:
             effects.append(AdoptLayout(event.connection, event.fingerprint, why))
         if known is None or known.nonce != event.nonce:
             epoch = (known.epoch if known else 0) + 1
-            known = state.learners[event.learner] = Enrolled(epoch, event.nonce, True)
-        known.present = True
+            known = Enrolled(epoch, event.nonce, True)
+        state.learners[event.learner] = replace(known, present=True)
         why = f"epoch {known.epoch}"
         effects.append(Persist(why))
         effects.append(Admit(event.connection, event.learner, known.epoch, why))
@@ -191,7 +190,7 @@ class CoordinatorMachine:
         known = state.learners.get(learner)
         if known is None or known.nonce != nonce:
             return []
-        known.present = False
+        state.learners[learner] = replace(known, present=False)
         if state.phase != "seeding" or state.seed != learner:
             return []
         state.phase, state.seed = "gathering", ""
@@ -320,3 +319,16 @@ class CoordinatorMachine:
             Persist(why),
             *(Order(s, FinishOrdered(), why) for s in sorted(self._present_shards)),
         ]
+
+
+def _copied(state: CoordinatorState) -> CoordinatorState:
+    """A copy that shares only what never changes; one is made for every learner that joins."""
+    return replace(
+        state,
+        learners=dict(state.learners),
+        terms=dict(state.terms),
+        nonces=dict(state.nonces),
+        ready=set(state.ready),
+        swept=set(state.swept),
+        clocks=dict(state.clocks),
+    )

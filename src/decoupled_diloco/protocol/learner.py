@@ -144,8 +144,10 @@ class LearnerMachine:
 
     def deadline(self) -> float | None:
         """When to be woken by a ``Tick``."""
-        retries = [f.retry_at for f in self.state.fragments if f.retry_at is not None]
-        return min(retries, default=None)
+        if not self.state.retrying:
+            return None
+        retries = [self.state.fragments[index].retry_at for index in self.state.retrying]
+        return min((instant for instant in retries if instant is not None), default=None)
 
     def snapshot(self) -> LearnerState:
         """A deep copy of the whole state."""
@@ -164,10 +166,14 @@ class LearnerMachine:
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
-        for view in self.state.fragments:
+        state = self.state
+        for index, view in enumerate(state.fragments):
             assert view.staged is None or view.held is None or view.staged > view.held
             assert view.snapshot is None or view.snapshot.base == view.held
-            assert view.steps >= 0 <= view.tokens
+            assert state.steps_of(view) >= 0 <= state.tokens_of(view)
+            waits = view.staged is not None or view.pull is not None
+            assert not waits or index in state.attention
+            assert view.retry_at is None or index in state.retrying
             assert view.fetching is None or view.latest is not None
             assert view.pull is None or view.held is None or view.pull.base >= view.held
         assert not self.state.holding or self.options.wait == "at_overlap"
@@ -181,9 +187,6 @@ class LearnerMachine:
         state.stepped_at = now
         state.step += 1
         state.tokens += tokens
-        for view in state.fragments:
-            view.steps += 1
-            view.tokens += tokens
         self._owe()
         effects = self._boundary(now)
         report = StepReport(
@@ -191,27 +194,35 @@ class LearnerMachine:
         )
         for shard, link in enumerate(state.shards):
             if link.linked and link.offset is not None and self.role == "learner":
-                effects.append(Say(shard, report, f"step {state.step} is finished"))
+                effects.append(Say(shard, report, "a step is finished"))
         return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
         """What a step boundary allows: applying, then snapshots."""
+        state = self.state
         effects: list[LearnerEffect] = []
-        if self.state.ending and not self.state.ended:
-            self.state.ended = True
+        if state.ending and not state.ended:
+            state.ended = True
             effects.append(EndTraining("the run's budget is spent"))
-        for index, view in enumerate(self.state.fragments):
+        for index in sorted(state.attention):
+            view = state.fragments[index]
             if view.staged is not None and self._apply_now(view):
                 effects += self._apply(index, view)
-        for index, view in enumerate(self.state.fragments):
-            effects += self._snapshot(now, index, view)
+        if self.role == "learner":
+            ahead = self._due_ahead(now)
+            for index in sorted(state.attention | ahead.keys()):
+                effects += self._snapshot(index, state.fragments[index], ahead.get(index))
+        state.look_away()
         return effects + self._over_if_done()
 
     def _over_if_done(self) -> list[LearnerEffect]:
         """The run is over when every shard has finished and its last copies are held."""
         state = self.state
-        if state.over or not all(link.finished for link in state.shards):
+        if state.over:
             return []
+        for link in state.shards:
+            if not link.finished:
+                return []
         for index, view in enumerate(state.fragments):
             current = view.latest is None or view.latest.version == view.held
             if not current and state.shards[self.options.owner(index)].linked:
@@ -250,14 +261,14 @@ class LearnerMachine:
         if mode == "rebase":
             pass
         elif mode == "overwrite":
-            discarded = view.tokens - (kept_since.tokens if kept_since else 0)
-            view.steps = view.tokens = 0
+            discarded = self.state.tokens_of(view) - (kept_since.tokens if kept_since else 0)
+            view.steps_before, view.tokens_before = self.state.step, self.state.tokens
         else:
             taken = kept_since or (view.sent and view.sent[1])
             assert taken is not None
             discarded = 0 if kept_since is not None else taken.tokens
-            view.steps -= taken.steps
-            view.tokens -= taken.tokens
+            view.steps_before += taken.steps
+            view.tokens_before += taken.tokens
         view.held, view.staged = version, None
         view.snapshot = view.accepted = view.sent = view.owed_at = None
         view.behind = False
@@ -268,31 +279,47 @@ class LearnerMachine:
             effects += self._decline(index, view, f"behind: I hold {version}")
         return effects
 
-    def _snapshot(self, now: float, index: int, view: FragmentView) -> list[LearnerEffect]:
-        if view.held is None or self.role == "observer":
+    def _snapshot(
+        self, index: int, view: FragmentView, ahead: tuple[int, int] | None
+    ) -> list[LearnerEffect]:
+        """The snapshot that a pull waits for, or that will be due before the next boundary."""
+        if view.held is None:
             return []
+        steps = self.state.steps_of(view)
         if view.accepted is not None or view.sent is not None:
             return []  # the snapshot that was sent is still needed
         pull = view.pull
         if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
-            if view.steps == 0 and pull.final:
+            if steps == 0 and pull.final:
                 return self._decline(index, view, "nothing new", nothing_new=True)
-            if view.steps > 0:
+            if steps > 0:
                 effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
                 return effects + self._send(index, view, pull)
-        if view.steps == 0 or view.staged is not None or self.state.ended:
+        if ahead is None or steps == 0 or view.staged is not None or self.state.ended:
             return []
-        first, last = self._ticks_ahead(now, self.options.owner(index))
-        if any(index in self.options.due(t) for t in range(first, last + 1)):
-            return self._take(index, view, first, last, f"it is due in steps {first} to {last}")
-        return []
+        first, last = ahead
+        return self._take(index, view, first, last, f"it is due in steps {first} to {last}")
 
     def _take(
         self, index: int, view: FragmentView, first: int, last: int, why: str
     ) -> list[LearnerEffect]:
         assert view.held is not None
-        view.snapshot = Taken(self.state.step, view.held, view.steps, view.tokens, first, last)
+        state = self.state
+        steps, tokens = state.steps_of(view), state.tokens_of(view)
+        view.snapshot = Taken(state.step, view.held, steps, tokens, first, last)
         return [Snapshot(index, view.held, self.state.step, why)]
+
+    def _due_ahead(self, now: float) -> dict[int, tuple[int, int]]:
+        """Fragments that will be due before the next boundary, each with the ticks ahead."""
+        found: dict[int, tuple[int, int]] = {}
+        due, owner = self.options.due, self.options.owner
+        for shard in range(len(self.state.shards)):
+            first, last = ahead = self._ticks_ahead(now, shard)
+            for tick in range(first, last + 1):
+                for index in due(tick):
+                    if owner(index) == shard:
+                        found[index] = ahead
+        return found
 
     def _ticks_ahead(self, now: float, shard: int) -> tuple[int, int]:
         """The ticks that the shard's clock will pass before this learner's next boundary."""
@@ -300,7 +327,7 @@ class LearnerMachine:
         if link.offset is None:
             return (0, -1)
         own = link.offset + self.state.step
-        tick_seconds = float(link.tick_seconds)
+        tick_seconds = link.tick_seconds.value or 0.0
         if self.options.wait == "at_overlap":
             return (own, own)  # nobody is ahead of anybody: exactly the step that is due
         if link.clock_at is None or tick_seconds <= 0:
@@ -448,6 +475,7 @@ class LearnerMachine:
         index = pull.fragment
         view = self.state.fragments[index]
         view.pull = pull
+        self.state.attention.add(index)
         if view.held is not None and pull.base < view.held:
             return self._decline(index, view, f"behind: I hold {view.held}")
         if pull.base == view.held:
@@ -534,6 +562,7 @@ class LearnerMachine:
         if view.fetching != version:
             return []
         view.fetching, view.fetch_whole, view.staged = None, False, version
+        self.state.attention.add(index)
         effects = self._fetch_next(index, view)
         if not self.state.ready and all(v.newest is not None for v in self.state.fragments):
             self.state.ready = True
@@ -556,14 +585,18 @@ class LearnerMachine:
         if not was_whole:
             return [note, *self._fetch_next(index, view)]
         view.retry_at = now + RETRY_SECONDS
+        self.state.retrying.add(index)
         return [note]
 
     def _retry(self, now: float) -> list[LearnerEffect]:
         effects: list[LearnerEffect] = []
-        for index, view in enumerate(self.state.fragments):
+        for index in sorted(self.state.retrying):
+            view = self.state.fragments[index]
             if view.retry_at is not None and now >= view.retry_at:
                 view.retry_at = None
                 effects += self._fetch_next(index, view)
+            if view.retry_at is None:
+                self.state.retrying.discard(index)
         return effects
 
     def _fragments_of(self, shard: int) -> list[FragmentView]:

@@ -27,7 +27,11 @@ class Taken:
 
 @dataclass(slots=True)
 class FragmentView:
-    """One fragment at this learner; ``steps`` and ``tokens`` are c_steps[p] and c_tokens[p].
+    """One fragment at this learner.
+
+    ``steps_before`` and ``tokens_before``: the learner's own counters up to which its training is
+    in ``held`` or discarded, so that c_steps[p] and c_tokens[p] are what it counts beyond
+    (`LearnerState.steps_of`, `LearnerState.tokens_of`) and a step does not touch every fragment.
 
     There is one snapshot at a time: from sending it until its outcome is applied no other is
     taken, so that carrying subtracts exactly what was merged.
@@ -39,8 +43,8 @@ class FragmentView:
     fetching: Version | None = None
     fetch_whole: bool = False
     retry_at: float | None = None
-    steps: int = 0
-    tokens: int = 0
+    steps_before: int = 0
+    tokens_before: int = 0
     snapshot: Taken | None = None
     sent: tuple[int, Taken] | None = None
     accepted: tuple[Version, Taken] | None = None
@@ -68,7 +72,11 @@ class ShardView:
 
 @dataclass(slots=True)
 class LearnerState:
-    """The state of one learner."""
+    """The state of one learner.
+
+    ``attention``: fragments for which a boundary may bring something: a staged copy, a pull.
+    ``retrying``: fragments of which a copy may have to be asked for again.
+    """
 
     fragments: list[FragmentView]
     shards: list[ShardView]
@@ -82,3 +90,20 @@ class LearnerState:
     ended: bool = False
     over: bool = False
     holding: bool = False
+    attention: set[int] = field(default_factory=set)
+    retrying: set[int] = field(default_factory=set)
+
+    def steps_of(self, view: FragmentView) -> int:
+        """c_steps[p]: inner steps that are in the parameters and in no version that is held."""
+        return self.step - view.steps_before
+
+    def tokens_of(self, view: FragmentView) -> int:
+        """c_tokens[p]: tokens of those steps."""
+        return self.tokens - view.tokens_before
+
+    def look_away(self) -> None:
+        """Fragments that nothing is left to be done for need no attention."""
+        for index in list(self.attention):
+            view = self.fragments[index]
+            if view.staged is None and view.pull is None:
+                self.attention.discard(index)

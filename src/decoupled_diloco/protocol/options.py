@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from math import ceil
 from typing import Literal
 
@@ -73,7 +75,11 @@ class Options:
 
     def due(self, step: int) -> tuple[int, ...]:
         """The fragments that are due at a global step."""
-        phase = step % self.period
-        first = -(-phase * self.fragments // self.period)
-        last = -(-(phase + 1) * self.fragments // self.period)
-        return tuple(range(first, min(last, self.fragments)))
+        return _due(self.fragments, self.period)[step % self.period]
+
+
+@cache
+def _due(fragments: int, period: int) -> tuple[tuple[int, ...], ...]:
+    """The fragments that are due at each phase of the period."""
+    firsts = [-(-phase * fragments // period) for phase in range(period + 1)]
+    return tuple(tuple(range(a, min(b, fragments))) for a, b in pairwise(firsts))

@@ -59,7 +59,8 @@ class Shell(Endpoint):
         life, machine = self.life, self.machine
         effects = machine.handle(self.now, event)
         self.world.happened(self, event, effects)
-        machine.check()
+        if self.world.checks:
+            machine.check()
         for effect in effects:
             if self.alive and self.life == life and self.machine is machine:
                 self.carry_out(effect)

@@ -68,6 +68,8 @@ class World:
         mishaps: what goes wrong all the time.
         weights_from_file: the initial weights come from the run's file, not from a learner.
         merge_seconds: how long the merge worker takes.
+        checks: assert every invariant of a machine after each of its events; that looks at all
+            learners each time, so it is left out where there are thousands.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class World:
         mishaps: Mishaps | None = None,
         weights_from_file: bool = False,
         merge_seconds: float = 0.002,
+        checks: bool = True,
     ) -> None:
         mishaps = mishaps or Mishaps()
         self.options = options
@@ -92,6 +95,7 @@ class World:
         self.bodies: Bodies = NoBodies(sizes) if bodies is None else bodies
         self.weights_from_file = weights_from_file
         self.merge_seconds = merge_seconds
+        self.checks = checks
         self.spurious_ticks = mishaps.spurious_ticks
         self.spoil = mishaps.spoil
         self.merge_fails = mishaps.merge_fails

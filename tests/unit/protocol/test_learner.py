@@ -287,7 +287,7 @@ def test_rule_7_a_contributor_applies_by_alignment(
     bench.step()
     (applied,) = bench.orders(Apply)
     assert (applied.mode, applied.discarded_tokens) == (alignment, discarded)
-    assert bench.machine.state.fragments[0].tokens == left
+    assert bench.machine.state.tokens_of(bench.machine.state.fragments[0]) == left
     assert bench.machine.state.discarded_tokens == discarded
     assert bench.messages(Holding) == [Holding(0, V1)]
 
@@ -306,7 +306,7 @@ def test_rule_7_who_took_no_part_applies_by_missed(
     bench.step()
     (applied,) = bench.orders(Apply)
     assert (applied.mode, applied.discarded_tokens) == (mode, discarded)
-    assert bench.machine.state.fragments[0].tokens == left
+    assert bench.machine.state.tokens_of(bench.machine.state.fragments[0]) == left
 
 
 def test_rule_6_who_was_told_behind_rebases(learner_bench: Any) -> None:
