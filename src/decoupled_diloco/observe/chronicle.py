@@ -1,0 +1,479 @@
+"""What a run's shards saw, learner by learner and round by round, kept up to date record by record.
+
+`status`, `watch` and `explain` read nothing else of the protocol. All of it comes from the tapes of
+the shards, which a running syncer serves; the learners' own tapes, where they are at hand, add what
+only they know: losses, bytes, steps that were trained out of the syncer's reach.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.observe.chronicle_data import (
+    AWAY,
+    LATE,
+    NOT_ASKED,
+    OUT_OF_REACH,
+    TOOK_PART,
+    Asked,
+    LearnerLog,
+    Member,
+    RoundLog,
+    ShardLog,
+    Stay,
+    TickLog,
+)
+from decoupled_diloco.observe.historian import ending_in_words, is_learner, is_shard
+from decoupled_diloco.observe.live import Rate
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.samples import (
+    BytesMoved,
+    Evaluated,
+    LossMeasured,
+    ProcessEnded,
+    ProcessStarted,
+    RestartScheduled,
+)
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol import messages as say
+
+REMARKS_MAX = 500
+"""Notes that are kept, the newest."""
+
+LATE_REPORTS_MAX = 8
+"""Rounds that may wait at once for the next report of a learner that was not in them."""
+
+_LOOKED_AT = frozenset(
+    cls.__name__
+    for cls in (
+        do.Abandon,
+        do.Accept,
+        do.Apply,
+        do.Broadcast,
+        do.ClockAdvanced,
+        do.EndTraining,
+        do.Evict,
+        do.Expect,
+        do.Fold,
+        do.Install,
+        do.Merge,
+        do.Note,
+        do.Ready,
+        do.RoundFinished,
+        do.RoundOpened,
+        do.RunOver,
+        do.Send,
+        do.Stop,
+        do.Unexpect,
+        fact.BodyArrived,
+        fact.Disconnected,
+        fact.Greeted,
+        fact.Heard,
+        fact.Ordered,
+        fact.Said,
+        fact.StepFinished,
+        fact.TermGranted,
+        BytesMoved,
+        Evaluated,
+        LossMeasured,
+        ProcessEnded,
+        ProcessStarted,
+        RestartScheduled,
+    )
+)
+
+_SENT = frozenset({"Welcome"})
+_SAID = frozenset({"StepReport", "Holding", "Leave"})
+_BROADCAST = frozenset({"Shifted", "Ending", "Finished"})
+_ORDERED = frozenset({"Begin", "EndOrdered"})
+_MESSAGES = {"Send": _SENT, "Said": _SAID, "Broadcast": _BROADCAST, "Ordered": _ORDERED}
+"""Which messages of the high-volume kinds matter here."""
+
+
+class Chronicle:
+    """Everything that is known of a run as of its latest record.
+
+    Args:
+        rounds_max: Finished rounds to keep a shard; ``None``: all.
+        keep_steps: Keep when every learner reported each of its steps.
+    """
+
+    def __init__(self, *, rounds_max: int | None = None, keep_steps: bool = False) -> None:
+        self.shards: dict[str, ShardLog] = {}
+        self.learners: dict[str, LearnerLog] = {}
+        self.settings: dict[str, Any] = {}
+        self.began: float | None = None
+        self.latest = 0.0
+        self.clock_rate = Rate()
+        self.token_rate = Rate()
+        self.evaluation: Evaluated | None = None
+        self.remarks: list[tuple[float, str, str]] = []
+        self.left_out: Counter[str] = Counter()
+        self._rounds_max = rounds_max
+        self._keep_steps = keep_steps
+        self._event: dict[str, tuple[int, str]] = {}
+
+    # ---- what follows from it
+
+    @property
+    def step(self) -> int:
+        """The clock of the slowest shard: what a budget of steps is measured by."""
+        return min((shard.clock for shard in self.shards.values()), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all learners together."""
+        return sum(learner.tokens for learner in self.learners.values())
+
+    @property
+    def merged(self) -> int:
+        """Rounds that were merged, of all shards."""
+        return sum(shard.merged for shard in self.shards.values())
+
+    @property
+    def fragments(self) -> int | None:
+        """P, from the run's settings; ``None`` while no process has told them."""
+        sync = self.settings.get("sync")
+        return sync.get("fragments") if isinstance(sync, dict) else None
+
+    def rounds(self) -> Iterator[RoundLog]:
+        """Every finished round that is kept, shard by shard."""
+        for shard in self.shards.values():
+            yield from shard.finished
+
+    # ---- taking records in
+
+    def take_all(self, records: Iterable[Record]) -> None:
+        """Takes records in, in the order of time."""
+        for record in records:
+            self.take(record)
+
+    def take(self, record: Record) -> None:
+        """Takes one record in; one that this version cannot read is counted and left out."""
+        self.began = record.wall if self.began is None else min(self.began, record.wall)
+        self.latest = max(self.latest, record.wall)
+        if record.kind == "start":
+            self._started(record)
+        if is_shard(record.who):
+            self._shard(record.who).heard_at = record.wall
+        if record.type not in _LOOKED_AT or not _matters(record):
+            self._remember(record, "")
+            return
+        try:
+            value = record.value()
+        except ProtocolError as error:
+            self.left_out[f"{record.who}: {error}"] += 1
+            return
+        self._remember(record, getattr(value, "learner", ""))
+        if is_shard(record.who):
+            self._shard_record(self._shard(record.who), record, value)
+        elif is_learner(record.who):
+            self._learner_record(self._learner(record.who), record.wall, value)
+        self._anybody(record, value)
+
+    def _remember(self, record: Record, learner: str) -> None:
+        if record.kind == "event":
+            self._event[record.who] = (record.seq, learner)
+
+    def _shard(self, name: str) -> ShardLog:
+        if name not in self.shards:
+            self.shards[name] = ShardLog(name)
+            ordered = sorted(self.shards.values(), key=lambda shard: shard.index)
+            self.shards = {shard.name: shard for shard in ordered}
+        return self.shards[name]
+
+    def _learner(self, name: str) -> LearnerLog:
+        return self.learners.setdefault(name, LearnerLog(name))
+
+    def _started(self, record: Record) -> None:
+        header = record.data.get("header") or {}
+        settings = header.get("settings")
+        if isinstance(settings, dict) and (not self.settings or is_shard(record.who)):
+            self.settings = settings
+        if is_shard(record.who):
+            self._shard_started(self._shard(record.who), record.wall)
+        elif is_learner(record.who):
+            learner = self._learner(record.who)
+            learner.has_tape, learner.process = True, "joining"
+            learner.started_at, learner.own_rate = record.wall, Rate()
+
+    def _shard_started(self, shard: ShardLog, at: float) -> None:
+        """A new life: it knows nobody, and what was open is nobody's any more."""
+        for member in shard.members.values():
+            self._leave(shard, member, at, f"{shard.name} was started again")
+        shard.lost += list(shard.open.values())
+        shard.members.clear()
+        shard.open.clear()
+        shard.starts += 1
+        shard.phase = "starting"
+
+    # ---- a shard's records
+
+    def _shard_record(self, shard: ShardLog, record: Record, value: Any) -> None:
+        at = record.wall
+        match value:
+            case fact.TermGranted(admitted):
+                shard.term = admitted.term
+                shard.phase = "restoring" if admitted.begun else "waiting for learners"
+            case fact.Ordered(say.Begin()):
+                shard.phase = "running"
+            case fact.Ordered(say.EndOrdered()):
+                shard.phase = "closing"
+            case fact.Greeted(connection, hello):
+                shard.greeting[connection] = hello
+            case do.Accept(connection, _, _, why):
+                self._accepted(shard, at, shard.greeting.pop(connection, None), why)
+            case fact.Disconnected(learner):
+                self._of(shard, learner, at).connected = False
+            case fact.Heard(learners):
+                for name in learners:
+                    if name in shard.members:
+                        self._seen(name, at)
+            case do.Evict(learner, reason):
+                if learner in shard.members:
+                    self._leave(shard, shard.members.pop(learner), at, reason)
+            case do.Install(fragment, version):
+                shard.versions[fragment] = version
+            case BytesMoved():
+                shard.bytes_moved = value
+            case do.Send(learner, say.Welcome(step=step, run_step=run_step)):
+                if learner in shard.members:
+                    shard.members[learner].offset = run_step - step
+            case do.Broadcast(say.Shifted(by)):
+                for member in shard.members.values():
+                    member.offset += by
+            case do.Broadcast(say.Finished()) | do.Stop():
+                shard.phase = "finished"
+            case _:
+                self._message(shard, record, value)
+
+    def _message(self, shard: ShardLog, record: Record, value: Any) -> None:
+        at = record.wall
+        match value:
+            case fact.Said(learner, say.StepReport() as report):
+                self._reported(shard, at, learner, report)
+            case fact.Said(learner, say.Holding(fragment, version)):
+                member = self._of(shard, learner, at)
+                member.held[fragment] = max(version, member.held.get(fragment, version))
+                round = shard.last_merged.get(fragment)
+                if round and round.result and round.result.version == version:
+                    round.held_at.setdefault(learner, at)
+                self._seen(learner, at)
+            case fact.Said(learner, say.Leave(reason)):
+                self._learner(learner).left = reason
+            case fact.BodyArrived(learner=learner, nbytes=nbytes):
+                self._learner(learner).bytes_up += nbytes
+                self._seen(learner, at)
+                for round in shard.finished[-LATE_REPORTS_MAX:]:
+                    if round.number == value.round:
+                        round.late_bodies[learner] = at
+            case do.ClockAdvanced(clock, live, why):
+                self._ticked(shard, record, clock, live, why)
+            case _:
+                self._round_record(shard, at, value)
+
+    def _of(self, shard: ShardLog, name: str, at: float) -> Member:
+        """A learner that this tape speaks of; it began before what is read of the tape."""
+        if name not in shard.members:
+            return Member(name, 0, at)
+        return shard.members[name]
+
+    def _accepted(self, shard: ShardLog, at: float, hello: say.Hello | None, why: str) -> None:
+        if hello is None or hello.role != "learner":
+            return
+        self._seen(hello.learner, at)
+        member = shard.members.get(hello.learner)
+        if member is not None and member.epoch != hello.epoch:
+            self._leave(shard, member, at, f"epoch {hello.epoch} of it has joined")
+            member = None
+        if member is None:
+            member = shard.members[hello.learner] = Member(hello.learner, hello.epoch, at)
+            shard.stays.append(Stay(hello.learner, hello.epoch, at, why))
+            self._learner(hello.learner).epoch = hello.epoch
+        member.connected, member.step = True, max(member.step, hello.step)
+        member.held = {holding.fragment: holding.version for holding in hello.held}
+
+    def _leave(self, shard: ShardLog, member: Member, at: float, reason: str) -> None:
+        for stay in reversed(shard.stays):
+            if stay.learner == member.learner and stay.until is None:
+                stay.until, stay.reason = at, reason
+                break
+
+    def _seen(self, name: str, at: float) -> None:
+        learner = self._learner(name)
+        learner.seen_at = max(at, learner.seen_at or at)
+
+    def _reported(self, shard: ShardLog, at: float, name: str, report: say.StepReport) -> None:
+        member, learner = self._of(shard, name, at), self._learner(name)
+        member.step, member.reported_at = max(member.step, report.step), at
+        member.step_seconds = report.seconds or member.step_seconds
+        if self._keep_steps:
+            shard.reports.setdefault(name, []).append((member.run_step, at))
+        self._seen(name, at)
+        learner.report(member.epoch, report)
+        learner.reported_at = at
+        learner.rate.add(at, learner.tokens)
+        self.token_rate.add(self.latest, self.tokens)
+        for round in shard.unreported.pop(name, ()):
+            round.late_reports.setdefault(name, at)
+
+    def _ticked(self, shard: ShardLog, record: Record, clock: int, live: int, why: str) -> None:
+        seq, learner = self._event.get(record.who, (-1, ""))
+        setter = learner if seq == record.cause else ""
+        shard.ticks.append(TickLog(record.wall, clock, shard.clock, live, setter, why))
+        shard.clock = clock
+        self.clock_rate.add(record.wall, self.step)
+        if shard.phase not in ("closing", "finished"):
+            shard.phase = "running"
+
+    # ---- rounds
+
+    def _round_record(self, shard: ShardLog, at: float, value: Any) -> None:
+        match value:
+            case do.RoundOpened():
+                round = RoundLog(shard.name, value.round, value.fragment, at, opened=value)
+                shard.open[value.round] = round
+            case do.Expect(path=path, learner=learner, round=number, ask=ask, why=why):
+                round = shard.open.get(number) or RoundLog(shard.name, number, value.fragment, at)
+                shard.open[number] = round
+                round.asks.setdefault(learner, []).append(Asked(at, ask, why))
+                shard.paths[path] = (number, learner)
+            case do.Unexpect(path, why):
+                number, learner = shard.paths.pop(path, (-1, ""))
+                if number in shard.open:
+                    shard.open[number].fallen[learner] = (at, why)
+            case do.Fold(round=number, learner=learner):
+                if number in shard.open:
+                    shard.open[number].folds[learner] = (at, value)
+            case do.Merge(round=number):
+                if number in shard.open:
+                    shard.open[number].merging_at = at
+            case do.RoundFinished():
+                self._finished(shard, at, value)
+
+    def _finished(self, shard: ShardLog, at: float, result: do.RoundFinished) -> None:
+        opened_at = at - result.finished_seconds
+        round = shard.open.pop(result.round, None)
+        if round is None:
+            round = RoundLog(shard.name, result.round, result.fragment, opened_at)
+        shard.paths = {p: asked for p, asked in shard.paths.items() if asked[0] != result.round}
+        round.result, round.finished_at = result, at
+        round.live = {m.learner: m.reported_at for m in shard.members.values() if m.connected}
+        round.unreachable = tuple(m.learner for m in shard.members.values() if not m.connected)
+        shard.finished.append(round)
+        if self._rounds_max is not None:
+            del shard.finished[: -self._rounds_max]
+        if result.verdict == "abandoned":
+            shard.abandoned += 1
+            return
+        shard.merged += 1
+        shard.merges.append(result.tick)
+        if result.version is not None:
+            shard.versions[result.fragment] = result.version
+        shard.last_merged[result.fragment] = round
+        self._count(shard, round, at)
+
+    def _count(self, shard: ShardLog, round: RoundLog, at: float) -> None:
+        """Who took part in a merged round, and why the others did not."""
+        result = round.result
+        assert result is not None
+        for participant in result.participants:
+            learner = self._learner(participant.learner)
+            if participant.state == "folded":
+                learner.count(TOOK_PART)
+                learner.accepted_at, learner.accepted_step = at, result.tick
+                learner.accepted[shard.name] = len(shard.merges)
+            else:
+                learner.count(LATE if participant.state == "late" else participant.state)
+        asked = {participant.learner for participant in result.participants}
+        closed_at = round.opened_at + (result.closed_seconds or 0.0)
+        for name, reported_at in round.live.items():
+            if name in asked:
+                continue
+            self._learner(name).count(NOT_ASKED)
+            if reported_at is not None and reported_at > closed_at:
+                round.late_reports[name] = reported_at
+            else:
+                waiting = shard.unreported.setdefault(name, [])
+                waiting.append(round)
+                del waiting[:-LATE_REPORTS_MAX]
+        for name, learner in self.learners.items():
+            if name not in asked and name not in round.live:
+                learner.count(OUT_OF_REACH if name in round.unreachable else AWAY)
+
+    # ---- the records of learners, and of the launcher
+
+    def _learner_record(self, learner: LearnerLog, at: float, value: Any) -> None:
+        match value:
+            case fact.StepFinished(tokens):
+                learner.own_steps += 1
+                learner.own_tokens += tokens
+                learner.stepped_at, learner.process = at, "training"
+                learner.own_rate.add(at, learner.own_tokens)
+            case LossMeasured(loss=loss):
+                learner.loss = loss
+            case do.Apply(_, _, mode, discarded, why):
+                if discarded:
+                    learner.discarded[(mode, why)] += discarded
+            case do.Ready():
+                learner.process = "training"
+            case do.EndTraining() | do.RunOver():
+                learner.process = "finished"
+            case BytesMoved():
+                learner.bytes_moved[learner.started_at or 0.0] = value
+
+    def _anybody(self, record: Record, value: Any) -> None:
+        match value:
+            case ProcessEnded(name, code, signal):
+                if is_learner(name):
+                    learner = self._learner(name)
+                    learner.process = "finished" if code == 0 else "down"
+                    learner.down_at = record.wall
+                elif is_shard(name) and name in self.shards:
+                    self.shards[name].phase = "finished" if code == 0 else "down"
+                if code != 0:
+                    self._remark(record.wall, record.who, name, ending_in_words(code, signal))
+            case RestartScheduled(name, _):
+                if is_learner(name):
+                    self._learner(name).process = "restarting"
+            case ProcessStarted(name, _):
+                if is_learner(name):
+                    self._learner(name).process = "joining"
+                elif is_shard(name):
+                    self._shard(name)
+            case Evaluated():
+                self.evaluation = value
+            case do.Note(text, why):
+                self._remark(record.wall, record.who, text, why)
+
+    def _remark(self, at: float, who: str, text: str, why: str) -> None:
+        line = f"{text}: {why}"
+        if not any(line == told and at - when < 5.0 for when, _, told in self.remarks[-8:]):
+            self.remarks.append((at, who, line))
+        del self.remarks[:-REMARKS_MAX]
+
+
+def chronicle_of(records: Iterable[Record]) -> Chronicle:
+    """Everything that the records of a run tell, with all its rounds and steps."""
+    chronicle = Chronicle(keep_steps=True)
+    chronicle.take_all(records)
+    return chronicle
+
+
+def _matters(record: Record) -> bool:
+    """Whether the message in a record is one to look at: most are not, and need no decoding."""
+    wanted = _MESSAGES.get(record.type)
+    if wanted is None:
+        return True
+    message = record.data.get("message")
+    return isinstance(message, dict) and message.get("type") in wanted
+
+
+def settings_fields(chronicle: Chronicle, table: str) -> dict[str, Any]:
+    """One table of the run's public settings; empty while they are not known."""
+    found = chronicle.settings.get(table)
+    return dict(found) if isinstance(found, dict) else {}
