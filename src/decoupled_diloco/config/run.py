@@ -332,7 +332,7 @@ class WorkloadSettings(Settings):
     table: ClassVar[str] = "[workload]"
 
     name: str = "gpt"
-    """A built-in workload ("gpt", "paced"), or one's own as "module:function"."""
+    """A built-in workload ("gpt", "moe", "vit", "paced"), or one's own as "module:function"."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the workload; those of the built-in ones are documented in

@@ -3,7 +3,9 @@
 | name | model and data | options |
 |---|---|---|
 | `gpt` | byte-level GPT, source of Python's standard library | `workloads.gpt.GptOptions` |
-| `paced` | the same, small, with a step of fixed length | `workloads.paced.PacedOptions` |
+| `moe` | the same with a mixture of experts in each block | `workloads.moe.MoeOptions` |
+| `vit` | vision transformer, handwritten digits (extra `vision`) | `workloads.vit.VitOptions` |
+| `paced` | `gpt`, small, with a step of fixed length | `workloads.paced.PacedOptions` |
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from decoupled_diloco.workloads.base import Batch, Workload
 
 __all__ = ["Batch", "Workload", "load_workload"]
 
-BUILT_IN = ("gpt", "paced")
+BUILT_IN = ("gpt", "moe", "vit", "paced")
 
 
 def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
     """Build a workload by name.
 
     Args:
-        name: "gpt", "paced", or "module:function". A module is looked for in the folder where the
-            command was started, too.
+        name: One of `BUILT_IN`, or "module:function". A module is looked for in the folder where
+            the command was started, too.
         options: What the workload is built with; a function of one's own gets it as one dict.
             The options of a run (`RunConfig.workload_options`) hold `seed`, and `total_steps` if
             the budget is in steps, besides what the file says.
@@ -43,6 +45,14 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
         from decoupled_diloco.workloads.gpt import GptOptions, GptWorkload
 
         return GptWorkload(GptOptions(**options))
+    if name == "moe":
+        from decoupled_diloco.workloads.moe import MoeOptions, MoeWorkload
+
+        return MoeWorkload(MoeOptions(**options))
+    if name == "vit":
+        from decoupled_diloco.workloads.vit import VitOptions, VitWorkload
+
+        return VitWorkload(VitOptions(**options))
     if name == "paced":
         from decoupled_diloco.workloads.paced import PacedOptions, PacedWorkload
 

@@ -1,0 +1,273 @@
+"""A small vision transformer on scikit-learn's handwritten digits: `name = "vit"`.
+
+1797 grey images of 8 × 8 pixels come with scikit-learn, so nothing is downloaded:
+`pip install 'decoupled-diloco[vision]'`. A "token" of budgets and weights is one image here.
+
+Shapes: `B` images, `T` patches of an image, `W` width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.workloads.inner import (
+    InnerOptions,
+    check_heads,
+    evaluating,
+    make_optimizer,
+    rate_factor,
+)
+from decoupled_diloco.workloads.text import region
+from decoupled_diloco.workloads.transformer import MLP, Block, initialize
+
+SIDE = 8
+CLASSES = 10
+INTENSITY_MAX = 16.0
+HELD_OUT_SHARE = 0.2
+
+ImageBatch: TypeAlias = tuple[Tensor, Tensor]
+"""Images, fp32 [B, 8, 8] from 0 to 1, and their digits, int64 [B]."""
+
+
+class VitOptions(InnerOptions):
+    """`[workload.options]` of "vit": size, batch, augmentation, inner optimizer."""
+
+    layers: int = Field(default=2, ge=1)
+    """Transformer blocks, at least 1. The defaults make 0.1 M parameters."""
+
+    width: int = Field(default=64, ge=1)
+    """Size of the residual stream, a multiple of heads."""
+
+    heads: int = Field(default=4, ge=1)
+    """Attention heads, at least 1."""
+
+    patch_side: Literal[1, 2, 4] = 2
+    """Side of a patch, pixels: 1, 2 or 4. 2 makes 16 patches of an image; smaller ones cost
+    more."""
+
+    batch_size: int = Field(default=32, ge=1)
+    """Images in one learner's batch, at least 1 and at most a learner's part of the 1438 training
+    images."""
+
+    shift_pixels_max: int = Field(default=0, ge=0, lt=SIDE)
+    """Augmentation: training images are moved by up to so many pixels each way, 0 (off) to 7. The
+    digits nearly fill their images, and a run of a few hundred steps is too short to gain by it:
+    with 1, 360 steps of recipes/vision.toml end at 90 % instead of 96 %."""
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> VitOptions:
+        check_heads(self, self.width, self.heads, 1, "each head has its share of the width")
+        return self
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The images in two parts that share none.
+
+    Args:
+        train: For training.
+        held_out: For evaluation.
+        digest: SHA-256 over all of them in their order, in hex.
+    """
+
+    train: ImageBatch
+    held_out: ImageBatch
+    digest: str
+
+
+class VitWorkload:
+    """The built-in workload "vit"; see `decoupled_diloco.workloads.Workload` for the methods.
+
+    Raises:
+        ConfigError: scikit-learn is not installed.
+    """
+
+    def __init__(self, options: VitOptions) -> None:
+        if find_spec("sklearn") is None:
+            raise ConfigError(
+                "workload 'vit' needs the images of scikit-learn, which is not installed: "
+                "pip install 'decoupled-diloco[vision]'"
+            )
+        self.options = options
+
+    @cached_property
+    def digits(self) -> Digits:
+        """The images, read when they are first needed."""
+        return load_digits(self.options.seed)
+
+    def model(self) -> Vit:
+        """A new model, its weights drawn from the seed; the global generator is left alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.options.seed)
+            return Vit(self.options)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW or plain SGD; weight decay on matrices only."""
+        return make_optimizer(self.options, model)
+
+    def batches(self, part: int, parts: int, start: int = 0) -> Iterator[ImageBatch]:
+        """The endless batches of one learner, from its own share of the images.
+
+        Raises:
+            ConfigError: The share is smaller than a batch.
+        """
+        step = start
+        while True:
+            yield batch_at(self.digits.train, part, parts, step, self.options)
+            step += 1
+
+    def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
+        """Mean cross-entropy of the digit, nats."""
+        device = next(model.parameters()).device
+        images, labels = batch
+        return F.cross_entropy(model(images.to(device)).float(), labels.to(device))
+
+    def tokens(self, batch: ImageBatch) -> int:
+        """Images."""
+        return len(batch[1])
+
+    def schedule(self, step: int) -> float:
+        """Linear warm-up to 1, then a cosine to 0.1 at `total_steps`, then constant."""
+        return rate_factor(self.options, step)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Mean loss and accuracy (0 to 1) on all held-out images."""
+        images, labels = self.digits.held_out
+        with evaluating(model):
+            logits = model(images.to(next(model.parameters()).device)).float().cpu()
+        return {
+            "loss": F.cross_entropy(logits, labels).item(),
+            "accuracy": (logits.argmax(-1) == labels).float().mean().item(),
+            "tokens": float(len(labels)),
+        }
+
+    def sample(self, model: nn.Module, prompt: str = "", length: int = 200) -> None:
+        """Nothing: the model writes no text."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the tape should know about model and data."""
+        return {
+            "workload": "vit",
+            "parameters": sum(parameter.numel() for parameter in self.model().parameters()),
+            "tokens_per_step": self.options.batch_size,
+            "corpus": "scikit-learn's handwritten digits, 8 × 8 pixels; a token is an image",
+            "corpus_sha256": self.digits.digest,
+            "train_images": len(self.digits.train[1]),
+            "held_out_images": len(self.digits.held_out[1]),
+            "options": self.options.applicable(),
+        }
+
+
+class Vit(nn.Module):
+    """A vision transformer: patches, learned positions, blocks without causality, mean, head."""
+
+    def __init__(self, options: VitOptions) -> None:
+        super().__init__()
+        self.patch_side = options.patch_side
+        patches = (SIDE // options.patch_side) ** 2
+        self.patch = nn.Linear(options.patch_side**2, options.width, bias=False)
+        self.positions = nn.Parameter(torch.empty(patches, options.width))
+        self.blocks = nn.ModuleList(
+            Block(
+                options.width,
+                options.heads,
+                MLP(options.width, 4 * options.width),
+                causal=False,
+            )
+            for _ in range(options.layers)
+        )
+        self.norm = nn.RMSNorm(options.width)
+        self.head = nn.Linear(options.width, CLASSES, bias=False)
+        initialize(self, options.layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the digit.
+
+        Args:
+            images: float [B, 8, 8], from 0 to 1.
+
+        Returns:
+            float [B, 10].
+        """
+        x = self.patch(patches_of(images, self.patch_side)) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x).mean(1))
+        return logits
+
+
+def patches_of(images: Tensor, side: int) -> Tensor:
+    """Cut images [B, 8, 8] into squares, row by row: [B, T, side²]."""
+    count = SIDE // side
+    squares = images.view(len(images), count, side, count, side).transpose(2, 3)
+    return squares.reshape(len(images), count * count, side * side)
+
+
+def load_digits(seed: int) -> Digits:
+    """The digits of scikit-learn; the seed decides which fifth is held out, and the order."""
+    from sklearn.datasets import load_digits as read
+
+    images, labels = read(return_X_y=True)
+    order = np.random.default_rng([seed, len(labels)]).permutation(len(labels))
+    pixels = torch.from_numpy(images[order]).float().view(-1, SIDE, SIDE) / INTENSITY_MAX
+    classes = torch.from_numpy(labels[order]).long()
+    held_out = round(HELD_OUT_SHARE * len(labels))
+    return Digits(
+        train=(pixels[held_out:], classes[held_out:]),
+        held_out=(pixels[:held_out], classes[:held_out]),
+        digest=hashlib.sha256(pixels.numpy().tobytes() + classes.numpy().tobytes()).hexdigest(),
+    )
+
+
+def batch_at(
+    train: ImageBatch, part: int, parts: int, step: int, options: VitOptions
+) -> ImageBatch:
+    """Batch number `step` of one part: different images of its share, each moved a little.
+
+    A pure function of its arguments: nothing has to be remembered to go on at any step.
+
+    Raises:
+        ConfigError: The share is smaller than a batch.
+    """
+    images, labels = train
+    mine = region(len(labels), part, parts)
+    if len(mine) < options.batch_size:
+        raise ConfigError(
+            f"part {part} of {parts} has {len(mine)} images, fewer than "
+            f"batch_size={options.batch_size}: lower learners or batch_size"
+        )
+    rng = np.random.default_rng([options.seed, part, step])
+    chosen = mine.start + torch.from_numpy(
+        rng.choice(len(mine), size=options.batch_size, replace=False)
+    )
+    reach = options.shift_pixels_max
+    shifts = rng.integers(-reach, reach + 1, size=(options.batch_size, 2))
+    return shifted(images[chosen], torch.from_numpy(shifts)), labels[chosen]
+
+
+def shifted(images: Tensor, shifts: Tensor) -> Tensor:
+    """Move each image down and to the right; what comes in is empty.
+
+    Args:
+        images: [B, 8, 8].
+        shifts: int64 [B, 2], pixels from -7 to 7: down, right.
+
+    Returns:
+        [B, 8, 8].
+    """
+    padded = F.pad(images, (SIDE, SIDE, SIDE, SIDE))
+    rows = torch.arange(SIDE)[None, :] + SIDE - shifts[:, :1]
+    columns = torch.arange(SIDE)[None, :] + SIDE - shifts[:, 1:]
+    return padded[torch.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
