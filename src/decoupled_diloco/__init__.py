@@ -20,6 +20,7 @@ from decoupled_diloco.errors import (
 )
 
 if TYPE_CHECKING:
+    from decoupled_diloco.export.run import load_exported
     from decoupled_diloco.learner.learner import Learner, Observer
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "StorageError",
     "TransportError",
     "__version__",
+    "load_exported",
 ]
 
 
@@ -44,4 +46,8 @@ def __getattr__(name: str) -> Any:
         from decoupled_diloco.learner import learner
 
         return getattr(learner, name)
+    if name == "load_exported":
+        from decoupled_diloco.export.run import load_exported
+
+        return load_exported
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

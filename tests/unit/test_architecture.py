@@ -19,7 +19,7 @@ LAYERS = (
     ("transport",),
     ("config", "storage", "observe", "workloads"),
     ("learner", "syncer", "simulate"),
-    ("evaluate", "chaos", "launch", "dashboard", "goodput", "plan", "integrations"),
+    ("chaos", "dashboard", "evaluate", "export", "goodput", "integrations", "launch", "plan"),
     ("cli", "__main__"),
 )
 """Who may import whom: a package imports its own layer and those above this line's."""

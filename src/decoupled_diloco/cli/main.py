@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from decoupled_diloco import __version__
+from decoupled_diloco.cli.export import export
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
     RunFile,
@@ -147,6 +148,7 @@ def evaluator(
 
 
 app.command()(recipes)
+app.command()(export)
 
 
 @app.callback(invoke_without_command=True)

@@ -86,6 +86,20 @@ def assemble(folder: Path, plan: MergePlan, shards: int) -> Path:
     Raises:
         StorageError: a share is missing or torn, or the file cannot be written.
     """
+    named, versions = read_shares(folder, plan, shards)
+    result = folder / RESULT
+    save_weights(result, named, {"versions": json.dumps(versions)})
+    return result
+
+
+def read_shares(
+    folder: Path, plan: MergePlan, shards: int
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The global weights by the model's names, and the version of each fragment.
+
+    Raises:
+        StorageError: a share is missing or torn.
+    """
     tensors = [torch.empty(s.shape, dtype=DTYPES[s.dtype]) for s in plan.layout.tensors]
     missing = set(range(len(plan.fragments)))
     versions: dict[str, str] = {}
@@ -102,9 +116,7 @@ def assemble(folder: Path, plan: MergePlan, shards: int) -> Path:
     for spec, tensor in zip(plan.layout.tensors, tensors, strict=True):
         named[spec.name] = tensor
         named |= dict.fromkeys(spec.aliases, tensor)
-    result = folder / RESULT
-    save_weights(result, named, {"versions": json.dumps(versions)})
-    return result
+    return named, versions
 
 
 def read_layout(folder: Path) -> Layout:

@@ -1,0 +1,106 @@
+"""Which weights a run folder has, and a model that takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.merge import layout_of
+from decoupled_diloco.storage.weights import load_metadata, load_weights
+from decoupled_diloco.syncer.coordinator import FILE as COORDINATOR_FILE
+from decoupled_diloco.syncer.result import RESULT, SHARES, read_layout, read_shares
+
+
+@dataclass(frozen=True)
+class Found:
+    """Weights, and what is known of them.
+
+    Args:
+        source: The file or folder that they are from.
+        tensors: By the model's names.
+        versions: The version of each fragment; empty if not known.
+        global_step: The run's step, or None if not known.
+    """
+
+    source: Path
+    tensors: dict[str, Tensor]
+    versions: dict[str, str]
+    global_step: int | None
+
+
+def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Found:
+    """The newest weights of a run: its result, or what its shards have handed in.
+
+    Args:
+        run: The run folder.
+        config: Its configuration.
+        given: A safetensors file to take instead.
+
+    Raises:
+        StorageError: There are none, or they cannot be read.
+    """
+    if given is not None:
+        return Found(given, load_weights(given), _versions(given), None)
+    if (run / RESULT).exists():
+        path = run / RESULT
+        return Found(path, load_weights(path), _versions(path), _global_step(run))
+    paths = [run / SHARES / f"shard-{shard}.safetensors" for shard in range(config.syncer.shards)]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise StorageError(
+            f"{run} has no weights: {RESULT} is written when the run is finished, and "
+            f"{', '.join(missing)} below {run / SHARES} when a shard is: let the run finish, "
+            "or give a safetensors file with --weights"
+        )
+    plan = plan_of(read_layout(run), read_public(public_text(config)))
+    tensors, versions = read_shares(run, plan, config.syncer.shards)
+    return Found(run / SHARES, tensors, versions, _global_step(run))
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Gives a model these weights: all that is trained, and whatever else of it is there.
+
+    Raises:
+        ConfigError: They are not of this model; names the first tensor that does not fit.
+    """
+    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    own |= dict(model.named_parameters(remove_duplicate=False))
+    way_out = "export with the configuration and the code that the run was trained with"
+    for spec in layout_of(model).tensors:
+        if spec.name not in tensors:
+            raise ConfigError(f"{source} lacks {spec.name!r}, which the model has: {way_out}")
+    with torch.no_grad():
+        for name, values in tensors.items():
+            if name not in own:
+                raise ConfigError(f"{source} has {name!r}, which the model lacks: {way_out}")
+            if own[name].shape != values.shape:
+                raise ConfigError(
+                    f"{name!r} has shape {tuple(values.shape)} in {source} and "
+                    f"{tuple(own[name].shape)} in the model: {way_out}"
+                )
+            own[name].copy_(values)
+
+
+def _versions(path: Path) -> dict[str, str]:
+    try:
+        versions = json.loads(load_metadata(path).get("versions", "{}"))
+    except ValueError:
+        return {}  # Another program's file: they are for people only.
+    return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
+
+
+def _global_step(run: Path) -> int | None:
+    """The step that all shards have reached, as the coordinator last wrote it down."""
+    try:
+        clocks = json.loads((run / COORDINATOR_FILE).read_text())["state"]["clocks"]
+        return min(int(clock) for clock in clocks.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
