@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
 from collections.abc import Iterator
 
 from rich.console import Console
 
 from decoupled_diloco.cli.options import INTERRUPTED
+from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
 from decoupled_diloco.observe.progress import Progress
-from decoupled_diloco.observe.report import write_report
-from decoupled_diloco.observe.summary import print_summary
 
 
 def train_locally(config: RunConfig, console: Console) -> int:
@@ -34,29 +31,13 @@ def train_locally(config: RunConfig, console: Console) -> int:
     finally:
         with _undisturbed():
             run.close()
-    files = [run.path / "report.html", run.path / "report.png"]
-    history = write_report(run.path, *files)
-    if outcome.weights is not None:
-        files.append(outcome.weights)
-    with _reader_may_be_gone():
-        print_summary(history, files, console)
-        if history.sample_text:
-            console.print("\nwhat the trained model writes:\n")
-            console.print(history.sample_text, markup=False, highlight=False)
+    with reader_may_be_gone():
+        tell_outcome(run.path, outcome.weights, console)
         if not outcome.finished:
             console.print(f"the run did not finish: {outcome.reason}", style="bold red")
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
-
-
-@contextlib.contextmanager
-def _reader_may_be_gone() -> Iterator[None]:
-    """``ddiloco train … | head``: what nobody reads is not an error, also not at exit."""
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def serve_locally(config: RunConfig, console: Console) -> int:

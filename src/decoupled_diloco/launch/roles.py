@@ -22,7 +22,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.learner.learner import Learner, Observer
-from decoupled_diloco.observe.samples import CorpusDescribed, Evaluated, Metric, SampleGenerated
+from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.syncer.shard import Shard
@@ -248,14 +248,8 @@ def _evaluate(
     workload: Workload, model: torch.nn.Module, observer: Observer, tape: TapeWriter
 ) -> None:
     global_step = observer.global_step
-    metrics = dict(workload.evaluate(model))
-    if "loss" not in metrics:
-        raise ConfigError(
-            f"evaluate() of the workload returned {sorted(metrics)} without 'loss': add it"
-        )
-    loss, tokens = metrics.pop("loss"), int(metrics.pop("tokens", 0))
-    others = tuple(Metric(name, float(value)) for name, value in metrics.items())
-    tape.sample(time.monotonic(), Evaluated(global_step, loss, tokens, others))
+    evaluated = evaluation_of(global_step, workload.evaluate(model))
+    tape.sample(time.monotonic(), evaluated)
     tape.flush()
 
 

@@ -7,7 +7,10 @@ JSON has no other word for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from decoupled_diloco.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +133,21 @@ Sample = (
     | LinkState
     | BytesMoved
 )
+
+
+def evaluation_of(global_step: int, metrics: Mapping[str, float]) -> Evaluated:
+    """What a workload's ``evaluate`` has returned, as a sample.
+
+    Raises:
+        ConfigError: there is no loss among it.
+
+    >>> evaluation_of(7, {"loss": 2.5, "tokens": 64, "accuracy": 0.5}).metrics
+    (Metric(name='accuracy', value=0.5),)
+    """
+    if "loss" not in metrics:
+        raise ConfigError(
+            f"evaluate() of the workload returned {sorted(metrics)} without 'loss': add it"
+        )
+    others = [Metric(k, float(v)) for k, v in metrics.items() if k not in ("loss", "tokens")]
+    tokens = int(metrics.get("tokens", 0))
+    return Evaluated(global_step, metrics["loss"], tokens, tuple(others))

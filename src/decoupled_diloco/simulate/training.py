@@ -27,8 +27,9 @@ from decoupled_diloco.config.method import (
 from decoupled_diloco.errors import Error
 from decoupled_diloco.merge import gather, layout_of, tensors_of
 from decoupled_diloco.simulate.learner_process import LearnerSpec
-from decoupled_diloco.simulate.tensors import TensorBodies, TensorShard, global_weights
+from decoupled_diloco.simulate.tensors import TensorBodies, TensorShard, Trainee, global_weights
 from decoupled_diloco.simulate.world import Recorder, World
+from decoupled_diloco.syncer.result import initial_values
 from decoupled_diloco.workloads import Workload, load_workload
 
 
@@ -62,6 +63,17 @@ class WorkloadTrainee:
         self.optimizer.zero_grad(set_to_none=True)
         self.on_step(loss.item())
         return self.workload.tokens(batch)
+
+
+@dataclass
+class Onlooker:
+    """What an evaluator has: a model that it never trains."""
+
+    model: nn.Module
+
+    def step(self) -> int:
+        """An observer takes no steps."""
+        raise AssertionError("an observer does not train")
 
 
 @dataclass
@@ -111,7 +123,8 @@ def virtual_run(
 
     Args:
         config: The run's settings; the learners' data parts follow ``run.learners``.
-        learners: Speeds and links; default: all alike. Names are those of ``config.learner_ids``.
+        learners: Speeds and links; default: all alike. Names are those of ``config.learner_ids``;
+            observers have others.
         seed: Of the world's own choices (variance, jitter, faults); default: the run's.
         workload: What is trained; default: the configuration's.
         recorder: The event tape.
@@ -124,7 +137,9 @@ def virtual_run(
     parameters = tensors_of(first, plan.layout)
     losses: dict[str, list[float]] = {name: [] for name in config.learner_ids}
 
-    def trainee(name: str, epoch: int) -> WorkloadTrainee:
+    def trainee(name: str, epoch: int) -> Trainee:
+        if name in observers:
+            return Onlooker(workload.model())
         if name not in losses:
             raise Error(f"{name!r} is no learner of this run: {', '.join(losses)}")
         return WorkloadTrainee(
@@ -136,19 +151,22 @@ def virtual_run(
             on_step=losses[name].append,
         )
 
-    bodies = TensorBodies(
-        plan,
-        trainee,
-        blend_alpha_of(public),
-        tuple(gather(fragment, parameters) for fragment in plan.fragments),
+    path = config.sync.initial_weights
+    initial = (
+        tuple(gather(fragment, parameters) for fragment in plan.fragments)
+        if path is None
+        else tuple(v for _, v in initial_values(path, plan, range(len(plan.fragments))))
     )
+    bodies = TensorBodies(plan, trainee, blend_alpha_of(public), initial)
+    specs = learners or [LearnerSpec(name) for name in config.learner_ids]
+    observers = {spec.name for spec in specs if spec.role == "observer"}
     built = World(
         options_of(public),
-        learners or [LearnerSpec(name) for name in config.learner_ids],
+        specs,
         seed=config.run.seed if seed is None else seed,
         bodies=bodies,
         recorder=recorder,
-        **world,
+        **{"weights_from_file": path is not None, **world},
     )
     return VirtualRun(built, workload, bodies, losses)
 

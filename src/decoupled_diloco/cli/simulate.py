@@ -1,0 +1,288 @@
+"""`ddiloco simulate`: a whole run in virtual time, as a scenario tells it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decoupled_diloco.cli.options import (
+    INTERRUPTED,
+    Sets,
+    complete_recipe,
+    exit_with,
+    fail,
+    make_console,
+)
+from decoupled_diloco.config.shipped import find_shipped, shipped, title_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from decoupled_diloco.simulate.protocol_run import ProtocolRun
+    from decoupled_diloco.simulate.scenario import Scenario
+    from decoupled_diloco.simulate.script import Script
+
+POLL_SECONDS = 0.2
+LINE_SECONDS = 5.0
+
+
+def _find_scenario(name: str) -> Path:
+    return find_shipped("scenarios", name)
+
+
+def _find_recipe(name: str) -> Path:
+    return find_shipped("recipes", name)
+
+
+def complete_scenario(incomplete: str) -> list[tuple[str, str]]:
+    """The shipped scenarios that begin so, for the shell."""
+    known = shipped("scenarios").items()
+    return [(name, title_of(path)) for name, path in known if name.startswith(incomplete)]
+
+
+def simulate(
+    scenario: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="The scenario's TOML file, or the name of a shipped one.",
+            parser=_find_scenario,
+            autocompletion=complete_scenario,
+        ),
+    ],
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="Another run than the scenario's: a TOML file, or a shipped recipe's name.",
+            parser=_find_recipe,
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+    settings: Sets = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of everything: weights, data, time, failures.")
+    ] = None,
+    protocol_only: Annotated[
+        bool, typer.Option("--protocol-only", help="No tensors: for thousands of learners.")
+    ] = False,
+    tape: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="With --protocol-only: write the event tape there."),
+    ] = None,
+) -> None:
+    """A whole run in virtual time, as a scenario tells it: the same seed gives the same bits."""
+    from decoupled_diloco.simulate.scenario import load_scenario
+
+    if tape is not None and not protocol_only:
+        fail("--tape is for --protocol-only: with tensors the tape is in the run folder")
+    told = load_scenario(scenario, run=run, overrides=settings or (), seed=seed)
+    if protocol_only:
+        exit_with(simulate_protocol(told, tape, make_console()))
+    exit_with(simulate_training(told, make_console()))
+
+
+def simulate_training(scenario: Scenario, console: Console) -> int:
+    """Simulates with tensors; returns the exit code."""
+    from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
+    from decoupled_diloco.config import dump_config
+    from decoupled_diloco.launch.folder import RunFolder
+    from decoupled_diloco.observe.progress import Progress
+    from decoupled_diloco.simulate.simulation import Simulation
+
+    config = scenario.config
+    started = time.monotonic()
+    with RunFolder(Path(config.run.folder)) as folder, _noticing_interrupts() as interrupted:
+        (folder.path / "run.toml").write_text(dump_config(config), encoding="utf-8")
+        simulation = Simulation(scenario, folder.path)
+        console.print(
+            f"simulating {config.run.name} in virtual time: {config.run.learners} learners, "
+            f"{config.syncer.shards} syncer shards",
+            highlight=False,
+        )
+        budget = (config.run.budget_steps, config.run.budget_tokens)
+        weights: Path | None = None
+        try:
+            with Progress(folder.path, *budget, console=console) as progress:
+                poll = _now_and_then(progress.poll, simulation.tapes.flush)
+                while not interrupted() and simulation.advance():
+                    poll()
+                if simulation.finished and not interrupted():
+                    weights = simulation.finish()
+                simulation.tapes.flush()
+        finally:
+            simulation.close()
+        seconds = time.monotonic() - started
+        with reader_may_be_gone():
+            tell_outcome(folder.path, weights, console)
+            _tell_end(simulation.world.now, seconds, simulation.script, console)
+            if weights is None:
+                _tell_unfinished(simulation.reason, console)
+    return 0 if weights is not None else _code(simulation.reason)
+
+
+def simulate_protocol(scenario: Scenario, tape: Path | None, console: Console) -> int:
+    """Simulates without tensors; returns the exit code."""
+    from decoupled_diloco.cli.outcome import reader_may_be_gone
+    from decoupled_diloco.config import dump_config
+    from decoupled_diloco.launch.folder import RunFolder
+    from decoupled_diloco.simulate.protocol_run import ProtocolRun
+
+    config = scenario.config
+    with contextlib.ExitStack() as stack:
+        interrupted = stack.enter_context(_noticing_interrupts())
+        if tape is not None:
+            folder = stack.enter_context(RunFolder(tape))
+            (folder.path / "run.toml").write_text(dump_config(config), encoding="utf-8")
+        run = ProtocolRun(scenario, tape)
+        console.print(
+            f"simulating the protocol of {config.run.name} in virtual time: "
+            f"{config.run.learners} learners, {config.syncer.shards} syncer shards",
+            highlight=False,
+        )
+        try:
+            _follow(run, interrupted, console)
+        finally:
+            run.close()
+    with reader_may_be_gone():
+        _summarise(run, console)
+        _tell_end(run.world.now, run.real_seconds, run.script, console)
+        if not run.finished:
+            _tell_unfinished(run.reason, console)
+    return 0 if run.finished else _code(run.reason)
+
+
+def _tell_unfinished(reason: str, console: Console) -> None:
+    text = f"the run did not finish: {reason or 'interrupted'}"
+    console.print(text, style="bold red", highlight=False)
+
+
+def _code(reason: str) -> int:
+    """Why it has not finished, as an exit code; time that is up as told is no failure."""
+    if not reason:
+        return INTERRUPTED
+    return 0 if reason.startswith("until_seconds") else 1
+
+
+# ---- while it goes on
+
+
+def _now_and_then(*functions: Callable[[], object]) -> Callable[[], None]:
+    """Calls them, the last first, at most every ``POLL_SECONDS`` of real time."""
+    last = time.monotonic()
+
+    def poll() -> None:
+        nonlocal last
+        if time.monotonic() - last >= POLL_SECONDS:
+            for function in reversed(functions):
+                function()
+            last = time.monotonic()
+
+    return poll
+
+
+def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: Console) -> None:
+    """Lets it go on, and says how far it is every few seconds."""
+    from decoupled_diloco.observe.progress import clock_face
+
+    budget = run.scenario.config.run.budget_steps
+    line_at = time.monotonic() + LINE_SECONDS
+    while not interrupted() and run.advance():
+        if time.monotonic() >= line_at:
+            line_at = time.monotonic() + LINE_SECONDS
+            step = f"step {run.script.clock}" + (f"/{budget}" if budget else "")
+            rate = run.world.events / run.real_seconds
+            console.print(
+                f"{clock_face(run.world.now)}  {step}, {run.tally.merged} rounds, "
+                f"{run.world.events} events, {rate:.0f}/s",
+                highlight=False,
+            )
+            if run.tapes is not None:
+                run.tapes.flush()
+
+
+@contextlib.contextmanager
+def _noticing_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM end a simulation between two events; a second Ctrl-C ends it at once."""
+    noticed: list[int] = []
+
+    def notice(number: int, frame: object) -> None:
+        if noticed and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        noticed.append(number)
+
+    before = [(n, signal.signal(n, notice)) for n in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield lambda: bool(noticed)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+# ---- afterwards
+
+
+def _tell_end(virtual: float, real: float, script: Script, console: Console) -> None:
+    from decoupled_diloco.units import format_duration
+
+    for missed in script.missed:
+        step = f"step {missed.at_step}" if missed.at_step else f"{missed.at_share:.0%}"
+        console.print(
+            f"did not happen: {missed.kind} {missed.target.name} at {step}, which was not reached",
+            style="yellow",
+            highlight=False,
+        )
+    console.print(
+        f"\n{format_duration(virtual)} of virtual time in {format_duration(real)}",
+        highlight=False,
+    )
+
+
+def _summarise(run: ProtocolRun, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in _rows(run):
+        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
+    console.print()
+    console.print(grid)
+
+
+def _rows(run: ProtocolRun) -> list[tuple[str, str]]:
+    from decoupled_diloco.observe.summary import percent
+    from decoupled_diloco.units import format_bytes, format_count, format_duration
+
+    tally, world, config = run.tally, run.world, run.scenario.config
+
+    def spread(values: list[float]) -> str:
+        if not values:
+            return "–"
+        ordered = sorted(values)
+        median, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.95))
+        return f"{format_duration(median)} median, {format_duration(high)} at 95 %"
+
+    asked = percent(tally.folded / tally.asked) if tally.asked else "–"
+    everybody = tally.merged * config.run.learners
+    present = percent(tally.folded / everybody) if everybody else "–"
+    abandoned = [f"{count} {reason}" for reason, count in tally.reasons.most_common(3)]
+    return [
+        ("global step", str(run.script.clock)),
+        ("tokens", format_count(run.tokens)),
+        ("rounds merged", str(tally.merged)),
+        ("rounds given up", "; ".join([str(tally.abandoned), *abandoned])),
+        ("took part", f"{present} of all learners in a round, {asked} of those asked"),
+        ("waited for quorum", spread(tally.quorum_seconds)),
+        ("grace window", spread(tally.grace_seconds)),
+        ("round", spread(tally.finished_seconds)),
+        ("learners sent", format_bytes(run.data_sent)),
+        ("events", f"{format_count(world.events)}, {world.events / run.real_seconds:.0f}/s"),
+        *([("written", str(run.folder))] if run.folder is not None else []),
+    ]

@@ -1,0 +1,167 @@
+"""A scenario without tensors: the protocol alone, for thousands of learners.
+
+What is merged is a lineage of steps instead of numbers; every decision is the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.observe.tape import merge_tapes
+from decoupled_diloco.protocol.effects import RoundFinished
+from decoupled_diloco.simulate.bodies import NoBodies
+from decoupled_diloco.simulate.scenario import Scenario
+from decoupled_diloco.simulate.script import Script
+from decoupled_diloco.simulate.simulation import Clockwatch, specs_of, workload_of
+from decoupled_diloco.simulate.tapes import VirtualTapes
+from decoupled_diloco.simulate.world import World
+
+BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of an element on the wire."""
+
+
+@dataclass
+class Tally:
+    """What became of all rounds.
+
+    Attributes:
+        merged: Rounds that were merged.
+        reasons: Why the others were given up.
+        asked: Learners that rounds asked, all merged rounds together.
+        states: What became of those that were asked.
+        quorum_seconds: From a round's opening to the quorum's last body, for each round that had
+            one.
+        grace_seconds: Length of each merged round's grace window.
+        finished_seconds: From a round's opening to its new version.
+    """
+
+    merged: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    asked: int = 0
+    states: Counter[str] = field(default_factory=Counter)
+    quorum_seconds: list[float] = field(default_factory=list)
+    grace_seconds: list[float] = field(default_factory=list)
+    finished_seconds: list[float] = field(default_factory=list)
+
+    def record(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """A `world.Recorder`."""
+        if not who.startswith("shard-"):
+            return
+        for effect in effects:
+            if type(effect) is RoundFinished:
+                self.take(effect)
+
+    def take(self, round: RoundFinished) -> None:
+        """One more round is over."""
+        if round.verdict != "merged":
+            self.reasons[round.reason] += 1
+            return
+        self.merged += 1
+        self.asked += len(round.participants)
+        self.states.update(participant.state for participant in round.participants)
+        if round.quorum_seconds is not None:
+            self.quorum_seconds.append(round.quorum_seconds)
+        self.grace_seconds.append(round.grace_seconds)
+        self.finished_seconds.append(round.finished_seconds)
+
+    @property
+    def abandoned(self) -> int:
+        """Rounds that were given up."""
+        return sum(self.reasons.values())
+
+    @property
+    def folded(self) -> int:
+        """Contributions that went into a merge."""
+        return self.states["folded"]
+
+
+class ProtocolRun:
+    """The protocol of a scenario in virtual time.
+
+    Args:
+        scenario: What is simulated.
+        tape: Folder for the event tape; ``None``: none is written.
+
+    Raises:
+        ConfigError: the workload's model, whose size is needed, cannot be built.
+    """
+
+    def __init__(self, scenario: Scenario, tape: Path | None = None) -> None:
+        config = scenario.config
+        self.scenario = scenario
+        self.folder = tape
+        self.tally = Tally()
+        public = read_public(public_text(config))
+        options = options_of(public)
+        nbytes = 4 * math.ceil(_parameters(scenario) / options.fragments)
+        ratio = BYTES.get(config.sync.uplink_codec, 2) / 4
+        self.world = World(
+            options,
+            specs_of(scenario),
+            seed=scenario.seed,
+            bodies=NoBodies([nbytes] * options.fragments, ratio),
+            recorder=self.tally.record,
+            weights_from_file=True,
+        )
+        self.tapes: VirtualTapes | None = None
+        if tape is not None:
+            self.tapes = VirtualTapes(tape, self.world, json.loads(public_text(config)))
+        tell = self.tapes.fault if self.tapes else lambda kind, target: None
+        self.script = Script(self.world, scenario, tell)
+        self._watch = Clockwatch(self.world, self.script, scenario)
+        self._began = time.perf_counter()
+
+    @property
+    def reason(self) -> str:
+        """Why it is over; empty while it goes on."""
+        return self._watch.reason
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's budget is spent."""
+        return self.world.finished
+
+    @property
+    def real_seconds(self) -> float:
+        """How long it has taken."""
+        return time.perf_counter() - self._began
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all learners together have reported."""
+        return max(shard.machine.state.tokens for shard in self.world.shards if shard.machine)
+
+    @property
+    def data_sent(self) -> int:
+        """Bytes of bodies that the learners' present lives have sent."""
+        return sum(learner.data_sent for learner in self.world.learners.values())
+
+    def advance(self, events: int = 4096) -> bool:
+        """Lets some more happen; ``False``: it is over, see `reason`."""
+        return self._watch.advance(events)
+
+    def close(self) -> None:
+        """Ends the tape, if there is one, and merges it.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if self.tapes is not None and self.folder is not None:
+            self.tapes.close()
+            merge_tapes(self.folder)
+
+
+def _parameters(scenario: Scenario) -> int:
+    """Size of the model: as the scenario says, or that of the workload's."""
+    if scenario.file.parameters is not None:
+        return scenario.file.parameters
+    model = workload_of(scenario.config).model()
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,435 @@
+"""A scenario that has been read and checked: a run, its learners and links, and what befalls them.
+
+```python
+scenario = load_scenario("scenarios/mixed-speeds.toml", seed=3)
+scenario.config        # the run, as for real processes
+scenario.happenings    # what happens at a known time or step, each with the processes it strikes
+```
+
+Nothing here knows of virtual time; what carries a scenario out is in `script`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.config import RunConfig, suggestion
+from decoupled_diloco.config.files import override_key, read_tables
+from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.simulate.scenario_file import (
+    RUN_TABLES,
+    EventSettings,
+    LearnerGroup,
+    LinkSettings,
+    RandomSettings,
+    ScenarioFile,
+)
+
+COORDINATOR = "coordinator"
+EVERYBODY = "learners"
+_TAKEN = re.compile(r"(learner|shard)-\d+|coordinator|evaluator|launcher|learners")
+
+RESTART_SECONDS = 0.5
+"""How long a learner that `[[faults]]` of a RUN.toml kills is away: the launcher's first pause."""
+
+_ENDS_PRESENCE = ("kill", "vanish", "leave")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom something strikes.
+
+    Attributes:
+        name: As the file says it.
+        processes: Every process that it means.
+        link: The link, if it is one.
+    """
+
+    name: str
+    processes: tuple[str, ...]
+    link: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that happens once, at one of three triggers.
+
+    Attributes:
+        kind: See `EventSettings.kind`.
+        target: Whom it strikes.
+        at_seconds: Trigger: seconds since the run's start.
+        at_step: Trigger: this global step.
+        at_share: Trigger: this share of the budget, 0 to 1.
+        for_seconds: How long; ``None``: see `until_step`.
+        until_step: Undone at this global step; ``None`` too: for good.
+        factor: How many times slower.
+    """
+
+    kind: str
+    target: Target
+    at_seconds: float | None = None
+    at_step: int | None = None
+    at_share: float | None = None
+    for_seconds: float | None = None
+    until_step: int | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Something that strikes one target again and again, at random.
+
+    Attributes:
+        target: Whom it strikes.
+        settings: What, how often, for how long.
+        stream: Name of its stream of random numbers.
+    """
+
+    target: Target
+    settings: RandomSettings
+    stream: str
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a scenario file means, together with the run that it is about.
+
+    Attributes:
+        config: The run; its name and folder are the scenario's.
+        file: What the scenario file says.
+        seed: Of everything that is drawn.
+        members: Every learner by its name, with its group's settings.
+        links: Every link by its name.
+        happenings: What happens once.
+        recurrences: What happens again and again.
+    """
+
+    config: RunConfig
+    file: ScenarioFile
+    seed: int
+    members: dict[str, LearnerGroup]
+    links: dict[str, LinkSettings]
+    happenings: tuple[Happening, ...]
+    recurrences: tuple[Recurrence, ...]
+
+
+def load_scenario(
+    path: str | Path,
+    *,
+    run: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+) -> Scenario:
+    """Reads a scenario and the run that it is about, and checks everything.
+
+    Args:
+        path: The scenario's TOML file.
+        run: Another run's TOML file, instead of the scenario's.
+        overrides: Settings of the run, see `load_config`.
+        seed: Instead of the scenario's and the run's.
+
+    Raises:
+        ConfigError: a file cannot be read, or something in it does not fit.
+    """
+    path = Path(path)
+    file = ScenarioFile(**_read(path))
+    config = _config(file, path, run, overrides, seed)
+    cast = _Cast(file, config)
+    happenings = _happenings(file, config, cast)
+    _check_presence(happenings, cast.members)
+    return Scenario(
+        config=config,
+        file=file,
+        seed=next(s for s in (seed, file.seed, config.run.seed) if s is not None),
+        members=cast.members,
+        links=cast.links,
+        happenings=happenings,
+        recurrences=tuple(_recurrences(file, cast)),
+    )
+
+
+# ---- the run
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: give the path of a scenario's TOML file")
+    return read_tables(path)
+
+
+def _config(
+    file: ScenarioFile,
+    path: Path,
+    run: str | Path | None,
+    overrides: Sequence[str],
+    seed: int | None,
+) -> RunConfig:
+    if run is None and isinstance(file.run, dict):
+        tables = {t: getattr(file, t) for t in RUN_TABLES if getattr(file, t) is not None}
+        tables["run"] = {"name": file.name or path.stem, **file.run}
+    else:
+        tables = read_tables(Path(run) if run is not None else _run_path(str(file.run), path))
+        own = dict(tables.get("run", {}))
+        own.pop("folder", None)  # A simulation does not overwrite what the real run has written.
+        own.pop("learners", None) if file.learners else None
+        tables["run"] = {**own, "name": file.name or path.stem}
+        for text in file.set:
+            override_key(tables, text)
+    for text in overrides:
+        override_key(tables, text)
+    if seed is not None:
+        override_key(tables, f"run.seed={seed}")
+    _set_learners(tables, file.learners)
+    return RunConfig(**tables)
+
+
+def _run_path(name: str, path: Path) -> Path:
+    """Relative to the scenario's file; a bare name is a shipped recipe's."""
+    beside = path.parent / name
+    return (
+        beside if Path(name).suffix == ".toml" or beside.exists() else find_shipped("recipes", name)
+    )
+
+
+def _set_learners(tables: dict[str, Any], groups: Sequence[LearnerGroup]) -> None:
+    count = sum(group.count for group in groups)
+    said = tables["run"].get("learners", count)
+    if groups and said != count:
+        raise ConfigError(
+            f"run.learners={said}, but the [[learners]] of the scenario are {count}: take "
+            "run.learners out, or change their count"
+        )
+    if groups:
+        tables["run"]["learners"] = count
+
+
+# ---- who there is
+
+
+class _Cast:
+    """Every name that a scenario may use, and what it stands for."""
+
+    def __init__(self, file: ScenarioFile, config: RunConfig) -> None:
+        self.members = _members(file.learners, config)
+        self.links = {link.name: link for link in file.links}
+        self._shards = [f"shard-{shard}" for shard in range(config.syncer.shards)]
+        self._groups: dict[str, tuple[str, ...]] = {EVERYBODY: tuple(self.members)}
+        for name, of_that_name in groupby(sorted(_names(file))):
+            if len(list(of_that_name)) > 1:
+                raise ConfigError(
+                    f"two [[learners]] or [[links]] are called {name!r}: rename one of them"
+                )
+            if _TAKEN.fullmatch(name):
+                raise ConfigError(f"the name {name!r} is taken by the run itself: choose another")
+        for member, group in self.members.items():
+            self._check_link(group)
+            if group.name is not None:
+                self._groups[group.name] = (*self._groups.get(group.name, ()), member)
+
+    def _check_link(self, group: LearnerGroup) -> None:
+        if group.link is not None and group.link not in self.links:
+            way_out = suggestion(group.link, self.links) if self.links else "add it to [[links]]"
+            raise ConfigError(f"link={group.link!r} in [[learners]] names no link: {way_out}")
+
+    def target(self, name: str, where: str) -> Target:
+        """Whom a name means."""
+        if name in self.members or name in self._shards:
+            hosted = (COORDINATOR,) if name == "shard-0" else ()
+            return Target(name, (name, *hosted))
+        if name == COORDINATOR:
+            return Target(name, (COORDINATOR,))
+        if name in self._groups:
+            return Target(name, self._groups[name])
+        if name in self.links:
+            on_it = tuple(m for m, group in self.members.items() if group.link == name)
+            if not on_it:
+                raise ConfigError(f"{where} names the link {name!r}, on which no learner is")
+            return Target(name, on_it, link=name)
+        known = [*self.members, *self._shards, COORDINATOR, *self._groups, *self.links]
+        shown = known if len(known) <= 12 else [*known[:3], *self._groups, *self.links]
+        near = suggestion(name, known)
+        way_out = near if near.startswith("did you") else suggestion(name, shown)
+        raise ConfigError(f"{where} names nobody: {way_out}")
+
+    def each(self, target: Target, kind: str) -> Iterable[Target]:
+        """The targets that are struck in their own time: learners one by one, a link as one."""
+        whole = len(target.processes) == 1 or target.name.startswith("shard-")
+        if whole or (target.link is not None and kind in ("cut", "throttle")):
+            return [target]
+        return [Target(name, (name,)) for name in target.processes]
+
+
+def _names(file: ScenarioFile) -> Iterable[str]:
+    yield from (group.name for group in file.learners if group.name is not None)
+    yield from (link.name for link in file.links)
+
+
+def _members(groups: Sequence[LearnerGroup], config: RunConfig) -> dict[str, LearnerGroup]:
+    if groups:
+        each = [group for group in groups for _ in range(group.count)]
+    else:
+        each = [LearnerGroup(step_seconds=s) for s in _paces(config)]
+    return dict(zip(config.learner_ids, each, strict=True))
+
+
+def _paces(config: RunConfig) -> list[float]:
+    """Seconds of each learner's step, where the scenario does not say: the workload's, or one."""
+    pace = config.workload.options.get("step_seconds", 1.0)
+    if config.workload.name == "paced" and isinstance(pace, list | tuple):
+        if len(pace) != config.run.learners:
+            raise ConfigError(
+                f"step_seconds in [workload.options] lists {len(pace)}, but there are "
+                f"{config.run.learners} learners: give one number for all, or one for each"
+            )
+        return [float(seconds) for seconds in pace]
+    return [float(pace) if config.workload.name == "paced" else 1.0] * config.run.learners
+
+
+# ---- what happens
+
+
+def _happenings(file: ScenarioFile, config: RunConfig, cast: _Cast) -> tuple[Happening, ...]:
+    found = [_happening(event, file, config, cast) for event in file.events]
+    for fault in config.faults:
+        found.append(
+            Happening(
+                kind="kill",
+                target=Target(fault.kill, (fault.kill,)),
+                at_share=fault.at,
+                for_seconds=RESTART_SECONDS if fault.restart else None,
+            )
+        )
+    return tuple(found)
+
+
+def _happening(
+    event: EventSettings, file: ScenarioFile, config: RunConfig, cast: _Cast
+) -> Happening:
+    where = f"target={event.target!r} of kind={event.kind!r} in [[events]]"
+    target = cast.target(event.target, where)
+    _check_kind(event.kind, target, cast, where)
+    _check_end(event, file, config)
+    return Happening(
+        kind=event.kind,
+        target=target,
+        at_seconds=event.at_seconds,
+        at_step=event.at_step,
+        for_seconds=event.for_seconds,
+        until_step=event.until_step,
+        factor=event.factor or 1.0,
+    )
+
+
+def _check_kind(kind: str, target: Target, cast: _Cast, where: str) -> None:
+    learners = all(process in cast.members for process in target.processes)
+    if kind in ("slow", "join", "leave") and not learners:
+        raise ConfigError(f"{where} is no learner: name a learner or a group of them")
+    if kind == "throttle":
+        links = [cast.members[p].link for p in target.processes] if learners else [None]
+        if any(link is None or not _limited(cast.links[link]) for link in links):
+            raise ConfigError(
+                f"{where} has no bandwidth to take from: give its learners a link of [[links]] "
+                "with up or down"
+            )
+
+
+def _limited(link: LinkSettings) -> bool:
+    return link.up is not None or link.down is not None
+
+
+def _check_end(event: EventSettings, file: ScenarioFile, config: RunConfig) -> None:
+    budget, end = config.run.budget_steps, file.until_seconds
+    for key in ("at_step", "until_step"):
+        step = getattr(event, key)
+        if step is not None and budget is not None and step >= budget:
+            raise ConfigError(
+                f"{key}={step} in [[events]] is not before the run's end: lower it, or raise "
+                f"budget_steps={budget}"
+            )
+    if end is not None and event.at_seconds is not None and event.at_seconds >= end:
+        raise ConfigError(
+            f"at_seconds={event.at_seconds:g} in [[events]] is not before the scenario's end: "
+            f"lower it, or raise until_seconds={end:g}"
+        )
+
+
+def _recurrences(file: ScenarioFile, cast: _Cast) -> Iterable[Recurrence]:
+    for number, settings in enumerate(file.random):
+        for name in settings.targets:
+            where = f"{name!r} in targets of kind={settings.kind!r} in [[random]]"
+            target = cast.target(name, where)
+            _check_kind(settings.kind, target, cast, where)
+            for each in cast.each(target, settings.kind):
+                yield Recurrence(each, settings, f"random/{number}/{each.name}")
+
+
+# ---- nobody comes who is there, nobody goes who is not
+
+
+def _check_presence(happenings: Sequence[Happening], members: dict[str, LearnerGroup]) -> None:
+    """Follows every learner's comings and goings, as far as one kind of trigger orders them."""
+    for name, group in members.items():
+        own = [h for h in happenings if name in h.target.processes]
+        own = [h for h in own if h.kind == "join" or h.kind in _ENDS_PRESENCE]
+        joins = any(h.kind == "join" for h in own)
+        if not group.present and not joins:
+            raise ConfigError(
+                f"{name} is not present at the start and never joins: add a join of it to "
+                "[[events]], or take present=false out"
+            )
+        by_time = [h for h in own if h.at_seconds is not None]
+        by_step = [h for h in own if h.at_step is not None]
+        if len(by_time) == len(own) or len(by_step) == len(own):
+            _follow(name, group.present, own)
+        elif joins and group.present and not any(h.kind in _ENDS_PRESENCE for h in own):
+            raise ConfigError(_there_already(name))
+
+
+def _follow(name: str, present: bool | None, own: Sequence[Happening]) -> None:
+    """``present`` is ``None`` where an end on the other scale leaves it open."""
+    turns_at: float | None = None
+    for happening in sorted(own, key=_begins):
+        begins = _begins(happening)
+        if turns_at is not None and turns_at <= begins:
+            present = None if turns_at == _OPEN else not present
+        if happening.kind == "join" and present is True:
+            raise ConfigError(_there_already(name))
+        if happening.kind != "join" and present is False:
+            raise ConfigError(
+                f"kind={happening.kind!r} of {name} at {begins:g} in [[events]] would be ignored, "
+                "because it is not there then: let it join before, or take the event out"
+            )
+        present = happening.kind == "join"
+        turns_at = _undone(happening)
+
+
+def _there_already(name: str) -> str:
+    return (
+        f"kind='join' of {name} in [[events]] would be ignored, because it is there already: set "
+        "present=false in its group of [[learners]], or let it leave before"
+    )
+
+
+def _begins(happening: Happening) -> float:
+    at = happening.at_seconds if happening.at_step is None else happening.at_step
+    assert at is not None
+    return at
+
+
+_OPEN = float("-inf")
+
+
+def _undone(happening: Happening) -> float | None:
+    """When it is undone, on the scale of its trigger: never, or open, if it is on the other."""
+    if happening.at_seconds is not None and happening.for_seconds is not None:
+        return happening.at_seconds + happening.for_seconds
+    if happening.at_step is not None and happening.until_step is not None:
+        return happening.until_step
+    lasting = happening.for_seconds is None and happening.until_step is None
+    return None if lasting else _OPEN

@@ -1,0 +1,261 @@
+"""Carries out in a virtual world what a scenario says: at its time, at its step, or at random.
+
+Several things may befall one process at once: it is there again only when nothing keeps it away
+any more, and as slow as all that slows it down together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+from decoupled_diloco.protocol.effects import ClockAdvanced, Tell
+from decoupled_diloco.protocol.messages import Progress
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.network import Link
+from decoupled_diloco.simulate.scenario import Happening, Recurrence, Scenario
+from decoupled_diloco.simulate.shell import Shell
+from decoupled_diloco.simulate.world import World
+
+Teller = Callable[[str, str], None]
+"""Told of every fault when it begins: its kind, and whom it strikes."""
+
+_NOT_YET = 0
+"""Number of what keeps a learner away that is not present from the start."""
+
+
+class Script:
+    """The faults, joins and leaves of one scenario in one world.
+
+    Args:
+        world: Where they happen; the script listens to its clock.
+        scenario: What happens.
+        tell: For the event tape.
+    """
+
+    def __init__(
+        self, world: World, scenario: Scenario, tell: Teller = lambda kind, target: None
+    ) -> None:
+        self.world = world
+        self.clock = self.tokens = 0
+        self._run = scenario.config.run
+        self._tell = tell
+        self._processes = {process.name: process for process in world.processes}
+        self._away: defaultdict[str, set[int]] = defaultdict(set)
+        self._pauses: Counter[str] = Counter()
+        self._cuts: Counter[frozenset[str]] = Counter()
+        self._slowed: defaultdict[str, list[float]] = defaultdict(list)
+        self._throttled: defaultdict[int, list[float]] = defaultdict(list)
+        self._rates = {
+            id(p.link): (p.link.up_bytes_per_second, p.link.down_bytes_per_second)
+            for p in world.learners.values()
+        }
+        for name, group in scenario.members.items():
+            if not group.present:
+                self._away[name].add(_NOT_YET)
+        self._number = _NOT_YET
+        self._to_come: list[Happening] = []
+        self._to_end: list[tuple[int, Happening, int]] = []
+        self._timed = 0
+        for happening in scenario.happenings:
+            if happening.at_seconds is None:
+                self._to_come.append(happening)
+            else:
+                self._timed += 1
+                world.clockwork.at(happening.at_seconds, self._on_time, happening)
+        for recurrence in scenario.recurrences:
+            self._recur(recurrence, scenario)
+        world.recorders.append(self._watch)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is still to come at a known time."""
+        return self._timed > 0
+
+    @property
+    def missed(self) -> list[Happening]:
+        """What has not happened, because its step has not been reached."""
+        return list(self._to_come)
+
+    # ---- triggers
+
+    def _on_time(self, happening: Happening) -> None:
+        self._timed -= 1
+        self._strike(happening)
+
+    def _watch(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        if not who.startswith("shard-"):
+            return
+        for effect in effects:
+            if type(effect) is ClockAdvanced and effect.clock > self.clock:
+                self.clock = effect.clock
+                self._clock_has_moved()
+            elif type(effect) is Tell and type(effect.message) is Progress:
+                self.tokens = max(self.tokens, effect.message.tokens)
+
+    def _clock_has_moved(self) -> None:
+        """What is due happens next, when the shard has carried its orders out."""
+        clockwork = self.world.clockwork
+        due = [h for h in self._to_come if self._is_due(h)]
+        if due:
+            self._to_come = [h for h in self._to_come if h not in due]
+        for happening in due:
+            clockwork.after(0.0, self._strike, happening)
+        ended = [entry for entry in self._to_end if entry[0] <= self.clock]
+        for entry in ended:
+            self._to_end.remove(entry)
+            clockwork.after(0.0, self._undo, entry[1], entry[2])
+
+    def _is_due(self, happening: Happening) -> bool:
+        if happening.at_step is not None:
+            return self.clock >= happening.at_step
+        assert happening.at_share is not None
+        shares = [0.0]
+        if self._run.budget_steps:
+            shares.append(self.clock / self._run.budget_steps)
+        if self._run.budget_tokens:
+            shares.append(self.tokens / self._run.budget_tokens)
+        return max(shares) >= happening.at_share
+
+    def _strike(self, happening: Happening) -> None:
+        self._number += 1
+        number = self._number
+        self._begin(happening, number)
+        if happening.for_seconds is not None:
+            self.world.clockwork.after(happening.for_seconds, self._undo, happening, number)
+        elif happening.until_step is not None:
+            if happening.until_step <= self.clock:
+                self.world.clockwork.after(0.0, self._undo, happening, number)
+            else:
+                self._to_end.append((happening.until_step, happening, number))
+
+    # ---- at random
+
+    def _recur(self, recurrence: Recurrence, scenario: Scenario) -> None:
+        seed = recurrence.settings.seed
+        choices = Choices(f"{scenario.seed if seed is None else seed}/{recurrence.stream}")
+        self._plan_next(recurrence, choices, recurrence.settings.from_seconds)
+
+    def _plan_next(self, recurrence: Recurrence, choices: Choices, since: float) -> None:
+        settings = recurrence.settings
+        at = since + choices.exponential(settings.mean_seconds_between)
+        lasts = settings.repair_seconds
+        if settings.repair == "exponential":
+            lasts = choices.exponential(lasts)
+        if settings.until_seconds is not None and at > settings.until_seconds:
+            return
+        happening = Happening(
+            settings.kind, recurrence.target, for_seconds=lasts, factor=settings.factor or 1.0
+        )
+        clockwork = self.world.clockwork
+        clockwork.at(at, self._strike, happening)
+        clockwork.at(at + lasts, self._plan_next, recurrence, choices, at + lasts)
+
+    # ---- what happens, and how it is undone
+
+    def _begin(self, happening: Happening, number: int) -> None:
+        kind, target = happening.kind, happening.target
+        if kind != "join":
+            self._tell(kind, target.name)
+        match kind:
+            case "cut":
+                self._cut(happening, 1)
+            case "break":
+                for struck, other in self._pairs(happening):
+                    self.world.break_connections(struck, other)
+            case "throttle":
+                self._throttle(happening, begins=True)
+            case _:
+                for name in target.processes:
+                    self._befall(self._processes[name], happening, number)
+
+    def _undo(self, happening: Happening, number: int) -> None:
+        match happening.kind:
+            case "cut":
+                self._cut(happening, -1)
+            case "throttle":
+                self._throttle(happening, begins=False)
+            case _:
+                for name in happening.target.processes:
+                    self._recover(self._processes[name], happening, number)
+
+    def _befall(self, process: Shell, happening: Happening, number: int) -> None:
+        match happening.kind:
+            case "kill" | "vanish":
+                self._away[process.name].add(number)
+                self.world.crash(process, silent=happening.kind == "vanish")
+            case "leave":
+                self._go(process, number)
+            case "join":
+                self._away[process.name].clear()
+                self.world.restart(process)
+            case "pause":
+                self._pauses[process.name] += 1
+                self.world.pause(process)
+            case "slow":
+                self._slowed[process.name].append(happening.factor)
+                self._set_pace(process)
+
+    def _recover(self, process: Shell, happening: Happening, number: int) -> None:
+        match happening.kind:
+            case "kill" | "vanish" | "leave":
+                away = self._away[process.name]
+                if number in away:
+                    away.discard(number)
+                    if not away:
+                        self.world.restart(process)
+            case "join":
+                self._go(process, number)
+            case "pause":
+                self._pauses[process.name] -= 1
+                if not self._pauses[process.name]:
+                    self.world.resume(process)
+            case "slow":
+                self._slowed[process.name].remove(happening.factor)
+                self._set_pace(process)
+
+    def _go(self, process: Shell, number: int) -> None:
+        assert isinstance(process, LearnerProcess)
+        self._away[process.name].add(number)
+        if process.alive:
+            process.leave("its loop has ended")
+
+    def _set_pace(self, process: Shell) -> None:
+        assert isinstance(process, LearnerProcess)
+        process.slowness = math.prod(self._slowed[process.name])
+
+    def _throttle(self, happening: Happening, *, begins: bool) -> None:
+        struck = {id(link): link for link in map(self._link_of, happening.target.processes)}
+        for key, link in struck.items():
+            factors = self._throttled[key]
+            factors.append(happening.factor) if begins else factors.remove(happening.factor)
+            up, down = self._rates[key]
+            link.up_bytes_per_second = up / math.prod(factors)
+            link.down_bytes_per_second = down / math.prod(factors)
+
+    def _link_of(self, name: str) -> Link:
+        return self._processes[name].link
+
+    def _cut(self, happening: Happening, change: int) -> None:
+        for struck, other in self._pairs(happening):
+            pair = frozenset((struck.name, other.name))
+            self._cuts[pair] += change
+            if change > 0 and self._cuts[pair] == 1:
+                self.world.cut(struck, other)
+            elif change < 0 and self._cuts[pair] == 0:
+                self.world.heal(struck, other)
+
+    def _pairs(self, happening: Happening) -> list[tuple[Shell, Shell]]:
+        """Those who are struck, each with everybody outside whom it talks to."""
+        struck = [self._processes[name] for name in happening.target.processes]
+        hosts = [self.world.coordinator, *self.world.shards]
+        pairs: list[tuple[Shell, Shell]] = []
+        for process, other in product(struck, self.world.processes):
+            talk = process in hosts or other in hosts
+            if talk and other not in struck:
+                pairs.append((process, other))
+        return pairs
