@@ -94,7 +94,7 @@ def run_shard(
                 tokens=tokens,
                 on_channel=on_channel,
                 health=lambda: process.health(),
-                documents={"/run": lambda: process.describe()},
+                about=lambda: process.describe(),
                 pool_bytes=config.syncer.pool_mib * MIB,
             ),
             client=HttpClient(token=token),

@@ -5,7 +5,7 @@ PUT  /bodies/PATH     a body or, with Content-Range, a part of one
 HEAD /bodies/PATH     how far a PUT is: X-State, X-Received; what a resuming client asks
 GET  /bodies/PATH     a body or, with Range, a part of one; ETag is the digest
 GET  /healthz         a JSON object, without a token
-GET  /PATH            a document of `documents` as JSON
+GET  /run             what the run is, as JSON
 GET, PUT /probe       bytes for a measurement of the link, see `probe`
 """
 
@@ -17,7 +17,7 @@ import json
 import logging
 import sys
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -49,6 +49,7 @@ from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role
 logger = logging.getLogger(__name__)
 
 CONTROL = "/control"
+RUN = "/run"
 READ_BUFFER_BYTES = 1 << 20
 LINGER_SECONDS = 2.0
 """How long what a refused client still sends is thrown away, so that it can read the refusal."""
@@ -65,7 +66,7 @@ class HttpServer:
         tokens: Who may speak.
         on_channel: Run for each control connection; the channel closes when it returns.
         health: What `/healthz` answers.
-        documents: What is answered at further paths, to who has a token.
+        about: What `/run` answers, to who has a token.
         pool_bytes: Size of the receive pool.
         limits: Bounds and intervals.
         congestion: Congestion control asked for on sockets that send bodies over a long link;
@@ -83,7 +84,7 @@ class HttpServer:
         tokens: Tokens | None = None,
         on_channel: OnChannel,
         health: Health = dict,
-        documents: Mapping[str, Callable[[], object]] | None = None,
+        about: Callable[[], object] = dict,
         pool_bytes: int = 1 << 30,
         limits: Limits | None = None,
         congestion: str | None = BBR,
@@ -95,7 +96,7 @@ class HttpServer:
         self._tokens.check_bind(host)
         self._on_channel = on_channel
         self._health = health
-        self._documents = dict(documents or {})
+        self._about = about
         self._probes = Probes()
         self._limits = limits or Limits()
         self._congestion = congestion
@@ -199,9 +200,9 @@ class HttpServer:
             return await serve(request, principal, key)
         if path == PROBE:
             return await self._probes.serve(request)
-        if path in self._documents and request.method == "GET":
-            document = json.dumps(self._documents[path](), default=str)
-            return web.Response(text=document, content_type="application/json")
+        if path == RUN and request.method == "GET":
+            text = json.dumps(self._about(), default=str)
+            return web.Response(text=text, content_type="application/json")
         raise Refusal(404, f"nothing is served at {path[:200]}")
 
     async def _control(self, request: web.BaseRequest, principal: str) -> web.StreamResponse:

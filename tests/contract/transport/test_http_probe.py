@@ -1,4 +1,4 @@
-"""HTTP only: measurements of the link, and documents; bounded, and for who has a token."""
+"""HTTP only: measurements of the link, and what the run is; bounded, for who has a token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def server() -> AsyncIterator[HttpServer]:
     server = HttpServer(
         tokens=Tokens(principals={"learner-0": "secret"}),
         on_channel=nothing,
-        documents={"/run": lambda: {"name": "test"}},
+        about=lambda: {"name": "test"},
     )
     await server.start()
     yield server
@@ -111,7 +111,7 @@ async def test_nothing_without_a_token(session: aiohttp.ClientSession, path: str
         assert response.status == 403
 
 
-async def test_documents_are_json(session: aiohttp.ClientSession) -> None:
+async def test_what_the_run_is_comes_as_json(session: aiohttp.ClientSession) -> None:
     async with session.get("/run") as response:
         assert (response.status, await response.json()) == (200, {"name": "test"})
     async with session.put("/run", data=b"") as response:
