@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from decoupled_diloco import __version__
+from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.export import export
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
@@ -26,6 +27,9 @@ from decoupled_diloco.cli.options import (
     make_console,
 )
 from decoupled_diloco.cli.recipes import recipes
+from decoupled_diloco.cli.simulate import simulate
+from decoupled_diloco.cli.status import status
+from decoupled_diloco.cli.watch import watch
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.errors import Error
@@ -148,7 +152,11 @@ def evaluator(
 
 
 app.command()(recipes)
+app.command()(simulate)
 app.command()(export)
+app.command()(doctor)
+app.command()(status)
+app.command()(watch)
 
 
 @app.callback(invoke_without_command=True)

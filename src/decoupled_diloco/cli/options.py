@@ -51,6 +51,13 @@ SyncerAddresses = Annotated[
     str,
     typer.Option("--syncer", metavar="URL[,URL…]", help="Where the shards are."),
 ]
+RunSource = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A run folder, a tape, or a running syncer: http://HOST:PORT, with --token-file.",
+    ),
+]
 StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True)]
 
 

@@ -23,9 +23,11 @@ from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.learner.learner import Learner, Observer
 from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
+from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.syncer.shard import Shard
+from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.transport.http import HttpClient, HttpServer
 from decoupled_diloco.units import MIB
 from decoupled_diloco.workloads import Workload, load_workload
@@ -83,6 +85,9 @@ def run_shard(
 
     async def serve() -> bool:
         loop = asyncio.get_running_loop()
+        names = [f"shard-{shard}", *(["coordinator"] if shard == 0 else [])]
+        paths = {name: folder / "tape" / f"{name}.jsonl" for name in names}
+        tapes_of_process = TapeDocuments(config.run.name, shard, addresses, paths)
         process = Shard(
             config,
             shard,
@@ -95,6 +100,7 @@ def run_shard(
                 on_channel=on_channel,
                 health=lambda: process.health(),
                 about=lambda: process.describe(),
+                queries={TAPE_PATH: tapes_of_process},
                 pool_bytes=config.syncer.pool_mib * MIB,
             ),
             client=HttpClient(token=token),

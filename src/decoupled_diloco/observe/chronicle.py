@@ -47,7 +47,7 @@ REMARKS_MAX = 500
 LATE_REPORTS_MAX = 8
 """Rounds that may wait at once for the next report of a learner that was not in them."""
 
-_LOOKED_AT = frozenset(
+LOOKED_AT = frozenset(
     cls.__name__
     for cls in (
         do.Abandon,
@@ -90,7 +90,7 @@ _SENT = frozenset({"Welcome"})
 _SAID = frozenset({"StepReport", "Holding", "Leave"})
 _BROADCAST = frozenset({"Shifted", "Ending", "Finished"})
 _ORDERED = frozenset({"Begin", "EndOrdered"})
-_MESSAGES = {"Send": _SENT, "Said": _SAID, "Broadcast": _BROADCAST, "Ordered": _ORDERED}
+MESSAGES = {"Send": _SENT, "Said": _SAID, "Broadcast": _BROADCAST, "Ordered": _ORDERED}
 """Which messages of the high-volume kinds matter here."""
 
 
@@ -160,7 +160,7 @@ class Chronicle:
             self._started(record)
         if is_shard(record.who):
             self._shard(record.who).heard_at = record.wall
-        if record.type not in _LOOKED_AT or not _matters(record):
+        if record.type not in LOOKED_AT or not _matters(record):
             self._remember(record, "")
             return
         try:
@@ -466,7 +466,7 @@ def chronicle_of(records: Iterable[Record]) -> Chronicle:
 
 def _matters(record: Record) -> bool:
     """Whether the message in a record is one to look at: most are not, and need no decoding."""
-    wanted = _MESSAGES.get(record.type)
+    wanted = MESSAGES.get(record.type)
     if wanted is None:
         return True
     message = record.data.get("message")

@@ -84,12 +84,17 @@ class Follower:
 
     A folder or a file that is not there yet is no error. Records of one poll are ordered by wall
     time; a process that flushes late can bring older ones in a later poll.
+
+    Args:
+        path: A run folder, a tape folder, or a file (``.jsonl``).
+        inner: A folder of another name than a tape folder's is a run folder.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, inner: bool = True) -> None:
         path = Path(path)
         self._single = path.suffix == ".jsonl"
-        self.path = path if self._single or path.name == FOLDER_NAME else path / FOLDER_NAME
+        within = inner and not self._single and path.name != FOLDER_NAME
+        self.path = path / FOLDER_NAME if within else path
         self.problems: list[str] = []
         self._parsers: dict[Path, Parser] = {}
         self._offsets: dict[Path, int] = {}
@@ -102,7 +107,14 @@ class Follower:
         """
         files = [self.path] if self._single else sorted(self.path.glob("*.jsonl"))
         records = [record for file in files for record in self._read_on(file)]
-        return sorted(records, key=_order)
+        return sorted(records, key=read_on_order)
+
+    def shrunk(self) -> bool:
+        """Whether another run has taken the place: a file is shorter than what was read of it."""
+        return any(
+            path.stat().st_size < offset if path.exists() else True
+            for path, offset in self._offsets.items()
+        )
 
     def _read_on(self, path: Path) -> Iterator[Record]:
         parser = self._parsers.setdefault(path, Parser(path, self.problems))
@@ -158,5 +170,6 @@ def _ordered(records: Iterable[Record]) -> Iterator[tuple[tuple[float, str, int,
         yield (latest, record.who, record.life, record.seq), record
 
 
-def _order(record: Record) -> tuple[float, str, int, int]:
+def read_on_order(record: Record) -> tuple[float, str, int, int]:
+    """The order of records of several processes: by wall time, then by who wrote them."""
     return (record.wall, record.who, record.life, record.seq)

@@ -31,9 +31,11 @@ from decoupled_diloco.errors import (
     Error,
     MergeError,
     ProtocolError,
+    StorageError,
     TransportError,
 )
 from decoupled_diloco.merge import Layout
+from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
@@ -51,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 GREETING_SECONDS = 10.0
 """How long a new connection may take to say what it is for: as long as one may be silent."""
+
+STATS_SECONDS = 5.0
+"""How often the bytes moved are written to the tape."""
 
 HEARD_SECONDS = 1.0
 """How often the shard looks at who was heard: every ping interval."""
@@ -158,6 +163,7 @@ class Shard:
         self._spawn(self._coordinate())
         self._spawn(self._listen())
         self._spawn(self._write_tapes())
+        self._spawn(self._count_bytes())
         started()
         try:
             await self._stopping.wait()
@@ -176,6 +182,7 @@ class Shard:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._bytes_moved()
         await self._server.stop()
         await self._client.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
@@ -246,6 +253,22 @@ class Shard:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             await asyncio.to_thread(self._flush)
+
+    async def _count_bytes(self) -> None:
+        while True:
+            await asyncio.sleep(STATS_SECONDS)
+            self._bytes_moved()
+
+    def _bytes_moved(self) -> None:
+        stats = self._server.stats
+        moved = BytesMoved(
+            stats.control_bytes_sent,
+            stats.control_bytes_received,
+            stats.data_bytes_sent,
+            stats.data_bytes_received,
+        )
+        with contextlib.suppress(StorageError):  # a full disk was told of already
+            self._tape.sample(time.monotonic(), moved)
 
     def _hear(self) -> None:
         heard = []

@@ -17,7 +17,7 @@ import json
 import logging
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -34,6 +34,7 @@ from decoupled_diloco.transport.base import (
 )
 from decoupled_diloco.transport.bodies import PREFIX, Bodies, Offer, Stream
 from decoupled_diloco.transport.channel import WebSocketChannel
+from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.probe import PROBE, Probes
 from decoupled_diloco.transport.ranges import (
@@ -71,6 +72,7 @@ class HttpServer:
         limits: Bounds and intervals.
         congestion: Congestion control asked for on sockets that send bodies over a long link;
             None keeps the kernel's default.
+        queries: Answers GETs with parameters at further paths; to who has a token, of any name.
 
     Raises:
         ConfigError: no token on an address that others can reach.
@@ -88,8 +90,10 @@ class HttpServer:
         pool_bytes: int = 1 << 30,
         limits: Limits | None = None,
         congestion: str | None = BBR,
+        queries: Mapping[str, Query] | None = None,
     ) -> None:
         self.stats = Stats()
+        self._queries = dict(queries or {})
         self._host = host
         self._port = port
         self._tokens = tokens or Tokens()
@@ -186,9 +190,11 @@ class HttpServer:
             return web.Response(text=json.dumps(self._health()), content_type="application/json")
         if "Origin" in request.headers:
             raise Refusal(403, "browsers may not speak here: this is the plane of learners")
-        principal = self._tokens.authorize(
-            request.headers.get("Authorization"), request.headers.get("X-Principal", "")
-        )
+        authorization = request.headers.get("Authorization")
+        if path in self._queries and request.method == "GET":
+            self._tokens.recognize(authorization)
+            return await self._query(self._queries[path], request)
+        principal = self._tokens.authorize(authorization, request.headers.get("X-Principal", ""))
         if path == CONTROL and request.method == "GET":
             return await self._control(request, principal)
         if path.startswith(PREFIX):
@@ -204,6 +210,14 @@ class HttpServer:
             text = json.dumps(self._about(), default=str)
             return web.Response(text=text, content_type="application/json")
         raise Refusal(404, f"nothing is served at {path[:200]}")
+
+    async def _query(self, query: Query, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            document = await query(dict(request.rel_url.query))
+        except NoSuchDocumentError as error:
+            raise Refusal(404, str(error)) from None
+        headers = {f"{FACT_PREFIX}{name}": value for name, value in document.facts.items()}
+        return web.Response(body=document.body, headers=headers)
 
     async def _control(self, request: web.BaseRequest, principal: str) -> web.StreamResponse:
         role = request.headers.get("X-Role", "")

@@ -102,6 +102,22 @@ class Tokens:
             )
         return principal
 
+    def recognize(self, authorization: str | None) -> None:
+        """Let in whoever holds any of the tokens, whatever name goes with it.
+
+        Raises:
+            Refusal: 401 without a good token.
+        """
+        if self.open:
+            return
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise Refusal(401, "this server wants a token: pass --token-file")
+        run_token = self._run_token
+        good = _same(token, run_token) if run_token is not None else self._bound(token) is not None
+        if not good:
+            raise Refusal(401, "the token is not this run's: check --token-file")
+
     def _bound(self, token: str) -> str | None:
         """Compare with every token, so that the time tells nothing."""
         found = None

@@ -1,0 +1,50 @@
+"""`ddiloco status`: how a run is doing, once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decoupled_diloco.cli.options import RunSource, TokenFile, make_console
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from decoupled_diloco.observe.sources import Source
+
+
+def status(
+    source: RunSource,
+    token_file: TokenFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """How a run is doing: phase, clock, every learner and shard; live or from its tape."""
+    import json
+
+    from decoupled_diloco.observe.chronicle import Chronicle
+    from decoupled_diloco.observe.status import status_of
+    from decoupled_diloco.observe.status_view import render_status
+
+    opened = source_of(source, token_file)
+    chronicle = Chronicle(rounds_max=1)
+    chronicle.take_all(opened.poll())
+    found = status_of(chronicle, opened.now(), opened.problems())
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
+        return
+    console = make_console()
+    width = console.width
+    console.print(render_status(found, width=width))
+
+
+def source_of(text: str, token_file: Path | None, *, detail: bool = False) -> Source:
+    """The source that a command line names, with its secret.
+
+    Raises:
+        Error: There is nothing there, or the secret cannot be read.
+    """
+    from decoupled_diloco.launch.folder import read_token
+    from decoupled_diloco.observe.sources import open_source
+
+    return open_source(text, read_token(token_file), detail=detail)

@@ -1,0 +1,164 @@
+"""`ddiloco watch`: how a run is doing, over and over, on the whole terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decoupled_diloco.cli.options import RunSource, TokenFile, fail, make_console
+from decoupled_diloco.cli.status import source_of
+from decoupled_diloco.errors import AccessError, Error, TransportError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from decoupled_diloco.observe.sources import Source
+    from decoupled_diloco.observe.status import RunStatus
+
+FRAME_SECONDS = 0.25
+"""How often the picture is drawn and the keyboard looked at."""
+
+GONE_SECONDS = 15.0
+"""A syncer that has gone for so long in its closing rounds has finished."""
+
+
+def watch(
+    source: RunSource,
+    token_file: TokenFile = None,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = 1.0,
+) -> None:
+    """The status over and over, on the whole terminal, until the run is over or you press q."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        fail("watch needs a terminal: use ddiloco status, for example with watch(1)")
+    reader = Reader(source_of(source, token_file), every)
+    console = make_console()
+    with contextlib.suppress(KeyboardInterrupt):
+        _show(reader, console)
+    reader.stopping.set()
+    if reader.failure is not None:
+        raise reader.failure
+    if reader.status is not None:
+        console.print(_picture(reader, console, rows=None))
+
+
+class Reader(threading.Thread):
+    """Reads a source again and again, so that a syncer which does not answer blocks no key.
+
+    Attributes:
+        status: The run as of the last look; ``None`` before the first.
+        trouble: Why it cannot be looked at just now, and since when.
+        failure: Why it can never be looked at; the thread has ended.
+    """
+
+    def __init__(self, source: Source, every: float) -> None:
+        super().__init__(name="reader", daemon=True)
+        from decoupled_diloco.observe.chronicle import Chronicle
+
+        self.status: RunStatus | None = None
+        self.trouble: tuple[float, str] | None = None
+        self.failure: Error | None = None
+        self.stopping = threading.Event()
+        self._source = source
+        self._every = every
+        self._chronicle = Chronicle(rounds_max=100)
+        self._generation = source.generation
+        self._look()  # what is wrong from the start is told at once
+
+    def run(self) -> None:
+        """Looks until it is stopped."""
+        while not self.stopping.wait(self._every):
+            try:
+                self._look()
+                self.trouble = None
+            except AccessError as error:
+                self.failure = error
+                return
+            except TransportError as error:
+                since = self.trouble[0] if self.trouble else time.monotonic()
+                self.trouble = (since, str(error))
+            except Error as error:
+                self.failure = error
+                return
+
+    def _look(self) -> None:
+        from decoupled_diloco.observe.chronicle import Chronicle
+        from decoupled_diloco.observe.status import status_of
+
+        source = self._source
+        records = source.poll()
+        if source.generation != self._generation:
+            self._generation = source.generation
+            self._chronicle = Chronicle(rounds_max=100)
+            records = records or source.poll()
+        self._chronicle.take_all(records)
+        self.status = status_of(self._chronicle, source.now(), source.problems())
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to come."""
+        if self.failure is not None:
+            return True
+        if self.status is None:
+            return False
+        if self.status.phase == "finished":
+            return True
+        away = time.monotonic() - self.trouble[0] if self.trouble else 0.0
+        return self.status.phase == "closing" and away > GONE_SECONDS
+
+
+def _show(reader: Reader, console: Console) -> None:
+    from rich.live import Live
+
+    with _single_keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        reader.start()
+        while not reader.over:
+            live.update(_picture(reader, console, rows=console.height), refresh=True)
+            if pressed(FRAME_SECONDS) in ("q", "Q", "\x1b"):
+                return
+
+
+def _picture(reader: Reader, console: Console, *, rows: int | None) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from decoupled_diloco.observe.status_view import render_status
+    from decoupled_diloco.units import format_duration
+
+    assert reader.status is not None
+    trouble = reader.trouble
+    room = None if rows is None else rows - (3 if trouble else 1)
+    parts: list[RenderableType] = [render_status(reader.status, width=console.width, rows=room)]
+    if trouble is not None:
+        away = format_duration(time.monotonic() - trouble[0])
+        text = f"out of reach for {away}, trying again: {trouble[1]}"
+        if reader.status.phase == "closing":
+            text = "the syncer has gone in its closing rounds: the run is over"
+        parts.insert(0, Text(text, style="bold red"))
+    return Group(*parts)
+
+
+@contextlib.contextmanager
+def _single_keys() -> Iterator[Callable[[float], str]]:
+    """Keys one by one, without echo; the terminal is as it was afterwards."""
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+
+    def pressed(seconds: float) -> str:
+        readable, _, _ = select.select([number], [], [], seconds)
+        return os.read(number, 1).decode(errors="replace") if readable else ""
+
+    try:
+        tty.setcbreak(number)
+        yield pressed
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)

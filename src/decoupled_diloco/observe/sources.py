@@ -1,0 +1,239 @@
+"""Where a run can be read from: its folder, its tape, or its running syncer. All give records.
+
+A source is asked again and again (`poll`); each time it gives what is new, ordered by wall time. A
+run that is still going is a tape that grows.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from decoupled_diloco.config.addresses import reached_by
+from decoupled_diloco.errors import AccessError, ProtocolError, StorageError, TransportError
+from decoupled_diloco.observe.reader import Follower, read_on_order
+from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME, Parser, Record
+from decoupled_diloco.transport.documents import fetch, read_object
+
+TAPE_PATH = "/tape"
+
+
+class Source(Protocol):
+    """A run that can be read.
+
+    Attributes:
+        name: How to call it.
+        live: It is a running syncer, so what only learners' tapes tell is not known.
+        generation: Raised when another run has taken the place: all is read anew.
+    """
+
+    name: str
+    live: bool
+    generation: int
+
+    def poll(self) -> list[Record]:
+        """The records since the last call.
+
+        Raises:
+            StorageError: There is no tape, or it cannot be read.
+            TransportError: Nobody answers.
+        """
+        ...
+
+    def now(self) -> float:
+        """Wall-clock seconds where the tape is written."""
+        ...
+
+    def problems(self) -> list[str]:
+        """What cannot be read or reached, one sentence each."""
+        ...
+
+
+def open_source(text: str, token: str | None = None, *, detail: bool = False) -> Source:
+    """The source that a command line names.
+
+    Args:
+        text: A run folder, tape folder or tape file; or one or several addresses of a running
+            syncer, ``http://host:port``, separated by commas.
+        token: The run's secret, for a syncer.
+        detail: Have a syncer tell every step report.
+
+    Raises:
+        StorageError: There is nothing at that path.
+    """
+    if text.startswith(("http://", "https://")):
+        addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+        return SyncerSource(addresses, token, detail=detail)
+    return FolderSource(Path(text))
+
+
+class FolderSource:
+    """A run folder, a tape folder or a tape file on this machine.
+
+    Raises:
+        StorageError: There is nothing at that path, or it is no run.
+    """
+
+    live = False
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.path = path
+        self.generation = 0
+        if not path.exists():
+            raise StorageError(
+                f"{path} does not exist: give a run folder, a tape, or the address of a running "
+                "syncer (http://HOST:PORT)"
+            )
+        self._follower = self._new()
+
+    def _new(self) -> Follower:
+        path = self.path
+        if path.is_dir() and path.name != FOLDER_NAME and not any(path.glob(f"{FOLDER_NAME}/*")):
+            if (path / MERGED_NAME).is_file():
+                return Follower(path / MERGED_NAME)
+            loose = sorted(path.glob("*.jsonl"))
+            if loose:
+                return Follower(path, inner=False)
+            if not any((path / name).exists() for name in ("run.toml", "lock", FOLDER_NAME)):
+                raise StorageError(
+                    f"{path} is no run folder: it holds neither a tape nor run.toml; give the "
+                    "folder that the run's configuration names"
+                )
+        if path.is_file() and path.suffix != ".jsonl":
+            raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
+        return Follower(path)
+
+    def poll(self) -> list[Record]:
+        """See `Source.poll`."""
+        if self._follower.shrunk():
+            self._follower = self._new()
+            self.generation += 1
+        return self._follower.poll()
+
+    def now(self) -> float:
+        """See `Source.now`."""
+        return time.time()
+
+    def problems(self) -> list[str]:
+        """See `Source.problems`."""
+        return list(self._follower.problems)
+
+
+class SyncerSource:
+    """The shards of a running syncer, which tell what is on their tapes.
+
+    Args:
+        addresses: One or several shards; every shard knows where the others are.
+        token: The run's secret; ``None``: it has none.
+        detail: Ask for every step report.
+    """
+
+    live = True
+
+    def __init__(
+        self, addresses: tuple[str, ...], token: str | None, *, detail: bool = False
+    ) -> None:
+        self.name = ", ".join(addresses)
+        self.generation = 0
+        self._addresses = addresses
+        self._token = token
+        self._detail = "1" if detail else "0"
+        self._shards: tuple[str, ...] = ()
+        self._skew = 0.0
+        self._offsets: dict[str, int] = {}
+        self._parsers: dict[str, Parser] = {}
+        self._torn: list[str] = []
+        self._silent: dict[str, str] = {}
+
+    def poll(self) -> list[Record]:
+        """See `Source.poll`."""
+        if not self._shards:
+            self._shards = self._find()
+        records: list[Record] = []
+        answered = False
+        self._silent.clear()
+        failure: TransportError | None = None
+        for shard, address in enumerate(self._shards):
+            try:
+                records += self._read(shard, address)
+                answered = True
+            except AccessError:
+                raise
+            except TransportError as error:
+                failure = failure or error
+                self._silent[address] = f"shard {shard} is out of reach: {error}"
+        if failure is not None and not answered:
+            raise failure
+        return sorted(records, key=read_on_order)
+
+    def _find(self) -> tuple[str, ...]:
+        """Where all shards are, from the first that answers."""
+        failure: TransportError | None = None
+        for address in self._addresses:
+            try:
+                document = fetch(address, TAPE_PATH, {}, self._token)
+            except AccessError:
+                raise
+            except TransportError as error:
+                failure = failure or error
+                continue
+            about = read_object(document, address)
+            shards = about.get("shards")
+            if not isinstance(shards, list) or not all(isinstance(s, str) for s in shards):
+                raise ProtocolError(f"{address} does not say where the shards are")
+            wall = about.get("wall")
+            self._skew = float(wall) - time.time() if isinstance(wall, int | float) else 0.0
+            return tuple(reached_by(each, address) for each in shards)
+        assert failure is not None, "there is at least one address"
+        raise failure
+
+    def _read(self, shard: int, address: str) -> list[Record]:
+        records: list[Record] = []
+        for who in (f"shard-{shard}", *(("coordinator",) if shard == 0 else ())):
+            records += self._read_tape(address, who)
+        return records
+
+    def _read_tape(self, address: str, who: str) -> list[Record]:
+        parser = self._parsers.setdefault(who, Parser(Path(f"{address}/{who}"), self._torn))
+        records: list[Record] = []
+        while True:
+            start = self._offsets.get(who, 0)
+            query = {"who": who, "from": str(start), "detail": self._detail}
+            document = fetch(address, TAPE_PATH, query, self._token)
+            following, size = _fact(document.facts, "next"), _fact(document.facts, "size")
+            if size < start:
+                self._begin_anew()
+                return []
+            for line in document.body.splitlines():
+                record = parser.parse(line)
+                if record is not None:
+                    records.append(record)
+            self._offsets[who] = following
+            if following <= start:
+                return records
+
+    def _begin_anew(self) -> None:
+        """Another run answers at this address."""
+        self.generation += 1
+        self._offsets.clear()
+        self._parsers.clear()
+        self._shards = ()
+
+    def now(self) -> float:
+        """See `Source.now`."""
+        return time.time() + self._skew
+
+    def problems(self) -> list[str]:
+        """See `Source.problems`."""
+        return [*self._silent.values(), *self._torn]
+
+
+def _fact(facts: dict[str, str], name: str) -> int:
+    text = facts.get(name, "")
+    if not (text.isascii() and text.isdigit()):
+        raise ProtocolError(
+            "the syncer does not say where its tape goes on: is it of this version?"
+        )
+    return int(text)

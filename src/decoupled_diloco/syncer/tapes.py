@@ -1,0 +1,83 @@
+"""A shard's event tapes, as `ddiloco status` and its like read them from a running syncer.
+
+``/tape`` tells where all shards are and which tapes this one has; ``/tape?who=NAME&from=OFFSET``
+gives what a reader needs of the next piece of one, and where to go on. A piece is read and looked
+through in a thread, one at a time, so that a reader costs the event loop nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from decoupled_diloco.observe.excerpt import excerpt
+from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
+
+PIECE_BYTES = 1 << 20
+"""How much of a tape one request goes through: about ten milliseconds."""
+
+LINE_BYTES_MAX = 16 << 20
+"""A line longer than this is skipped; none is written."""
+
+
+class TapeDocuments:
+    """Serves the tapes of one process.
+
+    Args:
+        run: Name of the run.
+        shard: Number of this shard.
+        addresses: Where all shards are, as learners are told.
+        tapes: The file of each tape by the name of who writes it.
+    """
+
+    def __init__(
+        self, run: str, shard: int, addresses: tuple[str, ...], tapes: Mapping[str, Path]
+    ) -> None:
+        self._about = {"run": run, "shard": shard, "shards": list(addresses)}
+        self._tapes = dict(tapes)
+        self._reading = asyncio.Semaphore(1)
+
+    async def __call__(self, query: Mapping[str, str]) -> Document:
+        """Answers a request; see `transport.documents`."""
+        if "who" not in query:
+            about = {**self._about, "tapes": sorted(self._tapes), "wall": time.time()}
+            return Document(json.dumps(about).encode())
+        who, start = query["who"], query.get("from", "0")
+        if who not in self._tapes:
+            names = ", ".join(sorted(self._tapes))
+            raise NoSuchDocumentError(f"no tape of {who[:80]!r} is here: there is {names}")
+        if not (start.isascii() and start.isdigit() and len(start) < 18):
+            raise NoSuchDocumentError(f"from={start[:40]!r} is no offset in a tape")
+        async with self._reading:
+            return await asyncio.to_thread(
+                read_piece, self._tapes[who], int(start), detail=query.get("detail") == "1"
+            )
+
+
+def read_piece(path: Path, start: int, *, detail: bool) -> Document:
+    """What a reader needs of the next piece of a tape.
+
+    Returns:
+        Lines; ``next`` is where to go on, ``size`` how long the tape is now. When ``next`` is where
+        it began there is no more, perhaps but a line that is being written.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(start)
+            piece = b""
+            while start + len(piece) < size and len(piece) < LINE_BYTES_MAX:
+                piece += file.read(PIECE_BYTES)
+                if b"\n" in piece:
+                    break
+    except OSError as error:
+        raise NoSuchDocumentError(f"the tape cannot be read: {error.strerror}") from None
+    end = piece.rfind(b"\n") + 1
+    if end == 0 and len(piece) >= LINE_BYTES_MAX:
+        end, piece = len(piece), b""
+    following = start + end
+    facts = {"next": str(following), "size": str(size)}
+    return Document(excerpt(piece[:end], detail=detail), facts)

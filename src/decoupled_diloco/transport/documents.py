@@ -1,0 +1,119 @@
+"""Small documents that a server gives to those who hold a secret: plain GETs beside the two planes.
+
+The transport does not know what they are; a `Query` answers. Used for the event tape, which
+`ddiloco status` and its like read from a running syncer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from decoupled_diloco.errors import ConfigError, ProtocolError, TransportError
+from decoupled_diloco.transport.tokens import refusal_error
+
+ANSWER_SECONDS = 10.0
+"""How long a server may take to answer, as long as a control connection may be silent."""
+
+ANSWER_BYTES_MAX = 64 << 20
+"""More than any honest answer."""
+
+
+class NoSuchDocumentError(Exception):
+    """The query names nothing; its text says what there is."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """An answer: bytes, and a few facts about them."""
+
+    body: bytes
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+Query = Callable[[Mapping[str, str]], Awaitable[Document]]
+"""Answers a request's parameters; raises `NoSuchDocumentError`."""
+
+FACT_PREFIX = "X-Fact-"
+
+
+def fetch(address: str, path: str, query: Mapping[str, str], token: str | None) -> Document:
+    """Gets a document from a server; one attempt, on a connection of its own.
+
+    Args:
+        address: ``http://host:port``.
+        path: Begins with a slash.
+        query: Its parameters.
+        token: Shown as a bearer token; ``None``: none.
+
+    Raises:
+        AccessError: The server refuses the token.
+        ProtocolError: It does not know the document.
+        TransportError: Nobody answers.
+    """
+    parts = urlsplit(address)
+    kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    if parts.scheme not in kind or not parts.hostname:
+        raise ConfigError(f"{address!r} is no address of a syncer: write http://HOST:PORT")
+    try:
+        connection = kind[parts.scheme](parts.hostname, parts.port, timeout=ANSWER_SECONDS)
+    except ValueError as error:
+        raise ConfigError(f"{address!r} is no address of a syncer: {error}") from None
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        connection.request("GET", f"{path}?{urlencode(query)}", headers=headers)
+        answer = connection.getresponse()
+        body = answer.read(ANSWER_BYTES_MAX + 1)
+    except UnicodeError:
+        raise ConfigError(
+            "the token has characters that no token has: check --token-file"
+        ) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise TransportError(
+            f"cannot reach the syncer at {address}: {_in_words(error)}: is it running, is this its "
+            "address, and can this machine reach it?"
+        ) from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        reason = answer.getheader("X-Reason") or answer.reason
+        raise refusal_error(answer.status, reason, address)
+    if len(body) > ANSWER_BYTES_MAX:
+        raise ProtocolError(f"{address} answers with more than {ANSWER_BYTES_MAX >> 20} MiB")
+    prefix = FACT_PREFIX.lower()
+    facts = {
+        name[len(prefix) :].lower(): value
+        for name, value in answer.getheaders()
+        if name.lower().startswith(prefix)
+    }
+    return Document(body, facts)
+
+
+def read_object(document: Document, where: str) -> dict[str, Any]:
+    """A document that is a JSON object.
+
+    Raises:
+        ProtocolError: It is not.
+    """
+    try:
+        value = json.loads(document.body)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{where} does not answer like a syncer of this version")
+    return value
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {ANSWER_SECONDS:g} s"
+    if isinstance(error, socket.gaierror):
+        return "no such host"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
