@@ -267,11 +267,14 @@ def _rows(run: ProtocolRun) -> list[tuple[str, str]]:
             return "–"
         ordered = sorted(values)
         median, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.95))
-        return f"{format_duration(median)} median, {format_duration(high)} at 95 %"
+        return f"{format_duration(median)} median, 95 % within {format_duration(high)}"
 
     asked = percent(tally.folded / tally.asked) if tally.asked else "–"
     everybody = tally.merged * config.run.learners
     present = percent(tally.folded / everybody) if everybody else "–"
+    waited = f"{len(tally.quorum_seconds)} rounds"
+    if tally.quorum_seconds:
+        waited += f", {spread(tally.quorum_seconds)}"
     abandoned = [f"{count} {reason}" for reason, count in tally.reasons.most_common(3)]
     return [
         ("global step", str(run.script.clock)),
@@ -279,9 +282,9 @@ def _rows(run: ProtocolRun) -> list[tuple[str, str]]:
         ("rounds merged", str(tally.merged)),
         ("rounds given up", "; ".join([str(tally.abandoned), *abandoned])),
         ("took part", f"{present} of all learners in a round, {asked} of those asked"),
-        ("waited for quorum", spread(tally.quorum_seconds)),
-        ("grace window", spread(tally.grace_seconds)),
-        ("round", spread(tally.finished_seconds)),
+        ("waited for quorum", waited),
+        ("window closed", spread(tally.closed_seconds)),
+        ("round merged", spread(tally.finished_seconds)),
         ("learners sent", format_bytes(run.data_sent)),
         ("events", f"{format_count(world.events)}, {world.events / run.real_seconds:.0f}/s"),
         *([("written", str(run.folder))] if run.folder is not None else []),

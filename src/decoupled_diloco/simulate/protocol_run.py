@@ -18,8 +18,10 @@ from decoupled_diloco.config.method import options_of, public_text, read_public
 from decoupled_diloco.observe.tape import merge_tapes
 from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.simulate.bodies import NoBodies
+from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.scenario import Scenario
 from decoupled_diloco.simulate.script import Script
+from decoupled_diloco.simulate.shell import Shell
 from decoupled_diloco.simulate.simulation import Clockwatch, specs_of, workload_of
 from decoupled_diloco.simulate.tapes import VirtualTapes
 from decoupled_diloco.simulate.world import World
@@ -37,9 +39,9 @@ class Tally:
         reasons: Why the others were given up.
         asked: Learners that rounds asked, all merged rounds together.
         states: What became of those that were asked.
-        quorum_seconds: From a round's opening to the quorum's last body, for each round that had
-            one.
-        grace_seconds: Length of each merged round's grace window.
+        quorum_seconds: From a merged round's opening until a quorum qualified, where that was not
+            at once.
+        closed_seconds: From each merged round's opening to the end of its window.
         finished_seconds: From a round's opening to its new version.
     """
 
@@ -48,7 +50,7 @@ class Tally:
     asked: int = 0
     states: Counter[str] = field(default_factory=Counter)
     quorum_seconds: list[float] = field(default_factory=list)
-    grace_seconds: list[float] = field(default_factory=list)
+    closed_seconds: list[float] = field(default_factory=list)
     finished_seconds: list[float] = field(default_factory=list)
 
     def record(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
@@ -67,9 +69,10 @@ class Tally:
         self.merged += 1
         self.asked += len(round.participants)
         self.states.update(participant.state for participant in round.participants)
-        if round.quorum_seconds is not None:
+        if round.quorum_seconds:
             self.quorum_seconds.append(round.quorum_seconds)
-        self.grace_seconds.append(round.grace_seconds)
+        if round.closed_seconds is not None:
+            self.closed_seconds.append(round.closed_seconds)
         self.finished_seconds.append(round.finished_seconds)
 
     @property
@@ -111,6 +114,8 @@ class ProtocolRun:
             recorder=self.tally.record,
             weights_from_file=True,
         )
+        self._sent_before = 0
+        self.world.watchers.append(self)
         self.tapes: VirtualTapes | None = None
         if tape is not None:
             self.tapes = VirtualTapes(tape, self.world, json.loads(public_text(config)))
@@ -141,8 +146,17 @@ class ProtocolRun:
 
     @property
     def data_sent(self) -> int:
-        """Bytes of bodies that the learners' present lives have sent."""
-        return sum(learner.data_sent for learner in self.world.learners.values())
+        """Bytes of bodies that all learners have sent."""
+        present = sum(p.data_sent for p in self.world.learners.values() if p.alive)
+        return self._sent_before + present
+
+    def began(self, process: Shell) -> None:
+        """See `world.Watcher`."""
+
+    def ended(self, process: Shell, *, killed: bool) -> None:
+        """See `world.Watcher`: what a life has sent counts on."""
+        if isinstance(process, LearnerProcess):
+            self._sent_before += process.data_sent
 
     def advance(self, events: int = 4096) -> bool:
         """Lets some more happen; ``False``: it is over, see `reason`."""
