@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 
-.PHONY: train test check setup clean
+.PHONY: train test check docs docs-serve setup clean
 
 train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner is killed on the way
 	$(BIN)/ddiloco train recipes/quickstart.toml
@@ -20,6 +20,12 @@ check: $(STAMP)  ## format, lint, types and the fast tests
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/unit tests/paper tests/contract
 
+docs: $(STAMP)  ## the documentation, as a folder of pages: site/index.html
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(STAMP)  ## the documentation at http://127.0.0.1:8000, rebuilt when it changes
+	$(BIN)/mkdocs serve
+
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -30,4 +36,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist site

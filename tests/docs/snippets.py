@@ -1,0 +1,253 @@
+"""What the pages show, taken out of them and run as a reader would run it.
+
+A page's blocks run in order in a folder of their own that holds what a clone of the repository has
+besides the package: recipes, scenarios, examples. Before a block, hidden comments say how a test
+differs from a reader:
+
+| comment | meaning |
+|---|---|
+| `test: set KEY=VALUE …` | `ddiloco` commands of the block get these settings, to be small |
+| `test: background until TEXT` | goes on while the next blocks run, once it has printed the text |
+| `test: wait for FILE TEXT` | the block starts when the file has the text |
+| `test: end of the background` | the block starts when all that runs has ended well |
+| `test: fails CODE` | the block ends with this exit code |
+| `test: output` | what the block before has printed; `…` stands for anything |
+| `test: file NAME` | the block is a file that the reader writes |
+| `test: with syncer` | `http://syncer:7070` and the loop's names (model, loader, …) are there |
+| `test: on another loopback address` | SYNCER is an address of this machine |
+| `test: not a run` | TOML that is not a run's file |
+| `test: not run: REASON` | nobody runs it |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decoupled_diloco.config import RunConfig
+from process.runs import free_ports
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+SECONDS_MAX = 180.0
+
+_BLOCK = re.compile(
+    r"(?P<comments>(?:^ *<!-- test: .*? -->\n)*)^(?P<indent> *)```(?P<language>\w+)\n"
+    r"(?P<text>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+WORDS = (
+    "background until",
+    "end of the background",
+    "fails",
+    "file",
+    "not a run",
+    "not run",
+    "on another loopback address",
+    "output",
+    "set",
+    "wait for",
+    "with syncer",
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    directives: dict[str, str]
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    text, found = page.read_text(encoding="utf-8"), []
+    for match in _BLOCK.finditer(text):
+        line = text[: match.start()].count("\n") + match["comments"].count("\n") + 1
+        directives = dict(_directive(comment) for comment in match["comments"].splitlines())
+        inner = re.sub(rf"^{match['indent']}", "", match["text"], flags=re.MULTILINE)
+        found.append(Block(page, line, match["language"], inner, directives))
+    assert text.count("```") == 2 * len(found), f"{page}: a block without a language"
+    return found
+
+
+def _directive(comment: str) -> tuple[str, str]:
+    text = comment.strip().removeprefix("<!-- test: ").removesuffix(" -->")
+    for word in WORDS:
+        if text.startswith(word):
+            return word, text.removeprefix(word).lstrip(": ")
+    raise AssertionError(f"not known: {comment}")
+
+
+@dataclass
+class Background:
+    """A command that goes on."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def until(self, text: str) -> None:
+        deadline = time.monotonic() + SECONDS_MAX
+        while text not in self.output.read_text(errors="replace"):
+            printed = f"{text!r} was not printed: {self.output.read_text(errors='replace')}"
+            assert self.process.poll() is None, printed
+            assert time.monotonic() < deadline, printed
+            time.sleep(0.1)
+
+    def ended(self) -> None:
+        code = self.process.wait(SECONDS_MAX)
+        assert code == 0, self.output.read_text(errors="replace")
+
+
+@dataclass
+class Reader:
+    """Somebody who does what a page says, in a folder of their own."""
+
+    folder: Path
+    background: list[Background] = field(default_factory=list)
+    last_output: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("recipes", "scenarios", "examples"):
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, self.folder / name)
+        self._port = _two_free_ports()
+        tools = self.folder / ".tools"
+        tools.mkdir()
+        (tools / "ddiloco").write_text(
+            "#!/bin/sh\n"
+            'more=""\n'
+            'case "$1" in\n'
+            f'  syncer) more="--set syncer.port={self._port} $SETS";;\n'
+            '  train|learner|evaluator|simulate) more="$SETS";;\n'
+            "esac\n"
+            f'exec {sys.executable} -m decoupled_diloco "$@" $more\n'
+        )
+        (tools / "ddiloco").chmod(0o755)
+        self._path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    def run(self, block: Block) -> None:
+        """Runs a shell block."""
+        directives = block.directives
+        if "end of the background" in directives:
+            while self.background:
+                self.background.pop(0).ended()
+        if "wait for" in directives:
+            self._wait_for(*directives["wait for"].split(maxsplit=1))
+        if "background until" in directives:
+            self.background.append(self._start(block))
+            self.background[-1].until(directives["background until"])
+            return
+        done = subprocess.run(
+            self._command(block),
+            cwd=self.folder,
+            env=self._environment(block),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS_MAX,
+        )
+        self.last_output = done.stdout
+        assert done.returncode == int(directives.get("fails", 0)), f"{block.where}:\n{done.stdout}"
+
+    def _command(self, block: Block) -> list[str]:
+        text = block.text.replace("7070", str(self._port)).replace("7071", str(self._port + 1))
+        if "on another loopback address" in block.directives:
+            text = text.replace("SYNCER", "127.0.0.2")
+        return ["bash", "-euo", "pipefail", "-c", text]
+
+    def _environment(self, block: Block) -> dict[str, str]:
+        sets = " ".join(f"--set {each}" for each in block.directives.get("set", "").split())
+        own = {"PATH": self._path, "SETS": sets, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        return {**os.environ, **own}
+
+    def _start(self, block: Block) -> Background:
+        output = self.folder / f".output-{block.line}"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                self._command(block),
+                cwd=self.folder,
+                env=self._environment(block),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Background(process, output)
+
+    def _wait_for(self, name: str, text: str) -> None:
+        deadline = time.monotonic() + SECONDS_MAX
+        path = self.folder / name
+        while not (path.exists() and text in path.read_text(errors="replace")):
+            assert time.monotonic() < deadline, f"{name} never had {text!r}"
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Ends what still runs, as Ctrl-C in its terminal would."""
+        for each in self.background:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.process.pid, signal.SIGINT)
+        for each in self.background:
+            try:
+                each.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(each.process.pid, signal.SIGKILL)
+                each.process.wait()
+
+
+@contextlib.contextmanager
+def reader(folder: Path) -> Iterator[Reader]:
+    """A reader who leaves nothing running."""
+    somebody = Reader(folder)
+    try:
+        yield somebody
+    finally:
+        somebody.close()
+
+
+def _two_free_ports() -> int:
+    """A port that is free together with the next one."""
+    while True:
+        port = free_ports(1)[0]
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
+
+
+def check_output(block: Block, printed: str) -> None:
+    """Compares an output block, line by line in order; ``…`` stands for anything."""
+    rest = printed
+    for line in filter(None, map(str.strip, block.text.splitlines())):
+        pattern = ".*".join(re.escape(part.strip()) for part in line.split("…"))
+        match = re.search(pattern.replace(r"\ ", r"\s+"), rest)
+        assert match, f"{block.where}: {line!r} was not printed in:\n{printed}"
+        rest = rest[match.end() :]
+
+
+def check_toml(text: str) -> None:
+    """Checks a run's file, or tables of one, as far as they are shown.
+
+    Raises:
+        ConfigError: a setting that does not exist or does not fit.
+    """
+    tables = tomllib.loads(text)
+    run = tables.setdefault("run", {})
+    if not {"budget_steps", "budget_tokens"} & run.keys():
+        run["budget_steps"] = 1
+    RunConfig(**tables)

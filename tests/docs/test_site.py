@@ -1,0 +1,113 @@
+"""The site is built strictly, its links lead somewhere, and it fetches nothing from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from decoupled_diloco.config import RunConfig
+from docs.snippets import ROOT
+
+pytestmark = pytest.mark.timeout(180)
+
+FETCHED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src")}
+
+
+class Page(HTMLParser):
+    """What a built page points at."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.fetched: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.anchors |= {value for key in ("id", "name") if (value := values.get(key))}
+        if tag == "a" and (target := values.get("href")):
+            self.links.add(target)
+        if tag == "link" and values.get("rel") != "canonical" and (target := values.get("href")):
+            self.fetched.add(target)
+        self.fetched |= {v for (k, v) in attrs if (tag, k) in FETCHED and v is not None}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
+
+
+def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+    wrong = []
+    for path, page in pages.items():
+        for link in page.links | page.fetched:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            known = pages.get(target)
+            missing = parts.fragment and known and unquote(parts.fragment) not in known.anchors
+            if not target.exists() or missing:
+                wrong.append(f"{path.relative_to(site)}: {link}")
+    assert not wrong
+
+
+def test_the_pages_fetch_nothing_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+    outside = {f for page in pages.values() for f in page.fetched if urlsplit(f).netloc}
+    for style in site.rglob("*.css"):
+        text = style.read_text(encoding="utf-8")
+        outside |= set(re.findall(r"url\(\s*['\"]?((?:https?:)?//[^)'\"]+)", text))
+    assert not outside
+
+
+def test_no_page_is_forgotten(site: Path) -> None:
+    """What is not in the navigation is found by nobody."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for path in (ROOT / "docs").rglob("*.md"):
+        assert str(path.relative_to(ROOT / "docs")) in navigation
+    assert not list(site.rglob("*.py"))
+
+
+def settings() -> Iterator[str]:
+    for table, field in RunConfig.model_fields.items():
+        model = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        (found,) = [each for each in model if hasattr(each, "model_fields")]
+        yield from (f"{table}.{key}" for key in found.model_fields)
+
+
+def test_every_setting_and_record_is_explained(site: Path) -> None:
+    configuration = Page(site / "reference" / "configuration.html")
+    assert set(settings()) <= configuration.anchors
+    tape = Page(site / "reference" / "tape.html")
+    assert {"StepFinished", "RoundFinished", "LossMeasured", "StepReport"} <= tape.anchors
+
+
+def test_the_pictures_are_those_that_the_scripts_draw() -> None:
+    script = ROOT / "docs" / "pictures" / "draw.py"
+    spec = importlib.util.spec_from_file_location("draw", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, draw in module.PICTURES.items():
+        picture = (script.parent / name).read_text(encoding="utf-8")
+        assert picture == draw(), "run: python docs/pictures/draw.py"

@@ -1,0 +1,145 @@
+"""Every command and snippet of the documentation and of the README works."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer.main
+from torch import nn
+
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.launch.local import LocalRun
+from docs.snippets import PAGES, ROOT, Block, blocks_of, check_output, check_toml, reader
+
+pytestmark = pytest.mark.timeout(300)
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+RUN = [block for block in BLOCKS if "not run" not in block.directives]
+PROSE = {page: re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in PAGES}
+
+
+def named(blocks: list[Block]) -> list[Any]:
+    return [pytest.param(block, id=block.where) for block in blocks]
+
+
+def pages_with_commands() -> list[Any]:
+    pages = dict.fromkeys(block.page for block in RUN if block.language == "sh")
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+@pytest.mark.parametrize("page", pages_with_commands())
+def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
+    with reader(tmp_path) as somebody:
+        for block in blocks_of(page):
+            if "not run" in block.directives:
+                continue
+            if "file" in block.directives:
+                (tmp_path / block.directives["file"]).write_text(block.text)
+            elif block.language == "sh":
+                somebody.run(block)
+            elif "output" in block.directives:
+                check_output(block, somebody.last_output)
+
+
+def test_few_blocks_are_not_run_and_each_says_why() -> None:
+    told = {b.where: b.directives["not run"] for b in BLOCKS if "not run" in b.directives}
+    assert all(len(reason) > 10 for reason in told.values())
+    assert len(told) <= 6, told
+
+
+def test_only_known_languages_are_shown() -> None:
+    known = {"sh", "python", "toml", "json", "text"}
+    assert {block.language for block in BLOCKS} <= known
+
+
+@pytest.mark.parametrize("block", named([b for b in RUN if b.language == "json"]))
+def test_json_is_json(block: Block) -> None:
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+TOML = [b for b in RUN if b.language == "toml" and "not a run" not in b.directives]
+
+
+@pytest.mark.parametrize("block", named(TOML))
+def test_settings_are_accepted(block: Block) -> None:
+    check_toml(block.text)
+
+
+PYTHON = [b for b in RUN if b.language == "python" and "file" not in b.directives]
+
+
+class Model(nn.Module):
+    """The model of the snippets: gives the loss of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch).square().mean()
+        return loss
+
+
+def names(run: LocalRun) -> dict[str, Any]:
+    """What a snippet may take as given."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Model()
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "loader": [torch.randn(2, 8) for _ in range(10_000)],
+        "token": run.secret_file.read_text().strip(),
+        "torch": torch,
+    }
+
+
+@pytest.mark.parametrize("block", named(PYTHON))
+def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "with syncer" not in block.directives:
+        exec(compile(block.text, block.where, "exec"), {})
+        return
+    config = RunConfig(
+        run={"folder": tmp_path / "run", "learners": 1, "budget_steps": 16, "evaluator": False},
+        sync={"fragments": 2, "period": 4, "overlap": 1},
+        syncer={"port": 0},
+    )
+    with contextlib.closing(LocalRun(config, learners=False)) as run:
+        run.start()
+        given = names(run)
+        text = block.text.replace("http://syncer:7070", run.addresses[0])
+        exec(compile(text, block.where, "exec"), given)
+
+
+COMMAND = re.compile(r"(?:`|^|\| )ddiloco ([a-z]+)((?: [^`\n]*)?)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_the_text_exist(page: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    not_run = [b.text for b in blocks_of(page) if "not run" in b.directives]
+    for name, rest in COMMAND.findall("\n".join([PROSE[page], *not_run])):
+        assert name in group.commands, f"{page}: ddiloco {name}"
+        known = {option for each in group.commands[name].params for option in each.opts}
+        options = set(re.findall(r"--[a-z-]+", rest))
+        assert options <= known | {"--help"}, f"{page}: ddiloco {name}{rest}"
+
+
+SETTING = re.compile(r"`(run|sync|outer|syncer|learner|workload)\.([a-z_]+)[`=]")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_settings_in_the_text_exist(page: Path) -> None:
+    for table, key in SETTING.findall(PROSE[page]):
+        model: Any = RunConfig.model_fields[table].annotation
+        methods = {"step", "close", "steps", "global_step"} if table == "learner" else set()
+        assert key in model.model_fields.keys() | methods, f"{page}: {table}.{key}"
