@@ -9,6 +9,7 @@ import pytest
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.workloads import load_workload
 from decoupled_diloco.workloads.gpt import GptWorkload
+from decoupled_diloco.workloads.vit import VitWorkload
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
@@ -27,7 +28,7 @@ def test_a_recipe_loads_with_its_workload(name: str) -> None:
     config = load(name)
     assert config.run.name == name
     workload = load_workload(config.workload.name, config.workload_options())
-    assert isinstance(workload, GptWorkload)
+    assert isinstance(workload, GptWorkload | VitWorkload)
     assert workload.options.total_steps == config.run.budget_steps
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.workloads import Workload, load_workload
+from decoupled_diloco.workloads import BUILT_IN, Workload, load_workload
 
 OWN = '''
 import torch
@@ -68,7 +68,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", ["gpt", "paced"])
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_workloads(name: str) -> None:
     workload = load_workload(name, {"seed": 3, "total_steps": 100})
     assert isinstance(workload, Workload)

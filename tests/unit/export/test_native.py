@@ -1,0 +1,231 @@
+"""What is exported is the model of the run, and loads back as it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import decoupled_diloco as dd
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.config import load_config
+from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.export.run import export_run
+from decoupled_diloco.storage.weights import load_weights, save_weights
+from decoupled_diloco.workloads import load_workload
+from unit.export.runs import run_folder
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 4)
+        self.body = nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+class Own:
+    def __init__(self, options): self.options = options
+    def model(self): return Net()
+    def optimizer(self, model): ...
+    def batches(self, part, parts, start=0): ...
+    def loss(self, model, batch): ...
+    def tokens(self, batch): ...
+    def schedule(self, step): return 1.0
+    def evaluate(self, model): return {"loss": 0.0}
+    def sample(self, model, prompt="", length=0): ...
+    def describe(self): return {}
+
+make = Own
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "own_model_of_a_test.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_model_of_a_test:make"
+    sys.modules.pop("own_model_of_a_test", None)
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    a, b = first.state_dict(), second.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe", "vit"])
+def test_an_export_loads_back_and_evaluates_the_same(tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    model = run_folder(run, name)
+    exported = export_run(run)
+    assert exported.folder == run / "export"
+    assert [path.name for path in exported.files] == [
+        "model.safetensors",
+        "run.toml",
+        "export.json",
+    ]
+    loaded = dd.load_exported(exported.folder)
+    assert same(loaded, model)
+    assert not loaded.training
+    config = load_config(exported.folder / "run.toml")
+    workload = load_workload(config.workload.name, config.workload_options())
+    assert workload.evaluate(loaded) == workload.evaluate(model)
+
+
+def test_tied_weights_are_tied_again(tmp_path: Path) -> None:
+    model = run_folder(tmp_path / "run", tied=True)
+    loaded = dd.load_exported(export_run(tmp_path / "run").folder)
+    assert same(loaded, model)
+    assert loaded.head.weight is loaded.embedding.weight
+    stored = (tmp_path / "run/export/model.safetensors").stat().st_size
+    assert stored < 4 * sum(p.numel() for p in model.parameters()) + 4096, "stored once"
+
+
+def test_a_model_of_ones_own_with_all_kinds_of_tensors(tmp_path: Path, own: str) -> None:
+    model = run_folder(tmp_path / "run", own)
+    export_run(tmp_path / "run", tmp_path / "out")
+    loaded = dd.load_exported(tmp_path / "out")
+    assert same(loaded, model)
+    assert loaded.body.weight.dtype is torch.bfloat16
+    names = load_weights(tmp_path / "out/model.safetensors").keys()
+    assert {"frozen", "norm.running_mean", "norm.num_batches_tracked"} <= names
+
+
+def test_the_facts_name_step_versions_and_layout(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    export_run(tmp_path / "run")
+    facts = json.loads((tmp_path / "run/export/export.json").read_text())
+    assert facts["format"] == "native"
+    assert (facts["run"], facts["workload"], facts["global_step"]) == ("small", "gpt", 8)
+    assert facts["versions"] == {"0": "1.0", "1": "1.1", "2": "1.2", "3": "1.3"}
+    assert facts["decoupled_diloco"] == dd.__version__
+    assert len(facts["layout"]) == 64
+    again = tmp_path / "again"
+    export_run(tmp_path / "run", again)
+    assert json.loads((again / "export.json").read_text()) == facts
+
+
+def test_the_shares_of_a_run_that_was_not_put_together_are_enough(tmp_path: Path) -> None:
+    model = run_folder(tmp_path / "run")
+    (tmp_path / "run/weights.safetensors").unlink()
+    assert same(dd.load_exported(export_run(tmp_path / "run").folder), model)
+    assert not (tmp_path / "run/weights.safetensors").exists(), "the run itself is left alone"
+
+
+def test_a_run_without_weights_says_what_is_missing(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", missing=1)
+    with pytest.raises(StorageError) as error:
+        export_run(tmp_path / "run")
+    assert str(error.value) == (
+        f"{tmp_path}/run has no weights: weights.safetensors is written when the run is finished, "
+        f"and shard-1.safetensors below {tmp_path}/run/checkpoints when a shard is: let the run "
+        "finish, or give a safetensors file with --weights"
+    )
+    assert not (tmp_path / "run/export").exists()
+
+
+def test_other_weights_of_the_same_model(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", missing=1)
+    other = load_workload("gpt", {"layers": 2, "width": 32, "heads": 2, "seed": 9}).model()
+    save_weights(tmp_path / "other.safetensors", other.state_dict())
+    exported = export_run(tmp_path / "run", weights=tmp_path / "other.safetensors")
+    assert same(dd.load_exported(exported.folder), other)
+    assert exported.global_step is None
+
+
+def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    file = tmp_path / "other.safetensors"
+    state = load_workload("gpt", {"layers": 2, "width": 32, "heads": 2}).model().state_dict()
+    for change, sentence in (
+        ({"head.weight": torch.ones(3)}, r"'head.weight' has shape \(3,\) in .* and \(256, 32\)"),
+        ({"tail": torch.ones(3)}, "has 'tail', which the model lacks"),
+    ):
+        save_weights(file, {**state, **change})
+        with pytest.raises(ConfigError, match=sentence):
+            export_run(tmp_path / "run", weights=file)
+    del state["norm.weight"]
+    save_weights(file, state)
+    with pytest.raises(ConfigError, match=r"lacks 'norm.weight', which the model has"):
+        export_run(tmp_path / "run", weights=file)
+    with pytest.raises(StorageError, match="does not exist"):
+        export_run(tmp_path / "run", weights=tmp_path / "none")
+    assert not (tmp_path / "run/export").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone_without_force(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    out = tmp_path / "out"
+    export_run(tmp_path / "run", out, format="huggingface")
+    (out / "notes.txt").write_text("mine")
+    before = sorted(path.name for path in out.iterdir())
+    with pytest.raises(ConfigError, match="is not empty: give another --out, or --force"):
+        export_run(tmp_path / "run", out)
+    assert sorted(path.name for path in out.iterdir()) == before
+    export_run(tmp_path / "run", out, force=True)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "export.json",
+        "model.safetensors",
+        "notes.txt",
+        "run.toml",
+    ]
+    dd.load_exported(out)
+
+
+def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(ConfigError, match="is a file, not a folder"):
+        export_run(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(StorageError, match="cannot be written"):
+        export_run(tmp_path / "run", tmp_path / "out" / "below")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_what_is_no_export_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"holds no export, since it has no export\.json"):
+        dd.load_exported(tmp_path)
+    (tmp_path / "export.json").write_text("torn")
+    with pytest.raises(StorageError, match=r"export\.json cannot be read"):
+        dd.load_exported(tmp_path)
+
+
+def test_an_export_of_another_model_than_the_code_builds_now_is_told(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    out = export_run(tmp_path / "run").folder
+    text = (out / "run.toml").read_text()
+    (out / "run.toml").write_text(text.replace("layers = 2", "layers = 3"))
+    with pytest.raises(ConfigError, match="builds another model now than the one in"):
+        dd.load_exported(out)
+
+
+def test_the_command_tells_what_it_wrote_and_how_to_use_it(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[0] == f"exported small, step 8, to {tmp_path}/run/export:"
+    assert f"load_exported('{tmp_path}/run/export')" in result.output
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_is_no_run_folder_is_told(tmp_path: Path, there: bool) -> None:
+    folder = tmp_path if there else tmp_path / "none"
+    what = "has no run.toml" if there else "does not exist"
+    with pytest.raises(ConfigError) as error:
+        export_run(folder)
+    assert str(error.value) == (
+        f"{folder} is no run folder: it {what}: give the folder that ddiloco train has written, "
+        "runs/<name> by default"
+    )
