@@ -1,0 +1,126 @@
+"""`ddiloco doctor`: would a run work here, and with that syncer?"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decoupled_diloco.cli.options import (
+    Sets,
+    SyncerAddresses,
+    TokenFile,
+    complete_recipe,
+    exit_with,
+    fail,
+    listed,
+    make_console,
+)
+from decoupled_diloco.config.shipped import find_shipped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from decoupled_diloco.config import RunConfig
+    from decoupled_diloco.launch.doctor import Finding
+
+LEVEL_WIDTH = 9
+CHECK_WIDTH = 12
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+def _find_recipe(name: str) -> Path:
+    return find_shipped("recipes", name)
+
+
+def doctor(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="The run's TOML file, or the name of a shipped recipe.",
+            parser=_find_recipe,
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+    settings: Sets = None,
+    syncer: SyncerAddresses = "",
+    token_file: TokenFile = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON list of check, level, text and advice.")
+    ] = False,
+) -> None:
+    """Would a run work here, and with that syncer? Exit code 1 if anything is wrong."""
+    started = time.monotonic()
+    from decoupled_diloco.config import load_config
+
+    config = None if run is None else load_config(run, settings or ())
+    if config is None and settings:
+        fail("--set overrides settings of a run's file: give one, or leave --set out")
+    addresses = listed(syncer)
+    if any(not address.startswith(("http://", "https://")) for address in addresses):
+        fail(f"--syncer {syncer!r} is not a URL: write it as http://host:port")
+    from decoupled_diloco.launch.doctor import Case, examine
+
+    case = Case(config, addresses, _token(config, addresses, token_file), started)
+    findings = examine(case)
+    exit_with(_print_json(findings) if as_json else _print(findings, make_console()))
+
+
+def _token(
+    config: RunConfig | None, addresses: tuple[str, ...], token_file: Path | None
+) -> str | None:
+    """What a learner here would show: of the option, or of the run's settings."""
+    from decoupled_diloco.launch.folder import read_token
+    from decoupled_diloco.launch.secrets import own_token
+
+    if not addresses or token_file is not None or config is None:
+        return read_token(token_file)
+    return own_token(config, config.learner_ids[0])
+
+
+def _print(findings: Iterable[Finding], console: Console) -> int:
+    worst = {"warning": 0, "error": 0}
+    for finding in findings:
+        if finding.level != "ok":
+            worst[finding.level] += 1
+        _print_line(finding, console)
+    console.print(_verdict(**worst))
+    return 1 if worst["error"] else 0
+
+
+def _print_line(finding: Finding, console: Console) -> None:
+    """Level and check in columns, the rest beside them; long words are left whole."""
+    from rich.text import Text
+
+    lines = _beside(finding.text, console.width)
+    if finding.advice:
+        lines += _beside(f"→ {finding.advice}", console.width)
+    first = Text(f"{finding.level:{LEVEL_WIDTH}}", style=STYLES[finding.level])
+    first.append(f"{finding.check:{CHECK_WIDTH}}{lines[0]}", style="default")
+    console.print(first, soft_wrap=True)
+    for line in lines[1:]:
+        console.print(Text(" " * (LEVEL_WIDTH + CHECK_WIDTH) + line), soft_wrap=True)
+
+
+def _beside(text: str, width: int) -> list[str]:
+    room = max(20, width - LEVEL_WIDTH - CHECK_WIDTH)
+    return wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _verdict(*, warning: int, error: int) -> str:
+    if error:
+        return f"\n{error} to correct" + (f", {warning} to know" if warning else "")
+    return f"\nit should work; {warning} to know" if warning else "\nall is well"
+
+
+def _print_json(findings: Iterable[Finding]) -> int:
+    found = list(findings)
+    typer.echo(json.dumps([asdict(finding) for finding in found], indent=1, ensure_ascii=False))
+    return 1 if any(finding.level == "error" for finding in found) else 0

@@ -1,0 +1,191 @@
+"""All checks in order, each with a limit of its own, all together within `SECONDS_MAX`.
+
+A check that hangs is left behind in its thread and said to hang; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+
+from decoupled_diloco import __version__
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.addresses import reached_by
+from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.launch.doctor import facts, machine
+from decoupled_diloco.launch.doctor import syncer as judge
+from decoupled_diloco.launch.doctor.findings import Finding, error, warning
+from decoupled_diloco.launch.folder import read_token
+from decoupled_diloco.launch.secrets import accepted_tokens
+from decoupled_diloco.transport.reach import Seen, Trouble, listens, look
+
+SECONDS_MAX = 15.0
+MODEL_SECONDS = 4.0
+DISK_SECONDS = 3.0
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to look at.
+
+    Attributes:
+        config: The run, if there is a file.
+        syncer: Addresses of shards; empty: the run is to be on this machine alone.
+        token: What a learner here would show.
+        started: `time.monotonic()` when the command was started.
+    """
+
+    config: RunConfig | None
+    syncer: tuple[str, ...]
+    token: str | None
+    started: float
+
+    @property
+    def left_seconds(self) -> float:
+        """Until the whole should be done."""
+        return self.started + SECONDS_MAX - time.monotonic()
+
+
+def examine(case: Case) -> Iterator[Finding]:
+    """Looks at everything that the case is about, and says at once what was found."""
+    config, cores = case.config, facts.cores()
+    yield machine.judge_python(sys.version_info[:3])
+    yield machine.judge_torch(facts.torch_facts())
+    if config is not None:
+        learners = 1 if case.syncer else config.run.learners
+        yield machine.judge_cores(cores, learners, config.learner.threads)
+    omp = os.environ.get("OMP_NUM_THREADS")
+    yield machine.judge_threads(omp, torch.get_num_threads(), cores)
+    process_bytes = facts.process_bytes()
+    model: facts.ModelFacts | None = None
+    if config is not None:
+        model, finding = _model(config)
+        yield finding
+    yield _memory(case, model, process_bytes)
+    yield _disk(config, model)
+    yield machine.judge_clock(facts.clock_facts())
+    if case.syncer:
+        yield from _syncer(case, model)
+    elif config is not None:
+        yield from _here(config)
+
+
+def _model(config: RunConfig) -> tuple[facts.ModelFacts | None, Finding]:
+    try:
+        model = limited(MODEL_SECONDS, lambda: facts.model_facts(config))
+    except TimeoutError:
+        text = f"{config.workload.name} is not built within {MODEL_SECONDS:g} s"
+        advice = "memory, layout and the way of a fragment are not looked at"
+        return None, warning("model", text, advice)
+    except ConfigError as problem:
+        return None, error("model", str(problem), "correct [workload] or [sync] of the file")
+    except Exception as problem:  # A workload may be anybody's code.
+        text = f"{config.workload.name}: {type(problem).__name__}: {problem}"
+        return None, error("model", text, "correct the workload")
+    return model, machine.judge_model(config.workload.name, model)
+
+
+def _memory(case: Case, model: facts.ModelFacts | None, process_bytes: int) -> Finding:
+    need = None
+    if case.config is not None and model is not None:
+        need = machine.need_of(
+            model,
+            case.config,
+            process_bytes=process_bytes,
+            learners=1 if case.syncer else case.config.run.learners,
+            everything=not case.syncer,
+        )
+    return machine.judge_memory(facts.memory_available(), need)
+
+
+def _disk(config: RunConfig | None, model: facts.ModelFacts | None) -> Finding:
+    folder = Path.cwd() if config is None else Path(config.run.folder)
+    try:
+        found = limited(DISK_SECONDS, lambda: facts.disk_facts(folder))
+    except TimeoutError:
+        text = f"a few MiB at {folder} are not on disk within {DISK_SECONDS:g} s"
+        advice = "choose a folder on a local disk with --set run.folder=…"
+        return warning("disk", text, advice)
+    except Error as problem:
+        return error("disk", str(problem), "choose another folder with --set run.folder=…")
+    return machine.judge_disk(found, model)
+
+
+def _here(config: RunConfig) -> Iterator[Finding]:
+    """What the syncer needs on this machine: ports, secrets, initial weights."""
+    settings = config.syncer
+    ports = range(settings.port, settings.port + settings.shards) if settings.port else ()
+    yield machine.judge_ports(
+        settings.host, {port: facts.port_problem(settings.host, port) for port in ports}
+    )
+    try:
+        accepted_tokens(config, read_token(settings.token_file))
+    except ConfigError as problem:
+        yield error("secrets", str(problem), "correct [syncer] of the file")
+    weights = config.sync.initial_weights
+    if weights is not None and not weights.is_file():
+        text = f"initial_weights={str(weights)!r} does not exist"
+        yield error("weights", text, "correct [sync] of the file, or take it out")
+
+
+def _syncer(case: Case, model: facts.ModelFacts | None) -> Iterator[Finding]:
+    # At least a moment: this machine may have been slow, and the syncer is what was asked about.
+    seconds = max(5.0, case.left_seconds - 0.5)
+    seen, shards = asyncio.run(_look(case.syncer, case.token, seconds))
+    yield from judge.judge_seen(seen, __version__)
+    config = case.config
+    yield from judge.judge_rates(seen, model, config.sync.overlap if config else 0)
+    if shards:
+        yield judge.judge_shards(case.syncer[0], shards)
+    if config is not None and seen.run is not None:
+        yield from judge.judge_run(seen.run, config, model)
+
+
+async def _look(
+    addresses: tuple[str, ...], token: str | None, seconds: float
+) -> tuple[Seen, dict[str, Trouble | None]]:
+    """The first of the addresses in depth, and whether all shards can be reached."""
+    seen = await look(addresses[0], token, seconds)
+    named = seen.run.get("addresses", ()) if seen.run is not None else ()
+    told = [reached_by(str(address), addresses[0]) for address in named]
+    others = [a for a in dict.fromkeys([*told, *addresses[1:]]) if a != addresses[0]]
+    troubles = await asyncio.gather(*(listens(address) for address in others))
+    known = {} if seen.run is None else {addresses[0]: cast("Trouble | None", None)}
+    return seen, known | dict(zip(others, troubles, strict=True))
+
+
+def limited(seconds: float, work: Callable[[], _T]) -> _T:
+    """The result of something that may hang.
+
+    Raises:
+        TimeoutError: it is not there in time; the thread is left behind.
+        Exception: what the work has raised.
+    """
+    results: list[_T] = []
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=run, name="check", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if problems:
+        raise problems[0]
+    if not results:
+        raise TimeoutError
+    return results[0]

@@ -1,0 +1,231 @@
+"""What this machine has: cores, memory, disk, clock, ports, torch; and what a run's model is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.merge import Layout, layout_of
+from decoupled_diloco.units import KIB, MIB
+from decoupled_diloco.workloads import Workload, load_workload
+
+DISK_BYTES = 32 * MIB
+DISK_SECONDS = 1.0
+CLOCK_SECONDS = 0.2
+
+BUILT_PARAMETERS_MAX = 50_000_000
+"""Larger models are described without memory for their values."""
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """The torch that is installed.
+
+    Attributes:
+        version: Its version.
+        cuda: The CUDA version that it was built with; `None`: without.
+        devices: Names of the CUDA devices that it can use.
+        nvidia: Whether the system has an NVIDIA device.
+    """
+
+    version: str
+    cuda: str | None
+    devices: tuple[str, ...]
+    nvidia: bool
+
+
+@dataclass(frozen=True)
+class DiskFacts:
+    """The disk that the run folder is on.
+
+    Attributes:
+        folder: The nearest folder that exists already.
+        free_bytes: Room for this user.
+        bytes_per_second: Written and forced to disk.
+        sync_seconds: Until 4 KiB are on disk, median.
+    """
+
+    folder: Path
+    free_bytes: int
+    bytes_per_second: float
+    sync_seconds: float
+
+
+@dataclass(frozen=True)
+class ClockFacts:
+    """The wall clock, beside the monotonic one."""
+
+    wall_seconds: float
+    monotonic_seconds: float
+    year: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The run's model.
+
+    Attributes:
+        layout: Its trainable tensors.
+        model_bytes: Its parameters, as they are trained, with those that are frozen.
+        gradient_bytes: Gradients of what is trainable.
+        optimizer_bytes: States of the inner optimizer.
+        fragment_bytes: The largest contribution on the wire.
+        fragment_numel: Elements of the largest fragment.
+    """
+
+    layout: Layout
+    model_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    fragment_bytes: int
+    fragment_numel: int
+
+
+def torch_facts() -> TorchFacts:
+    """Looks at torch."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = tuple(torch.cuda.get_device_name(device) for device in range(count))
+    return TorchFacts(torch.__version__, torch.version.cuda, names, Path("/dev/nvidia0").exists())
+
+
+def cores() -> float:
+    """Cores that this process may use: affinity, and the limit of its control group."""
+    available = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        if quota != "max":
+            available = min(available, int(quota) / int(period))
+    return available
+
+
+def memory_available() -> int:
+    """Bytes that processes may still take: the system's, and what the control group leaves."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    table = dict(line.split(":", 1) for line in lines)
+    available = int(table["MemAvailable"].split()[0]) * KIB
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        statistics = (CGROUP / "memory.stat").read_text().splitlines()
+        cache = dict(line.split() for line in statistics).get("inactive_file", "0")
+        available = min(available, limit - used + int(cache))
+    return max(0, available)
+
+
+def process_bytes() -> int:
+    """What a process takes that has loaded Python and torch: this one."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def disk_facts(folder: Path) -> DiskFacts:
+    """Writes a file where the run folder will be, and removes it.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            rate = _write_rate(file.fileno(), min(DISK_BYTES, free // 2))
+            syncs = sorted(_sync_seconds(file.fileno()) for _ in range(5))
+    except OSError as error:
+        raise StorageError(f"nothing can be written to {folder}: {error.strerror}") from error
+    return DiskFacts(folder, free, rate, syncs[2])
+
+
+def _write_rate(file: int, count: int) -> float:
+    piece, written = os.urandom(MIB), 0
+    begun = time.monotonic()
+    while written < max(count, 4 * KIB) and time.monotonic() < begun + DISK_SECONDS:
+        written += os.write(file, piece[: max(4 * KIB, min(MIB, count - written))])
+    os.fsync(file)
+    return written / (time.monotonic() - begun)
+
+
+def _sync_seconds(file: int) -> float:
+    begun = time.monotonic()
+    os.pwrite(file, bytes(4 * KIB), 0)
+    os.fsync(file)
+    return time.monotonic() - begun
+
+
+def clock_facts() -> ClockFacts:
+    """Lets a moment pass by both clocks."""
+    wall, monotonic = time.time(), time.monotonic()
+    time.sleep(CLOCK_SECONDS)
+    return ClockFacts(time.time() - wall, time.monotonic() - monotonic, time.gmtime().tm_year)
+
+
+def port_problem(host: str, port: int) -> str:
+    """Why a shard could not listen there; empty if it could."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def model_facts(config: RunConfig) -> ModelFacts:
+    """Builds the run's model, without memory if it is large, and asks what it needs.
+
+    Raises:
+        ConfigError: the workload cannot be built, or its model not be cut into fragments.
+    """
+    workload = load_workload(config.workload.name, config.workload_options())
+    model = _model(workload)
+    layout = layout_of(model)
+    plan = plan_of(layout, read_public(public_text(config)))
+    largest = max(range(len(plan.fragments)), key=lambda p: plan.fragments[p].numel)
+    return ModelFacts(
+        layout=layout,
+        model_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        gradient_bytes=sum(
+            p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+        ),
+        optimizer_bytes=_optimizer_bytes(workload.optimizer(model)),
+        fragment_bytes=plan.uplink_nbytes(largest),
+        fragment_numel=plan.fragments[largest].numel,
+    )
+
+
+def _model(workload: Workload) -> nn.Module:
+    """The model: on the meta device first, which not every one can be built on."""
+    try:
+        with torch.device("meta"):
+            model = workload.model()
+    except (RuntimeError, NotImplementedError):
+        return workload.model()
+    small = sum(p.numel() for p in model.parameters()) <= BUILT_PARAMETERS_MAX
+    return workload.model() if small else model
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """States of the parameter's size: two of Adam's family, one of momentum, none of plain SGD."""
+    count = 0
+    for group in optimizer.param_groups:
+        states = 2
+        if isinstance(optimizer, torch.optim.SGD):
+            states = 1 if group["momentum"] else 0
+        count += states * sum(p.numel() * p.element_size() for p in group["params"])
+    return count

@@ -1,0 +1,217 @@
+"""Judges what this machine is like. Pure: facts in, findings out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
+from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
+from decoupled_diloco.units import GIB, MIB, format_bytes, format_count, format_duration
+
+PYTHON_MIN = (3, 11)
+TORCH_MIN = (2, 6)
+
+MEMORY_SHARE_MAX = 0.8
+"""Of the memory that is free: batches and activations come on top of what can be foreseen."""
+
+DISK_BYTES_MIN = GIB
+"""For tapes, logs and the report, beside the weights."""
+
+DISK_RATE_MIN = 20 * MIB
+SYNC_SECONDS_MAX = 0.2
+CLOCK_DRIFT_MAX = 0.02
+YEAR_MIN = 2025
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that the processes of a run take on this machine, and how many there are."""
+
+    learners: int
+    learner_bytes: int
+    syncer_bytes: int
+    evaluator_bytes: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.learners * self.learner_bytes + self.syncer_bytes + self.evaluator_bytes
+
+
+def judge_python(version: tuple[int, ...]) -> Finding:
+    """Python itself."""
+    text = ".".join(map(str, version[:3]))
+    if version < PYTHON_MIN:
+        return error("python", text, "install Python 3.11 or later")
+    return ok("python", text)
+
+
+def judge_torch(facts: TorchFacts) -> Finding:
+    """The version of torch, and whether it can use the devices that are here."""
+    numbers = tuple(int(x) for x in facts.version.split("+")[0].split(".")[:2] if x.isdigit())
+    build = "a CPU build" if facts.cuda is None else f"built for CUDA {facts.cuda}"
+    text = f"{facts.version}, {build}"
+    if numbers < TORCH_MIN:
+        return error("torch", text, "install torch 2.6 or later")
+    if facts.devices:
+        return ok("torch", f"{text}: {', '.join(facts.devices)}")
+    if facts.nvidia and facts.cuda is None:
+        return warning(
+            "torch",
+            f"{text}, but this machine has an NVIDIA device",
+            "install a torch that is built for CUDA to train on it",
+        )
+    if facts.nvidia:
+        return warning(
+            "torch", f"{text}, but no device can be used", "check the driver with nvidia-smi"
+        )
+    return ok("torch", f"{text}; no CUDA device")
+
+
+def judge_cores(cores: float, learners: int, threads: int) -> Finding:
+    """Cores against the threads of the learners; shards and evaluator take what is left."""
+    wanted = learners * threads
+    text = f"{cores:g} for {_count(learners, 'learner')} × {_count(threads, 'thread')}"
+    if wanted <= cores:
+        return ok("cores", text)
+    return warning(
+        "cores",
+        f"{text}: they take turns, steps last about {wanted / cores:.2g} times as long",
+        "fine for a try; else fewer learners here (run.learners), or learner.threads",
+    )
+
+
+def judge_threads(setting: str | None, torch_threads: int, cores: float) -> Finding:
+    """What a training script of one's own would take; `ddiloco learner` has learner.threads."""
+    text = f"a script of your own gets {_count(torch_threads, 'thread')} from torch"
+    if setting is not None:
+        text += f" (OMP_NUM_THREADS={setting})"
+    if torch_threads > math.ceil(cores):
+        return warning(
+            "threads",
+            f"{text}, and {cores:g} cores",
+            "set OMP_NUM_THREADS to the cores of each learner",
+        )
+    return ok("threads", text)
+
+
+def need_of(
+    model: ModelFacts, config: RunConfig, *, process_bytes: int, learners: int, everything: bool
+) -> Need:
+    """What the processes on this machine take, without batches and activations.
+
+    Args:
+        model: The run's model.
+        config: The run.
+        process_bytes: Of a process that has only loaded Python and torch.
+        learners: How many of them run here.
+        everything: Shards and evaluator run here too.
+    """
+    numel, sync = model.layout.numel, config.sync
+    at_once = max(1, math.ceil(sync.overlap * sync.fragments / sync.period)) + 1
+    in_flight = at_once * (model.fragment_bytes + 8 * model.fragment_numel)
+    trained = model.model_bytes + model.gradient_bytes + model.optimizer_bytes
+    syncer = config.syncer.shards * process_bytes + 16 * numel
+    syncer += min(
+        config.syncer.shards * config.syncer.pool_mib * MIB,
+        config.run.learners * at_once * model.fragment_bytes,
+    )
+    evaluator = process_bytes + model.model_bytes + 4 * numel
+    return Need(
+        learners=learners,
+        learner_bytes=process_bytes + trained + 4 * numel + in_flight,
+        syncer_bytes=syncer if everything else 0,
+        evaluator_bytes=evaluator if everything and config.run.evaluator else 0,
+    )
+
+
+def judge_memory(available: int, need: Need | None) -> Finding:
+    """Free memory against what the run takes here."""
+    free = f"{format_bytes(available)} free"
+    if need is None:
+        return ok("memory", free)
+    text = (
+        f"{free}, {format_bytes(need.total)} needed: {_count(need.learners, 'learner')} × "
+        f"{format_bytes(need.learner_bytes)}"
+    )
+    if need.syncer_bytes:
+        text += f", syncer {format_bytes(need.syncer_bytes)}"
+    if need.evaluator_bytes:
+        text += f", evaluator {format_bytes(need.evaluator_bytes)}"
+    text += "; activations come on top"
+    if need.total > available:
+        return error("memory", text, "fewer learners here, a smaller model, or a larger machine")
+    if need.total > MEMORY_SHARE_MAX * available:
+        return warning("memory", text, "leave room for activations: fewer learners, smaller batch")
+    return ok("memory", text)
+
+
+def judge_model(name: str, model: ModelFacts) -> Finding:
+    """The model that the run's file describes."""
+    return ok(
+        "model",
+        f"{name}: {format_count(model.layout.numel)} parameters in "
+        f"{_count(len(model.layout.tensors), 'tensor')}, fragments of up to "
+        f"{format_bytes(model.fragment_bytes)} on the wire",
+    )
+
+
+def judge_disk(facts: DiskFacts, model: ModelFacts | None) -> Finding:
+    """Room and speed where the run folder is."""
+    # The shards' shares and the assembled weights, fp32.
+    weights = 0 if model is None else 8 * model.layout.numel
+    text = (
+        f"{format_bytes(facts.free_bytes)} free at {facts.folder}, "
+        f"{format_bytes(facts.bytes_per_second)}/s, a sync takes "
+        f"{format_duration(facts.sync_seconds)}"
+    )
+    if facts.free_bytes < weights:
+        return error(
+            "disk",
+            f"{text}; the weights take {format_bytes(weights)}",
+            "make room, or choose another folder with --set run.folder=…",
+        )
+    if facts.free_bytes < weights + DISK_BYTES_MIN:
+        return warning(
+            "disk", text, "make room for tapes and logs: a run goes on without, its report does not"
+        )
+    if facts.bytes_per_second < DISK_RATE_MIN or facts.sync_seconds > SYNC_SECONDS_MAX:
+        return warning(
+            "disk", f"{text}: slow", "joins and the end of the run wait for it, steps never do"
+        )
+    return ok("disk", text)
+
+
+def judge_clock(facts: ClockFacts) -> Finding:
+    """Whether the wall clock goes as the monotonic one, and is set at all."""
+    drift = facts.wall_seconds / facts.monotonic_seconds - 1
+    advice = "let NTP set it: tapes of several machines are put in order by wall time"
+    if facts.year < YEAR_MIN:
+        return warning("clock", f"the wall clock says {facts.year}", advice)
+    if abs(drift) > CLOCK_DRIFT_MAX:
+        text = f"the wall clock went {100 * drift:+.0f} % against the monotonic one just now"
+        return warning("clock", text, advice)
+    return ok("clock", "wall and monotonic clock go alike")
+
+
+def judge_ports(host: str, problems: dict[int, str]) -> Finding:
+    """Whether the shards can listen; `problems` is empty where the ports are left to chance."""
+    if not problems:
+        return ok("ports", f"any free ones on {host}")
+    taken = {port: problem for port, problem in problems.items() if problem}
+    if not taken:
+        ports = ", ".join(map(str, problems))
+        return ok("ports", f"{ports} on {host} {'is' if len(problems) == 1 else 'are'} free")
+    text = "; ".join(f"{host}:{port}: {problem}" for port, problem in taken.items())
+    return error(
+        "ports",
+        text,
+        "end the run that has them, or choose others with --set syncer.port=… (0: any); with "
+        "--syncer the doctor looks at that syncer instead",
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -1,0 +1,292 @@
+"""What can be seen of a server from here, step by step, without taking part in anything.
+
+Name, TCP, `/healthz`, `/run`, a WebSocket that says nothing, round trips, and what the data plane
+moves in either direction. Each step has a limit in seconds; the first that fails ends the look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+import ssl
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal, TypeVar
+
+import aiohttp
+from yarl import URL
+
+from decoupled_diloco.transport.http_server import CONTROL
+from decoupled_diloco.transport.probe import PROBE, PROBE_BYTES_MAX
+from decoupled_diloco.units import KIB, MIB
+
+NAME_SECONDS = 2.0
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 3.0
+ROUND_TRIPS = 10
+ROUND_TRIPS_SECONDS = 1.0
+
+RATE_SECONDS = 1.0
+"""How long bytes are moved in one direction."""
+
+RATE_BYTES_MAX = 16 * MIB
+"""Moved in one direction at most: a fast link is known by then, and the server busy for no longer
+than by a few bodies."""
+
+FIRST_BYTES = 16 * KIB
+SLOW_SECONDS = 0.2
+"""Requests grow for as long as they take less, so that a slow link is not kept busy for long."""
+
+FAR_SECONDS = 0.005
+STREAMS_FAR = 8
+"""Connections on a link with a longer round trip: one alone says little about what striped bodies
+get there."""
+
+Cause = Literal[
+    "name",  # the host has no address
+    "refused",  # nothing listens there
+    "unreachable",  # no route, or a firewall that says so
+    "timeout",  # nothing comes back from the host
+    "silent",  # the connection is taken, and nothing is answered
+    "tls",  # no agreement on encryption
+    "stranger",  # something else answers
+    "token",  # it does not accept the token
+    "older",  # it does not know the question
+    "broken",  # the connection broke
+]
+
+_T = TypeVar("_T")
+
+
+class Trouble(Exception):
+    """Why a look ended: the step that failed, the kind of failure, its words."""
+
+    def __init__(self, step: str, cause: Cause, text: str) -> None:
+        super().__init__(text)
+        self.step, self.cause, self.text = step, cause, text
+
+
+@dataclass
+class Seen:
+    """What was seen of one server; `None` where the look did not get so far.
+
+    Attributes:
+        address: What was dialled.
+        ip: What its name stands for.
+        connect_seconds: How long TCP took.
+        health: What `/healthz` says.
+        clock_ahead_seconds: Of the server's wall clock, plus or minus half a second.
+        round_trips: Of requests on an open connection, seconds.
+        run: What `/run` says: settings, addresses, layout.
+        principal: The id that the token is for; empty if it is everybody's.
+        upgraded: Whether a WebSocket was opened.
+        up_bytes_per_second: To the server.
+        down_bytes_per_second: From the server.
+        trouble: What ended the look.
+    """
+
+    address: str
+    ip: str | None = None
+    connect_seconds: float | None = None
+    health: Mapping[str, Any] | None = None
+    clock_ahead_seconds: float | None = None
+    round_trips: tuple[float, ...] = ()
+    run: Mapping[str, Any] | None = None
+    principal: str = ""
+    upgraded: bool = False
+    up_bytes_per_second: float | None = None
+    down_bytes_per_second: float | None = None
+    trouble: Trouble | None = None
+
+
+async def look(address: str, token: str | None, seconds: float = 10.0) -> Seen:
+    """Looks at a server as far as it lets us, for so many seconds at most."""
+    seen = Seen(address)
+    try:
+        async with asyncio.timeout(seconds):
+            await _find(seen)
+            timeout = aiohttp.ClientTimeout(total=None)
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                await _Look(seen, session, token).go()
+    except TimeoutError:
+        seen.trouble = Trouble("time", "silent", f"too slow: not done within {seconds:.1f} s")
+    except Trouble as trouble:
+        seen.trouble = trouble
+    return seen
+
+
+async def listens(address: str) -> Trouble | None:
+    """Whether a TCP connection to a server can be had; what is in the way."""
+    try:
+        await _find(Seen(address))
+    except Trouble as trouble:
+        return trouble
+    return None
+
+
+async def _find(seen: Seen) -> None:
+    """Name and TCP."""
+    url = URL(seen.address)
+    host, port = url.host or "", url.port or 80
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(NAME_SECONDS):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        raise Trouble("name", "name", f"{host!r}: no name server answers") from None
+    except OSError as error:
+        raise Trouble("name", "name", f"{host!r}: {error.strerror or error}") from None
+    seen.ip = str(found[0][4][0])
+    begun = time.monotonic()
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        text = f"no answer from {host}:{port} within {CONNECT_SECONDS:g} s"
+        raise Trouble("connect", "timeout", text) from None
+    except ConnectionRefusedError:
+        raise Trouble("connect", "refused", f"nothing listens on {host}:{port}") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise Trouble("connect", "unreachable", f"{host}:{port}: {reason}") from None
+    seen.connect_seconds = time.monotonic() - begun
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+class _Look:
+    """The steps over HTTP."""
+
+    def __init__(self, seen: Seen, session: aiohttp.ClientSession, token: str | None) -> None:
+        self._seen = seen
+        self._session = session
+        self._url = URL(seen.address).origin()
+        # A name of its own: under a learner's, it could be taken for it.
+        self._headers = {"X-Principal": f"doctor-{uuid.uuid4().hex[:8]}", "X-Role": "observer"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    async def go(self) -> None:
+        """Takes every step."""
+        await self._step("health", self._health)
+        await self._step("round trip", self._round_trips)
+        await self._step("run", self._run)
+        await self._step("control", self._upgrade)
+        streams = STREAMS_FAR if min(self._seen.round_trips, default=0.0) > FAR_SECONDS else 1
+        up = await self._step("up", lambda: self._rate(self._put, streams))
+        self._seen.up_bytes_per_second = up
+        down = await self._step("down", lambda: self._rate(self._get, streams))
+        self._seen.down_bytes_per_second = down
+
+    async def _step(self, name: str, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Gives whatever goes wrong a name."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await work()
+        except TimeoutError:
+            text = f"no answer within {ANSWER_SECONDS:g} s"
+            raise Trouble(name, "silent", text) from None
+        except (aiohttp.ClientSSLError, ssl.SSLError) as error:
+            raise Trouble(name, "tls", str(error)) from None
+        except aiohttp.WSServerHandshakeError as error:
+            reason = error.headers.get("X-Reason") if error.headers else None
+            raise Trouble(name, "broken", reason or f"it answered {error.status}") from None
+        except aiohttp.ClientResponseError as error:
+            raise Trouble(name, "stranger", f"it does not speak HTTP: {error.message}") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            kind: Cause = "stranger" if name == "health" else "broken"
+            raise Trouble(name, kind, str(error) or type(error).__name__) from None
+
+    async def _health(self) -> None:
+        before = time.time()
+        async with self._session.get(self._url / "healthz") as response:
+            text, after = await response.text(), time.time()
+            health = json.loads(text) if response.status == 200 else None
+            date = response.headers.get("Date")
+        if not isinstance(health, dict) or "shard" not in health:
+            what = f"it answered {response.status}" if health is None else "no shard's health"
+            raise Trouble("health", "stranger", what)
+        self._seen.health = health
+        if date is not None:
+            # The header counts whole seconds: half a second off in the mean.
+            theirs = parsedate_to_datetime(date).timestamp() + 0.5
+            self._seen.clock_ahead_seconds = theirs - (before + after) / 2
+
+    async def _round_trips(self) -> None:
+        seconds: list[float] = []
+        until = time.monotonic() + ROUND_TRIPS_SECONDS
+        while len(seconds) < ROUND_TRIPS and (not seconds or time.monotonic() < until):
+            begun = time.monotonic()
+            async with self._session.get(self._url / "healthz") as response:
+                await response.read()
+            seconds.append(time.monotonic() - begun)
+        self._seen.round_trips = tuple(seconds)
+
+    async def _run(self) -> None:
+        for _ in range(2):
+            async with self._session.get(self._url / "run", headers=self._headers) as response:
+                text = await response.text()
+                owner = response.headers.get("X-Principal")
+            if response.status != 403 or owner is None:
+                break
+            self._headers["X-Principal"] = self._seen.principal = owner
+        if response.status in (401, 403):
+            raise Trouble("run", "token", text)
+        if response.status != 200:
+            raise Trouble("run", "older", f"it answered {response.status}: {text[:200]}")
+        self._seen.run = dict(json.loads(text))
+
+    async def _upgrade(self) -> None:
+        """Opens a control connection and closes it before a word is said."""
+        async with self._session.ws_connect(
+            self._url.with_path(CONTROL), headers=self._headers, autoping=True
+        ):
+            self._seen.upgraded = True
+
+    # ---- what the data plane moves
+
+    async def _rate(self, move: Callable[[int], Awaitable[None]], streams: int) -> float:
+        """Bytes a second over so many connections."""
+        begun, moved = time.monotonic(), FIRST_BYTES
+        await move(FIRST_BYTES)
+        if (seconds := time.monotonic() - begun) > SLOW_SECONDS:
+            return FIRST_BYTES / seconds
+
+        async def stream() -> None:
+            nonlocal moved
+            size = FIRST_BYTES
+            while moved < RATE_BYTES_MAX and time.monotonic() < begun + RATE_SECONDS:
+                started = time.monotonic()
+                await move(size)
+                moved += size
+                if time.monotonic() - started < SLOW_SECONDS:
+                    size = min(2 * size, PROBE_BYTES_MAX)
+
+        await asyncio.gather(*(stream() for _ in range(streams)))
+        return moved / (time.monotonic() - begun)
+
+    async def _put(self, count: int) -> None:
+        body = io.BytesIO(bytes(count))
+        async with self._session.put(
+            self._url.with_path(PROBE), data=body, headers=self._headers
+        ) as response:
+            _require(response.status == 204, await response.text())
+
+    async def _get(self, count: int) -> None:
+        url = self._url.with_path(PROBE).with_query(bytes=count)
+        async with self._session.get(url, headers=self._headers) as response:
+            _require(response.status == 200, "" if response.ok else await response.text())
+            async for _ in response.content.iter_any():
+                pass
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise ValueError(text)

@@ -1,0 +1,318 @@
+"""The doctor's judgement: facts in, findings out; and what it says on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from torch import nn
+
+from decoupled_diloco.cli import doctor as command
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import public_text
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.launch.doctor import Finding, facts, machine, syncer
+from decoupled_diloco.launch.doctor.examine import limited
+from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
+from decoupled_diloco.merge import layout_of
+from decoupled_diloco.observe.progress import SteadyConsole
+from decoupled_diloco.transport.reach import Seen, Trouble
+from decoupled_diloco.units import GIB, MIB
+
+PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+
+
+def config_of(**tables: Any) -> RunConfig:
+    run = {"budget_steps": 10, **tables.pop("run", {})}
+    return RunConfig(run=run, **tables)
+
+
+def model_of(width: int = 4) -> ModelFacts:
+    return ModelFacts(
+        layout=layout_of(nn.Linear(width, 3)),
+        model_bytes=1000,
+        gradient_bytes=1000,
+        optimizer_bytes=2000,
+        fragment_bytes=100,
+        fragment_numel=50,
+    )
+
+
+# ---- this machine
+
+
+def test_python_and_torch_are_as_new_as_the_project_says() -> None:
+    assert machine.judge_python((3, 12, 1)) == Finding("python", "ok", "3.12.1")
+    assert machine.judge_python((3, 10, 9)).level == "error"
+    assert PROJECT["requires-python"] == ">=" + ".".join(map(str, machine.PYTHON_MIN))
+    wanted = next(r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "torch")
+    assert str(wanted.specifier) == ">=" + ".".join(map(str, machine.TORCH_MIN))
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "text"),
+    [
+        (TorchFacts("2.6.0+cpu", None, (), False), "ok", "a CPU build; no CUDA device"),
+        (TorchFacts("2.13.0", "13.0", ("H200",), True), "ok", "built for CUDA 13.0: H200"),
+        (TorchFacts("2.13.0", None, (), True), "warning", "this machine has an NVIDIA device"),
+        (TorchFacts("2.13.0", "13.0", (), True), "warning", "no device can be used"),
+        (TorchFacts("2.5.1", None, (), False), "error", "2.5.1"),
+    ],
+)
+def test_torch_and_the_devices_that_are_here(facts: TorchFacts, level: str, text: str) -> None:
+    finding = machine.judge_torch(facts)
+    assert finding.level == level
+    assert text in finding.text
+    assert bool(finding.advice) == (level != "ok")
+
+
+def test_learners_that_share_cores_take_turns() -> None:
+    assert machine.judge_cores(2.0, 2, 1).level == "ok"
+    shared = machine.judge_cores(2.0, 4, 2)
+    assert shared.level == "warning"
+    assert "2 for 4 learners × 2 threads" in shared.text
+    assert "about 4 times as long" in shared.text
+
+
+def test_more_threads_than_cores_are_told() -> None:
+    assert machine.judge_threads(None, 8, 8.0).level == "ok"
+    assert machine.judge_threads("16", 16, 1.5).level == "warning"
+
+
+def test_memory_is_what_the_processes_take() -> None:
+    model, config = model_of(), config_of(run={"learners": 3}, syncer={"shards": 2})
+    numel = model.layout.numel
+    need = machine.need_of(model, config, process_bytes=MIB, learners=3, everything=True)
+    in_flight = 3 * (100 + 8 * 50)  # two rounds at once (τ·P/H), and one more
+    assert need.learner_bytes == MIB + 4000 + 4 * numel + in_flight
+    assert need.syncer_bytes == 2 * MIB + 16 * numel + 3 * 3 * 100
+    assert need.evaluator_bytes == MIB + 1000 + 4 * numel
+    alone = machine.need_of(model, config, process_bytes=MIB, learners=1, everything=False)
+    assert alone.total == need.learner_bytes
+
+
+@pytest.mark.parametrize(("free", "level"), [(2.0, "ok"), (1.1, "warning"), (0.9, "error")])
+def test_memory_that_is_short_is_told(free: float, level: str) -> None:
+    need = machine.need_of(model_of(), config_of(), process_bytes=MIB, learners=4, everything=True)
+    finding = machine.judge_memory(int(free * need.total), need)
+    assert finding.level == level
+    assert "4 learners" in finding.text
+    assert machine.judge_memory(GIB, None) == Finding("memory", "ok", "1.0 GiB free")
+
+
+DISK = DiskFacts(Path("/runs"), 100 * GIB, 500.0 * MIB, 0.004)
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ({}, "ok"),
+        ({"free_bytes": 60}, "error"),
+        ({"free_bytes": GIB // 2}, "warning"),
+        ({"bytes_per_second": 1.0 * MIB}, "warning"),
+        ({"sync_seconds": 0.5}, "warning"),
+    ],
+)
+def test_a_disk_needs_room_and_speed(changes: dict[str, Any], level: str) -> None:
+    finding = machine.judge_disk(replace(DISK, **changes), model_of())
+    assert finding.level == level
+    assert "/runs" in finding.text
+
+
+def test_a_wall_clock_that_is_not_set_or_jumps_is_told() -> None:
+    assert machine.judge_clock(ClockFacts(0.2001, 0.2, 2026)).level == "ok"
+    assert machine.judge_clock(ClockFacts(0.2, 0.2, 1970)).level == "warning"
+    assert "+900 %" in machine.judge_clock(ClockFacts(2.0, 0.2, 2026)).text
+
+
+def test_taken_ports_are_named() -> None:
+    assert machine.judge_ports("::", {}).level == "ok"
+    assert machine.judge_ports("::", {7070: "", 7071: ""}).level == "ok"
+    taken = machine.judge_ports("127.0.0.1", {7070: "", 7071: "Address already in use"})
+    assert (taken.level, taken.text) == ("error", "127.0.0.1:7071: Address already in use")
+
+
+# ---- the syncer
+
+
+def trouble(step: str, cause: Any) -> Finding:
+    return syncer.judge_trouble(Trouble(step, cause, "words"), "http://a:1")
+
+
+def test_each_trouble_has_its_line_and_a_way_out() -> None:
+    for cause in ("name", "refused", "unreachable", "timeout"):
+        finding = trouble("connect", cause)
+        assert (finding.check, finding.level) == ("reach", "error")
+        assert finding.advice == syncer.ADVICE[cause]
+    assert trouble("run", "token").check == "token"
+    assert trouble("health", "silent").check == "health"
+    assert trouble("up", "broken").check == "bandwidth"
+    assert trouble("run", "older").level == "warning"
+    assert len({*syncer.ADVICE.values()}) == len(syncer.ADVICE)
+
+
+def test_what_a_shard_says_of_itself() -> None:
+    health = {"shard": 0, "run": "x", "phase": "running", "clock": 7, "learners": ["a", "b"]}
+    same = syncer.judge_health({**health, "version": "1"}, "1")
+    assert same.level == "ok"
+    assert same.text == "shard 0 of 'x' is running at step 7, learners: 2; version 1"
+    assert syncer.judge_health({**health, "version": "2"}, "1").level == "warning"
+    over = syncer.judge_health({**health, "version": "1", "phase": "finished"}, "1")
+    assert "start a new one" in over.advice
+    assert syncer.judge_health({"shard": 0, "learners": 5}, "1").level == "warning", (
+        "trusts nothing"
+    )
+
+
+def test_wall_clocks_that_differ_are_told() -> None:
+    assert syncer.judge_offset(-1.2).level == "ok"
+    assert "90 s" not in syncer.judge_offset(90.0).text
+    assert "1 min 30 s ahead of" in syncer.judge_offset(90.0).text
+    assert "5 s behind" in syncer.judge_offset(-5.0).text
+
+
+def test_uneven_round_trips_are_told() -> None:
+    assert syncer.judge_round_trips((0.05, 0.051, 0.09)).level == "ok"
+    assert syncer.judge_round_trips((0.01, 0.011, 0.09)).level == "warning"
+
+
+def test_a_fragments_way_is_hidden_behind_steps() -> None:
+    seen = Seen("http://a:1", round_trips=(0.01, 0.02))
+    assert not [*syncer.judge_rates(seen, model_of(), 2)]
+    seen.up_bytes_per_second, seen.down_bytes_per_second = 1000.0, 2000.0
+    (finding,) = syncer.judge_rates(seen, model_of(), 2)
+    assert "up 0.008 Mbit/s, down 0.016 Mbit/s" in finding.text
+    # 100 bytes up and down, and two round trips: 0.1 + 0.05 + 0.02 s; half of it each step of two.
+    assert "there and back in 170 ms, hidden behind steps of 85 ms and longer" in finding.text
+    (bare,) = syncer.judge_rates(seen, None, 0)
+    assert bare.text == "up 0.008 Mbit/s, down 0.016 Mbit/s"
+
+
+def test_a_shard_that_cannot_be_reached_is_named() -> None:
+    assert syncer.judge_shards("http://a:1", {"http://a:1": None}).text == "there is one"
+    gone = {"http://a:1": None, "http://a:2": Trouble("connect", "refused", "nothing listens")}
+    finding = syncer.judge_shards("http://a:1", gone)
+    assert finding.level == "error"
+    assert "1 of 2" in finding.text
+    assert "http://a:2: nothing listens" in finding.text
+
+
+def told(config: RunConfig, model: ModelFacts | None) -> dict[str, Any]:
+    """What a syncer of this run answers."""
+    layout = None if model is None else model.layout.to_json()
+    return json.loads(json.dumps({"settings": json.loads(public_text(config)), "layout": layout}))
+
+
+def judged(run: dict[str, Any], config: RunConfig, model: ModelFacts) -> dict[str, Finding]:
+    return {finding.check: finding for finding in syncer.judge_run(run, config, model)}
+
+
+def test_the_same_file_and_model_are_taken_in() -> None:
+    config, model = config_of(), model_of()
+    assert {f.level for f in judged(told(config, model), config, model).values()} == {"ok"}
+    assert "has none yet" in judged(told(config, None), config, model)["layout"].text
+    other = judged(told(config_of(sync={"period": 48}), model), config, model)
+    assert other["settings"].level == "ok", "the syncer tells its learners how to synchronise"
+
+
+def test_another_model_is_named_by_its_first_differing_tensor() -> None:
+    found = judged(told(config_of(), model_of(5)), config_of(), model_of(4))
+    assert found["layout"].level == "error"
+    assert "'weight'" in found["layout"].text
+    assert "(3, 5)" in found["layout"].text
+
+
+def test_another_workload_is_named() -> None:
+    theirs = config_of(run={"learners": 7})
+    found = judged(told(theirs, model_of()), config_of(), model_of())
+    assert found["settings"].level == "error"
+    assert "learners is 4 here and 7 there" in found["settings"].text
+
+
+@pytest.mark.parametrize("run", [{}, {"settings": 3}, {"settings": {"sync": {}}}])
+def test_an_answer_that_is_none_is_told(run: dict[str, Any]) -> None:
+    (finding,) = syncer.judge_run(run, config_of(), model_of())
+    assert (finding.check, finding.level) == ("settings", "error")
+
+
+def test_a_layout_that_is_none_is_told() -> None:
+    assert syncer.judge_layout(model_of().layout, {"tensors": 5}).level == "error"
+
+
+# ---- facts, from the real thing
+
+
+def test_the_model_of_a_file_is_described() -> None:
+    options = {"layers": 1, "width": 32, "heads": 2, "context": 16}
+    config = config_of(sync={"fragments": 4}, workload={"name": "gpt", "options": options})
+    model = facts.model_facts(config)
+    assert model.model_bytes == model.gradient_bytes == 4 * model.layout.numel
+    assert model.optimizer_bytes == 2 * model.model_bytes, "AdamW"
+    assert model.fragment_bytes == 2 * model.fragment_numel, "bf16"
+    assert model.layout.numel / 4 <= model.fragment_numel < model.layout.numel
+    options["optimizer"] = "sgd"
+    plain = config_of(sync={"fragments": 4}, workload={"name": "gpt", "options": options})
+    assert facts.model_facts(plain).optimizer_bytes == 0
+
+
+def test_this_machine_has_cores_memory_and_a_disk(tmp_path: Path) -> None:
+    assert facts.cores() > 0
+    assert facts.process_bytes() > 10 * MIB
+    assert facts.memory_available() > 0
+    disk = facts.disk_facts(tmp_path / "not" / "yet")
+    assert disk.folder == tmp_path
+    assert disk.bytes_per_second > 0
+    assert not [*tmp_path.iterdir()], "nothing is left behind"
+    assert facts.torch_facts().version == torch.__version__
+
+
+def test_a_folder_that_cannot_be_written_to_is_told() -> None:
+    with pytest.raises(StorageError, match="nothing can be written to /proc"):
+        facts.disk_facts(Path("/proc/run"))
+
+
+def test_what_hangs_is_given_up_and_what_fails_is_told() -> None:
+    hang = threading.Event()
+    with pytest.raises(TimeoutError):
+        limited(0.05, hang.wait)
+    hang.set()
+    with pytest.raises(ZeroDivisionError):
+        limited(1.0, lambda: 1 // 0)
+    assert limited(1.0, lambda: None) is None
+
+
+# ---- the command
+
+
+FINDINGS = [
+    Finding("python", "ok", "3.12"),
+    Finding("wall clock", "warning", "far " * 40, "set it"),
+    Finding("reach", "error", "http://a-very-long-name.example/" + "x" * 90, "correct it"),
+]
+
+
+def test_lines_fit_80_columns_and_words_stay_whole() -> None:
+    text = io.StringIO()
+    assert command._print(FINDINGS, SteadyConsole(file=text, width=80)) == 1
+    lines = text.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines if "xxx" not in line)
+    assert "x" * 90 in text.getvalue()
+    assert "→ set it" in text.getvalue()
+    assert lines[-1] == "1 to correct, 1 to know"
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_a_warning_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command._print(FINDINGS[:2], SteadyConsole(file=io.StringIO(), width=80)) == 0
+    assert command._print_json(FINDINGS[:2]) == 0
+    assert command._print_json(FINDINGS) == 1
+    first = json.loads(capsys.readouterr().out.partition("]\n")[0] + "]")[0]
+    assert first == {"check": "python", "level": "ok", "text": "3.12", "advice": ""}
