@@ -39,6 +39,8 @@ def format_duration(seconds: float) -> str:
     >>> format_duration(0.0123), format_duration(75), format_duration(7384)
     ('12.3 ms', '1 min 15 s', '2 h 3 min')
     """
+    if seconds == 0:
+        return "0 s"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 1:

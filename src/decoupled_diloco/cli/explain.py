@@ -1,0 +1,74 @@
+"""`ddiloco explain`: why a round closed when it did, what a learner did, what a step was."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from decoupled_diloco.cli.options import TokenFile, make_console
+from decoupled_diloco.cli.status import source_of
+from decoupled_diloco.errors import ConfigError
+
+WIDTH_MAX = 100
+"""Longer lines are tiring to read."""
+
+
+class What(StrEnum):
+    """What is explained."""
+
+    ROUND = "round"
+    LEARNER = "learner"
+    STEP = "step"
+
+
+def explain(
+    what: Annotated[What, typer.Argument(help="What to explain.")],
+    which: Annotated[str, typer.Argument(help="Its number, or the learner's name.")],
+    of: Annotated[
+        str,
+        typer.Option(
+            "--of",
+            metavar="SOURCE",
+            help="A run folder, a tape, or a running syncer: http://HOST:PORT.",
+        ),
+    ],
+    token_file: TokenFile = None,
+    shard: Annotated[
+        int | None, typer.Option(help="Of this shard only: each counts its own rounds.")
+    ] = None,
+) -> None:
+    """In words: why a round closed when it did, where a learner's time went, what a step was.
+
+    ddiloco explain round 118 --of runs/quickstart
+    """
+    from decoupled_diloco.observe.chronicle import Chronicle
+    from decoupled_diloco.observe.explain import explain_round
+    from decoupled_diloco.observe.explain_learner import explain_learner
+    from decoupled_diloco.observe.explain_step import explain_step
+    from decoupled_diloco.observe.historian import build_history
+    from decoupled_diloco.observe.words import wrapped
+
+    source = source_of(of, token_file, detail=True)
+    chronicle = Chronicle(keep_steps=True)
+    records = source.poll()
+    chronicle.take_all(records)
+    if chronicle.began is None:
+        raise ConfigError(f"nothing is on the tape of {of} yet: there is nothing to explain")
+    if what == What.LEARNER:
+        history = None if source.live else build_history(records)
+        lines = explain_learner(chronicle, history, which, live=source.live)
+    elif what == What.ROUND:
+        lines = explain_round(chronicle, _number(which), shard)
+    else:
+        lines = explain_step(chronicle, _number(which), shard)
+    lines += [f"The tape is not whole: {problem}" for problem in source.problems()]
+    console = make_console()
+    typer.echo(wrapped(lines, min(WIDTH_MAX, console.width)))
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{text!r} is no number: give the number of a round or step, 0 or above")
+    return int(text)

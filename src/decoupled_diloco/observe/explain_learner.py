@@ -1,0 +1,263 @@
+"""What a learner did, in words: its lives, where its time and tokens went, its longest gaps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from statistics import median
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.accounts import (
+    TIME_PARTS,
+    TOKEN_PARTS,
+    LearnerAccount,
+    account_for,
+)
+from decoupled_diloco.observe.chronicle import Chronicle
+from decoupled_diloco.observe.chronicle_data import (
+    AWAY,
+    LATE,
+    NOT_ASKED,
+    OUT_OF_REACH,
+    TOOK_PART,
+    LearnerLog,
+    RoundLog,
+    Stay,
+)
+from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
+from decoupled_diloco.observe.progress import natural
+from decoupled_diloco.observe.summary import percent
+from decoupled_diloco.observe.words import BULLET, listing, many, when
+from decoupled_diloco.units import format_count, format_duration
+
+GAPS_MAX = 5
+"""Gaps that are told, the longest."""
+
+_TIME = {
+    "useful": "stepping, and what it trained is in the result or on the way",
+    "discarded": "stepping, and what it trained was thrown away",
+    "waiting": "alive without a step",
+    "down": "down",
+    "joining": "joining: until it held the global weights and began its first step",
+    "other": "steps that the end cut short",
+}
+_TOKENS = {
+    "merged": "merged",
+    "in_flight": "overwritten: trained between the snapshot and the merged copy",
+    "missed": "overwritten by versions that it had no part in",
+    "given_up": "sent, and the outcome was lost with the link",
+    "crashed": "lost with a process that ended",
+    "unsent": "still on the way when the tape ends",
+}
+_REASONS = {
+    TOOK_PART: "it was in",
+    NOT_ASKED: "live, without a new step before the window closed",
+    LATE: "asked, and too late",
+    "declined": "asked, and declined",
+    "refused": "its body was refused",
+    "gone": "gone while it was asked",
+    "waiting": "asked, and not heard of again",
+    OUT_OF_REACH: "its connection was broken",
+    AWAY: "not live",
+}
+
+
+def explain_learner(
+    chronicle: Chronicle, history: RunHistory | None, name: str, *, live: bool = False
+) -> list[str]:
+    """What a learner did.
+
+    Args:
+        chronicle: What the shards saw.
+        history: The run's history, where the learners' own tapes are at hand.
+        name: The learner.
+        live: The source is a running syncer, which does not have the learners' tapes.
+
+    Raises:
+        ConfigError: There is no such learner; the message names those there are.
+    """
+    learner = chronicle.learners.get(name)
+    if learner is None:
+        names = listing(sorted(chronicle.learners, key=natural))
+        raise ConfigError(f"there is no learner {name!r} on this tape; there is {names}")
+    account = None
+    if history is not None and learner.has_tape and name in history.learners:
+        account = account_for(history).learners[name]
+    lines = [_title(learner), "", "Its lives:", *_lives(chronicle, learner)]
+    lines += ["", *_time(account, live), "", *_tokens(learner, account, chronicle, live)]
+    lines += ["", *_participation(chronicle, learner)]
+    return [*lines, "", *_gaps(chronicle, history, learner)]
+
+
+def _title(learner: LearnerLog) -> str:
+    lives = many(max(1, len(learner.steps_of), learner.epoch), "life", "lives")
+    return (
+        f"{learner.name}: {many(learner.steps, 'step')}, {format_count(learner.tokens)} tokens in "
+        f"{lives}."
+    )
+
+
+# ---- lives
+
+
+def _lives(chronicle: Chronicle, learner: LearnerLog) -> list[str]:
+    lines = []
+    for epoch, stays in sorted(_stays(chronicle, learner.name).items()):
+        since = min(stay.since for stay in stays)
+        steps = learner.steps_of.get(epoch, 0)
+        text = f"epoch {epoch}: live from {when(since, chronicle.began)} ({stays[0].why})"
+        ends = [stay for stay in stays if stay.until is not None]
+        if len(ends) == len(stays):
+            last = max(ends, key=lambda stay: stay.until or 0.0)
+            text += f" to {when(last.until or 0.0, chronicle.began)} ({last.reason})"
+        else:
+            text += ", and still is"
+        lines.append(f"{BULLET}{text}; {many(steps, 'step')} reported.")
+    return lines or [BULLET + "it has never joined a shard."]
+
+
+def _stays(chronicle: Chronicle, name: str) -> dict[int, list[Stay]]:
+    """Its stays at all shards, by epoch."""
+    found: dict[int, list[Stay]] = {}
+    for shard in chronicle.shards.values():
+        for stay in shard.stays:
+            if stay.learner == name:
+                found.setdefault(stay.epoch, []).append(stay)
+    return found
+
+
+# ---- time and tokens
+
+
+def _time(account: LearnerAccount | None, live: bool) -> list[str]:
+    if account is None:
+        where = "not known at the syncer" if live else "not on this tape"
+        return [f"Where its time went is {where}: its own tape tells."]
+    time = account.time
+    whole = format_duration(time.seconds("allocated"))
+    lines = [f"Of {whole}, from the run's first step to its last or to its own end:"]
+    for part in TIME_PARTS:
+        if time.seconds(part) > 0:
+            share = f"{format_duration(time.seconds(part))}, {percent(time.share(part))}"
+            lines.append(f"{BULLET}{share}: {_TIME[part]}")
+    return lines
+
+
+def _tokens(
+    learner: LearnerLog, account: LearnerAccount | None, chronicle: Chronicle, live: bool
+) -> list[str]:
+    if account is None:
+        discarded = learner.discarded_fragment_tokens / (chronicle.fragments or 1)
+        text = f"Of {format_count(learner.tokens)} tokens it says that {format_count(discarded)} "
+        where = "not known at the syncer" if live else "not on this tape"
+        return [f"{text}were overwritten; for which cause is {where}: its own tape tells."]
+    tokens = account.tokens
+    lines = [f"Of {format_count(tokens.tokens('trained'))} tokens:"]
+    for part in TOKEN_PARTS:
+        count = tokens.tokens(part)
+        if count > 0:
+            share = percent(count / tokens.tokens("trained"))
+            lines.append(f"{BULLET}{format_count(count)}, {share}: {_TOKENS[part]}")
+    return lines
+
+
+# ---- participation
+
+
+def _participation(chronicle: Chronicle, learner: LearnerLog) -> list[str]:
+    merged = chronicle.merged
+    if not merged:
+        return ["No round has been merged yet."]
+    took = learner.reasons[TOOK_PART]
+    head = (
+        f"It was in {took} of {many(merged, 'merged round')} ({percent(took / merged)}), and in "
+        f"{learner.recent.count(TOOK_PART)} of the last {len(learner.recent)}. Why:"
+    )
+    reasons = Counter(learner.reasons)
+    early = merged - sum(reasons.values())
+    lines = [
+        f"{BULLET}{count}: {_REASONS.get(reason, reason)}{_examples(chronicle, learner, reason)}"
+        for reason, count in reasons.most_common()
+    ]
+    if early > 0:
+        lines.append(f"{BULLET}{early}: before anything was heard of it")
+    return [head, *lines]
+
+
+def _examples(chronicle: Chronicle, learner: LearnerLog, reason: str) -> str:
+    """The last rounds that it was not in, to ask about."""
+    if reason == TOOK_PART:
+        return ""
+    found = [round for round in chronicle.rounds() if _reason(round, learner.name) == reason]
+    if not found:
+        return ""
+    last = max(found, key=lambda round: round.opened_at)
+    return f" (last: round {last.number} of {last.shard})"
+
+
+def _reason(round: RoundLog, name: str) -> str:
+    result = round.result
+    if result is None or result.verdict != "merged":
+        return ""
+    for participant in result.participants:
+        if participant.learner == name:
+            return TOOK_PART if participant.state == "folded" else participant.state
+    if name in round.live:
+        return NOT_ASKED
+    return OUT_OF_REACH if name in round.unreachable else AWAY
+
+
+# ---- gaps
+
+
+def _gaps(chronicle: Chronicle, history: RunHistory | None, learner: LearnerLog) -> list[str]:
+    steps = _steps_at(chronicle, history, learner)
+    spans = [(b - a, a, b) for a, b in pairwise(steps)]
+    if not spans:
+        return ["It has taken too few steps to speak of gaps."]
+    middle = median(seconds for seconds, _, _ in spans)
+    long = [span for span in spans if span[0] > GAP_MEDIANS * middle]
+    if not long:
+        longest = format_duration(max(spans)[0])
+        return [
+            f"Its median step took {format_duration(middle)}, and none more than "
+            f"{GAP_MEDIANS:g} times that: the longest was {longest}."
+        ]
+    lines = [f"Its median step took {format_duration(middle)}. Its longest gaps between two steps:"]
+    for seconds, a, b in sorted(long, reverse=True)[:GAPS_MAX]:
+        cause = _cause(chronicle, learner, a, b)
+        at = when(a, chronicle.began)
+        lines.append(f"{BULLET}{format_duration(seconds)}, from {at} on: {cause}")
+    return lines
+
+
+def _steps_at(chronicle: Chronicle, history: RunHistory | None, learner: LearnerLog) -> list[float]:
+    """When its steps were finished: from its own tape, else when they were reported."""
+    if history is not None and learner.name in history.learners:
+        own = history.learners[learner.name].steps_at
+        if own:
+            return [history.started_wall + at for at in own]
+    reports = [shard.reports.get(learner.name, []) for shard in chronicle.shards.values()]
+    return [at for _, at in max(reports, key=len, default=[])]
+
+
+def _cause(chronicle: Chronicle, learner: LearnerLog, begin: float, end: float) -> str:
+    """What is known to have happened in a gap."""
+    told = [text for at, _, text in chronicle.remarks if begin <= at <= end]
+    own = [text for text in told if learner.name in text]
+    ends = [
+        f"it was no longer live: {stay.reason}"
+        for stays in _stays(chronicle, learner.name).values()
+        for stay in stays
+        if stay.until is not None and begin <= stay.until <= end and stay.reason
+    ]
+    known = any("no longer live" in text for text in own)
+    found = list(_once([*own, *([] if known else ends)]))
+    shards = [text for text in told if text.startswith("shard-") and text not in own]
+    found += list(_once(shards))
+    return "; ".join(found) if found else "nothing on the tape says why"
+
+
+def _once(texts: Iterable[str]) -> Iterable[str]:
+    return dict.fromkeys(texts)

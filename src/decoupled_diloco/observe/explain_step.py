@@ -1,0 +1,109 @@
+"""What happened at one global step, in words: what set the clock, who reported, what was due."""
+
+from __future__ import annotations
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.chronicle import Chronicle
+from decoupled_diloco.observe.chronicle_data import RoundLog, ShardLog, TickLog
+from decoupled_diloco.observe.explain import options_in
+from decoupled_diloco.observe.progress import natural
+from decoupled_diloco.observe.words import BULLET, listing, many, when
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.units import format_duration
+
+
+def explain_step(chronicle: Chronicle, step: int, shard: int | None = None) -> list[str]:
+    """What happened at a global step, at every shard: each has a clock of its own.
+
+    Raises:
+        ConfigError: No shard's clock has been there; the message says how far they are.
+    """
+    logs = [s for s in chronicle.shards.values() if shard is None or s.index == shard]
+    reached = [log for log in logs if any(tick.clock >= step for tick in log.ticks)]
+    if step < 1 or not reached:
+        clocks = ", ".join(f"{log.name} at {log.clock}" for log in logs)
+        raise ConfigError(
+            f"no clock on this tape has been at step {step}; they are: {clocks or 'none'}"
+        )
+    options = options_in(chronicle)
+    lines = [f"Global step {step}"]
+    for log in reached:
+        tick = next(tick for tick in log.ticks if tick.clock >= step)
+        lines += ["", _clock(chronicle, log, tick, step, options)]
+        lines += _reports(chronicle, log, tick, step)
+        lines += _rounds(log, tick, step, options)
+    return lines
+
+
+def _clock(
+    chronicle: Chronicle, shard: ShardLog, tick: TickLog, step: int, options: Options | None
+) -> str:
+    text = f"{shard.name}: its clock came to step {step} {when(tick.at, chronicle.began)} into the "
+    text += "run"
+    if tick.clock > tick.before + 1:
+        text += f", in one jump from {tick.before} to {tick.clock}"
+    if tick.setter:
+        text += f", by the report of {tick.setter}"
+        if options is not None:
+            text += f": {_kth(options.quorum, tick.live)}"
+    else:
+        text += f" ({tick.why})"
+    return text + "."
+
+
+def _kth(quorum: int, live: int) -> str:
+    if quorum == 1:
+        return f"the clock is the largest run step of the {live} that were live (K = 1)"
+    return f"the clock is the {quorum}. largest run step of the {live} that were live"
+
+
+def _reports(chronicle: Chronicle, shard: ShardLog, tick: TickLog, step: int) -> list[str]:
+    lines = []
+    for name in sorted(chronicle.learners, key=natural):
+        at = next((at for own, at in shard.reports.get(name, []) if own >= step), None)
+        if at is None:
+            lines.append(f"{BULLET}{name} has not reported step {step} there.")
+            continue
+        seconds = at - tick.at
+        if abs(seconds) < 1e-6:
+            relation = "and set the clock" if name == tick.setter else "at that instant"
+        elif seconds < 0:
+            relation = f"{format_duration(-seconds)} before"
+        else:
+            relation = f"{format_duration(seconds)} later"
+        lines.append(f"{BULLET}{name} reported it {relation}.")
+    return lines
+
+
+def _rounds(shard: ShardLog, tick: TickLog, step: int, options: Options | None) -> list[str]:
+    rounds = [*shard.finished, *shard.open.values(), *shard.lost]
+    lines = []
+    due = [r for r in rounds if r.tick == step]
+    if options is not None:
+        own = [p for p in options.due(step) if options.owner(p) == shard.index]
+        if own:
+            lines.append(f"{BULLET}due: fragment {listing([str(p) for p in own])}.")
+        else:
+            lines.append(f"{BULLET}due: no fragment of this shard.")
+    lines += [f"{BULLET}{_round(round)}." for round in due]
+    at_once = [
+        r
+        for r in rounds
+        if r.opened_at <= tick.at < (r.finished_at or float("inf")) and r not in due
+    ]
+    if at_once:
+        told = listing([f"{r.number} (fragment {r.fragment}, step {r.tick})" for r in at_once])
+        lines.append(f"{BULLET}open besides: {many(len(at_once), 'round')}: {told}.")
+    return lines
+
+
+def _round(round: RoundLog) -> str:
+    text = f"round {round.number} (fragment {round.fragment})"
+    result = round.result
+    if result is None:
+        return f"{text}: not over"
+    seconds = format_duration(result.finished_seconds)
+    if result.verdict == "merged":
+        folded = [p.learner for p in result.participants if p.state == "folded"]
+        return f"{text}: merged after {seconds} from {listing(folded)}, version {result.version}"
+    return f"{text}: given up after {seconds}: {result.reason}"

@@ -1,0 +1,80 @@
+"""How explanations are put: lists of lines, wrapped at the reader's width."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from decoupled_diloco.units import format_duration
+
+BULLET = "- "
+
+
+def wrapped(lines: Iterable[str], width: int) -> str:
+    """Paragraphs and bullets as text of at most so many columns; long words stay whole."""
+    out = []
+    for line in lines:
+        indent = "  " if line.startswith(BULLET) else ""
+        out.append(
+            textwrap.fill(
+                line,
+                width=max(30, width),
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(out)
+
+
+def listing(items: Sequence[str], last: str = "and") -> str:
+    """Items in a sentence.
+
+    >>> listing(["a", "b", "c"]), listing(["a"]), listing([])
+    ('a, b and c', 'a', 'nobody')
+    """
+    if not items:
+        return "nobody"
+    if len(items) == 1:
+        return items[0]
+    return f"{', '.join(items[:-1])} {last} {items[-1]}"
+
+
+def numbers(found: Iterable[int]) -> str:
+    """Which numbers there are, as ranges.
+
+    >>> numbers([1, 2, 3, 7]), numbers([])
+    ('1 to 3, 7', 'none')
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(set(found)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    told = [str(a) if a == b else f"{a} to {b}" for a, b in ranges[:8]]
+    more = [f"and {len(ranges) - 8} more ranges"] if len(ranges) > 8 else []
+    return ", ".join([*told, *more]) or "none"
+
+
+def many(count: int, one: str, more: str = "") -> str:
+    """A count with its noun.
+
+    >>> many(1, "step"), many(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{count} {one if count == 1 else more or one + 's'}"
+
+
+def after(seconds: float) -> str:
+    """A duration after an instant.
+
+    >>> after(0.0), after(0.012)
+    ('at once', 'after 12 ms')
+    """
+    return "at once" if seconds < 5e-4 else f"after {format_duration(seconds)}"
+
+
+def when(at: float, began: float | None) -> str:
+    """An instant of the run in seconds since its first record."""
+    return f"{at - (began or 0.0):.2f} s"
