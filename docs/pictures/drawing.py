@@ -20,7 +20,7 @@ class Drawing:
     def __init__(self, width: int, height: int, title: str) -> None:
         self._parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            'font-family="system-ui, sans-serif" font-size="14">',
+            'font-family="Helvetica, Arial, sans-serif" font-size="14">',
             f"<title>{escape(title)}</title>",
             "<defs>",
             *(_arrow_head(colour) for colour in (GREY, BLUE, GREEN, ORANGE)),

@@ -79,7 +79,7 @@ def _down(drawing: Drawing) -> None:
         y = LANES[name]
         drawing.line([(MERGED, SHARD - 16), (arrives, y + 14)], colour=GREEN, arrow=True)
         drawing.dot(applied, y, GREEN, 6)
-    drawing.text(620, 114, "taken at the next boundary", colour=GREEN, size=13)
+    drawing.text(620, 114, "● taken at the next boundary", colour=GREEN, size=13)
     drawing.text(400, 272, "fragments", colour=BLUE, anchor="end", size=13)
     drawing.text(620, 254, "learner 2 was not asked: its step", colour=GREY, size=13)
     drawing.text(620, 271, "ended after the window had closed", colour=GREY, size=13)

@@ -35,7 +35,7 @@ def _command(name: str, command: Any) -> str:
     context = command.make_context(name, [], resilient_parsing=True)
     usage = " ".join(["ddiloco", name, *command.collect_usage_pieces(context)])
     rows = [_row(each) for each in command.params if not getattr(each, "hidden", False)]
-    table = "\n".join(["| | |", "|---|---|", *rows])
+    table = "\n".join(["| argument or option | meaning |", "|---|---|", *rows])
     text = "\n".join(line.strip() for line in (command.help or "").splitlines())
     return f"## `{name}` {{ #{name} }}\n\n{text}\n\n```text\n{usage}\n```\n\n{table}\n"
 
