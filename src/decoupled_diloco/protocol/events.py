@@ -10,6 +10,7 @@ from decoupled_diloco.protocol.messages import (
     Hello,
     Role,
     ShardAdmitted,
+    StepReport,
     ToLearner,
     ToShard,
     Version,
@@ -59,6 +60,24 @@ class Said:
 
     learner: str
     message: FromLearner
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Step reports that a shell has at hand at once, in the order in which they came.
+
+    As ``Said`` one by one at the same instant, except that rounds and clock are looked at once.
+    """
+
+    reports: tuple[Report, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A learner's step report."""
+
+    learner: str
+    report: StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +165,7 @@ SyncerEvent = (
     | Greeted
     | Heard
     | Said
+    | Reported
     | Disconnected
     | BodyArrived
     | BodySpoiled

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from math import floor
 from typing import Literal, assert_never
 
 from decoupled_diloco.protocol.effects import (
@@ -47,6 +46,7 @@ from decoupled_diloco.protocol.events import (
     Unlinked,
     UploadFailed,
 )
+from decoupled_diloco.protocol.foresight import due_ahead
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState, ShardView, Taken
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
@@ -84,10 +84,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("held < base", "Pull", "keep it until the copy is applied"),
     ("held > base", "Pull", "decline: behind"),
 )
-
-TICKS_MARGIN = 0.5
-"""How far the shard's clock may be from where the learner thinks it is, in ticks. A fragment more
-is snapshotted in vain now and then; one that is missing delays its round by up to a step."""
 
 RETRY_SECONDS = 1.0
 """A whole copy that could not be had is asked for again after this."""
@@ -204,15 +200,15 @@ class LearnerMachine:
         if state.ending and not state.ended:
             state.ended = True
             effects.append(EndTraining("the run's budget is spent"))
-        for index in sorted(state.attention):
+        for index in sorted(state.attention) if state.attention else ():
             view = state.fragments[index]
             if view.staged is not None and self._apply_now(view):
                 effects += self._apply(index, view)
-        if self.role == "learner":
-            ahead = self._due_ahead(now)
+        ahead = due_ahead(self.state, self.options, now) if self.role == "learner" else {}
+        if ahead or state.attention:
             for index in sorted(state.attention | ahead.keys()):
                 effects += self._snapshot(index, state.fragments[index], ahead.get(index))
-        state.look_away()
+            state.look_away()
         return effects + self._over_if_done()
 
     def _over_if_done(self) -> list[LearnerEffect]:
@@ -283,7 +279,7 @@ class LearnerMachine:
         self, index: int, view: FragmentView, ahead: tuple[int, int] | None
     ) -> list[LearnerEffect]:
         """The snapshot that a pull waits for, or that will be due before the next boundary."""
-        if view.held is None:
+        if view.held is None or self.role == "observer":
             return []
         steps = self.state.steps_of(view)
         if view.accepted is not None or view.sent is not None:
@@ -308,37 +304,6 @@ class LearnerMachine:
         steps, tokens = state.steps_of(view), state.tokens_of(view)
         view.snapshot = Taken(state.step, view.held, steps, tokens, first, last)
         return [Snapshot(index, view.held, self.state.step, why)]
-
-    def _due_ahead(self, now: float) -> dict[int, tuple[int, int]]:
-        """Fragments that will be due before the next boundary, each with the ticks ahead."""
-        found: dict[int, tuple[int, int]] = {}
-        due, owner = self.options.due, self.options.owner
-        for shard in range(len(self.state.shards)):
-            first, last = ahead = self._ticks_ahead(now, shard)
-            for tick in range(first, last + 1):
-                for index in due(tick):
-                    if owner(index) == shard:
-                        found[index] = ahead
-        return found
-
-    def _ticks_ahead(self, now: float, shard: int) -> tuple[int, int]:
-        """The ticks that the shard's clock will pass before this learner's next boundary."""
-        link = self.state.shards[shard]
-        if link.offset is None:
-            return (0, -1)
-        own = link.offset + self.state.step
-        tick_seconds = link.tick_seconds.value or 0.0
-        if self.options.wait == "at_overlap":
-            return (own, own)  # nobody is ahead of anybody: exactly the step that is due
-        if link.clock_at is None or tick_seconds <= 0:
-            return (own, own)
-        clock = link.clock + (now - link.clock_at) / tick_seconds
-        if self.options.quorum == 1:
-            clock = max(clock, float(own))  # this step's report moves the clock at least so far
-        ahead = float(self.state.step_seconds) / tick_seconds
-        first = floor(clock - TICKS_MARGIN)
-        last = floor(clock + ahead + TICKS_MARGIN)
-        return (first, min(last, first + self.options.period - 1))
 
     def _send(self, index: int, view: FragmentView, pull: Pull) -> list[LearnerEffect]:
         assert view.snapshot is not None
@@ -382,6 +347,8 @@ class LearnerMachine:
                     view.owed_at = self.state.step
 
     def _hold_or_release(self) -> list[LearnerEffect]:
+        if self.options.wait == "never":
+            return []
         owed = self._owed()
         if owed and not self.state.holding:
             self.state.holding = True

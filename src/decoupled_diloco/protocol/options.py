@@ -75,7 +75,12 @@ class Options:
 
     def due(self, step: int) -> tuple[int, ...]:
         """The fragments that are due at a global step."""
-        return _due(self.fragments, self.period)[step % self.period]
+        return self.due_by_phase[step % self.period]
+
+    @property
+    def due_by_phase(self) -> tuple[tuple[int, ...], ...]:
+        """The fragments that are due at each phase of the period."""
+        return _due(self.fragments, self.period)
 
 
 @cache

@@ -16,7 +16,6 @@ members, rounds or the fill.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import assert_never
 
 from decoupled_diloco.protocol import syncer_fill, syncer_rounds
@@ -44,6 +43,8 @@ from decoupled_diloco.protocol.events import (
     Merged,
     MergeFailed,
     Ordered,
+    Report,
+    Reported,
     Said,
     SyncerEvent,
     TermGranted,
@@ -83,7 +84,6 @@ from decoupled_diloco.protocol.messages import (
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.rounds import Round
 from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
@@ -185,27 +185,11 @@ class SyncerMachine:
             assert round.base == state.fragments[fragment].version
             assert round.version is None or round.version > round.base, "a version goes back"
             assert round.settled_at is None or not round.count("waiting")
-            self._check_counts(round)
+            state.check_counts(round)
         for learner, member in state.members.items():
             assert member.learner == learner
             assert state.identities[learner].epoch == member.epoch, "an old epoch is live"
         assert all(missed > 0 for f in state.fragments.values() for missed in f.missed.values())
-
-    def _check_counts(self, round: Round) -> None:
-        """What is counted as it changes is what counting afresh would find."""
-        state, asks = self.state, round.asks.values()
-        asked = [ask for ask in asks if ask.state != "gone"]
-        stepping = [member.learner for member in state.stepping]
-        waiting = [ask for ask in asks if ask.state == "waiting"]
-        assert +round.states == Counter(ask.state for ask in asks)
-        assert round.asked_live == sum(ask.learner in state.members for ask in asked)
-        assert round.asked_stepping == sum(ask.learner in stepping for ask in asked)
-        assert state.members_stepping == len(stepping)
-        assert round.hasty_waiting == sum(not ask.patient for ask in waiting)
-        deadline = min((ask.deadline for ask in waiting), default=None)
-        assert round.next_upload_deadline() == deadline
-        fastest = min((m.step_seconds for m in state.members.values() if m.step_seconds), default=0)
-        assert state.step_seconds <= fastest
 
     # ---- events
 
@@ -229,6 +213,8 @@ class SyncerMachine:
             case Said(learner, message):
                 self._renew(now, learner)
                 return self._said(now, learner, message)
+            case Reported(reports):
+                return self._reported_together(now, reports)
             case Disconnected(learner):
                 return self._disconnected(now, learner)
             case BodyArrived():
@@ -388,6 +374,15 @@ class SyncerMachine:
             entry.awaited.discard(member.learner)
             self.state.timing.broadcast.update(now - entry.published_at)
 
+    def _reported_together(self, now: float, reports: tuple[Report, ...]) -> list[SyncerEffect]:
+        effects: list[SyncerEffect] = []
+        for item in reports:
+            member = self.state.members.get(item.learner)
+            if member is not None:
+                self._renew_lease(member, now)
+                effects += self._reported(now, member, item.report)
+        return effects
+
     def _reported(self, now: float, member: Member, report: StepReport) -> list[SyncerEffect]:
         state, known = self.state, self.state.identities[member.learner]
         problem = report_problem(member.step, report.step, known.tokens, report.tokens)
@@ -401,7 +396,8 @@ class SyncerMachine:
         if report.seconds > 0.0:  # nothing is known after a first step
             member.step_seconds = report.seconds
             state.hear_step_seconds(report.seconds)
-        known.tokens = max(known.tokens, report.tokens)
+        if report.tokens > known.tokens:
+            known.tokens = report.tokens
         self._advance_step(member, report.step)
         effects: list[SyncerEffect] = []
         for round in state.rounds.values():
@@ -528,14 +524,20 @@ class SyncerMachine:
 
     def _renew(self, now: float, learner: str) -> None:
         member = self.state.members.get(learner)
-        if member is not None and member.connected:
-            member.lease_until = max(member.lease_until, now + LEASE_SECONDS)
+        if member is not None:
+            self._renew_lease(member, now)
+
+    def _renew_lease(self, member: Member, now: float) -> None:
+        if member.connected:
+            if member.lease_until < now + LEASE_SECONDS:
+                member.lease_until = now + LEASE_SECONDS
             self._look_at_leases(member.lease_until)
 
     def _look_at_leases(self, instant: float) -> None:
         """Leases are looked at no later than this; renewals do not move the instant back."""
         check_at = self.state.lease_check_at
-        self.state.lease_check_at = instant if check_at is None else min(check_at, instant)
+        if check_at is None or instant < check_at:
+            self.state.lease_check_at = instant
 
     def _ticked(self, now: float) -> list[SyncerEffect]:
         state = self.state
@@ -568,7 +570,8 @@ class SyncerMachine:
             round.went(learner, stepping=stepping)
         del state.members[learner]
         state.members_stepping -= stepping
-        state.find_step_seconds()
+        if member.step_seconds <= state.step_seconds:
+            state.find_step_seconds()
         effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
         effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))
         for round in state.rounds.values():
@@ -579,6 +582,8 @@ class SyncerMachine:
             fragment.missed.pop(learner, None)
             fragment.awaited.discard(learner)
         effects += syncer_fill.member_gone(state, learner)
+        if state.phase in ("swept", "finished"):
+            return effects  # all steps are made: the clock stands
         rest = [m.run_step for m in state.members.values()]
         by = shift_after_leave(state.clock, rest, options.quorum)
         if by:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -142,3 +143,19 @@ class SyncerState:
         """Finds ξ_step anew: the fastest learner may have gone, or become slower."""
         known = [m.step_seconds for m in self.members.values() if m.step_seconds > 0.0]
         self.step_seconds = min(known, default=0.0)
+
+    def check_counts(self, round: Round) -> None:
+        """Asserts that what is counted as it changes is what counting afresh finds."""
+        asks = round.asks.values()
+        asked = [ask for ask in asks if ask.state != "gone"]
+        waiting = [ask for ask in asks if ask.state == "waiting"]
+        stepping = [member.learner for member in self.stepping]
+        assert +round.states == Counter(ask.state for ask in asks)
+        assert round.asked_live == sum(ask.learner in self.members for ask in asked)
+        assert round.asked_stepping == sum(ask.learner in stepping for ask in asked)
+        assert self.members_stepping == len(stepping)
+        assert round.hasty_waiting == sum(not ask.patient for ask in waiting)
+        deadline = min((ask.deadline for ask in waiting), default=None)
+        assert round.next_upload_deadline() == deadline
+        fastest = min((m.step_seconds for m in self.members.values() if m.step_seconds), default=0)
+        assert self.step_seconds <= fastest

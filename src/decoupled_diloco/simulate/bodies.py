@@ -303,7 +303,7 @@ class LineageShard:
         self.versions: dict[int, Version] = {}
         self.before: dict[int, Difference] = {}
         self.received: dict[int, Value] = {}
-        self.folded: dict[tuple[int, int], list[Delta]] = {}
+        self.folded: dict[tuple[int, int], dict[Life, int]] = {}
 
     def load(self, fragment: int) -> str:
         """See `ShardBodies.load`."""
@@ -332,9 +332,9 @@ class LineageShard:
         assert delta.fragment == fragment
         assert delta.base == value.number, "a contribution is folded onto the copy it started from"
         assert delta.first >= value.merged.get(delta.life, 0), f"{delta} would be merged twice"
-        folded = self.folded.setdefault((round, fragment), [])
-        assert delta.life not in [other.life for other in folded], "folded twice in one round"
-        folded.append(delta)
+        folded = self.folded.setdefault((round, fragment), {})
+        assert delta.life not in folded, "folded twice in one round"
+        folded[delta.life] = delta.last
 
     def abandon(self, round: int, fragment: int) -> None:
         """See `ShardBodies.abandon`."""
@@ -345,9 +345,7 @@ class LineageShard:
         assert self.versions[fragment] == base, "a merge starts from the current version"
         assert version > base
         before = self.values[fragment]
-        merged = dict(before.merged)
-        for delta in self.folded.pop((round, fragment)):
-            merged[delta.life] = delta.last
+        merged = before.merged | self.folded.pop((round, fragment))
         value = self.bodies.new_value(fragment, merged)
         self.values[fragment], self.versions[fragment] = value, version
         self.before[fragment] = Difference(before.number, value)

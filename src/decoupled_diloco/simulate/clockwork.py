@@ -69,7 +69,9 @@ class Clockwork:
     def at(self, instant: float, function: Callable[..., None], *arguments: Any) -> None:
         """Plans a callback of the world itself."""
         self._planned += 1
-        heapq.heappush(self._queue, (max(instant, self.now), self._planned, function, arguments))
+        if instant < self.now:
+            instant = self.now
+        heapq.heappush(self._queue, (instant, self._planned, function, arguments))
 
     def after(self, seconds: float, function: Callable[..., None], *arguments: Any) -> None:
         """Plans a callback of the world itself, some seconds from now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
@@ -49,12 +50,14 @@ class CoordinatorProcess(Shell):
         super().__init__(world, "coordinator")
         self.durable: CoordinatorState | None = None
         self.guests: dict[int, Join | ShardHello] = {}
+        self.visits: Counter[tuple[str, str]] = Counter()
         self.shards: dict[int, Connection] = {}
 
     def begin(self) -> None:
         """Starts, or starts again from what is durable."""
         super().begin()
         self.guests.clear()
+        self.visits.clear()
         self.shards.clear()
         self.machine = CoordinatorMachine(
             self.world.options, weights_from_file=self.world.weights_from_file
@@ -66,6 +69,7 @@ class CoordinatorProcess(Shell):
         """A message of a learner, an observer or a shard."""
         if isinstance(message, Join):
             self.guests[connection.number] = message
+            self.visits[message.learner, message.nonce] += 1
             self.tell(
                 JoinAsked(
                     connection.number, message.learner, message.nonce, message.role, LAYOUT, ""
@@ -88,8 +92,8 @@ class CoordinatorProcess(Shell):
                 del self.shards[guest.shard]
                 self.tell(ShardGone(guest.shard))
         elif guest is not None and guest.role == "learner":
-            again = [g for g in self.guests.values() if isinstance(g, Join)]
-            if not any((g.learner, g.nonce) == (guest.learner, guest.nonce) for g in again):
+            self._uncount(guest)
+            if not self.visits[guest.learner, guest.nonce]:
                 self.tell(LearnerGone(guest.learner, guest.nonce))
 
     def carry_out(self, effect: CoordinatorEffect) -> None:
@@ -107,7 +111,9 @@ class CoordinatorProcess(Shell):
             case Deny(number, reason, retry):
                 connection = self.connections.get(number)
                 self._answer(number, JoinRefused(reason, retry))
-                self.guests.pop(number, None)
+                guest = self.guests.pop(number, None)
+                if isinstance(guest, Join):
+                    self._uncount(guest)
                 if connection is not None:
                     connection.close(self)
             case AdmitShard(shard, term, begun):
@@ -117,6 +123,9 @@ class CoordinatorProcess(Shell):
                 self._order(shard, message)
             case AdoptLayout() | Note():
                 pass
+
+    def _uncount(self, guest: Join) -> None:
+        self.visits[guest.learner, guest.nonce] -= 1
 
     def _answer(self, number: int, message: Any) -> None:
         connection = self.connections.get(number)

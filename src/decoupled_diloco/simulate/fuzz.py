@@ -134,6 +134,7 @@ def draw(seed: int) -> Scenario:
         mishaps=mishaps,
         weights_from_file=choices.chance(0.2),
         fragment_bytes=[choices.integer(10, 1000) for _ in range(options.fragments)],
+        inbox_seconds=choices.fork("inbox").pick([0.0, 0.0, 0.02, 0.3]),
     )
     mean = choices.pick([2.0, 5.0, 15.0, 1000.0])
     faults = random_faults(choices.fork("faults"), world, until=faulty, mean_seconds=mean)

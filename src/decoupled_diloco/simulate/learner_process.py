@@ -37,10 +37,13 @@ from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.messages import (
     Admitted,
     Copy,
+    FromLearner,
+    Hello,
     Join,
     JoinRefused,
     Leave,
     Role,
+    StepReport,
     Upload,
 )
 from decoupled_diloco.simulate.bodies import Body, LearnerBodies
@@ -97,6 +100,7 @@ class LearnerProcess(Shell):
             world.shared_links.setdefault(spec.shared_link, own) if spec.shared_link else own
         )
         self.slowness = 1.0
+        self.is_observer = spec.role == "observer"
         self.over = False
         self.expelled = ""
         self.shards: dict[int, Connection] = {}
@@ -184,7 +188,7 @@ class LearnerProcess(Shell):
         self._start_step()
 
     def _start_step(self) -> None:
-        if self.held or self.stopped or self.stepping or self.spec.role == "observer":
+        if self.held or self.stopped or self.stepping or self.is_observer:
             return
         self.stepping = True
         seconds = self.spec.step_seconds * self.slowness
@@ -200,8 +204,8 @@ class LearnerProcess(Shell):
 
     def after(self, event: Any) -> None:
         """While the loop stands still, every event may bring something to do."""
-        idle = self.held or self.stopped or self.spec.role == "observer"
-        if not isinstance(event, Paused | StepFinished) and idle and self.machine.state.ready:
+        idle = self.held or self.stopped or self.is_observer
+        if idle and not isinstance(event, Paused | StepFinished) and self.machine.state.ready:
             self.tell(Paused())
 
     # ---- orders
@@ -209,6 +213,9 @@ class LearnerProcess(Shell):
     def carry_out(self, effect: LearnerEffect) -> None:
         """Carries one order out."""
         match effect:
+            case Say(shard, message):
+                if shard in self.shards:
+                    self._say(shard, message)
             case Snapshot(fragment, base, step):
                 self.bodies.snapshot(fragment, base, step)
             case Apply(fragment, version, mode, discarded):
@@ -216,9 +223,6 @@ class LearnerProcess(Shell):
                 self.bodies.apply(fragment, version, mode, discarded)
             case Relabel(fragment, version):
                 self.bodies.relabel(fragment, version)
-            case Say(shard, message):
-                if shard in self.shards:
-                    self.shards[shard].send(self, message)
             case SendBody():
                 self._send_body(effect)
             case SendCopy():
@@ -254,6 +258,14 @@ class LearnerProcess(Shell):
         self.over = True
         self.world.left(self)
         self.leave("the run is over")
+
+    def _say(self, shard: int, message: FromLearner | Hello) -> None:
+        connection = self.shards[shard]
+        if self.world.inbox_seconds and isinstance(message, StepReport):
+            if connection.open[self.name]:
+                self.world.shards[shard].post(connection, message)
+        else:
+            connection.send(self, message)
 
     def _send_body(self, order: SendBody) -> None:
         body = self.bodies.encode(

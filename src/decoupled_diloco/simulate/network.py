@@ -76,6 +76,27 @@ class Connection:
         if self.open[sender.name]:
             self._carry(self.other(sender), self._arrived, message)
 
+    def delay(self) -> float:
+        """One way, seconds."""
+        return self.network.delay(*self.ends)
+
+    def arrives(self, end: Endpoint, instant: float) -> float:
+        """When what is sent now may arrive at the earliest: not before what was sent earlier."""
+        earlier = self._arrives_at[end.name]
+        if instant < earlier:
+            return earlier
+        self._arrives_at[end.name] = instant
+        return instant
+
+    def deliver(self, end: Endpoint, message: Any) -> None:
+        """A message has come as far as this end."""
+        self._reach(end, self._arrived, message)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether what is under way does not get through at present."""
+        return bool(self._stalled) or self.network.is_cut(*self.ends)
+
     def close(self, closer: Endpoint) -> None:
         """This end is done; what it has sent before still arrives, then the other end knows."""
         if self.open[closer.name]:
@@ -109,15 +130,13 @@ class Connection:
 
     def _carry(self, end: Endpoint, function: Callable[..., None], message: Any) -> None:
         clockwork = self.network.clockwork
-        instant = clockwork.now + self.network.delay(*self.ends)
-        instant = max(instant, self._arrives_at[end.name])
-        self._arrives_at[end.name] = instant
+        instant = self.arrives(end, clockwork.now + self.delay())
         clockwork.at(instant, self._reach, end, function, message)
 
     def _reach(self, end: Endpoint, function: Callable[..., None], message: Any) -> None:
         if self.broken or not self.open[end.name]:
             return
-        if self._stalled or self.network.is_cut(*self.ends):
+        if self.is_stalled:
             self._stalled.append((end, (function, message)))
             return
         end.run(end.life, False, function, (end, message))

@@ -39,6 +39,8 @@ from decoupled_diloco.protocol.events import (
     Merged,
     MergeFailed,
     Ordered,
+    Report,
+    Reported,
     Said,
     TermGranted,
     WeightsLoaded,
@@ -49,6 +51,7 @@ from decoupled_diloco.protocol.messages import (
     Refusal,
     ShardAdmitted,
     ShardHello,
+    StepReport,
     Upload,
 )
 from decoupled_diloco.protocol.syncer import SyncerMachine
@@ -87,6 +90,8 @@ class ShardProcess(Shell):
         self.bound: dict[str, Connection] = {}
         self.who: dict[int, tuple[str, int]] = {}
         self.expected: dict[str, Expected] = {}
+        self.paths: dict[tuple[Any, ...], str] = {}
+        self.inboxes: dict[float, list[tuple[Connection, StepReport]]] = {}
         self.bodies_here: dict[tuple[int, str], Body] = {}
         self.worker_free_at = 0.0
 
@@ -96,6 +101,7 @@ class ShardProcess(Shell):
         self.bound.clear()
         self.who.clear()
         self.expected.clear()
+        self.paths.clear()
         self.bodies_here.clear()
         self.worker_free_at = 0.0
         options = self.world.options
@@ -132,6 +138,31 @@ class ShardProcess(Shell):
             else:
                 self.tell(Said(learner, message))
 
+    def post(self, connection: Connection, report: StepReport) -> None:
+        """A learner sends a step report to a shard that looks into its inbox now and then."""
+        clockwork, seconds = self.world.clockwork, self.world.inbox_seconds
+        arrives_at = clockwork.now + connection.delay()
+        instant = connection.arrives(self, (arrives_at // seconds + 1) * seconds)
+        inbox = self.inboxes.get(instant)
+        if inbox is None:
+            inbox = self.inboxes[instant] = []
+            clockwork.at(instant, self._look_into_inbox, instant)
+        inbox.append((connection, report))
+
+    def _look_into_inbox(self, instant: float) -> None:
+        inbox = self.inboxes.pop(instant)
+        who, bound = self.who, self.bound
+        reports = []
+        for connection, report in inbox:
+            if self.paused or connection.is_stalled:
+                connection.deliver(self, report)
+            elif connection.open[self.name] and not connection.broken:
+                learner = who[connection.number][0] if connection.number in who else ""
+                if bound.get(learner) is connection:
+                    reports.append(Report(learner, report))
+        if self.alive and reports:
+            self.tell(Reported(tuple(reports)))
+
     def lost(self, connection: Connection) -> None:
         """A connection is gone."""
         if connection is self.coordinator_link:
@@ -166,25 +197,21 @@ class ShardProcess(Shell):
         return True
 
     def _announced(self, learner: str, message: Upload | Copy) -> None:
-        for path, expected in list(self.expected.items()):
-            order = expected.order
-            mine = (
-                (order.round, order.ask) == (message.round, message.ask)
-                if isinstance(order, Expect) and isinstance(message, Upload)
-                else isinstance(order, ExpectCopy)
-                and isinstance(message, Copy)
-                and order.attempt == message.attempt
-            )
-            if expected.learner == learner and mine and order.fragment == message.fragment:
-                expected.announced = message
-                self._join(path, expected)
-                return
+        path = self.paths.get(_key(learner, message))
+        if path is not None and path in self.expected:
+            self.expected[path].announced = message
+            self._join(path, self.expected[path])
+
+    def _no_longer_expected(self, path: str) -> None:
+        expected = self.expected.pop(path, None)
+        if expected is not None:
+            self.paths.pop(_key(expected.learner, expected.order), None)
 
     def _join(self, path: str, expected: Expected) -> None:
         announced, body, order = expected.announced, expected.body, expected.order
         if announced is None or body is None:
             return
-        del self.expected[path]
+        self._no_longer_expected(path)
         wrong = "another digest" if announced.digest != body.digest else ""
         wrong = "spoiled" if self.choices.chance(self.world.spoil) else wrong
         if isinstance(announced, Upload):
@@ -248,8 +275,9 @@ class ShardProcess(Shell):
                 if learner in self.bound:
                     epoch = self.who[self.bound[learner].number][1]
                     self.expected[path] = Expected(learner, epoch, effect)
+                    self.paths[_key(learner, effect)] = path
             case Unexpect(path):
-                self.expected.pop(path, None)
+                self._no_longer_expected(path)
             case Fold(number, fragment, learner, steps, tokens):
                 body = self.bodies_here.pop((number, learner))
                 self.bodies.fold(number, fragment, learner, body, steps, tokens)
@@ -274,6 +302,7 @@ class ShardProcess(Shell):
                     self.coordinator_link.send(self, message)
             case Stop():
                 self.finished = True
+                self.world.shards_finished += 1
                 self.end()
             case RoundOpened() | RoundFinished() | ClockAdvanced() | Note():
                 pass
@@ -306,3 +335,10 @@ class ShardProcess(Shell):
     def _load(self) -> None:
         owned = self.world.options.owned(self.shard)
         self.tell(WeightsLoaded(tuple((p, self.bodies.load(p)) for p in owned)))
+
+
+def _key(learner: str, of: Expect | ExpectCopy | Upload | Copy) -> tuple[Any, ...]:
+    """What an order to expect a body and the body's announcement have in common."""
+    if isinstance(of, Expect | Upload):
+        return (learner, of.fragment, "contribution", of.round, of.ask)
+    return (learner, of.fragment, "copy", of.attempt)

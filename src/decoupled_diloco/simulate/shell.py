@@ -56,10 +56,12 @@ class Shell(Endpoint):
             return
         if self.world.swaps:
             self.machine = self.reborn()
-        life, machine = self.life, self.machine
-        effects = machine.handle(self.now, event)
-        self.world.happened(self, event, effects)
-        if self.world.checks:
+        world, life, machine = self.world, self.life, self.machine
+        effects = machine.handle(world.clockwork.now, event)
+        world.events += 1
+        if world.recorders:
+            world.happened(self, event, effects)
+        if world.checks:
             machine.check()
         for effect in effects:
             if self.alive and self.life == life and self.machine is machine:
@@ -89,7 +91,7 @@ class Shell(Endpoint):
                 self._tick_at = deadline
                 late = self.choices.uniform(0.0, 0.01) if self.choices.chance(0.3) else 0.0
                 self.world.clockwork.timer(self, deadline + late, self._wake, deadline)
-        if self.choices.chance(self.world.spurious_ticks):
+        if self.world.spurious_ticks and self.choices.chance(self.world.spurious_ticks):
             self.later(self.choices.exponential(0.2), self._spurious)
 
     def _wake(self, planned: float) -> None:

@@ -70,6 +70,7 @@ class World:
         merge_seconds: how long the merge worker takes.
         checks: assert every invariant of a machine after each of its events; that looks at all
             learners each time, so it is left out where there are thousands.
+        inbox_seconds: how often a shard looks into its inbox for step reports; 0: each at once.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class World:
         weights_from_file: bool = False,
         merge_seconds: float = 0.002,
         checks: bool = True,
+        inbox_seconds: float = 0.0,
     ) -> None:
         mishaps = mishaps or Mishaps()
         self.options = options
@@ -96,11 +98,13 @@ class World:
         self.weights_from_file = weights_from_file
         self.merge_seconds = merge_seconds
         self.checks = checks
+        self.inbox_seconds = inbox_seconds
         self.spurious_ticks = mishaps.spurious_ticks
         self.spoil = mishaps.spoil
         self.merge_fails = mishaps.merge_fails
         self.crash_after_persist = mishaps.crash_after_persist
         self.events = 0
+        self.shards_finished = 0
         self.swaps = False
         self.recorders: list[Recorder] = [] if recorder is None else [recorder]
         self.watchers: list[Watcher] = []
@@ -123,7 +127,7 @@ class World:
     @property
     def finished(self) -> bool:
         """Whether every shard has stopped of itself."""
-        return all(shard.finished for shard in self.shards)
+        return self.shards_finished == len(self.shards)
 
     @property
     def processes(self) -> list[Shell]:
@@ -195,8 +199,7 @@ class World:
     # ---- told by the processes
 
     def happened(self, process: Shell, event: Any, effects: Sequence[Any]) -> None:
-        """A machine has handled an event."""
-        self.events += 1
+        """A machine has handled an event: for the tape."""
         for recorder in self.recorders:
             recorder(process.name, self.now, event, effects)
 

@@ -8,7 +8,15 @@ import pytest
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Accept, ClockAdvanced, Evict, Merge, Reject, Send
-from decoupled_diloco.protocol.events import Disconnected, Greeted, Heard, Said, Tick
+from decoupled_diloco.protocol.events import (
+    Disconnected,
+    Greeted,
+    Heard,
+    Report,
+    Reported,
+    Said,
+    Tick,
+)
 from decoupled_diloco.protocol.membership import LEASE_SECONDS, RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
     Hello,
@@ -244,3 +252,20 @@ def test_a_first_report_without_a_duration_is_not_a_duration_of_zero(shard_bench
     bench.step("a", seconds=2.0)
     bench.step("b", seconds=0.0)
     assert bench.machine.state.step_seconds == 2.0
+
+
+def test_reports_that_come_together_are_reports_one_by_one(shard_bench: Any) -> None:
+    reports = [("a", 1), ("b", 1), ("a", 2), ("c", 1), ("gone", 7)]
+    together, apart = (
+        shard_bench("a", "b", "c", fragments=2, period=2, quorum=2) for _ in range(2)
+    )
+    said = [Report(name, StepReport(step, 8 * step, 0.5)) for name, step in reports]
+    together.told(Reported(tuple(said)), 1.0)
+    for item in said:
+        apart.told(Said(item.learner, item.report), 1.0)
+
+    assert together.machine.state.clock == apart.machine.state.clock == 1
+    assert together.machine.state.tokens == apart.machine.state.tokens == 8 * (2 + 1 + 1)
+    assert together.machine.state.members == apart.machine.state.members
+    opened_at_once = set(apart.machine.state.rounds[1].asks)
+    assert opened_at_once <= set(together.machine.state.rounds[1].asks) == {"a", "b", "c"}
