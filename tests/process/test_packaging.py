@@ -113,14 +113,23 @@ def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_pat
 
 
 @pytest.mark.parametrize("command", [["ddiloco"], ["python", "-m", "decoupled_diloco"]])
-def test_the_recipes_are_listed_and_printed(
-    installed: Environment, tmp_path: Path, command: list[str]
+@pytest.mark.parametrize("kind", ["recipes", "scenarios"])
+def test_what_is_shipped_is_listed_and_printed(
+    installed: Environment, tmp_path: Path, command: list[str], kind: str
 ) -> None:
-    listed = installed.run(*command, "recipes", cwd=tmp_path).stdout.splitlines()
-    names = [line.partition("\t")[0] for line in listed]
-    assert names == sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
-    printed = installed.run(*command, "recipes", "quickstart", cwd=tmp_path).stdout
-    assert printed == (ROOT / "recipes" / "quickstart.toml").read_text()
+    files = {path.stem: path for path in (ROOT / kind).glob("*.toml")}
+    listed = installed.run(*command, kind, cwd=tmp_path).stdout.splitlines()
+    assert [line.partition("\t")[0] for line in listed] == sorted(files)
+    name = sorted(files)[0]
+    printed = installed.run(*command, kind, name, cwd=tmp_path).stdout
+    assert printed == files[name].read_text()
+
+
+def test_a_shipped_scenario_finds_its_recipe(installed: Environment, tmp_path: Path) -> None:
+    short = ["--protocol-only", "--set", "run.budget_steps=24"]
+    done = installed.run("ddiloco", "simulate", "mixed-speeds", *short, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of virtual time in" in done.stdout
 
 
 def test_a_file_goes_before_a_shipped_recipe(installed: Environment, tmp_path: Path) -> None:

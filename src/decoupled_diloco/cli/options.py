@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from decoupled_diloco.config.shipped import find_shipped, shipped, title_of
+from decoupled_diloco.config.shipped import Kind, find_shipped, shipped, title_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,9 +22,18 @@ TITLE_WIDTH_MAX = 60
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
     """The shipped recipes that begin so, for the shell; files complete when there is none."""
+    return _complete("recipes", incomplete)
+
+
+def complete_scenario(incomplete: str) -> list[tuple[str, str]]:
+    """The shipped scenarios that begin so, for the shell; files complete when there is none."""
+    return _complete("scenarios", incomplete)
+
+
+def _complete(kind: Kind, incomplete: str) -> list[tuple[str, str]]:
     return [
         (name, shorten(title_of(path), TITLE_WIDTH_MAX, placeholder=" …"))
-        for name, path in shipped("recipes").items()
+        for name, path in shipped(kind).items()
         if name.startswith(incomplete)
     ]
 

@@ -1,4 +1,4 @@
-"""`ddiloco recipes`: what `ddiloco train` can be given by name."""
+"""`ddiloco recipes` and `ddiloco scenarios`: what `train` and `simulate` can be given by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from decoupled_diloco.cli.options import complete_recipe, make_console
-from decoupled_diloco.config.shipped import find_shipped, shipped, title_of
+from decoupled_diloco.cli.options import complete_recipe, complete_scenario, make_console
+from decoupled_diloco.config.shipped import Kind, find_shipped, shipped, title_of
 
 
 def recipes(
@@ -16,14 +16,28 @@ def recipes(
         typer.Argument(metavar="[NAME]", help="Print this one.", autocompletion=complete_recipe),
     ] = None,
 ) -> None:
-    """The recipes that come with the package; with a name, that one's text.
+    """The recipes that come with the package, for `ddiloco train`; with a name, that one's text.
 
     `ddiloco recipes quickstart > mine.toml` is the beginning of one's own.
     """
+    _tell("recipes", name)
+
+
+def scenarios(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Print this one.", autocompletion=complete_scenario),
+    ] = None,
+) -> None:
+    """The scenarios that come with the package, for `ddiloco simulate`; with a name, that one's."""
+    _tell("scenarios", name)
+
+
+def _tell(kind: Kind, name: str | None) -> None:
     if name is None:
-        _print_list({name: title_of(path) for name, path in shipped("recipes").items()})
+        _print_list({name: title_of(path) for name, path in shipped(kind).items()})
     else:
-        typer.echo(find_shipped("recipes", name).read_text(encoding="utf-8"), nl=False)
+        typer.echo(find_shipped(kind, name).read_text(encoding="utf-8"), nl=False)
 
 
 def _print_list(titles: dict[str, str]) -> None:

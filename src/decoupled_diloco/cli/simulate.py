@@ -15,11 +15,12 @@ from decoupled_diloco.cli.options import (
     INTERRUPTED,
     Sets,
     complete_recipe,
+    complete_scenario,
     exit_with,
     fail,
     make_console,
 )
-from decoupled_diloco.config.shipped import find_shipped, shipped, title_of
+from decoupled_diloco.config.shipped import find_shipped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,12 +39,6 @@ def _find_scenario(name: str) -> Path:
 
 def _find_recipe(name: str) -> Path:
     return find_shipped("recipes", name)
-
-
-def complete_scenario(incomplete: str) -> list[tuple[str, str]]:
-    """The shipped scenarios that begin so, for the shell."""
-    known = shipped("scenarios").items()
-    return [(name, title_of(path)) for name, path in known if name.startswith(incomplete)]
 
 
 def simulate(
@@ -92,7 +87,6 @@ def simulate(
 def simulate_training(scenario: Scenario, console: Console) -> int:
     """Simulates with tensors; returns the exit code."""
     from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
-    from decoupled_diloco.config import dump_config
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.observe.progress import Progress
     from decoupled_diloco.simulate.simulation import Simulation
@@ -100,7 +94,7 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
     config = scenario.config
     started = time.monotonic()
     with RunFolder(Path(config.run.folder)) as folder, _noticing_interrupts() as interrupted:
-        (folder.path / "run.toml").write_text(dump_config(config), encoding="utf-8")
+        _keep_settings(scenario, folder.path)
         simulation = Simulation(scenario, folder.path)
         console.print(
             f"simulating {config.run.name} in virtual time: {config.run.learners} learners, "
@@ -131,7 +125,6 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
 def simulate_protocol(scenario: Scenario, tape: Path | None, console: Console) -> int:
     """Simulates without tensors; returns the exit code."""
     from decoupled_diloco.cli.outcome import reader_may_be_gone
-    from decoupled_diloco.config import dump_config
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.simulate.protocol_run import ProtocolRun
 
@@ -140,7 +133,7 @@ def simulate_protocol(scenario: Scenario, tape: Path | None, console: Console) -
         interrupted = stack.enter_context(_noticing_interrupts())
         if tape is not None:
             folder = stack.enter_context(RunFolder(tape))
-            (folder.path / "run.toml").write_text(dump_config(config), encoding="utf-8")
+            _keep_settings(scenario, folder.path)
         run = ProtocolRun(scenario, tape)
         console.print(
             f"simulating the protocol of {config.run.name} in virtual time: "
@@ -157,6 +150,15 @@ def simulate_protocol(scenario: Scenario, tape: Path | None, console: Console) -
         if not run.finished:
             _tell_unfinished(run.reason, console)
     return 0 if run.finished else _code(run.reason)
+
+
+def _keep_settings(scenario: Scenario, folder: Path) -> None:
+    """The resolved run and the resolved scenario; both run again."""
+    from decoupled_diloco.config import dump_config
+    from decoupled_diloco.simulate.scenario import dump_scenario
+
+    (folder / "run.toml").write_text(dump_config(scenario.config), encoding="utf-8")
+    (folder / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
 
 
 def _tell_unfinished(reason: str, console: Console) -> None:
