@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.observe.history import (
     Evaluation,
     LearnerHistory,
@@ -54,6 +54,9 @@ from decoupled_diloco.protocol.events import StepFinished, TermGranted
 OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
 """Processes that are neither learners nor shards."""
 
+PROBLEMS_MAX = 10
+"""No more torn lines than this are named one by one."""
+
 _LOOKED_AT = frozenset(
     cls.__name__
     for cls in (
@@ -93,8 +96,21 @@ def read_history(path: str | Path) -> RunHistory:
     """
     reader = TapeReader(path)
     history = build_history(reader)
-    history.problems[:0] = reader.problems
+    if reader.problems and not history.records:
+        raise StorageError(
+            f"{path} is no event tape: none of its lines can be read, the first one: "
+            f"{reader.problems[0]}"
+        )
+    history.problems[:0] = _fewer(reader.problems)
+    if not history.records:
+        history.problems.append(f"{path} is empty: no process had written a record yet.")
     return history
+
+
+def _fewer(problems: list[str]) -> list[str]:
+    """The first of many problems, and how many more there are."""
+    more = len(problems) - PROBLEMS_MAX
+    return problems if more <= 0 else [*problems[:PROBLEMS_MAX], f"… and {more} more lines."]
 
 
 def build_history(records: Iterable[Record]) -> RunHistory:
@@ -146,6 +162,7 @@ class _Historian:
         self._began = False
         self._fragments: set[int] = set()
         self._left_out: Counter[str] = Counter()
+        self._observers: set[str] = set()
         self._ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
         self._spawns: dict[str, float] = {}
         self._evictions: dict[str, list[tuple[float, str]]] = {}
@@ -155,12 +172,16 @@ class _Historian:
         run = self.run
         if not self._began:
             self._began, run.started_wall = True, record.wall
+        run.records += 1
         at = record.wall - run.started_wall
         run.duration = max(run.duration, at)
         who = record.who
         if record.kind == "start":
             run.versions[who] = str(record.data.get("version", "unknown"))
-            run.headers[who] = dict(record.data.get("header") or {})
+            header = record.data.get("header")
+            run.headers[who] = dict(header) if isinstance(header, dict) else {}
+            if run.headers[who].get("role") == "observer":
+                self._observers.add(who)
         life = self._life(record, at)
         if record.type not in _LOOKED_AT:
             if record.type == "SendBody" and life is not None:
@@ -171,7 +192,7 @@ class _Historian:
         except ProtocolError as error:
             self._left_out[f"{who}: {error}"] += 1
             return
-        if is_learner(who):
+        if who in run.learners:
             self._learner(run.learners[who], life, at, value)
         elif is_shard(who):
             self._shard(run.shards[who], life, at, value)
@@ -206,7 +227,7 @@ class _Historian:
         member: LearnerHistory | ShardHistory
         if is_shard(who):
             member = run.shards.setdefault(who, ShardHistory(who))
-        elif is_learner(who):
+        elif is_learner(who) and who not in self._observers:
             member = run.learners.setdefault(who, LearnerHistory(who))
         else:
             return None
@@ -220,6 +241,7 @@ class _Historian:
         match value:
             case StepFinished(tokens):
                 life.steps_at.append(at)
+                life.step_tokens.append(tokens)
                 life.ledger.stepped(tokens)
                 learner.tokens += tokens
             case LossMeasured(_, global_step, _, loss):
@@ -271,8 +293,9 @@ class _Historian:
     def _anybody(self, record: Record, at: float, value: Any) -> None:
         run, who = self.run, record.who
         match value:
-            case Evaluated(global_step, loss, tokens):
-                run.evaluations.append(Evaluation(at, global_step, loss, tokens))
+            case Evaluated(global_step, loss, tokens, metrics):
+                named = tuple((metric.name, metric.value) for metric in metrics)
+                run.evaluations.append(Evaluation(at, global_step, loss, tokens, named))
             case ProcessStarted(name, _):
                 self._spawns[name] = at
             case ProcessEnded(name, code, signal_number):

@@ -42,12 +42,16 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of the global weights; ``loss`` is ``None`` when it was not finite."""
+    """One evaluation of the global weights; ``loss`` is ``None`` when it was not finite.
+
+    ``metrics``: what else the workload measures, by name.
+    """
 
     at: float
     global_step: int
     loss: float | None
     tokens: int
+    metrics: tuple[tuple[str, float | None], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class Life:
         ended_at: When the process ended, if that is on the tape.
         crashed: It ended otherwise than at the end of the run or on purpose.
         over: The run was over for it.
+        step_tokens: Tokens of each step.
         holds: From ``Hold`` to ``Release`` (infinity: never); synchronous baselines only.
         ledger: What became of the tokens that it was trained on.
     """
@@ -113,6 +118,7 @@ class Life:
     spawned_at: float | None = None
     ended_at: float | None = None
     crashed: bool = False
+    step_tokens: list[int] = field(default_factory=list)
     holds: list[tuple[float, float]] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
 
@@ -241,8 +247,9 @@ class ShardHistory:
 
 @dataclass
 class RunHistory:
-    """A whole run."""
+    """A whole run; ``records`` counts what could be read of its tape."""
 
+    records: int = 0
     started_wall: float = 0.0
     duration: float = 0.0
     fragments: int = 0

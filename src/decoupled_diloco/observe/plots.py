@@ -6,19 +6,16 @@ shape or hatching as well.
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -27,13 +24,21 @@ from matplotlib.ticker import MaxNLocator
 from decoupled_diloco.observe.history import (
     GAP_MEDIANS,
     LearnerHistory,
-    Loss,
     Outage,
-    Round,
     RunHistory,
     ShardHistory,
 )
-from decoupled_diloco.observe.progress import natural
+from decoupled_diloco.observe.shapes import (
+    averaged,
+    learners_in_order,
+    loss_limits,
+    losses_by_life,
+    rate_typical,
+    rows_of,
+    shards_in_order,
+    smoothed,
+    time_unit,
+)
 
 POINTS_MAX = 6000
 """All lines of a plot together have about this many points; more are averaged in groups."""
@@ -43,11 +48,6 @@ POINTS_MAX_OF_LINE = 1000
 OUTAGE_LABELS_MAX = 4
 """More outages than this are shaded without their names; the timeline tells them apart."""
 
-SMOOTHING_STEPS_MIN = 12
-SMOOTHING_SHARE = 1 / 60
-"""A learner's smoothed loss at a step is that of a straight line through the losses of this share
-of its steps before and after it: the mean of these, except at both ends."""
-
 LANES_MAX = 24
 """The timeline shows no more learners than this."""
 
@@ -56,9 +56,8 @@ LANE_HALF = 0.36
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours for a light or a dark page."""
+    """Colours."""
 
-    name: str
     ink: str
     faint: str
     grid: str
@@ -70,7 +69,6 @@ class Theme:
 
 
 LIGHT = Theme(
-    name="light",
     ink="#1c2024",
     faint="#60646c",
     grid="#e0e2e6",
@@ -80,18 +78,6 @@ LIGHT = Theme(
     abandoned="#D55E00",
     outage="#3a3f45",
 )
-DARK = Theme(
-    name="dark",
-    ink="#edeef0",
-    faint="#b0b4ba",
-    grid="#363a3f",
-    page="#111316",
-    learners=("#56a8e0", "#E69F00", "#2fc79a", "#e29bc4", "#9bd4f5", "#d9c26a"),
-    merged="#3fb8c6",
-    abandoned="#ff8a3d",
-    outage="#d5d8dc",
-)
-
 Draw = Callable[[Axes, RunHistory, Theme], None]
 
 
@@ -114,30 +100,9 @@ def save_png(history: RunHistory, path: str | Path) -> None:
         figure.savefig(path, dpi=150, facecolor=LIGHT.page)
 
 
-def svg(history: RunHistory, plot: str, theme: Theme, *, narrow: bool) -> bytes:
-    """One plot as SVG with a transparent background.
-
-    Args:
-        history: The run.
-        plot: ``evaluation``, ``losses`` or ``timeline``.
-        theme: Colours of the page that it goes on.
-        narrow: Shaped for a phone.
-    """
-    lanes = _lane_count(history)
-    height = 1.35 + (0.36 if narrow else 0.42) * lanes if plot == "timeline" else 3.0
-    with matplotlib.rc_context(_style(theme)):
-        figure = Figure(figsize=(4.8 if narrow else 9.6, height), layout="constrained")
-        FigureCanvasSVG(figure)
-        DRAWS[plot](figure.subplots(), history, theme)
-        buffer = io.BytesIO()
-        metadata = {"Date": None, "Creator": None}
-        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata, dpi=220)
-    return buffer.getvalue()
-
-
 def draw_evaluation(axes: Axes, history: RunHistory, theme: Theme) -> None:
     """The loss of the global weights on held-out data over wall-clock time."""
-    unit, name = _time_unit(history)
+    unit, name = time_unit(history.duration)
     points = [(e.at / unit, e.loss) for e in history.evaluations if e.loss is not None]
     _frame(axes, history, "Evaluation loss of the global weights", name)
     axes.set_ylabel("mean loss per token")
@@ -161,10 +126,10 @@ def draw_evaluation(axes: Axes, history: RunHistory, theme: Theme) -> None:
 
 def draw_losses(axes: Axes, history: RunHistory, theme: Theme) -> None:
     """Every learner's training loss, smoothed, over the faint raw values."""
-    unit, name = _time_unit(history)
+    unit, name = time_unit(history.duration)
     _frame(axes, history, "Training loss of each learner", name)
     axes.set_ylabel("mean loss per token")
-    learners = [learner for learner in _learners(history) if learner.losses]
+    learners = [learner for learner in learners_in_order(history) if learner.losses]
     if not learners:
         _say(axes, theme, "no training loss is on the tape")
         return
@@ -174,30 +139,30 @@ def draw_losses(axes: Axes, history: RunHistory, theme: Theme) -> None:
     for learner in learners:
         color = _color(history, learner, theme)
         label: str | None = learner.name
-        for part in _lives_of(learner):
-            at = _averaged([loss.at / unit for loss in part], most)
+        for part in losses_by_life(learner):
+            at = averaged([loss.at / unit for loss in part], most)
             raw = [loss.loss for loss in part]
-            axes.plot(at, _averaged(raw, most), color=color, alpha=0.22, linewidth=0.8)
-            strong = _averaged(_smoothed(raw), most)
+            axes.plot(at, averaged(raw, most), color=color, alpha=0.22, linewidth=0.8)
+            strong = averaged(smoothed(raw), most)
             axes.plot(at, strong, color=color, linewidth=1.7, label=label)
             label = None
             smooth += strong
-    _fit_losses(axes, learners, smooth)
-    columns = 2 if _is_narrow(axes) else 1
+    raw_of_all = [loss.loss for learner in learners for loss in learner.losses]
+    axes.set_ylim(*loss_limits(raw_of_all, smooth))
     if len(learners) <= 12:
-        axes.legend(ncols=columns, loc="upper right", frameon=False)
+        axes.legend(loc="upper right", frameon=False)
 
 
 def draw_timeline(axes: Axes, history: RunHistory, theme: Theme) -> None:
     """One lane per learner and shard: steps, outages, rounds."""
-    _, name = _time_unit(history)
+    _, name = time_unit(history.duration)
     _frame(axes, history, "Who did what, when", name)
-    learners, shards = _learners(history)[:LANES_MAX], _shards(history)
+    learners, shards = learners_in_order(history)[:LANES_MAX], shards_in_order(history)
     members: list[LearnerHistory | ShardHistory] = [*learners, *shards]
     if not members:
         _say(axes, theme, "neither a learner nor a shard is on the tape")
         return
-    fastest = max((_rate_typical(learner) for learner in learners), default=0.0)
+    fastest = max((rate_typical(learner) for learner in learners), default=0.0)
     for lane, learner in enumerate(learners):
         _draw_steps(axes, history, learner, theme, lane, fastest)
     for lane, shard in enumerate(shards, start=len(learners)):
@@ -233,7 +198,7 @@ def _draw_steps(
     fastest: float,
 ) -> None:
     """A bar from step to step; its height is the rate of stepping against the fastest learner's."""
-    unit, _ = _time_unit(history)
+    unit, _ = time_unit(history.duration)
     color = _color(history, learner, theme)
     limit = GAP_MEDIANS * (learner.step_seconds_median or 0.0)
     bottom = lane + LANE_HALF
@@ -256,8 +221,8 @@ def _draw_rounds(
     axes: Axes, history: RunHistory, shard: ShardHistory, theme: Theme, lane: int
 ) -> None:
     """A short bar from each round's opening to its end; rounds that overlap lie in rows."""
-    unit, _ = _time_unit(history)
-    rows = _rows(shard.rounds)
+    unit, _ = time_unit(history.duration)
+    rows = rows_of(shard.rounds)
     height = 2 * LANE_HALF / (max(rows, default=0) + 1)
     for verdict, color, grow in (
         ("merged", theme.merged, 0.0),
@@ -281,7 +246,7 @@ def _draw_rounds(
 
 
 def _draw_outage(axes: Axes, history: RunHistory, outage: Outage, theme: Theme, lane: int) -> None:
-    unit, _ = _time_unit(history)
+    unit, _ = time_unit(history.duration)
     until = history.duration if outage.back_at is None else outage.back_at
     begin, width = outage.down_at / unit, (until - outage.down_at) / unit
     axes.broken_barh(
@@ -315,27 +280,11 @@ def _legend_below(axes: Axes, history: RunHistory, theme: Theme) -> None:
         ended = Line2D([], [], marker="X", color=theme.abandoned, label="ended", **_MARK)
         back = Line2D([], [], marker=">", color=theme.learners[2], label="back", **_MARK)
         handles += [down, ended, back]
-    columns = min(len(handles), 3 if _is_narrow(axes) else 6)
+    columns = min(len(handles), 6)
     if handles:
         axes.figure.legend(
             handles=handles, loc="outside lower center", ncols=columns, frameon=False
         )
-
-
-def _rows(rounds: Sequence[Round]) -> list[int]:
-    """For each round the first row that is free when it opens.
-
-    Four rows at most, and no row for less than one in fifty: the closing sweep, with all its rounds
-    at once, must not make everything else thin.
-    """
-    free_at = [-math.inf] * 4
-    rows = [0] * len(rounds)
-    for index in sorted(range(len(rounds)), key=lambda i: rounds[i].opened_at):
-        opened = rounds[index].opened_at
-        row = next((i for i, at in enumerate(free_at) if at <= opened), 3)
-        rows[index], free_at[row] = row, rounds[index].finished_at
-    most = sorted(rows)[int(0.98 * len(rows))] if rows else 0
-    return [min(row, most) for row in rows]
 
 
 # ---- shared
@@ -364,29 +313,16 @@ def _style(theme: Theme) -> Any:
         "hatch.color": theme.outage,
         "hatch.linewidth": 0.8,
         "legend.fontsize": 9,
-        "svg.hashsalt": "decoupled-diloco",
     }
 
 
 def _frame(axes: Axes, history: RunHistory, title: str, unit_name: str) -> None:
-    unit, _ = _time_unit(history)
+    unit, _ = time_unit(history.duration)
     axes.set_title(title)
     axes.set_xlabel(f"wall-clock time [{unit_name}]")
     axes.set_xlim(0, max(history.duration, 1e-9) / unit)
-    axes.xaxis.set_major_locator(MaxNLocator(5 if _is_narrow(axes) else 10, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-
-
-def _is_narrow(axes: Axes) -> bool:
-    figure = axes.figure
-    assert isinstance(figure, Figure)
-    return bool(figure.get_figwidth() < 6)
-
-
-def _time_unit(history: RunHistory) -> tuple[float, str]:
-    if history.duration < 300:
-        return (1.0, "s")
-    return (60.0, "min") if history.duration < 3 * 3600 else (3600.0, "h")
 
 
 def _say(axes: Axes, theme: Theme, text: str) -> None:
@@ -395,7 +331,7 @@ def _say(axes: Axes, theme: Theme, text: str) -> None:
 
 
 def _shade_outages(axes: Axes, history: RunHistory, theme: Theme, *, named: bool) -> None:
-    unit, _ = _time_unit(history)
+    unit, _ = time_unit(history.duration)
     outages = history.outages
     for index, outage in enumerate(outages):
         until = history.duration if outage.back_at is None else outage.back_at
@@ -417,76 +353,15 @@ def _shade_outages(axes: Axes, history: RunHistory, theme: Theme, *, named: bool
         )
 
 
-def _fit_losses(axes: Axes, learners: Sequence[LearnerHistory], smooth: Sequence[float]) -> None:
-    """A few raw outliers must not flatten all lines."""
-    raw = np.array([loss.loss for learner in learners for loss in learner.losses])
-    low, high = np.percentile(raw, [0.5, 99.5])
-    low, high = min(low, *smooth), max(high, *smooth)
-    margin = 0.06 * (high - low) or 0.1
-    axes.set_ylim(low - margin, high + margin)
-
-
-def _learners(history: RunHistory) -> list[LearnerHistory]:
-    return sorted(history.learners.values(), key=lambda learner: natural(learner.name))
-
-
-def _shards(history: RunHistory) -> list[ShardHistory]:
-    return sorted(history.shards.values(), key=lambda shard: natural(shard.name))
-
-
 def _lane_count(history: RunHistory) -> int:
     return max(2, min(len(history.learners), LANES_MAX) + len(history.shards))
 
 
 def _color(history: RunHistory, learner: LearnerHistory, theme: Theme) -> str:
-    names = [other.name for other in _learners(history)]
+    names = [other.name for other in learners_in_order(history)]
     return theme.learners[names.index(learner.name) % len(theme.learners)]
-
-
-def _rate_typical(learner: LearnerHistory) -> float:
-    median = learner.step_seconds_median
-    return 1.0 / median if median else 0.0
-
-
-def _lives_of(learner: LearnerHistory) -> Iterator[list[Loss]]:
-    """The losses of each life, so that no line is drawn across an outage."""
-    ends = [life.started_at for life in learner.lives[1:]] + [math.inf]
-    rest = list(learner.losses)
-    for end in ends:
-        part = [loss for loss in rest if loss.at < end]
-        rest = rest[len(part) :]
-        if part:
-            yield part
-
-
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """Local straight lines, by least squares; unlike trailing means they do not lag."""
-    x, y = np.arange(len(values), dtype=float), np.array(values)
-    index = np.arange(len(values))
-    reach = max(SMOOTHING_STEPS_MIN, int(SMOOTHING_SHARE * len(values)))
-    first = np.maximum(0, index - reach)
-    last = np.minimum(len(values), index + reach + 1)
-    count = last - first
-
-    def mean(terms: np.ndarray) -> np.ndarray:
-        sums = np.concatenate([[0.0], np.cumsum(terms)])
-        means: np.ndarray = (sums[last] - sums[first]) / count
-        return means
-
-    variance = mean(x * x) - mean(x) ** 2
-    covariance = mean(x * y) - mean(x) * mean(y)
-    slope = np.where(variance > 1e-6, covariance / np.maximum(variance, 1e-6), 0.0)
-    return [float(value) for value in mean(y) + slope * (x - mean(x))]
 
 
 def _points_max(lines: int) -> int:
     """How many points each of several lines may have."""
     return min(POINTS_MAX_OF_LINE, max(100, POINTS_MAX // max(1, lines)))
-
-
-def _averaged(values: Sequence[float], most: int) -> list[float]:
-    """No more values than this: means of equal groups."""
-    group = math.ceil(len(values) / most)
-    if group <= 1:
-        return list(values)
-    return [float(np.mean(values[i : i + group])) for i in range(0, len(values), group)]

@@ -142,6 +142,8 @@ def follow(folder: str | Path) -> Follower:
 def _tape_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
+    if not path.exists():
+        raise StorageError(f"{path} does not exist: give a run folder, or a .jsonl file of it")
     inner = sorted((path / FOLDER_NAME).glob("*.jsonl"))
     files = inner or ([path / MERGED_NAME] if (path / MERGED_NAME).is_file() else [])
     files = files or sorted(path.glob("*.jsonl"))

@@ -1,62 +1,37 @@
-"""The report of a run: one HTML file that needs no network, and one image."""
+"""The report of a run: one HTML file that fetches nothing and runs no script, and one image."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import json
 import os
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe import plots
-from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe import figures, tables
+from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
 from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
-from decoupled_diloco.observe.summary import (
-    learner_rows,
-    outage_line,
-    shard_rows,
-    totals,
+from decoupled_diloco.observe.history import RunHistory
+from decoupled_diloco.observe.records import FOLDER_NAME
+from decoupled_diloco.observe.shapes import learners_in_order
+from decoupled_diloco.observe.summary import outage_line, totals
+
+LEGEND_MAX = 12
+"""More learners than this are not named beside the plot of their losses."""
+
+OVER: tuple[tuple[figures.Over, str], ...] = (
+    ("time", "time"),
+    ("step", "global step"),
+    ("tokens", "tokens"),
 )
-
-REMARKS_MAX = 200
-"""The report lists no more lines of what happened than this."""
-
-_CAPTIONS = {
-    "evaluation": "Loss of the global weights on held-out data, as the evaluator measured it.",
-    "losses": "Faint: every measured step; strong: smoothed over the steps around it.",
-    "timeline": "Learners: the higher the bar, the faster the steps; a gap is time without a step. "
-    "Syncer: one short bar a round, from its opening to the new published copy.",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    media: str
-    uri: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Plot:
-    alt: str
-    caption: str
-    uri: str
-    sources: tuple[_Source, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    title: str
-    rows: list[list[str]]
-    missing: str
-    caption: str = ""
-    left: bool = False
+"""What losses are drawn over, and how that is called."""
 
 
 def write_report(
@@ -77,11 +52,13 @@ def write_report(
     """
     history = source if isinstance(source, RunHistory) else read_history(source)
     if out_png is not None:
-        _write_whole(Path(out_png), lambda path: plots.save_png(history, path))
+        from decoupled_diloco.observe import plots  # matplotlib takes a second to import
+
+        write_whole(Path(out_png), lambda path: plots.save_png(history, path))
     if out_html is not None:
         folder = Path(out_html).parent if isinstance(source, RunHistory) else Path(source)
-        page = render_report(history, _settings_near(folder))
-        _write_whole(Path(out_html), lambda path: path.write_text(page, encoding="utf-8"))
+        page = render_report(history, settings_near(folder))
+        write_whole(Path(out_html), lambda path: path.write_text(page, encoding="utf-8"))
     return history
 
 
@@ -90,49 +67,133 @@ def render_report(history: RunHistory, settings: str | None = None) -> str:
 
     Args:
         history: The run.
-        settings: Its resolved configuration, to be shown as it is.
+        settings: Its resolved configuration, to be shown as it is; ``None``: what the start
+            records say.
     """
-    environment = Environment(
+    account = account_for(history)
+    names = [learner.name for learner in learners_in_order(history)]
+    return (
+        page_maker()
+        .get_template("report.html.j2")
+        .render(
+            title=f"Decoupled DiLoCo: {name_of(history)}"
+            if name_of(history)
+            else "Decoupled DiLoCo run",
+            subtitle=subtitle_of(history),
+            problems=problems_of(history),
+            outages=[outage_line(history, outage) for outage in history.outages],
+            totals=totals(history, account),
+            losses=_losses(history),
+            legend=[(name, figures.color_of(history, name)) for name in names[:LEGEND_MAX]],
+            unnamed=max(0, len(names) - LEGEND_MAX),
+            timeline=figures.timeline_chart(history, account),
+            bars=tables.time_bars(account, names),
+            time_parts=TIME_PARTS,
+            participation=figures.participation_chart(history),
+            round_parts=figures.round_parts_chart(history),
+            round_part_names=figures.ROUND_PARTS,
+            tables=_tables(history, account),
+            sample_text=history.sample_text,
+            settings=settings if settings is not None else _told_settings(history),
+            settings_told=settings is None,
+        )
+    )
+
+
+def page_maker() -> Environment:
+    """Makes pages from the templates beside this file; whatever is put in is escaped."""
+    return Environment(
         loader=PackageLoader("decoupled_diloco.observe", "."),
         autoescape=True,
         undefined=StrictUndefined,
-    )
-    rows = _remark_rows(history)
-    return environment.get_template("report.html.j2").render(
-        title=_title(history),
-        subtitle=_subtitle(history),
-        problems=_problems(history),
-        outages=[outage_line(history, outage) for outage in history.outages],
-        totals=totals(history, account_for(history)),
-        plots=[_plot(history, name) for name in plots.DRAWS],
-        tables=_tables(history),
-        sample_text=history.sample_text,
-        remarks=[["time", "process", "what"], *rows[:REMARKS_MAX]],
-        remarks_left_out=max(0, len(rows) - REMARKS_MAX),
-        settings=settings,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
 
-def _title(history: RunHistory) -> str:
-    names = (
-        header.get("settings", {}).get("run", {}).get("name") for header in history.headers.values()
+def name_of(history: RunHistory) -> str:
+    """The run's name by its settings; empty: no start record has one."""
+    run = settings_of(history).get("run")
+    name = run.get("name") if isinstance(run, Mapping) else None
+    return str(name) if name else ""
+
+
+def settings_of(history: RunHistory) -> dict[str, Any]:
+    """The run's public settings, as the first start record that has any tells them."""
+    for header in history.headers.values():
+        settings = header.get("settings")
+        if isinstance(settings, dict) and settings:
+            return settings
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class LossCharts:
+    """Losses over one of three axes."""
+
+    over: str
+    name: str
+    evaluation: Markup | None
+    learners: Markup | None
+
+
+def _losses(history: RunHistory) -> list[LossCharts]:
+    charts = [
+        LossCharts(
+            over,
+            name,
+            figures.evaluation_chart([("", history)], over),
+            figures.learner_losses_chart(history, over),
+        )
+        for over, name in OVER
+    ]
+    return charts if charts[0].evaluation or charts[0].learners else []
+
+
+def _tables(history: RunHistory, account: RunAccount) -> dict[str, tables.Table]:
+    every = (
+        tables.time_table(history, account),
+        tables.token_table(history, account),
+        tables.bytes_table(history),
+        tables.participation_table(history),
+        tables.round_parts_table(history),
+        tables.verdict_table(history),
+        tables.learner_table(history, account),
+        tables.shard_table(history),
+        tables.corpus_table(history),
+        tables.version_table(history),
+        tables.remark_table(history),
     )
-    name = next(filter(None, names), None)
-    return f"Decoupled DiLoCo: {name}" if name else "Decoupled DiLoCo run"
+    return {table.id: table for table in every}
 
 
-def _subtitle(history: RunHistory) -> str:
+def subtitle_of(history: RunHistory) -> str:
+    """How many took part, and when it began."""
+    learners = _counted(len(history.learners), "learner")
+    shards = _counted(len(history.shards), "syncer shard")
+    if not history.records:
+        return f"{learners}, {shards}"
+    if any(header.get("virtual") for header in history.headers.values()):
+        return f"{learners}, {shards}, in virtual time"
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(history.started_wall))
-    learners, shards = len(history.learners), len(history.shards)
-    return f"{learners} learners, {shards} syncer shards, began {began}"
+    return f"{learners}, {shards}, began {began}"
 
 
-def _problems(history: RunHistory) -> list[str]:
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def problems_of(history: RunHistory) -> list[str]:
+    """What the reader of a report should know before its numbers, one sentence each."""
     problems = list(history.problems)
     if not history.learners:
         problems.append("No learner is on the tape: none got as far as its first record.")
+    elif not any(learner.steps for learner in history.learners.values()):
+        problems.append("No step is on the tape: no learner got as far as training.")
     if history.shards and not any(shard.rounds for shard in history.shards.values()):
         problems.append("No round was finished: the learners trained on their own, unmerged.")
+    if history.learners and not history.shards:
+        problems.append("No shard of the syncer is on the tape: what it decided is not known.")
     for learner in history.learners.values():
         if learner.losses_not_finite:
             problems.append(
@@ -142,92 +203,41 @@ def _problems(history: RunHistory) -> list[str]:
     return problems
 
 
-def _plot(history: RunHistory, name: str) -> _Plot:
-    """A plot in four variants; the browser takes the one for its width and colours."""
-    narrow, dark = "(max-width: 640px)", "(prefers-color-scheme: dark)"
-    return _Plot(
-        alt=f"Plot: {_CAPTIONS[name]}",
-        caption=_CAPTIONS[name],
-        uri=_svg_uri(history, name, plots.LIGHT, narrow=False),
-        sources=(
-            _Source(f"{narrow} and {dark}", _svg_uri(history, name, plots.DARK, narrow=True)),
-            _Source(narrow, _svg_uri(history, name, plots.LIGHT, narrow=True)),
-            _Source(dark, _svg_uri(history, name, plots.DARK, narrow=False)),
-        ),
-    )
+def _told_settings(history: RunHistory) -> str | None:
+    lines = [f"{name} = {json.dumps(value)}" for name, value in flattened(settings_of(history))]
+    return "\n".join(lines) or None
 
 
-def _svg_uri(history: RunHistory, name: str, theme: plots.Theme, *, narrow: bool) -> str:
-    image = plots.svg(history, name, theme, narrow=narrow)
-    return "data:image/svg+xml;base64," + base64.b64encode(image).decode()
+def flattened(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings as dotted names with values.
+
+    >>> dict(flattened({"sync": {"period": 24}}))
+    {'sync.period': 24}
+    """
+    for key, value in settings.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{name}.")
+        else:
+            yield name, value
 
 
-def _tables(history: RunHistory) -> list[_Table]:
-    return [
-        _Table(
-            "Learners",
-            learner_rows(history, account_for(history)),
-            "No learner is on the tape.",
-            "“took part”: share of all merged rounds that its contribution went into. “discarded”: "
-            "tokens whose training a merged fragment overwrote. “longest gap”: the longest time "
-            "from one step to the next while the process lived. Lost steps are those that would "
-            f"have fitted into gaps longer than {GAP_MEDIANS:.0f} median steps.",
-        ),
-        _Table("Syncer", shard_rows(history), "No shard of the syncer is on the tape."),
-        _Table("Rounds", _round_rows(history), "No round was finished.", left=True),
-        _Table(
-            "Corpus", _corpus_rows(history), "The tape does not say what was trained.", "", True
-        ),
-        _Table("Versions", _version_rows(history), "The tape does not name any.", "", True),
-    ]
+def settings_near(path: Path) -> str | None:
+    """The ``run.toml`` of the run folder that a tape belongs to; ``None``: there is none."""
+    inside = path.parent if path.suffix == ".jsonl" else path
+    run = inside.parent if inside.name == FOLDER_NAME else inside
+    try:
+        return (run / "run.toml").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
-def _round_rows(history: RunHistory) -> list[list[str]]:
-    """How rounds ended, and what became of the learners that they asked."""
-    results = [r.result for shard in history.shards.values() for r in shard.rounds]
-    rounds = Counter((result.verdict, result.reason) for result in results)
-    asked = Counter(p.state for result in results for p in result.participants)
-    rows = [["what", "how many", "why"]]
-    words = {"merged": "round merged", "abandoned": "round given up"}
-    rows += [[words[v], str(n), why if why != v else ""] for (v, why), n in rounds.most_common(12)]
-    rows += [[f"contribution {state}", str(n), ""] for state, n in asked.most_common()]
-    return rows
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file that is either whole or not there.
 
-
-def _corpus_rows(history: RunHistory) -> list[list[str]]:
-    corpus = history.corpus or {}
-    return [["", ""], *([str(name), str(value)] for name, value in corpus.items())]
-
-
-def _version_rows(history: RunHistory) -> list[list[str]]:
-    rows = [["", ""]]
-    rows += [["decoupled-diloco", version] for version in sorted(set(history.versions.values()))]
-    named = {
-        (str(name), str(version))
-        for header in history.headers.values()
-        for name, version in header.get("versions", {}).items()
-    }
-    return rows + [list(pair) for pair in sorted(named)]
-
-
-def _remark_rows(history: RunHistory) -> list[list[str]]:
-    lines = [(remark.at, remark.who, remark.text) for remark in history.remarks]
-    lines += [(at, "fault", f"{fault.kind} {fault.target}") for at, fault in history.faults]
-    return [[f"{at:.1f} s", who, text] for at, who, text in sorted(lines)]
-
-
-def _settings_near(path: Path) -> str | None:
-    """The ``run.toml`` of the run folder that a tape belongs to."""
-    for folder in (path, path.parent, path.parent.parent):
-        try:
-            return (folder / "run.toml").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-    return None
-
-
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """The file is either whole or not there."""
+    Raises:
+        StorageError: It cannot be written.
+    """
     torn = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

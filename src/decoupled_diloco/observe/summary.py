@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -25,8 +26,8 @@ def print_summary(
     console = console or Console()
     account = account_for(history)
     pairs = [
-        (name, f"{value}, {detail}" if detail else value)
-        for name, value, detail in totals(history, account)
+        (total.name, f"{total.text}, {total.detail}" if total.detail else total.text)
+        for total in totals(history, account)
     ]
     _print_pairs(console, pairs)
     tables = (("learners", learner_rows(history, account)), ("syncer", shard_rows(history)))
@@ -44,25 +45,66 @@ def print_summary(
         _print_pairs(console, [("written", str(file)) for file in files])
 
 
-def totals(history: RunHistory, account: RunAccount) -> list[tuple[str, str, str]]:
-    """Name, value and detail of everything that is one number a run."""
-    first_to_last, steps = _evaluations(history)
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Something that is one number a run.
+
+    Attributes:
+        name: What it is.
+        text: The number, for people.
+        detail: What else belongs beside it.
+        number: The number itself, in the unit that ``text`` is made from; ``None``: there is none.
+        show: Makes ``text`` of a number, also of a difference of two.
+    """
+
+    name: str
+    text: str
+    detail: str = ""
+    number: float | None = None
+    show: Callable[[float], str] = "{:g}".format
+
+
+def totals(history: RunHistory, account: RunAccount) -> list[Total]:
+    """Everything that is one number a run."""
     rows = [
-        ("duration", format_duration(history.duration), ""),
-        ("global steps", str(history.global_step), ""),
-        ("tokens", format_count(history.tokens), _rate(history)),
-        ("evaluation loss", first_to_last, steps),
-        ("rounds merged", str(history.rounds_merged), f"{history.rounds_abandoned} given up"),
-        ("goodput", percent(account.time.goodput), rest_in_words(account)),
-        ("anybody stepping", percent(account.uptime), "share of the time"),
-        ("tokens discarded", *_discarded(account)),
+        _total("duration", history.duration, format_duration),
+        _total("global steps", history.global_step, "{:.0f}".format),
+        _total("tokens", history.tokens, format_count, _rate(history)),
+        *_evaluation_totals(history),
+        _total(
+            "rounds merged",
+            history.rounds_merged,
+            "{:.0f}".format,
+            f"{history.rounds_abandoned} given up",
+        ),
+        _total("goodput", account.time.goodput, percent, rest_in_words(account)),
+        _total("time in steps", account.time.stepping, percent, "goodput, as the paper counts"),
+        _total("anybody stepping", account.uptime, percent, "share of the time"),
+        _total("tokens discarded", *_discarded(account)),
     ]
     moved = history.bytes_total
     if moved is not None:
         received = f"received {format_bytes(moved.data_received)}"
-        control = format_bytes(moved.control_sent + moved.control_received)
-        rows.append(("learners sent", format_bytes(moved.data_sent), received))
-        rows.append(("control messages", control, "sent and received"))
+        control = moved.control_sent + moved.control_received
+        rows.append(_total("learners sent", moved.data_sent, format_bytes, received))
+        rows.append(_total("control messages", control, format_bytes, "sent and received"))
+    return rows
+
+
+def _total(
+    name: str, number: float | None, show: Callable[[float], str], detail: str = ""
+) -> Total:
+    return Total(name, ABSENT if number is None else show(number), detail, number, show)
+
+
+def _evaluation_totals(history: RunHistory) -> list[Total]:
+    """The loss of the global weights, and what else the last evaluation measured."""
+    text, detail = _evaluations(history)
+    losses = [e.loss for e in history.evaluations if e.loss is not None]
+    number = losses[-1] if losses else None
+    rows = [Total("evaluation loss", text, detail, number, "{:.4f}".format)]
+    for name, value in history.evaluations[-1].metrics if history.evaluations else ():
+        rows.append(_total(name, value, "{:.4f}".format, "last evaluation"))
     return rows
 
 
@@ -96,10 +138,10 @@ def rest_in_words(account: RunAccount) -> str:
     return ", ".join(shares) or "nothing was lost"
 
 
-def _discarded(account: RunAccount) -> tuple[str, str]:
+def _discarded(account: RunAccount) -> tuple[float, Callable[[float], str], str]:
     tokens = account.tokens
     share = percent(tokens.discarded_share) if tokens.trained else ""
-    return (format_count(tokens.tokens("discarded")), share)
+    return (tokens.tokens("discarded"), format_count, share)
 
 
 def outage_line(history: RunHistory, outage: Outage) -> str:
@@ -137,13 +179,15 @@ def shard_rows(history: RunHistory) -> list[list[str]]:
 
 
 def percent(share: float | None) -> str:
-    """A share as a whole per cent; never rounded up to 100 %.
+    """A share as a whole per cent; rounded neither up to 100 % nor down to nothing.
 
-    >>> percent(0.25), percent(0.999), percent(None)
-    ('25 %', '99.9 %', '–')
+    >>> percent(0.25), percent(0.999), percent(0.004), percent(0.0001), percent(None)
+    ('25 %', '99.9 %', '0.4 %', '<0.1 %', '–')
     """
     if share is None:
         return ABSENT
+    if 0 < share < 0.0095:
+        return "<0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
     return f"{100 * share:.0f} %" if share == 1 or share < 0.99 else f"{int(1000 * share) / 10} %"
 
 

@@ -1,0 +1,219 @@
+"""Charts as SVG text, for pages that fetch nothing and run no script.
+
+A chart names classes, never colours: the page's style gives them for light and for dark. Each chart
+is drawn twice, for a phone and for a wide window; the style shows one, so that letters stay as
+large as those of the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+WIDTHS = {"wide": 1040, "narrow": 400}
+"""Widths of the two drawings, in units that are about one pixel."""
+
+LETTER = 7.0
+"""About the width of a letter of a chart."""
+
+Point = tuple[float, float]
+Draw = Callable[["Canvas"], None]
+
+
+def in_both_widths(label: str, height: Callable[[bool], float], draw: Draw) -> Markup:
+    """One chart for wide windows and one for phones.
+
+    Args:
+        label: What it shows, in a sentence, for those who do not see it.
+        height: Its height, given whether it is narrow.
+        draw: Draws it.
+    """
+    drawings = []
+    for name, width in WIDTHS.items():
+        canvas = Canvas(width, height(name == "narrow"), narrow=name == "narrow")
+        draw(canvas)
+        drawings.append(canvas.svg(label, name))
+    return Markup("").join(drawings)
+
+
+@dataclass(slots=True)
+class Canvas:
+    """An SVG picture that is being drawn; y grows downwards."""
+
+    width: float
+    height: float
+    narrow: bool
+    _parts: list[Markup] = field(default_factory=list)
+
+    def add(self, element: str, text: str = "", title: str = "", **attributes: object) -> None:
+        """One element; of attribute names ``_`` becomes ``-``, and ``css`` is the class."""
+        names = {"css": "class"}
+        told = Markup("").join(
+            Markup(' {}="{}"').format(
+                names.get(key, key.replace("_", "-")),
+                _short(value) if isinstance(value, float) else value,
+            )
+            for key, value in attributes.items()
+        )
+        inner = Markup("<title>{}</title>").format(title) if title else Markup("")
+        tag = Markup(element)
+        self._parts.append(
+            Markup("<{}{}>{}{}</{}>").format(tag, told, inner, text, tag)
+            if inner or text
+            else Markup("<{}{}/>").format(tag, told)
+        )
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, css: str, title: str = ""
+    ) -> None:
+        """A rectangle."""
+        self.add("rect", title=title, x=x, y=y, width=width, height=height, css=css)
+
+    def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
+        """Many rectangles (x, y, width, height) of one kind, in one element."""
+        path = "".join(
+            f"M{_short(x)} {_short(y)}h{_short(w)}v{_short(h)}h{_short(-w)}z"
+            for x, y, w, h in rects
+        )
+        if path:
+            self.add("path", d=path, css=css)
+
+    def line(self, points: Sequence[Point], css: str, title: str = "") -> None:
+        """A line through points; a single one is a dot."""
+        if len(points) == 1:
+            self.dot(points[0], css, title)
+        elif points:
+            path = " ".join(f"{_short(x)},{_short(y)}" for x, y in points)
+            self.add("polyline", title=title, points=path, css=f"line {css}")
+
+    def area(self, points: Sequence[Point], base: float, css: str) -> None:
+        """What lies between a line and the height ``base``."""
+        if points:
+            path = "L".join(f"{_short(x)} {_short(y)}" for x, y in points)
+            first, last = points[0][0], points[-1][0]
+            self.add(
+                "path",
+                d=f"M{_short(first)} {_short(base)}L{path}L{_short(last)} {_short(base)}z",
+                css=css,
+            )
+
+    def dot(self, point: Point, css: str, title: str = "") -> None:
+        """A dot."""
+        self.add("circle", title=title, cx=point[0], cy=point[1], r=3.0, css=f"dot {css}")
+
+    def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
+        """A line of text; ``y`` is its baseline."""
+        self.add("text", text, x=x, y=y, text_anchor=anchor, css=css)
+
+    def svg(self, label: str, css: str) -> Markup:
+        """The picture."""
+        head = Markup('<svg class="chart {}" viewBox="0 0 {} {}" role="img" aria-label="{}">')
+        opened = head.format(css, _short(self.width), _short(self.height), label)
+        return opened + Markup("").join(self._parts) + Markup("</svg>")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """From numbers to places on the canvas."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    label: str = ""
+
+    def __call__(self, value: float) -> float:
+        """Where a number is."""
+        span = self.high - self.low or 1.0
+        return self.begin + (value - self.low) / span * (self.end - self.begin)
+
+    def ticks(self, most: int) -> list[float]:
+        """At most about so many round numbers on the axis."""
+        return round_numbers(self.low, self.high, most)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The plotting area: two axes, with their grid drawn."""
+
+    x: Axis
+    y: Axis
+
+    def points(self, values: Iterable[Point]) -> list[Point]:
+        """Numbers as places."""
+        return [(self.x(a), self.y(b)) for a, b in values]
+
+
+def framed(
+    canvas: Canvas,
+    x: tuple[float, float, str],
+    y: tuple[float, float, str],
+    show_x: Callable[[float], str] = "{:g}".format,
+    left: float = 44.0,
+) -> Frame:
+    """Draws grid, numbers and names of two axes (low, high, name)."""
+    bottom, top = canvas.height - 36, 22.0
+    frame = Frame(Axis(*x[:2], left, canvas.width - 12, x[2]), Axis(*y[:2], bottom, top, y[2]))
+    for tick in frame.y.ticks(6):
+        at = frame.y(tick)
+        canvas.add(
+            "path", d=f"M{_short(left)} {_short(at)}H{_short(canvas.width - 12)}", css="grid"
+        )
+        canvas.text(left - 6, at + 4, f"{tick:g}", "tick", "end")
+    for tick in frame.x.ticks(4 if canvas.narrow else 9):
+        at = frame.x(tick)
+        canvas.add("path", d=f"M{_short(at)} {_short(bottom)}v4", css="grid")
+        canvas.text(at, bottom + 17, show_x(tick), "tick", "middle")
+    canvas.text((left + canvas.width - 12) / 2, canvas.height - 4, x[2], "name", "middle")
+    canvas.text(2, 12, y[2], "name")
+    return frame
+
+
+def round_numbers(low: float, high: float, most: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten between two numbers, at most about ``most``.
+
+    >>> round_numbers(0.0, 251.7, 6)
+    [0.0, 50.0, 100.0, 150.0, 200.0, 250.0]
+    """
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        return [low] if math.isfinite(low) else []
+    rough = (high - low) / max(1, most)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def stacked_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Markup:
+    """A bar as wide as its place, cut by shares.
+
+    Args:
+        parts: Class, share between 0 and 1, and a title, from the left.
+        label: What it shows, in a sentence.
+    """
+    rect = Markup('<rect x="{:.2f}" width="{:.2f}" height="10" class="{}"><title>{}</title></rect>')
+    at, rects = 0.0, []
+    for css, share, title in parts:
+        if share > 0:
+            rects.append(rect.format(1000 * at, 1000 * share, css, title))
+        at += share
+    head = Markup(
+        '<svg class="bar" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" '
+        'aria-label="{}">'
+    ).format(label)
+    return head + Markup("").join(rects) + Markup("</svg>")
+
+
+def _short(value: float) -> str:
+    """A number of a picture, to a tenth of a pixel.
+
+    >>> _short(3.0), _short(-0.04), _short(12.345)
+    ('3', '0', '12.3')
+    """
+    text = f"{value:.1f}"
+    text = text.removesuffix(".0")
+    return "0" if text == "-0" else text

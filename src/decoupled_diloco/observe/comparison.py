@@ -1,0 +1,211 @@
+"""Two runs side by side, as one HTML file of the kind of the report."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.observe import figures, tables
+from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
+from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.history import RunHistory
+from decoupled_diloco.observe.report import (
+    OVER,
+    LossCharts,
+    flattened,
+    page_maker,
+    problems_of,
+    settings_near,
+    settings_of,
+    subtitle_of,
+    write_whole,
+)
+from decoupled_diloco.observe.shapes import learners_in_order
+from decoupled_diloco.observe.summary import ABSENT, Total, percent, totals
+from decoupled_diloco.observe.tables import Cell, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two runs."""
+
+    label: str
+    history: RunHistory
+    account: RunAccount
+    settings: Mapping[str, Any]
+
+
+def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunHistory, RunHistory]:
+    """Writes two runs side by side.
+
+    Args:
+        first: The run folder, tape folder or tape file that is compared with.
+        second: The one that is compared.
+        out_html: The page.
+
+    Returns:
+        Both histories.
+
+    Raises:
+        StorageError: A tape is missing, unreadable or of a newer schema, or the page cannot be
+            written.
+    """
+    labels = (_label(first), _label(second))
+    if labels[0] == labels[1]:
+        labels = (str(first), str(second))
+    if labels[0] == labels[1]:
+        labels = (f"{labels[0]} (first)", f"{labels[1]} (second)")
+    sides = [_side(label, path) for label, path in zip(labels, (first, second), strict=True)]
+    page = render_comparison(*sides)
+    write_whole(out_html, lambda path: path.write_text(page, encoding="utf-8"))
+    return (sides[0].history, sides[1].history)
+
+
+def render_comparison(first: Side, second: Side) -> str:
+    """The page as text."""
+    runs = [(side.label, side.history) for side in (first, second)]
+    charts = [
+        LossCharts(
+            over, name, figures.evaluation_chart(runs, over), figures.mean_losses_chart(runs, over)
+        )
+        for over, name in OVER
+    ]
+    template = page_maker().get_template("comparison.html.j2")
+    return template.render(
+        title=f"{first.label} and {second.label}",
+        subtitle="two runs of Decoupled DiLoCo, side by side",
+        sides=[
+            {
+                "label": side.label,
+                "subtitle": subtitle_of(side.history),
+                "problems": problems_of(side.history),
+                "bars": tables.time_bars(side.account, _names(side.history)),
+            }
+            for side in (first, second)
+        ],
+        numbers=numbers_table(first, second),
+        losses=charts if any(c.evaluation or c.learners for c in charts) else [],
+        legend=[(first.label, "ink"), (second.label, "second")],
+        time_parts=TIME_PARTS,
+        shares=shares_table(first, second),
+        differing=settings_table(first, second, every=False),
+        settings=settings_table(first, second, every=True),
+    )
+
+
+def numbers_table(first: Side, second: Side) -> Table:
+    """What is one number a run, of both, and by how much they differ."""
+    ours = {total.name: total for total in totals(first.history, first.account)}
+    theirs = {total.name: total for total in totals(second.history, second.account)}
+    rows = [
+        [Cell(name), _number(ours.get(name)), _number(theirs.get(name)), difference]
+        for name in [*ours, *(name for name in theirs if name not in ours)]
+        for difference in [Cell(difference_of(ours.get(name), theirs.get(name)))]
+    ]
+    return Table(
+        "numbers", "Summary", ["", first.label, second.label, "difference"], rows,
+        note="Difference: the second run less the first; shares differ by points of a per cent.",
+    )  # fmt: skip
+
+
+def difference_of(first: Total | None, second: Total | None) -> str:
+    """By how much the second number differs from the first, in words.
+
+    >>> difference_of(Total("x", "2", number=2.0), Total("x", "3", number=3.0))
+    '+1 (+50 %)'
+    """
+    if first is None or second is None or first.number is None or second.number is None:
+        return ABSENT
+    difference = second.number - first.number
+    if difference == 0:
+        return "the same"
+    if first.show is percent:
+        return _points(difference)
+    sign = "+" if difference > 0 else "−"
+    told = sign + first.show(abs(difference))
+    if first.number <= 0:
+        return told
+    return f"{told} ({sign}{100 * abs(difference) / first.number:.3g} %)"
+
+
+def _points(difference: float) -> str:
+    """A difference of shares in points of a per cent."""
+    told = f"{abs(100 * difference):.1f} points"
+    return told if told.startswith("0.0") else ("+" if difference > 0 else "−") + told
+
+
+def shares_table(first: Side, second: Side) -> Table:
+    """Where the learner-time of both went."""
+    times = (first.account.time, second.account.time)
+    rows = [
+        [
+            Cell(part),
+            *(Cell(percent(time.share(part)), time.share(part)) for time in times),
+            Cell(_points(times[1].share(part) - times[0].share(part))),
+        ]
+        for part in TIME_PARTS
+        if times[0].allocated or times[1].allocated
+    ]
+    return Table(
+        "shares", "Shares of learner-time", ["", first.label, second.label, "difference"], rows,
+        "In neither run did anybody take two steps.",
+    )  # fmt: skip
+
+
+def settings_table(first: Side, second: Side, *, every: bool) -> Table:
+    """Settings of both: those that differ, or every one with those marked."""
+    ours, theirs = dict(flattened(first.settings)), dict(flattened(second.settings))
+    names = [*ours, *(name for name in theirs if name not in ours)]
+    differing = [n for n in names if _shown(ours, n) != _shown(theirs, n)]
+    rows = [
+        [Cell(name), Cell(_shown(ours, name)), Cell(_shown(theirs, name))]
+        for name in (names if every else differing)
+    ]
+    if not (ours and theirs):
+        rows = []
+    return Table(
+        "settings-all" if every else "settings-differing",
+        f"All {len(names)} settings" if every else "Settings that differ",
+        ["setting", first.label, second.label],
+        rows,
+        "All settings are the same." if ours and theirs else "The settings of both are not known.",
+        left=True,
+        marked=frozenset(differing),
+    )
+
+
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    return json.dumps(settings[name], default=str) if name in settings else ABSENT
+
+
+def _number(total: Total | None) -> Cell:
+    return Cell(ABSENT) if total is None else Cell(total.text, total.number)
+
+
+def _names(history: RunHistory) -> list[str]:
+    return [learner.name for learner in learners_in_order(history)]
+
+
+def _side(label: str, path: Path) -> Side:
+    history = read_history(path)
+    return Side(label, history, account_for(history), _settings(history, path))
+
+
+def _settings(history: RunHistory, path: Path) -> Mapping[str, Any]:
+    """Of the run folder, if there is one, else what the processes agreed on."""
+    try:
+        return tomllib.loads(settings_near(path) or "") or settings_of(history)
+    except tomllib.TOMLDecodeError:
+        return settings_of(history)
+
+
+def _label(path: Path) -> str:
+    """The name of a run folder, of the folder around a tape, or of a bare file."""
+    path = path.resolve()
+    if path.name in ("tape", "tape.jsonl"):
+        path = path.parent
+    return path.stem if path.suffix == ".jsonl" else path.name

@@ -1,0 +1,493 @@
+"""The charts of a report: losses, who did what when, who took part, how rounds went."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from markupsafe import Markup
+
+from decoupled_diloco.observe.accounts import RunAccount
+from decoupled_diloco.observe.charts import (
+    LETTER,
+    Axis,
+    Canvas,
+    Frame,
+    framed,
+    in_both_widths,
+    round_numbers,
+)
+from decoupled_diloco.observe.history import LearnerHistory, Round, RunHistory, ShardHistory
+from decoupled_diloco.observe.shapes import (
+    averaged,
+    learners_in_order,
+    loss_limits,
+    losses_by_life,
+    rate_typical,
+    rows_of,
+    shards_in_order,
+    smoothed,
+    step_rates,
+    time_unit,
+)
+from decoupled_diloco.units import format_count, format_duration
+
+Over = Literal["time", "step", "tokens"]
+"""What a loss is drawn over."""
+
+COLORS = 6
+"""So many learners have colours of their own, ``c0`` to ``c5``; then they begin again."""
+
+LANES_MAX = 64
+"""The timeline shows no more learners and shards than this, each."""
+
+RAW_LEARNERS_MAX = 6
+"""Single steps are drawn behind the smoothed lines of so many learners."""
+
+ROUNDS_MAX = 1500
+"""A shard's lane shows no more rounds than this one by one; of more, as many evenly chosen."""
+
+ROUND_PARTS = (
+    ("quorum", "until the quorum was there"),
+    ("grace", "grace window, beyond the quorum"),
+    ("upload", "uploads that were still under way then"),
+    ("merge", "merging and publishing"),
+)
+"""The parts of a round's time, one after the other."""
+
+
+def color_of(history: RunHistory, name: str) -> str:
+    """The class of a learner's colour."""
+    names = [learner.name for learner in learners_in_order(history)]
+    return f"c{names.index(name) % COLORS}"
+
+
+# ---- losses
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Puts an instant and a global step on the axis that a loss is drawn over."""
+
+    over: Over
+    unit: float
+    label: str
+    high: float
+    tokens_at: tuple[tuple[float, ...], tuple[int, ...]]
+
+    def __call__(self, at: float, global_step: int) -> float:
+        """Where it is, in the axis's unit."""
+        if self.over == "time":
+            return at / self.unit
+        if self.over == "step":
+            return float(global_step)
+        instants, totals = self.tokens_at
+        index = bisect.bisect_right(instants, at)
+        return float(totals[index - 1]) if index else 0.0
+
+    def show(self, value: float) -> str:
+        """A number beside the axis."""
+        return format_count(value) if self.over == "tokens" else f"{value:g}"
+
+
+def place_over(history: RunHistory, over: Over) -> Place:
+    """The axis that losses are drawn over: wall-clock time, global step or the run's tokens."""
+    unit, name = time_unit(history.duration)
+    steps = sorted(
+        step
+        for learner in history.learners.values()
+        for life in learner.lives
+        for step in zip(life.steps_at, life.step_tokens, strict=False)
+    )
+    tokens_at = (tuple(at for at, _ in steps), tuple(accumulate(tokens for _, tokens in steps)))
+    label, high = {
+        "time": (f"wall-clock time [{name}]", history.duration / unit),
+        "step": ("global step", float(history.global_step)),
+        "tokens": ("tokens, all learners together", float(history.tokens)),
+    }[over]
+    return Place(over, unit if over == "time" else 1.0, label, high or 1.0, tokens_at)
+
+
+def evaluation_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Markup | None:
+    """Losses of global weights on held-out data, of one run or several; ``None``: there are none.
+
+    Args:
+        runs: Name and history; the first is drawn in the colour of letters.
+        over: What they are drawn over.
+    """
+    lines = []
+    for name, history in runs:
+        place = place_over(history, over)
+        points = [
+            (place(e.at, e.global_step), e.loss) for e in history.evaluations if e.loss is not None
+        ]
+        if points:
+            lines.append((name, place, points))
+    if not lines:
+        return None
+    losses = [loss for _, _, points in lines for _, loss in points]
+    limits = loss_limits(losses, [min(losses), max(losses)])
+    widest = max((place for _, place, _ in lines), key=lambda place: place.high * place.unit)
+
+    def draw(canvas: Canvas) -> None:
+        frame = _loss_frame(canvas, widest, limits)
+        if len(runs) == 1 and over == "time":
+            _shade_outages(canvas, frame, runs[0][1])
+        for number, (name, place, own) in enumerate(lines):
+            css = "ink" if number == 0 else "second"
+            points = [(x * place.unit / widest.unit, loss) for x, loss in own]
+            canvas.line(frame.points(points), css)
+            if len(points) <= 80:
+                for point, (x, loss) in zip(frame.points(points), points, strict=True):
+                    title = f"{name + ': ' if len(runs) > 1 else ''}{loss:.4f} at {widest.show(x)}"
+                    canvas.dot(point, css, title)
+            x, y = frame.points(points[-1:])[0]
+            canvas.text(x - 2, y + (18 if number else -9), f"{points[-1][1]:.3f}", "value", "end")
+
+    told = "; ".join(
+        f"{name + ' ' if len(runs) > 1 else ''}from {points[0][1]:.4f} to {points[-1][1]:.4f} "
+        f"in {len(points)} evaluations"
+        for name, _, points in lines
+    )
+    return in_both_widths(
+        f"Loss of the global weights over {widest.label}: {told}.", _loss_height, draw
+    )
+
+
+def learner_losses_chart(history: RunHistory, over: Over) -> Markup | None:
+    """Every learner's training loss; ``None``: there is none."""
+    learners = [learner for learner in learners_in_order(history) if learner.losses]
+    if not learners:
+        return None
+    place = place_over(history, over)
+    raw = [loss.loss for learner in learners for loss in learner.losses]
+    lines = {
+        (learner.name, number): (
+            [place(loss.at, loss.global_step) for loss in part],
+            [loss.loss for loss in part],
+            smoothed([loss.loss for loss in part]),
+        )
+        for learner in learners
+        for number, part in enumerate(losses_by_life(learner))
+    }
+    limits = loss_limits(raw, [value for _, _, line in lines.values() for value in line])
+
+    def draw(canvas: Canvas) -> None:
+        frame = _loss_frame(canvas, place, limits)
+        if over == "time":
+            _shade_outages(canvas, frame, history)
+        most = _points_of_line(canvas, len(learners))
+        if len(learners) <= RAW_LEARNERS_MAX and not canvas.narrow:
+            for (name, _), (xs, values, _) in lines.items():
+                thin = list(zip(averaged(xs, 2 * most), averaged(values, 2 * most), strict=True))
+                canvas.line(_within(frame, thin), f"raw {color_of(history, name)}")
+        for (name, _), (xs, _, line) in lines.items():
+            thin = list(zip(averaged(xs, most), averaged(line, most), strict=True))
+            canvas.line(_within(frame, thin), color_of(history, name), name)
+
+    ends = ", ".join(f"{name} {line[-1]:.3f}" for (name, _), (_, _, line) in lines.items())
+    label = f"Training loss of each learner over {place.label}; smoothed, at the end: {ends}."
+    return in_both_widths(label, _loss_height, draw)
+
+
+def mean_losses_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Markup | None:
+    """Training losses of several runs, each run's learners smoothed into one line."""
+    lines = []
+    for name, history in runs:
+        place = place_over(history, over)
+        points = sorted(
+            (place(loss.at, loss.global_step), loss.loss)
+            for learner in history.learners.values()
+            for loss in learner.losses
+        )
+        if points:
+            lines.append((name, place, [x for x, _ in points], smoothed([y for _, y in points])))
+    if not lines:
+        return None
+    values = [value for _, _, _, line in lines for value in line]
+    limits = loss_limits(values, [min(values), max(values)])
+    widest = max((place for _, place, _, _ in lines), key=lambda place: place.high * place.unit)
+
+    def draw(canvas: Canvas) -> None:
+        frame = _loss_frame(canvas, widest, limits)
+        most = _points_of_line(canvas, len(lines))
+        for (name, place, xs, line), css in zip(lines, ("ink", "second"), strict=False):
+            factor = place.unit / widest.unit
+            thin = zip(averaged(xs, most), averaged(line, most), strict=True)
+            canvas.line(_within(frame, [(x * factor, y) for x, y in thin]), css, name)
+
+    told = ", ".join(f"{name} {line[-1]:.3f}" for name, _, _, line in lines)
+    label = f"Training loss over {widest.label}, smoothed; at the end: {told}."
+    return in_both_widths(label, _loss_height, draw)
+
+
+def _loss_height(narrow: bool) -> float:
+    return 250 if narrow else 300
+
+
+def _points_of_line(canvas: Canvas, lines: int) -> int:
+    """All lines together have so many points that the page stays small."""
+    return max(40, min(320, (1600 if canvas.narrow else 3200) // lines))
+
+
+def _loss_frame(canvas: Canvas, place: Place, limits: tuple[float, float]) -> Frame:
+    return framed(
+        canvas, (0.0, place.high, place.label), (*limits, "mean loss per token"), place.show
+    )
+
+
+def _within(frame: Frame, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Places of points; what is beyond the axis is at its edge."""
+    low, high = frame.y.low, frame.y.high
+    return frame.points((x, min(high, max(low, y))) for x, y in points)
+
+
+def _shade_outages(canvas: Canvas, frame: Frame, history: RunHistory) -> None:
+    unit, _ = time_unit(history.duration)
+    top, bottom = frame.y.end, frame.y.begin
+    for outage in history.outages:
+        until = history.duration if outage.back_at is None else outage.back_at
+        begin, end = frame.x(outage.down_at / unit), frame.x(until / unit)
+        title = f"{outage.who} down: {outage.how}"
+        canvas.rect(begin, top, max(1.0, end - begin), bottom - top, "shade", title)
+
+
+# ---- who did what, when
+
+
+def timeline_chart(history: RunHistory, account: RunAccount) -> Markup | None:
+    """One lane per learner and shard; ``None``: there is neither."""
+    learners = learners_in_order(history)[:LANES_MAX]
+    shards = shards_in_order(history)[:LANES_MAX]
+    members: list[LearnerHistory | ShardHistory] = [*learners, *shards]
+    count = len(learners) + len(shards)
+    if not count:
+        return None
+    lane_height = 28.0 if count <= 24 else 16.0
+
+    def draw(canvas: Canvas) -> None:
+        letters = 10 if canvas.narrow else 15
+        longest = max(len(member.name) for member in members)
+        left = 10 + LETTER * min(letters, longest)
+        unit, name = time_unit(history.duration)
+        x = Axis(0.0, history.duration or 1.0, left, canvas.width - 12)
+        bottom = 10 + lane_height * count
+        for tick in round_numbers(0.0, history.duration / unit, 4 if canvas.narrow else 9):
+            canvas.add("path", d=f"M{x(tick * unit):.1f} 6V{bottom:.1f}", css="grid")
+            canvas.text(x(tick * unit), bottom + 16, f"{tick:g}", "tick", "middle")
+        label = f"wall-clock time [{name}]"
+        canvas.text((left + canvas.width - 12) / 2, bottom + 32, label, "name", "middle")
+        fastest = max(map(rate_typical, learners), default=0.0)
+        for lane, member in enumerate(members):
+            top = 10 + lane_height * lane + 3
+            shown = member.name if len(member.name) <= letters else member.name[: letters - 1] + "…"
+            canvas.text(left - 6, top + lane_height / 2 + 1, shown, "lane", "end")
+            at = _Lane(canvas, x, top, lane_height - 6)
+            if isinstance(member, LearnerHistory):
+                _draw_learner(at, history, account, member, fastest)
+            else:
+                _draw_rounds(at, member)
+            _draw_outages(at, history, member)
+
+    told = f"{len(history.learners)} learners and {len(history.shards)} shards"
+    faults = f"{len(history.outages)} outages" if history.outages else "no outage"
+    label = f"Who did what, when: {told} over {format_duration(history.duration)}, {faults}."
+    return in_both_widths(label, lambda _: 10 + lane_height * count + 38, draw)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    canvas: Canvas
+    x: Axis
+    top: float
+    height: float
+
+    def rect(self, begin: float, end: float, css: str, title: str) -> None:
+        """From one instant to another, at least a pixel wide."""
+        a, b = self.x(begin), self.x(end)
+        self.canvas.rect(a, self.top, max(1.0, b - a), self.height, css, title)
+
+
+def _draw_learner(
+    lane: _Lane, history: RunHistory, account: RunAccount, learner: LearnerHistory, fastest: float
+) -> None:
+    """The rate of stepping as a height; what else it did as a pattern."""
+    own = account.learners[learner.name]
+    for span in own.spans:
+        if span.doing in ("waiting", "joining"):
+            seconds = format_duration(span.end - span.begin)
+            lane.rect(span.begin, span.end, span.doing, f"{learner.name} {span.doing} {seconds}")
+    bins = max(1, round((lane.x.end - lane.x.begin) / 3))
+    edges = [history.duration * number / bins for number in range(bins + 1)]
+    base = lane.top + lane.height
+    run: list[tuple[float, float]] = []
+    for (begin, end), rate in zip(pairwise(edges), step_rates(learner, edges), strict=True):
+        if rate:
+            height = lane.height * min(1.0, rate / fastest if fastest else 1.0)
+            run += [(lane.x(begin), base - height), (lane.x(end), base - height)]
+        elif run:
+            lane.canvas.area(_corners(run), base, f"steps {color_of(history, learner.name)}")
+            run = []
+    lane.canvas.area(_corners(run), base, f"steps {color_of(history, learner.name)}")
+
+
+def _corners(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same outline without points that lie in the middle of a level stretch."""
+    return [
+        point
+        for index, point in enumerate(points)
+        if index in (0, len(points) - 1)
+        or abs(points[index - 1][1] - point[1]) > 0.05
+        or abs(points[index + 1][1] - point[1]) > 0.05
+    ]
+
+
+def _draw_rounds(lane: _Lane, shard: ShardHistory) -> None:
+    """A short bar from each round's opening to its end; rounds that overlap lie in rows."""
+    step = max(1, -(-len(shard.rounds) // ROUNDS_MAX))
+    rounds = shard.rounds[::step]
+    rows = rows_of(rounds)
+    height = lane.height / (max(rows, default=0) + 1)
+    for verdict in ("merged", "abandoned"):
+        bars = [
+            (
+                lane.x(r.opened_at),
+                lane.top + row * height + 0.5,
+                max(0.6, lane.x(r.finished_at) - lane.x(r.opened_at)),
+                height - 1,
+            )
+            for r, row in zip(rounds, rows, strict=True)
+            if r.result.verdict == verdict
+        ]
+        lane.canvas.rects(bars, verdict)
+
+
+def _draw_outages(lane: _Lane, history: RunHistory, member: LearnerHistory | ShardHistory) -> None:
+    middle = lane.top + lane.height / 2
+    for outage in member.outages:
+        up_at = outage.restarted_at if outage.restarted_at is not None else history.duration
+        title = f"{outage.who} {outage.how} at {outage.down_at:.1f} s"
+        lane.rect(outage.down_at, up_at, "down", title)
+        x = lane.x(outage.down_at)
+        lane.canvas.add("path", d=f"M{x - 4:.1f} {middle - 4:.1f}l8 8m0 -8l-8 8", css="cross")
+        if outage.back_at is not None:
+            x = lane.x(outage.back_at)
+            lane.canvas.add(
+                "path", d=f"M{x - 3:.1f} {middle - 5:.1f}l8 5l-8 5z", css="back", title="back"
+            )
+
+
+# ---- rounds
+
+
+def participation_chart(history: RunHistory) -> Markup | None:
+    """Which share of each stretch of merged rounds every learner was in; ``None``: no round."""
+    rounds = _merged_in_order(history)
+    learners = learners_in_order(history)[:LANES_MAX]
+    if not rounds or not learners:
+        return None
+    height = 22.0 if len(learners) <= 16 else 12.0
+    folded = [{p.learner for p in r.result.participants if p.state == "folded"} for r in rounds]
+
+    def draw(canvas: Canvas) -> None:
+        letters = 10 if canvas.narrow else 15
+        left = 10 + LETTER * min(letters, max(len(learner.name) for learner in learners))
+        bins = min(len(rounds), 40 if canvas.narrow else 120)
+        x = Axis(0.0, float(len(rounds)), left, canvas.width - 12)
+        edges = [round(len(rounds) * number / bins) for number in range(bins + 1)]
+        for lane, learner in enumerate(learners):
+            top = 4 + height * lane
+            shown = learner.name[:letters]
+            canvas.text(left - 6, top + height / 2 + 4, shown, "lane", "end")
+            levels: dict[int, list[tuple[float, float, float, float]]] = {}
+            for a, b in pairwise(edges):
+                share = sum(learner.name in names for names in folded[a:b]) / (b - a)
+                place = (x(a) + 0.5, top + 1, max(0.5, x(b) - x(a) - 1), height - 2)
+                levels.setdefault(level_of(share), []).append(place)
+            for level, places in sorted(levels.items()):
+                canvas.rects(places, f"heat{level}")
+        bottom = 4 + height * len(learners)
+        for tick in round_numbers(0.0, float(len(rounds)), 4 if canvas.narrow else 9):
+            canvas.text(x(tick), bottom + 15, f"{tick:g}", "tick", "middle")
+        middle = (left + canvas.width - 12) / 2
+        canvas.text(middle, bottom + 31, "merged rounds, in order", "name", "middle")
+
+    told = ", ".join(f"{a.name} {100 * (a.participation or 0):.0f} %" for a in learners)
+    label = f"Share of merged rounds that each learner took part in: {told}."
+    return in_both_widths(label, lambda _: 4 + height * len(learners) + 36, draw)
+
+
+def level_of(share: float) -> int:
+    """A share as one of five levels: none, less than half, half or more, most, all.
+
+    >>> [level_of(share) for share in (0.0, 0.2, 0.5, 0.9, 1.0)]
+    [0, 1, 2, 3, 4]
+    """
+    return 4 if share >= 1 else 3 if share >= 0.8 else 2 if share >= 0.5 else 1 if share else 0
+
+
+def round_parts(r: Round) -> tuple[float, float, float, float]:
+    """Seconds of a merged round: to the quorum, grace beyond it, uploads left then, merging."""
+    result = r.result
+    marks = [result.quorum_seconds, result.closed_seconds, result.uploaded_seconds]
+    at, parts = 0.0, []
+    for mark in [*marks, result.finished_seconds]:
+        until = at if mark is None else max(at, mark)
+        parts.append(until - at)
+        at = until
+    return (parts[0], parts[1], parts[2], parts[3])
+
+
+def round_parts_chart(history: RunHistory) -> Markup | None:
+    """What the time of merged rounds went to, over the run; ``None``: no round was merged."""
+    rounds = _merged_in_order(history)
+    if not rounds:
+        return None
+    means = [statistics.fmean(part) for part in zip(*map(round_parts, rounds), strict=True)]
+
+    def draw(canvas: Canvas) -> None:
+        bins = 36 if canvas.narrow else 90
+        stacks = _mean_parts(rounds, history.duration, bins)
+        high = max((sum(parts) for parts in stacks if parts), default=0.0) or 1.0
+        factor, unit = (1000.0, "ms") if high < 1 else (1.0, "s")
+        seconds, name = time_unit(history.duration)
+        x_axis = (0.0, history.duration / seconds or 1.0, f"wall-clock time [{name}]")
+        frame = framed(canvas, x_axis, (0.0, 1.05 * high * factor, f"mean round [{unit}]"))
+        width = (frame.x.end - frame.x.begin) / bins
+        for part, (css, _) in enumerate(ROUND_PARTS):
+            bars = []
+            for number, parts in enumerate(stacks):
+                if parts:
+                    top = frame.y(sum(parts[: part + 1]) * factor)
+                    base = frame.y(sum(parts[:part]) * factor)
+                    left = frame.x.begin + number * width
+                    bars.append((left + 0.5, top, max(0.5, width - 1), base - top))
+            canvas.rects(bars, css)
+
+    told = ", ".join(
+        f"{name} {format_duration(mean)}"
+        for (name, _), mean in zip(ROUND_PARTS, means, strict=True)
+    )
+    label = f"Mean parts of {len(rounds)} merged rounds over the run: {told}."
+    return in_both_widths(label, lambda narrow: 230 if narrow else 260, draw)
+
+
+def _mean_parts(
+    rounds: Sequence[Round], duration: float, bins: int
+) -> list[tuple[float, ...] | None]:
+    """The mean of each part over the rounds that ended in each of equal stretches of time."""
+    ended: list[list[tuple[float, ...]]] = [[] for _ in range(bins)]
+    for r in rounds:
+        ended[min(bins - 1, int(bins * r.finished_at / (duration or 1.0)))].append(round_parts(r))
+    return [
+        tuple(map(statistics.fmean, zip(*parts, strict=True))) if parts else None for parts in ended
+    ]
+
+
+def _merged_in_order(history: RunHistory) -> list[Round]:
+    rounds = [r for shard in history.shards.values() for r in shard.rounds]
+    return sorted((r for r in rounds if r.result.verdict == "merged"), key=lambda r: r.finished_at)

@@ -1,0 +1,299 @@
+"""The tables of a report: what each learner, shard and round came to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+from decoupled_diloco.observe.accounts import (
+    TIME_PARTS,
+    TOKEN_PARTS,
+    RunAccount,
+    TimeAccount,
+    TokenAccount,
+)
+from decoupled_diloco.observe.charts import stacked_bar
+from decoupled_diloco.observe.figures import ROUND_PARTS, round_parts
+from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
+from decoupled_diloco.observe.samples import BytesMoved
+from decoupled_diloco.observe.shapes import learners_in_order
+from decoupled_diloco.observe.summary import learner_rows, percent, shard_rows
+from decoupled_diloco.units import format_bytes, format_count, format_duration
+
+REMARKS_MAX = 200
+"""The report lists no more lines of what happened than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What a cell shows, and the exact number behind it."""
+
+    text: str
+    value: float | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table; the first cell of a row names it.
+
+    ``id`` finds it in the page; ``missing`` stands there instead when it has no rows; the rows of
+    the names in ``marked`` stand out.
+    """
+
+    id: str
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]] = field(default_factory=tuple)
+    missing: str = ""
+    note: str = ""
+    left: bool = False
+    marked: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A learner's time as a bar."""
+
+    name: str
+    goodput: str
+    picture: Markup
+
+
+def time_bars(account: RunAccount, names: Sequence[str]) -> list[Bar]:
+    """The run's time, then every learner's."""
+    every = [("all learners", account.time)] if len(names) > 1 else []
+    every += [(name, account.learners[name].time) for name in names]
+    return [Bar(name, percent(t.goodput), _bar(name, t)) for name, t in every if t.allocated]
+
+
+def _bar(name: str, time: TimeAccount) -> Markup:
+    told = ", ".join(f"{part} {percent(time.share(part))}" for part in TIME_PARTS)
+    parts = [(part, time.share(part), f"{part} {percent(time.share(part))}") for part in TIME_PARTS]
+    return stacked_bar(parts, f"Time of {name}: {told}.")
+
+
+def time_table(history: RunHistory, account: RunAccount) -> Table:
+    """Where learner-time went."""
+    rows = [
+        _time_row(learner.name, account.learners[learner.name].time)
+        for learner in learners_in_order(history)
+    ]
+    if len(rows) > 1:
+        rows.append(_time_row("all learners", account.time))
+    return Table(
+        "time",
+        "Learner-time and where it went",
+        ["learner", "allocated", *TIME_PARTS],
+        rows if account.time.allocated else [],
+        "Nobody took two steps, so there is no time to divide.",
+        "Allocated: from the run's first step, or the learner's own start if that is later, to the "
+        "run's last step. Useful: in steps whose training was not thrown away. Discarded: in steps "
+        "whose training was overwritten or died with its process. Waiting: alive and standing "
+        "still. Down: from the end of a process to the start of its next. Joining: until it held "
+        "the global weights. Other: steps that a crash or the end cut short. Goodput is useful "
+        "divided by allocated.",
+    )
+
+
+def _time_row(name: str, time: TimeAccount) -> list[Cell]:
+    seconds = time.seconds("allocated")
+    shares = [Cell(percent(time.share(part)), time.seconds(part)) for part in TIME_PARTS]
+    return [Cell(name), Cell(format_duration(seconds), seconds), *shares]
+
+
+TOKEN_NAMES = ("merged", "in flight", "missed", "given up", "crashed", "unsent")
+
+
+def token_table(history: RunHistory, account: RunAccount) -> Table:
+    """Where tokens went."""
+    rows = [
+        _token_row(learner.name, account.learners[learner.name].tokens)
+        for learner in learners_in_order(history)
+    ]
+    if len(rows) > 1:
+        rows.append(_token_row("all learners", account.tokens))
+    return Table(
+        "tokens",
+        "Tokens and what became of them",
+        ["learner", "trained", *TOKEN_NAMES],
+        rows,
+        "No learner is on the tape.",
+        "Merged: in the global weights. In flight: trained between a snapshot and the merged copy "
+        "that overwrote it. Missed: overwritten by a version that the learner had no part in. "
+        "Given up: sent, but the outcome was lost with the link. Crashed: died with a process. "
+        "Unsent: not merged when the tape ends. A merge takes one of the fragments, so a token "
+        "counts for each fragment by its part.",
+    )
+
+
+def _token_row(name: str, tokens: TokenAccount) -> list[Cell]:
+    parts = [tokens.tokens(part) for part in ("trained", *TOKEN_PARTS)]
+    return [Cell(name), *(Cell(format_count(part), part) for part in parts)]
+
+
+def bytes_table(history: RunHistory) -> Table:
+    """What every process has sent and received."""
+    names = [learner.name for learner in learners_in_order(history)]
+    names += [who for who in sorted(history.bytes_moved) if who not in names]
+    rows = [_bytes_row(n, history.bytes_moved[n]) for n in names if n in history.bytes_moved]
+    total = history.bytes_total
+    if total is not None and len(names) > 1:
+        rows.append(_bytes_row("all learners", total))
+    return Table(
+        "bytes",
+        "Bytes by process and plane",
+        ["process", "data up", "data down", "control up", "control down"],
+        rows,
+        "The tape does not say what was sent.",
+        "Up: sent by the process. Data: fragments and published copies. Control: everything else. "
+        "What a killed process moved after its last sample is not on the tape.",
+    )
+
+
+def _bytes_row(name: str, moved: BytesMoved) -> list[Cell]:
+    counts = (
+        moved.data_sent,
+        moved.data_received,
+        moved.control_sent,
+        moved.control_received,
+    )
+    return [Cell(name), *(Cell(format_bytes(count), count) for count in counts)]
+
+
+def participation_table(history: RunHistory) -> Table:
+    """What became of every learner's contributions."""
+    states: dict[str, Counter[str]] = {name: Counter() for name in history.learners}
+    for shard in history.shards.values():
+        for r in shard.rounds:
+            for participant in r.result.participants:
+                verdict = "folded" if r.result.verdict == "merged" else "in a round given up"
+                state = verdict if participant.state == "folded" else participant.state
+                states.setdefault(participant.learner, Counter())[state] += 1
+    known = ("folded", "in a round given up", "late", "declined", "refused", "gone", "waiting")
+    shown = [state for state in known if any(count[state] for count in states.values())]
+    merged = history.rounds_merged
+    rows = [
+        [
+            Cell(name),
+            Cell(percent(count["folded"] / merged if merged else None)),
+            Cell(str(count.total()), count.total()),
+            *(Cell(str(count[state]), count[state]) for state in shown),
+        ]
+        for name, count in (
+            (learner.name, states[learner.name]) for learner in learners_in_order(history)
+        )
+    ]
+    return Table(
+        "participation",
+        "Rounds that each learner was asked in, and how it answered",
+        ["learner", "took part", "asked", *shown],
+        rows if any(count.total() for count in states.values()) else [],
+        "No round asked anybody.",
+        f"Took part: share of all {merged} merged rounds that its contribution went into.",
+    )
+
+
+def round_parts_table(history: RunHistory) -> Table:
+    """What the time of merged rounds went to."""
+    rounds = [
+        round_parts(r)
+        for shard in history.shards.values()
+        for r in shard.rounds
+        if r.result.verdict == "merged"
+    ]
+    columns = list(zip(*rounds, strict=True))
+    names = [title for _, title in ROUND_PARTS]
+    if columns:
+        columns.append(tuple(map(sum, rounds)))
+        names.append("whole round")
+    return Table(
+        "round-parts",
+        "Parts of a merged round",
+        ["part", "median", "95 %", "longest"],
+        [[Cell(n), *_quantiles(sorted(c))] for n, c in zip(names, columns, strict=False)],
+        "No round was merged.",
+        "A round's parts follow each other. Uploads begin as soon as a learner is asked, so most "
+        "of their time lies within the grace window.",
+    )
+
+
+def _quantiles(values: Sequence[float]) -> list[Cell]:
+    chosen = (values[len(values) // 2], values[int(0.95 * (len(values) - 1))], values[-1])
+    return [Cell(format_duration(value), value) for value in chosen]
+
+
+def verdict_table(history: RunHistory) -> Table:
+    """How rounds ended."""
+    results = [r.result for shard in history.shards.values() for r in shard.rounds]
+    rounds = Counter((result.verdict, result.reason) for result in results)
+    words = {"merged": "merged", "abandoned": "given up"}
+    rows = [
+        [Cell(words[verdict]), Cell(str(count), count), Cell("" if why == verdict else why)]
+        for (verdict, why), count in rounds.most_common(12)
+    ]
+    return Table(
+        "verdicts",
+        "How rounds ended",
+        ["rounds", "how many", "why"],
+        rows,
+        "No round was finished.",
+        left=True,
+    )
+
+
+def learner_table(history: RunHistory, account: RunAccount) -> Table:
+    """Every learner in a row."""
+    header, *rows = learner_rows(history, account)
+    return Table(
+        "learners",
+        "Learners",
+        ["learner", *header[1:]],
+        [list(map(Cell, row)) for row in rows],
+        "No learner is on the tape.",
+        "Last loss: mean of its last 20 steps. Longest gap: the longest time from one step to the "
+        "next while the process lived. Lost steps are those that would have fitted into gaps "
+        f"longer than {GAP_MEDIANS:.0f} median steps.",
+    )
+
+
+def shard_table(history: RunHistory) -> Table:
+    """Every shard in a row."""
+    header, *rows = shard_rows(history)
+    return Table(
+        "shards",
+        "Syncer shards",
+        ["shard", *header[1:]],
+        [list(map(Cell, row)) for row in rows],
+        "No shard of the syncer is on the tape.",
+    )
+
+
+def corpus_table(history: RunHistory) -> Table:
+    """What was trained."""
+    rows = [[Cell(str(k)), Cell(str(v))] for k, v in (history.corpus or {}).items()]
+    return Table("corpus", "Corpus", [], rows, "The tape does not say what was trained.", left=True)
+
+
+def version_table(history: RunHistory) -> Table:
+    """With which versions the run was made."""
+    named = {("decoupled-diloco", version) for version in history.versions.values()}
+    for header in history.headers.values():
+        versions = header.get("versions")
+        if isinstance(versions, dict):
+            named |= {(str(name), str(version)) for name, version in versions.items()}
+    rows = [[Cell(name), Cell(version)] for name, version in sorted(named)]
+    return Table("versions", "Versions", [], rows, "The tape does not name any.", left=True)
+
+
+def remark_table(history: RunHistory) -> Table:
+    """What happened, in order."""
+    lines = [(remark.at, remark.who, remark.text) for remark in history.remarks]
+    lines += [(at, "fault", f"{fault.kind} {fault.target}") for at, fault in history.faults]
+    rows = [[Cell(f"{at:.1f} s", at), Cell(who), Cell(text)] for at, who, text in sorted(lines)]
+    more = len(rows) - REMARKS_MAX
+    caption = f"{len(rows)} notes" if more <= 0 else f"The first {REMARKS_MAX} of {len(rows)} notes"
+    header = ["time", "process", "what"]
+    return Table("remarks", caption, header, rows[:REMARKS_MAX], "Nothing worth a note.", left=True)
