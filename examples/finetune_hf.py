@@ -1,11 +1,12 @@
-"""A workload of one's own: a causal language model of Hugging Face transformers.
+r"""A workload of one's own: a causal language model of Hugging Face transformers.
 
     pip install 'decoupled-diloco[transformers]'
     cd examples
     ddiloco train finetune_hf.toml                      # trains tiny_llama/config.json from scratch
     ddiloco export runs/finetune_hf --format huggingface --out my_llama
     ddiloco train finetune_hf.toml --set workload.options.config= \
-        --set workload.options.model=my_llama           # goes on from there
+        --set workload.options.model=my_llama \
+        --set workload.options.learning_rate=2e-4       # goes on from there
 
 In the file it is called `name = "finetune_hf:workload"`: this function is all that the command
 needs. It gets the options of the file, and returns an object with the methods of
