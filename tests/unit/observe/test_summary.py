@@ -32,7 +32,7 @@ def test_summary_tells_the_run(history):
         "tokens discarded 21.8k, 10 %",
         "learners sent 14.3 MiB, received 19.1 MiB",
         "learner-1 108 55.3k 2.115 89 % 39 % 5.8 s 500 ms 500 ms",
-        "learner-3 80 41k 2.162 67 % 0 % – 750 ms 750 ms",
+        "learner-3 80 41k 2.162 67 % 0.3 % – 750 ms 750 ms",
         "shard-0 120 117 3 300 ms 120 ms 1",
         "learner-1 was killed at 30.2 s (step 52), back after 5.8 s; steps lost by the others: 0",
         "written report.html",
