@@ -27,6 +27,7 @@ from decoupled_diloco.cli.options import (
     make_console,
 )
 from decoupled_diloco.cli.recipes import recipes
+from decoupled_diloco.cli.report import report
 from decoupled_diloco.cli.simulate import simulate
 from decoupled_diloco.cli.status import status
 from decoupled_diloco.cli.watch import watch
@@ -157,6 +158,7 @@ app.command()(export)
 app.command()(doctor)
 app.command()(status)
 app.command()(watch)
+app.command()(report)
 
 
 @app.callback(invoke_without_command=True)
