@@ -13,6 +13,7 @@ import typer
 
 from decoupled_diloco import __version__
 from decoupled_diloco.cli.doctor import doctor
+from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
@@ -26,10 +27,11 @@ from decoupled_diloco.cli.options import (
     listed,
     make_console,
 )
-from decoupled_diloco.cli.recipes import recipes
+from decoupled_diloco.cli.recipes import recipes, scenarios
 from decoupled_diloco.cli.report import report
 from decoupled_diloco.cli.simulate import simulate
 from decoupled_diloco.cli.status import status
+from decoupled_diloco.cli.timing import timing
 from decoupled_diloco.cli.watch import watch
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
@@ -153,11 +155,14 @@ def evaluator(
 
 
 app.command()(recipes)
+app.command()(scenarios)
 app.command()(simulate)
 app.command()(export)
 app.command()(doctor)
 app.command()(status)
 app.command()(watch)
+app.command()(timing)
+app.command()(explain)
 app.command()(report)
 
 

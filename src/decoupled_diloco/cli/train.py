@@ -10,6 +10,7 @@ from rich.console import Console
 
 from decoupled_diloco.cli.options import INTERRUPTED
 from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
+from decoupled_diloco.cli.timing import print_essential
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
@@ -20,6 +21,8 @@ def train_locally(config: RunConfig, console: Console) -> int:
     """Runs everything on this machine; returns the exit code."""
     run = LocalRun(config)
     budget = (config.run.budget_steps, config.run.budget_tokens)
+    with reader_may_be_gone():
+        print_essential(config, console)
     try:
         with _termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
             run.start()
@@ -43,6 +46,8 @@ def train_locally(config: RunConfig, console: Console) -> int:
 def serve_locally(config: RunConfig, console: Console) -> int:
     """Runs all shards on this machine, for learners that are started elsewhere."""
     run = LocalRun(config, learners=False)
+    with reader_may_be_gone():
+        print_essential(config, console)
     try:
         with _termination_as_interrupt():
             run.start()

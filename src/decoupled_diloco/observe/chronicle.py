@@ -298,6 +298,7 @@ class Chronicle:
         member.held = {holding.fragment: holding.version for holding in hello.held}
 
     def _leave(self, shard: ShardLog, member: Member, at: float, reason: str) -> None:
+        shard.former[member.learner] = member
         for stay in reversed(shard.stays):
             if stay.learner == member.learner and stay.until is None:
                 stay.until, stay.reason = at, reason

@@ -127,6 +127,7 @@ class ShardLog:
         merges: The tick of every merged round, in order.
         reports: For each learner the run steps that it reported, and when.
         unreported: Finished rounds that wait for the next report of a learner not in them.
+        former: The last that was known of learners that are no longer live.
         lost: Rounds that were open when the shard's process ended.
     """
 
@@ -139,6 +140,7 @@ class ShardLog:
     merged: int = 0
     abandoned: int = 0
     members: dict[str, Member] = field(default_factory=dict)
+    former: dict[str, Member] = field(default_factory=dict)
     versions: dict[int, Version] = field(default_factory=dict)
     open: dict[int, RoundLog] = field(default_factory=dict)
     finished: list[RoundLog] = field(default_factory=list)

@@ -1,0 +1,88 @@
+"""`ddiloco timing`: every interval in force and what it is derived from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decoupled_diloco.cli.options import Sets, TokenFile, fail, make_console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from decoupled_diloco.config import RunConfig
+    from decoupled_diloco.launch.timing import Interval
+
+
+def timing(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|SOURCE",
+            help="A run's TOML file or recipe; or a run folder, tape or running syncer, then with "
+            "what the run has measured.",
+        ),
+    ],
+    settings: Sets = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Every interval, window, lease and deadline, and what it is derived from: none is set."""
+    from decoupled_diloco.cli.status import source_of
+    from decoupled_diloco.config import load_config
+    from decoupled_diloco.config.method import options_of, public_text, read_public
+    from decoupled_diloco.config.shipped import find_shipped
+    from decoupled_diloco.launch.timing import intervals
+    from decoupled_diloco.observe.chronicle import Chronicle
+    from decoupled_diloco.observe.explain import options_in
+
+    if not run.startswith(("http://", "https://")) and (
+        run.endswith(".toml") or not Path(run).exists()
+    ):
+        config = load_config(find_shipped("recipes", run), settings or ())
+        options = options_of(read_public(public_text(config)))
+        rows = intervals(options, give_up_seconds=config.learner.give_up_seconds)
+        print_intervals(rows, make_console())
+        return
+    if settings:
+        fail("--set changes a configuration, and this is a run that has one: leave it out")
+    source = source_of(run, token_file)
+    chronicle = Chronicle()
+    chronicle.take_all(source.poll())
+    found = options_in(chronicle)
+    if found is None:
+        fail(f"the tape of {run} does not tell the run's settings (yet): give its run.toml")
+    print_intervals(intervals(found, chronicle=chronicle), make_console())
+
+
+def print_essential(config: RunConfig, console: Console) -> None:
+    """The short table for the start of a run."""
+    from decoupled_diloco.config.method import options_of, public_text, read_public
+    from decoupled_diloco.launch.timing import intervals
+
+    options = options_of(read_public(public_text(config)))
+    rows = intervals(options, give_up_seconds=config.learner.give_up_seconds)
+    print_intervals([row for row in rows if row.essential], console)
+    console.print("(all of them: ddiloco timing)\n", style="dim")
+
+
+def print_intervals(rows: Sequence[Interval], console: Console) -> None:
+    """A table that fits 80 columns."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("interval", no_wrap=True)
+    table.add_column("derived from")
+    table.add_column("now", style="bold")
+    group = ""
+    essential = all(row.essential for row in rows)
+    for row in rows:
+        if row.group != group and not essential:
+            table.add_row(Text(row.group, style="dim italic"), "", "")
+        group = row.group
+        table.add_row(Text(row.name), Text(row.rule), Text(row.value))
+    console.print(table)

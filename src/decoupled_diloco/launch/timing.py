@@ -1,0 +1,433 @@
+"""Every interval, window, lease and deadline in force, and what each is derived from.
+
+There is no timeout for a user to set; this is the table that says so. Every number is taken from
+where it is in force, when the table is made, so that the two cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from decoupled_diloco.launch import local, roles, supervisor
+from decoupled_diloco.learner import background
+from decoupled_diloco.learner import learner as learner_process
+from decoupled_diloco.observe import writer
+from decoupled_diloco.observe.chronicle import Chronicle
+from decoupled_diloco.observe.chronicle_data import Member, ShardLog
+from decoupled_diloco.protocol import grace, membership, syncer, syncer_fill, syncer_rounds
+from decoupled_diloco.protocol import learner as learner_machine
+from decoupled_diloco.protocol.effects import RoundOpened
+from decoupled_diloco.protocol.membership import UploadEstimate
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.syncer import coordinator, shard
+from decoupled_diloco.transport import backoff, bodies, channel, documents, http_client, http_server
+from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.units import format_duration
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One row.
+
+    Attributes:
+        group: What it belongs to.
+        name: What it is.
+        rule: What it is derived from: a formula with its constants, or a constant.
+        value: What it is now; where only a run can tell, what is known before.
+        sources: The constants it rests on, ``module.NAME``.
+        essential: Shown at the start of a run.
+    """
+
+    group: str
+    name: str
+    rule: str
+    value: str
+    sources: tuple[str, ...]
+    essential: bool = False
+
+
+def intervals(
+    options: Options,
+    *,
+    give_up_seconds: float | None = None,
+    chronicle: Chronicle | None = None,
+) -> list[Interval]:
+    """The table.
+
+    Args:
+        options: The run's settings of the method.
+        give_up_seconds: The learners' own setting: after so long alone they end.
+        chronicle: What is measured; default: nothing yet.
+    """
+    return [
+        *_liveness(give_up_seconds),
+        *_rounds(options, chronicle),
+        *_transfers(),
+        *_begin_and_end(),
+        *_processes(),
+    ]
+
+
+def _s(seconds: float) -> str:
+    return format_duration(seconds)
+
+
+def _liveness(give_up_seconds: float | None) -> list[Interval]:
+    limits, lease = Limits(), membership.LEASE_SECONDS
+    reconnect, late = membership.RECONNECT_SECONDS, syncer.LATENESS_SECONDS_MIN
+    pings = round(lease / limits.ping_seconds)
+    floor, cap = backoff.FLOOR_SECONDS, backoff.CAP_SECONDS
+    forever = "never" if give_up_seconds is None else _s(give_up_seconds)
+    row = partial(Interval, "who is live")
+    return [
+        row(
+            "ping",
+            "each end of a control connection",
+            _s(limits.ping_seconds),
+            ("transport.base.Limits.ping_seconds",),
+        ),
+        row(
+            "connection lost",
+            f"{round(limits.lost_seconds / limits.ping_seconds)} pings unanswered",
+            _s(limits.lost_seconds),
+            ("transport.base.Limits.lost_seconds",),
+            True,
+        ),
+        row(
+            "learner's lease",
+            f"{pings} pings; any byte renews it",
+            _s(lease),
+            ("protocol.membership.LEASE_SECONDS",),
+            True,
+        ),
+        row(
+            "reconnect",
+            "what a broken connection leaves of it",
+            _s(reconnect),
+            ("protocol.membership.RECONNECT_SECONDS",),
+            True,
+        ),
+        row(
+            "lateness correction",
+            f"of leases, if a tick is over {_s(late)} late",
+            f"lateness + {_s(reconnect)}",
+            ("protocol.syncer.LATENESS_SECONDS_MIN", "protocol.membership.RECONNECT_SECONDS"),
+            True,
+        ),
+        row(
+            "who was heard",
+            "looked at every",
+            _s(shard.HEARD_SECONDS),
+            ("syncer.shard.HEARD_SECONDS",),
+        ),
+        row(
+            "first word",
+            "of a new connection",
+            _s(shard.GREETING_SECONDS),
+            ("syncer.shard.GREETING_SECONDS",),
+        ),
+        row(
+            "redial",
+            "doubling, with full jitter",
+            f"{_s(floor)} to {_s(cap)}",
+            ("transport.backoff.FLOOR_SECONDS", "transport.backoff.CAP_SECONDS"),
+            True,
+        ),
+        row(
+            "learner gives up",
+            f"learner.give_up_seconds; attempts at most {_s(background.JOIN_SECONDS_MAX)} apart",
+            forever,
+            ("learner.background.JOIN_SECONDS_MAX",),
+        ),
+    ]
+
+
+# ---- rounds
+
+
+def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
+    row, step = partial(Interval, "a round"), _step_seconds(chronicle)
+    first, least = membership.UPLOAD_SECONDS_UNKNOWN, membership.UPLOAD_SECONDS_MIN
+    patience = syncer_rounds.SOFT_DEADLINE_SECONDS_MIN
+    times = syncer_rounds.SOFT_DEADLINES_MISSED_MAX
+    rest = "not measured yet" if step is None else _s(max(patience, options.period * step))
+    margin = options.grace_margin
+    formula = f"{margin:g} ({options.overlap} ξ_step − ξ_quorum − ξ_sync)"
+    return [
+        row(
+            "grace window",
+            formula if margin else "grace_margin = 0",
+            _grace(chronicle) if margin else "none",
+            (),
+            True,
+        ),
+        row(
+            "ξ_step, ξ_quorum, …",
+            f"averages, {grace.SMOOTHING:g} the newest; sync: merge, broadcast",
+            _averages(chronicle),
+            ("protocol.grace.SMOOTHING",),
+        ),
+        row(
+            "upload deadline",
+            f"max({_s(least)}, 2 mean + 4 deviations + 2 steps)",
+            _uploads(chronicle) or f"{_s(first)} at first",
+            (
+                "protocol.membership.UPLOAD_SECONDS_UNKNOWN",
+                "protocol.membership.UPLOAD_SECONDS_MIN",
+            ),
+            True,
+        ),
+        row(
+            "after a missed one",
+            "the mean is what was allowed: twice as long",
+            "× 2",
+            (),
+        ),
+        row(
+            "stragglers",
+            f"max({_s(patience)}, {options.period} ξ_step) after the quorum's bodies",
+            rest,
+            ("protocol.syncer_rounds.SOFT_DEADLINE_SECONDS_MIN",),
+            True,
+        ),
+        row(
+            "who is always late",
+            f"after {times} rounds of a fragment missed",
+            "waited for",
+            ("protocol.syncer_rounds.SOFT_DEADLINES_MISSED_MAX",),
+        ),
+        row(
+            "closing round",
+            "upload deadline and this much more",
+            f"+ {_s(syncer_rounds.CLOSING_SECONDS)}, {syncer_rounds.SWEEP_TRIES_MAX} tries",
+            (
+                "protocol.syncer_rounds.CLOSING_SECONDS",
+                "protocol.syncer_rounds.SWEEP_TRIES_MAX",
+            ),
+        ),
+    ]
+
+
+def _step_seconds(chronicle: Chronicle | None) -> float | None:
+    """ξ_step: that of the fastest learner that is live."""
+    known = [
+        member.step_seconds
+        for log in (chronicle.shards.values() if chronicle else ())
+        for member in log.members.values()
+        if member.step_seconds > 0
+    ]
+    if known:
+        return min(known)
+    last = [o.step_seconds for o in _openings(chronicle) if o.step_seconds > 0]
+    return last[-1] if last else None
+
+
+def _openings(chronicle: Chronicle | None) -> list[RoundOpened]:
+    """The newest opening of an ordinary round at each shard."""
+    found = []
+    for log in chronicle.shards.values() if chronicle else ():
+        rounds = (*log.finished, *log.open.values())
+        opened = [r.opened for r in rounds if r.opened is not None and not r.opened.closing]
+        found += opened[-1:]
+    return found
+
+
+def _grace(chronicle: Chronicle | None) -> str:
+    windows = [opened.grace_seconds for opened in _openings(chronicle)]
+    if not windows:
+        return "not measured yet"
+    return _span(windows)
+
+
+def _averages(chronicle: Chronicle | None) -> str:
+    openings = _openings(chronicle)
+    if not openings:
+        return "not measured yet"
+    newest = openings[0]
+    parts = (
+        newest.step_seconds,
+        newest.quorum_average_seconds,
+        newest.merge_average_seconds,
+        newest.broadcast_average_seconds,
+    )
+    return ", ".join(map(_s, parts))
+
+
+def _uploads(chronicle: Chronicle | None) -> str:
+    """The next deadline of every learner, from what its uploads took, as the shards reckon it."""
+    found = []
+    for log in chronicle.shards.values() if chronicle else ():
+        for member in (log.members or log.former).values():
+            estimate = upload_estimate(log, member)
+            found.append(estimate.deadline_seconds(member.step_seconds))
+    return _span(found) if found else ""
+
+
+def upload_estimate(log: ShardLog, member: Member) -> UploadEstimate:
+    """The shard's estimate of a learner's uploads, from the rounds on the tape."""
+    estimate = UploadEstimate()
+    taken = [
+        (round.opened_at + p.delivered_seconds, p.delivered_seconds - p.asked_seconds)
+        for round in log.finished
+        if round.result is not None and round.opened_at >= member.since
+        for p in round.result.participants
+        if p.learner == member.learner and p.delivered_seconds is not None
+    ]
+    for _, seconds in sorted(taken):
+        estimate.update(seconds)
+    return estimate
+
+
+def _span(values: Iterable[float]) -> str:
+    low, high = min(values := list(values)), max(values)
+    return _s(low) if _s(low) == _s(high) else f"{_s(low)} to {_s(high)}"
+
+
+# ---- the rest
+
+
+def _transfers() -> list[Interval]:
+    limits, rtts = Limits(), http_client.STALL_RTTS
+    stall = limits.stall_seconds
+    row = partial(Interval, "transfers")
+    return [
+        row(
+            "given up",
+            f"no byte for max({_s(stall)}, {rtts} round trips)",
+            f"{_s(stall)} or more",
+            ("transport.base.Limits.stall_seconds", "transport.http_client.STALL_RTTS"),
+            True,
+        ),
+        row(
+            "server's patience",
+            "× of that, for who sends; a reader gets 3 ×",
+            f"{bodies.SERVER_PATIENCE:g} × {_s(stall)}",
+            ("transport.bodies.SERVER_PATIENCE",),
+        ),
+        row(
+            "resumed",
+            "attempts in a row without progress",
+            str(limits.retries),
+            ("transport.base.Limits.retries",),
+        ),
+        row(
+            "copy not had",
+            "a learner asks again after",
+            _s(learner_machine.RETRY_SECONDS),
+            ("protocol.learner.RETRY_SECONDS",),
+        ),
+        row(
+            "idle connections",
+            "of the data plane stay open",
+            _s(http_server.KEEP_ALIVE_SECONDS),
+            ("transport.http_server.KEEP_ALIVE_SECONDS",),
+        ),
+        row(
+            "goodbye",
+            f"flushing a connection; a refused body is read for {_s(http_server.LINGER_SECONDS)}",
+            _s(channel.FLUSH_SECONDS),
+            ("transport.channel.FLUSH_SECONDS", "transport.http_server.LINGER_SECONDS"),
+        ),
+        row(
+            "status answer",
+            "a shard that serves its tape has",
+            _s(documents.ANSWER_SECONDS),
+            ("transport.documents.ANSWER_SECONDS",),
+        ),
+    ]
+
+
+def _begin_and_end() -> list[Interval]:
+    row = partial(Interval, "begin, end")
+    return [
+        row(
+            "restoring shard",
+            f"waits {_s(syncer_fill.SETTLE_SECONDS)} for more holders; initial weights if none by",
+            _s(syncer_fill.FROM_THE_START_SECONDS),
+            (
+                "protocol.syncer_fill.SETTLE_SECONDS",
+                "protocol.syncer_fill.FROM_THE_START_SECONDS",
+            ),
+        ),
+        row(
+            "another seed",
+            "after so many bad copies of a fragment",
+            str(syncer_fill.SEED_TRIES_MAX),
+            ("protocol.syncer_fill.SEED_TRIES_MAX",),
+        ),
+        row(
+            "finished shard stays",
+            "for learners and observers to take the last copies",
+            _s(syncer.LINGER_SECONDS),
+            ("protocol.syncer.LINGER_SECONDS",),
+        ),
+        row(
+            "coordinator stays",
+            "for the other shards to hear of the end",
+            _s(coordinator.FAREWELL_SECONDS),
+            ("syncer.coordinator.FAREWELL_SECONDS",),
+        ),
+        row(
+            "learner's farewell",
+            "waits for the closing sweep while no shard is there",
+            _s(learner_process.FAREWELL_SECONDS),
+            ("learner.learner.FAREWELL_SECONDS",),
+        ),
+        row(
+            "state on a full disk",
+            "the coordinator tries again after",
+            _s(coordinator.RETRY_SECONDS),
+            ("syncer.coordinator.RETRY_SECONDS",),
+        ),
+    ]
+
+
+def _processes() -> list[Interval]:
+    row, delays = partial(Interval, "processes"), supervisor.RESTART_SECONDS
+    return [
+        row(
+            "restart",
+            f"{len(delays)} times in a row; {_s(supervisor.HEALTHY_SECONDS)} of life forgive",
+            f"{_s(delays[0])} to {_s(delays[-1])}",
+            ("launch.supervisor.RESTART_SECONDS", "launch.supervisor.HEALTHY_SECONDS"),
+            True,
+        ),
+        row(
+            "stop",
+            "from SIGTERM to SIGKILL",
+            _s(supervisor.TERMINATE_SECONDS),
+            ("launch.supervisor.TERMINATE_SECONDS",),
+            True,
+        ),
+        row(
+            "after the end",
+            f"learners and shards; the evaluator {_s(local.EVALUATOR_SECONDS)}",
+            _s(local.FAREWELL_SECONDS),
+            ("launch.local.FAREWELL_SECONDS", "launch.local.EVALUATOR_SECONDS"),
+        ),
+        row(
+            "evaluator gives up",
+            "alone for so long; it is started again",
+            _s(roles.EVALUATOR_GIVES_UP_SECONDS),
+            ("launch.roles.EVALUATOR_GIVES_UP_SECONDS",),
+        ),
+        row(
+            "tape to the disk",
+            f"bytes moved are noted every {_s(background.STATS_SECONDS)} by learners, "
+            f"{_s(shard.STATS_SECONDS)} by shards",
+            _s(writer.FLUSH_SECONDS),
+            (
+                "observe.writer.FLUSH_SECONDS",
+                "learner.background.STATS_SECONDS",
+                "syncer.shard.STATS_SECONDS",
+            ),
+        ),
+        row(
+            "launcher looks",
+            "at its processes every",
+            _s(local.POLL_SECONDS),
+            ("launch.local.POLL_SECONDS",),
+        ),
+    ]
