@@ -12,13 +12,16 @@ Nothing here knows of virtual time; what carries a scenario out is in `script`.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.config import RunConfig, suggestion
+import tomli_w
+
+from decoupled_diloco.config import RunConfig, dump_config, suggestion
 from decoupled_diloco.config.files import override_key, read_tables
 from decoupled_diloco.config.shipped import find_shipped
 from decoupled_diloco.errors import ConfigError
@@ -152,6 +155,14 @@ def load_scenario(
         happenings=happenings,
         recurrences=tuple(_recurrences(file, cast)),
     )
+
+
+def dump_scenario(scenario: Scenario) -> str:
+    """The whole scenario as TOML that needs no other file and means the same."""
+    own = {name for name in ScenarioFile.model_fields if name not in (*RUN_TABLES, "set")}
+    tables = {k: v for k, v in scenario.file.applicable().items() if k in own and v != []}
+    tables |= {"name": scenario.config.run.name, "seed": scenario.seed}
+    return tomli_w.dumps(tables | tomllib.loads(dump_config(scenario.config)))
 
 
 # ---- the run

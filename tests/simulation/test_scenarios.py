@@ -1,0 +1,545 @@
+"""Scenarios from end to end: the command in real processes, and what befalls a virtual run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.samples import BytesMoved
+from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.simulate.protocol_run import ProtocolRun
+from decoupled_diloco.simulate.scenario import load_scenario
+from decoupled_diloco.simulate.simulation import Simulation
+from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.workloads import load_workload
+from replay import assert_replays
+
+pytestmark = pytest.mark.timeout(120)
+
+RUN = """
+[run]
+budget_steps = {steps}
+evaluate_every_seconds = 20.0
+
+[sync]
+fragments = 4
+period = 8
+overlap = 2
+
+[syncer]
+shards = 2
+
+[workload]
+name = "paced"
+
+[workload.options]
+layers = 1
+width = 32
+heads = 2
+context = 16
+batch_size = 2
+corpus_bytes_max = 200_000
+warmup_steps = 0
+"""
+
+STORY = """
+[[learners]]
+name = "near"
+count = 2
+variance = 0.1
+
+[[learners]]
+name = "far"
+step_seconds = 1.5
+variance = 0.1
+link = "sea"
+
+[[links]]
+name = "sea"
+latency_seconds = 0.1
+jitter_seconds = 0.05
+up = "1Mbit/s"
+down = "2Mbit/s"
+shared = true
+
+[[events]]
+at_step = 15
+kind = "kill"
+target = "learner-1"
+for_seconds = 6.0
+
+[[events]]
+at_seconds = 30.0
+kind = "pause"
+target = "shard-1"
+for_seconds = 2.0
+
+[[random]]
+kind = "cut"
+targets = ["sea"]
+mean_seconds_between = 15.0
+repair_seconds = 3.0
+"""
+
+UNSEEN = ["run.evaluator=false", "run.evaluate_every_seconds="]
+"""Nobody looks at the loss."""
+
+
+def write(folder: Path, story: str, steps: int = 50, **run: str) -> Path:
+    path = folder / "story.toml"
+    path.write_text(RUN.format(steps=steps) + story)
+    return path
+
+
+def simulated(folder: Path, story: str, steps: int = 50, **arguments: Any) -> RunHistory:
+    """What the tape says of a scenario that was simulated in this process, to its end."""
+    simulation = Simulation(load_scenario(write(folder, story, steps), **arguments), folder)
+    while simulation.advance():
+        pass
+    assert simulation.finished, simulation.reason
+    simulation.finish()
+    simulation.close()
+    return read_history(folder)
+
+
+def command(*arguments: str, hash_seed: str = "0", cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "decoupled_diloco.cli", "simulate", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "80",
+            "PYTHONHASHSEED": hash_seed,
+        },
+    )
+
+
+def finished(*arguments: str, cwd: Path, hash_seed: str = "0") -> tuple[int, str]:
+    process = command(*arguments, cwd=cwd, hash_seed=hash_seed)
+    output, _ = process.communicate(timeout=100)
+    return process.returncode, output
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    """Everything that the same seed must give again."""
+    files = [folder / "weights.safetensors", folder / "tape.jsonl", *(folder / "tape").iterdir()]
+    return {file.name: file.read_bytes() for file in files}
+
+
+def of_type(folder: Path, *names: str) -> list[Record]:
+    return [record for record in read_tape(folder) if record.type in names]
+
+
+def gaps(history: RunHistory, name: str) -> list[float]:
+    """Gaps of more than three median steps between two steps of one life."""
+    learner = history.learners[name]
+    median = learner.step_seconds_median
+    assert median is not None
+    every = [b - a for life in learner.lives for a, b in pairwise(life.steps_at)]
+    return [gap for gap in every if gap > GAP_MEDIANS * median]
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
+    """The same scenario in two processes that hash differently, in folders of other names."""
+    runs = []
+    for hash_seed, name in (("1", "one"), ("2", "another-folder")):
+        folder = tmp_path_factory.mktemp(name)
+        path = write(folder, STORY)
+        code, output = finished(str(path), "--seed", "7", cwd=folder, hash_seed=hash_seed)
+        assert code == 0, output
+        runs.append((folder / "runs" / "story", output))
+    return runs
+
+
+def test_the_same_seed_gives_the_same_bits_in_another_process(
+    twice: list[tuple[Path, str]],
+) -> None:
+    one, another = (bits(folder) for folder, _ in twice)
+    assert one.keys() == another.keys()
+    assert not [name for name in one if one[name] != another[name]]
+
+
+def test_nothing_of_this_machine_is_on_the_tape(twice: list[tuple[Path, str]]) -> None:
+    folder, _ = twice[0]
+    text = (folder / "tape.jsonl").read_text()
+    assert str(folder) not in text
+    starts = of_type(folder, "start")
+    assert min(record.wall for record in starts) == 946_684_800.0
+    assert {record.data["pid"] for record in starts} <= set(range(20))
+    versions = starts[0].data["header"]["versions"]
+    assert versions["torch"] == torch.__version__
+    assert versions["python"].count(".") == 1
+
+
+def test_a_simulated_tape_replays(twice: list[tuple[Path, str]]) -> None:
+    assert assert_replays(twice[0][0]) > 1000
+
+
+def test_a_simulated_run_leaves_what_a_real_one_leaves(twice: list[tuple[Path, str]]) -> None:
+    folder, output = twice[0]
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    history = read_history(folder)
+    assert history.problems == []
+    assert history.global_step == 50
+    assert len(history.evaluations) >= 3
+    first, last = history.evaluations[0].loss, history.evaluations[-1].loss
+    assert first is not None
+    assert last is not None
+    assert last < first - 0.5
+    assert all(learner.losses for learner in history.learners.values())
+    moved = history.bytes_total
+    assert moved is not None
+    assert min(moved.data_sent, moved.data_received, moved.control_sent) > 10_000
+    assert history.sample_text
+    assert history.corpus
+    assert "evaluation loss" in output
+    assert "of virtual time in" in output
+    assert "Traceback" not in output
+
+
+def test_the_weights_are_the_global_ones_of_the_last_evaluation(
+    twice: list[tuple[Path, str]],
+) -> None:
+    folder, _ = twice[0]
+    config = load_scenario(folder / "scenario.toml").config
+    workload = load_workload(config.workload.name, config.workload_options())
+    model = workload.model()
+    model.load_state_dict(load_weights(folder / "weights.safetensors"))
+    last = read_history(folder).evaluations[-1].loss
+    assert workload.evaluate(model)["loss"] == pytest.approx(last, abs=1e-6)
+
+
+def test_the_folders_scenario_repeats_the_run(
+    twice: list[tuple[Path, str]], tmp_path: Path
+) -> None:
+    folder, _ = twice[0]
+    again = str(folder / "scenario.toml")
+    code, output = finished(again, "--set", "run.folder=again", cwd=tmp_path)
+    assert code == 0, output
+    assert bits(tmp_path / "again") == bits(folder)
+
+
+def test_the_scripted_kill_is_told_and_costs_the_others_nothing(
+    twice: list[tuple[Path, str]],
+) -> None:
+    history = read_history(twice[0][0])
+    (outage,) = [o for o in history.outages if o.who == "learner-1"]
+    assert outage.global_step >= 15
+    assert outage.restarted_at == pytest.approx(outage.down_at + 6.0, abs=0.5)
+    assert outage.back_at is not None
+    assert outage.lost_steps_total == 0
+    kinds = [(fault.kind, fault.target) for _, fault in history.faults]
+    assert ("kill", "learner-1") in kinds
+    assert ("pause", "shard-1") in kinds
+    assert ("cut", "sea") in kinds
+
+
+def test_another_seed_draws_other_failures(tmp_path: Path) -> None:
+    def cuts(seed: int) -> list[float]:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        history = simulated(folder, STORY, 30, seed=seed, overrides=UNSEEN)
+        return [at for at, fault in history.faults if fault.kind == "cut"]
+
+    assert cuts(1) != cuts(2)
+
+
+def test_ctrl_c_ends_with_the_report_of_what_there_is(tmp_path: Path) -> None:
+    process = command(str(write(tmp_path, STORY, 100_000)), cwd=tmp_path)
+    folder = tmp_path / "runs" / "story"
+    tape, deadline = folder / "tape" / "shard-0.jsonl", time.monotonic() + 60
+    while not (tape.exists() and '"RoundFinished"' in tape.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "the run did not finish: interrupted" in output
+    assert "Traceback" not in output
+    assert (folder / "report.html").exists()
+    assert not (folder / "weights.safetensors").exists()
+    assert_replays(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.toml"], "none.toml does not exist"),
+        (["mixed-speed"], "is neither a file nor a shipped scenario"),
+        (["mixed-speeds", "--tape", "x"], "--tape is for --protocol-only"),
+        (["mixed-speeds", "--set", "sync.perod=3"], "did you mean 'period'?"),
+        (["mixed-speeds", "--run", "nonesuch"], "is neither a file nor a shipped recipe"),
+        (["mixed-speeds", "--set", "workload.name=gtp"], "workload 'gtp' is not known"),
+    ],
+)
+def test_bad_usage_is_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
+    code, output = finished(*arguments, cwd=tmp_path)
+    assert code == 2, output
+    assert message in " ".join(output.split())
+    assert "Traceback" not in output
+
+
+# ---- what befalls a virtual run
+
+
+REGIONS = """
+[[learners]]
+name = "here"
+count = 2
+variance = 0.05
+
+[[learners]]
+name = "there"
+count = 2
+variance = 0.05
+link = "cable"
+
+[[links]]
+name = "cable"
+latency_seconds = 0.1
+
+[[events]]
+at_step = 20
+kind = "cut"
+target = "cable"
+for_seconds = 25.0
+"""
+
+
+def test_a_region_drops_out_and_is_taken_in_again(tmp_path: Path) -> None:
+    history = simulated(tmp_path, REGIONS, 80)
+    assert all(not gaps(history, name) for name in history.learners), "nobody's steps are lost"
+    (cut_at,) = [at for at, _ in history.faults]
+    assert history.global_step_by(cut_at) == 20
+    rounds = [r for shard in history.shards.values() for r in shard.rounds]
+
+    def folded(name: str, since: float, until: float) -> int:
+        return sum(
+            participant.learner == name and participant.state == "folded"
+            for r in rounds
+            if since < r.finished_at < until
+            for participant in r.result.participants
+        )
+
+    for name in ("learner-2", "learner-3"):
+        assert folded(name, 0.0, cut_at) > 5
+        assert folded(name, cut_at + 2.0, cut_at + 25.0) == 0
+        assert folded(name, cut_at + 30.0, history.duration) > 5
+    for name in ("learner-0", "learner-1"):
+        assert folded(name, cut_at + 2.0, cut_at + 25.0) > 5
+
+
+JOINS = """
+[[learners]]
+variance = 0.05
+
+[[learners]]
+name = "late"
+variance = 0.05
+present = false
+
+[[events]]
+at_step = 20
+kind = "join"
+target = "late"
+
+[[events]]
+at_step = 40
+kind = "leave"
+target = "late"
+"""
+
+
+def test_a_learner_joins_for_a_while_and_says_goodbye(tmp_path: Path) -> None:
+    history = simulated(tmp_path, JOINS, 60)
+    late = history.learners["learner-1"]
+    assert late.outages == [], "who leaves has not failed"
+    (life,) = late.lives
+    assert history.global_step_by(life.steps_at[0]) in range(20, 24)
+    assert history.global_step_by(life.steps_at[-1]) in range(37, 42)
+    assert late.rounds_folded > 3
+    reasons = [r.data["reason"] for r in of_type(tmp_path, "Evict")]
+    assert "left: its loop has ended" in reasons
+    assert not gaps(history, "learner-0")
+    assert_replays(tmp_path)
+
+
+def test_a_faster_or_slower_step_and_a_silent_death(tmp_path: Path) -> None:
+    story = "[[learners]]\ncount = 3\n" + "".join(
+        f'[[events]]\nkind = "{kind}"\ntarget = "{target}"\n{rest}\n'
+        for kind, target, rest in (
+            ("slow", "learner-1", "factor = 2.5\nat_seconds = 10.0\nuntil_step = 30"),
+            ("vanish", "learner-2", "at_step = 12"),
+            ("break", "learners", "at_step = 14"),
+        )
+    )
+    history = simulated(tmp_path, story, 50)
+    steps = history.learners["learner-1"].lives[0].steps_at
+    inside = [b - a for a, b in pairwise(steps) if a > 12 and b < 29]
+    outside = [b - a for a, b in pairwise(steps) if b < 10 or a > 36]
+    assert inside
+    assert all(gap == pytest.approx(2.5, abs=0.01) for gap in inside)
+    assert all(gap == pytest.approx(1.0, abs=0.01) for gap in outside)
+    (outage,) = history.outages
+    assert (outage.who, outage.restarted_at, outage.lost_steps_total) == ("learner-2", None, 0)
+    # Nobody is told of the death: the shard finds out by ten seconds of silence.
+    (evicted,) = [r for r in of_type(tmp_path, "Evict") if r.data["learner"] == "learner-2"][:1]
+    assert evicted.wall - 946_684_800.0 > outage.down_at + 8.0
+
+
+def test_what_random_failures_take_comes_back(tmp_path: Path) -> None:
+    story = "[[learners]]\ncount = 3\n" + (
+        '[[random]]\nkind = "kill"\ntargets = ["learners"]\nmean_seconds_between = 20.0\n'
+        'repair_seconds = 4.0\nrepair = "fixed"\nuntil_seconds = 60.0\n'
+    )
+    history = simulated(tmp_path, story, 90)
+    assert len(history.outages) >= 4
+    assert {outage.who for outage in history.outages} > {"learner-0"}
+    assert all(o.restarted_at is not None for o in history.outages)
+    assert all(outage.down_at <= 60.0 for outage in history.outages)
+    assert_replays(tmp_path)
+
+
+LINKS = """
+[[learners]]
+name = "pair"
+count = 2
+link = "line"
+
+[[links]]
+name = "line"
+up = "64kbit/s"
+shared = {shared}
+"""
+
+
+def uploads(folder: Path) -> list[float]:
+    """How long each body was under way, from the round's opening, where two were asked."""
+    return [
+        participant["delivered_seconds"] - participant["asked_seconds"]
+        for record in of_type(folder, "RoundFinished")
+        for participant in record.data["participants"]
+        if len(record.data["participants"]) == 2 and participant["delivered_seconds"] is not None
+    ]
+
+
+def test_learners_on_a_shared_link_take_turns(tmp_path: Path) -> None:
+    """The later of the two waits for the earlier one's body: twice as long as alone."""
+    slowest = {}
+    for shared in ("true", "false"):
+        folder = tmp_path / shared
+        folder.mkdir()
+        simulated(folder, LINKS.format(shared=shared), 24, overrides=UNSEEN)
+        slowest[shared] = sorted(uploads(folder))
+    alone, together = max(slowest["false"]), max(slowest["true"])
+    assert together == pytest.approx(2 * alone, rel=0.15)
+    assert min(slowest["true"]) == pytest.approx(min(slowest["false"]), rel=0.15)
+
+
+def test_a_throttled_link_is_so_many_times_slower(tmp_path: Path) -> None:
+    story = LINKS.format(shared="false") + (
+        '[[events]]\nat_seconds = 12.0\nkind = "throttle"\ntarget = "line"\nfactor = 2.0\n'
+    )
+    simulated(tmp_path, story, 24, overrides=UNSEEN)
+    times = uploads(tmp_path)
+    assert max(times) == pytest.approx(2 * min(times), rel=0.3)
+
+
+def test_what_cannot_go_on_ends_and_says_why(tmp_path: Path) -> None:
+    story = "[[learners]]\ncount = 2\n" + (
+        '[[events]]\nat_step = 10\nkind = "kill"\ntarget = "learner-1"\n'
+    )
+    path = write(tmp_path, story)
+    code, output = finished(str(path), "--set", "sync.quorum=2", cwd=tmp_path)
+    assert code == 1, output
+    assert "the clock has stood still for" in " ".join(output.split())
+    assert "1 learners there and quorum=2" in " ".join(output.split())
+
+
+def test_until_seconds_ends_a_simulation(tmp_path: Path) -> None:
+    path = write(tmp_path, JOINS.replace("at_step = 40", "at_step = 49"))
+    path.write_text("until_seconds = 12.0\n" + path.read_text())
+    code, output = finished(str(path), cwd=tmp_path)
+    assert code == 0, output
+    assert "until_seconds=12 of the scenario is reached" in " ".join(output.split())
+    assert "did not happen: join late at step 20" in output
+    assert read_history(tmp_path / "runs" / "story").duration <= 12.0
+
+
+# ---- the protocol alone
+
+
+CROWD = """
+[[learners]]
+name = "crowd"
+count = 40
+variance = 0.2
+
+[[random]]
+kind = "vanish"
+targets = ["crowd"]
+mean_seconds_between = 100.0
+repair_seconds = 5.0
+"""
+
+
+def crowd(folder: Path, tape: Path | None = None) -> ProtocolRun:
+    path = write(folder, CROWD, 40)
+    path.write_text("parameters = 1_000_000\n" + path.read_text())
+    run = ProtocolRun(load_scenario(path, overrides=["sync.quorum=8"]), tape)
+    while run.advance():
+        pass
+    run.close()
+    return run
+
+
+def test_the_protocol_alone_says_what_became_of_its_rounds(tmp_path: Path) -> None:
+    run = crowd(tmp_path)
+    assert run.finished
+    assert run.script.clock == 40
+    assert run.tally.merged >= 40 / 8 * 4
+    assert 0.5 < run.tally.folded / run.tally.asked <= 1.0
+    one = 1_000_000 / 4 * 2
+    assert run.data_sent == pytest.approx(run.tally.folded * one, rel=0.1)
+
+
+def test_the_tape_of_the_protocol_alone_replays(tmp_path: Path) -> None:
+    run = crowd(tmp_path, tmp_path)
+    assert assert_replays(tmp_path) > 0.9 * run.world.events
+    moved: Sequence[BytesMoved] = list(read_history(tmp_path).bytes_moved.values())
+    assert sum(each.data_sent for each in moved) == run.data_sent
+
+
+def test_protocol_only_on_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, CROWD, 20)
+    path.write_text("parameters = 1_000_000\n" + path.read_text())
+    code, output = finished(str(path), "--protocol-only", "--tape", "here", cwd=tmp_path)
+    assert code == 0, output
+    for row in ("global step", "rounds merged", "took part", "waited for quorum", "events"):
+        assert row in output
+    starts = of_type(tmp_path / "here", "start")
+    assert sum(r.data["header"]["machine"] == "learner" for r in starts) >= 40
+    assert json.loads((tmp_path / "here" / "tape.jsonl").read_text().splitlines()[0])["v"] == 1

@@ -1,0 +1,363 @@
+"""Scenario files: what they mean, and one clear sentence for what they cannot mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.config.shipped import shipped
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.simulate.scenario import Scenario, dump_scenario, load_scenario
+
+RUN = """
+[run]
+budget_steps = 100
+
+[sync]
+fragments = 4
+period = 4
+overlap = 1
+
+[syncer]
+shards = 2
+
+[workload]
+name = "paced"
+
+[workload.options]
+step_seconds = 0.5
+"""
+
+GROUPS = """
+[[learners]]
+name = "europe"
+count = 2
+link = "cable"
+
+[[learners]]
+name = "asia"
+step_seconds = 2.0
+present = false
+
+[[links]]
+name = "cable"
+latency_seconds = 0.1
+up = "8Mbit/s"
+shared = true
+
+[[events]]
+at_step = 10
+kind = "join"
+target = "asia"
+"""
+
+
+def load(folder: Path, text: str, **arguments: object) -> Scenario:
+    path = folder / "story.toml"
+    path.write_text(text)
+    return load_scenario(path, **arguments)  # type: ignore[arg-type]
+
+
+def event(**keys: object) -> str:
+    lines = [f"{key} = {value!r}" for key, value in keys.items()]
+    return "\n".join(["\n[[events]]", *lines, ""])
+
+
+def random(**keys: object) -> str:
+    return event(**keys).replace("[[events]]", "[[random]]")
+
+
+# ---- what it means
+
+
+def test_groups_are_the_runs_learners_in_their_order(tmp_path: Path) -> None:
+    scenario = load(tmp_path, RUN + GROUPS)
+    assert scenario.config.run.learners == 3
+    assert [g.name for g in scenario.members.values()] == ["europe", "europe", "asia"]
+    assert list(scenario.members) == ["learner-0", "learner-1", "learner-2"]
+    assert scenario.links["cable"].up_bytes_per_second == 1e6
+    assert scenario.links["cable"].down_bytes_per_second == float("inf")
+
+
+def test_the_run_is_called_like_the_scenario(tmp_path: Path) -> None:
+    run = load(tmp_path, RUN + GROUPS).config.run
+    assert (run.name, str(run.folder)) == ("story", "runs/story")
+    run = load(tmp_path, 'name = "other"\n' + RUN + GROUPS).config.run
+    assert (run.name, str(run.folder)) == ("other", "runs/other")
+    run = load(tmp_path, RUN, overrides=["run.folder=here"]).config.run
+    assert (run.name, str(run.folder)) == ("story", "here")
+
+
+def test_without_groups_the_pace_is_the_workloads(tmp_path: Path) -> None:
+    scenario = load(tmp_path, RUN.replace("0.5", "[1.0, 2.0, 3.0, 4.0]"))
+    assert [g.step_seconds for g in scenario.members.values()] == [1.0, 2.0, 3.0, 4.0]
+    scenario = load(tmp_path, RUN)
+    assert [g.step_seconds for g in scenario.members.values()] == [0.5] * 4
+
+
+def test_a_run_is_a_file_beside_it_or_a_shipped_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(RUN + '\n[[faults]]\nat = 0.5\nkill = "learner-1"\n')
+    scenario = load(tmp_path, 'run = "mine.toml"\nset = ["sync.period=8"]\n')
+    assert scenario.config.sync.period == 8
+    assert [(h.kind, h.at_share, h.for_seconds) for h in scenario.happenings] == [
+        ("kill", 0.5, 0.5)
+    ]
+    recipe = load(tmp_path, 'run = "diloco"\nset = ["run.budget_steps=7"]\n')
+    assert recipe.config.sync.wait == "at_overlap"
+    assert recipe.config.run.budget_steps == 7
+
+
+def test_the_command_line_wins(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(RUN)
+    (tmp_path / "other.toml").write_text(RUN.replace("period = 4", "period = 6"))
+    text = 'run = "mine.toml"\nset = ["outer.lr=0.5", "sync.overlap=2"]\nseed = 3\n'
+    scenario = load(
+        tmp_path, text, run=tmp_path / "other.toml", overrides=["sync.overlap=3"], seed=9
+    )
+    assert scenario.config.sync.period == 6
+    assert scenario.config.outer.lr == 0.5
+    assert scenario.config.sync.overlap == 3
+    assert (scenario.seed, scenario.config.run.seed) == (9, 9)
+    assert load(tmp_path, text).seed == 3
+
+
+def test_targets_mean_processes(tmp_path: Path) -> None:
+    names = ["learner-1", "europe", "cable", "learners", "shard-0", "shard-1", "coordinator"]
+    text = RUN + GROUPS + "".join(event(at_seconds=5.0, kind="pause", target=n) for n in names)
+    targets = {h.target.name: h.target.processes for h in load(tmp_path, text).happenings[1:]}
+    everybody = ("learner-0", "learner-1", "learner-2")
+    assert targets == {
+        "learner-1": ("learner-1",),
+        "europe": ("learner-0", "learner-1"),
+        "cable": ("learner-0", "learner-1"),
+        "learners": everybody,
+        "shard-0": ("shard-0", "coordinator"),
+        "shard-1": ("shard-1",),
+        "coordinator": ("coordinator",),
+    }
+
+
+def test_at_random_each_learner_fails_by_itself_but_a_link_as_one(tmp_path: Path) -> None:
+    common = {"mean_seconds_between": 5.0, "repair_seconds": 1.0}
+    text = RUN + GROUPS
+    text += random(kind="kill", targets=["europe"], **common)
+    text += random(kind="cut", targets=["cable"], **common)
+    found = [(r.settings.kind, r.target.processes) for r in load(tmp_path, text).recurrences]
+    assert found == [
+        ("kill", ("learner-0",)),
+        ("kill", ("learner-1",)),
+        ("cut", ("learner-0", "learner-1")),
+    ]
+
+
+def test_a_resolved_scenario_means_the_same(tmp_path: Path) -> None:
+    text = RUN + GROUPS + event(at_seconds=3.0, kind="slow", target="europe", factor=2.0)
+    text += random(
+        kind="throttle",
+        targets=["cable"],
+        mean_seconds_between=9.0,
+        repair_seconds=1.0,
+        factor=3.0,
+    )
+    before = load(tmp_path, text, seed=4)
+    after = load(tmp_path, dump_scenario(before))
+    for part in ("config", "members", "links", "happenings", "recurrences", "seed"):
+        assert getattr(after, part) == getattr(before, part), part
+
+
+@pytest.mark.parametrize("name", sorted(shipped("scenarios")))
+def test_a_shipped_scenario_loads_and_tells_its_story(name: str) -> None:
+    path = shipped("scenarios")[name]
+    scenario = load_scenario(path)
+    assert scenario.config.run.name == name
+    assert path.read_text().startswith("# ")
+    assert f"ddiloco simulate scenarios/{name}.toml" in path.read_text()
+    assert load_scenario(path, seed=5).config.run.seed == 5
+
+
+def test_there_are_scenarios() -> None:
+    assert set(shipped("scenarios")) >= {
+        "flaky-link",
+        "mixed-speeds",
+        "region-drops-out",
+        "scavenged-second-half",
+        "thousands",
+    }
+
+
+# ---- what it cannot mean
+
+KILL = {"kind": "kill", "target": "learner-1"}
+
+MISTAKES = [
+    (
+        "\n[[event]]\nkind='kill'\n",
+        "unknown table 'event': did you mean 'events'?",
+    ),
+    (
+        event(kind="kil", target="learner-1", at_step=5),
+        "kind='kil' in [[events]] is not known: did you mean 'kill'?",
+    ),
+    (
+        event(kind="kill", target="learner-7", at_step=5),
+        "target='learner-7' of kind='kill' in [[events]] names nobody: did you mean 'learner-",
+    ),
+    (
+        event(kind="kill", target="atlantis", at_step=5),
+        "names nobody: choose one of 'learner-0'",
+    ),
+    (
+        event(**KILL, at_step=5, at_seconds=5.0),
+        "kind='kill' target='learner-1' in [[events]] has two times: give one of at_seconds and "
+        "at_step",
+    ),
+    (event(**KILL), "in [[events]] has no time: give one of at_seconds and at_step"),
+    (
+        event(**KILL, at_seconds=-1.0),
+        "at_seconds=-1.0 in [[events]] is out of range: it must be at least 0",
+    ),
+    (
+        event(**KILL, at_step=5, for_seconds=-2.0),
+        "for_seconds=-2.0 in [[events]] is out of range: it must be greater than 0",
+    ),
+    (
+        event(**KILL, at_step=5, for_seconds=2.0, until_step=8),
+        "has two ends: give one of for_seconds and until_step",
+    ),
+    (
+        event(**KILL, at_step=5, until_step=5),
+        "would end at until_step=5, before it begins at at_step=5: raise until_step",
+    ),
+    (
+        event(**KILL, at_step=100),
+        "at_step=100 in [[events]] is not before the run's end: lower it, or raise "
+        "budget_steps=100",
+    ),
+    (
+        event(**KILL, at_step=5, factor=2.0),
+        "factor=2.0 in [[events]] would be ignored with kind='kill': take factor out",
+    ),
+    (
+        event(kind="slow", target="europe", at_step=5),
+        "lacks 'factor': say how many times slower, for example 4",
+    ),
+    (
+        event(kind="slow", target="shard-0", at_step=5, factor=2.0),
+        "is no learner: name a learner or a group of them",
+    ),
+    (
+        event(kind="throttle", target="asia", at_step=5, factor=2.0),
+        "has no bandwidth to take from: give its learners a link of [[links]] with up or down",
+    ),
+    (
+        event(kind="break", target="asia", at_step=5, for_seconds=2.0),
+        "for_seconds=2.0 in [[events]] would be ignored with kind='break'",
+    ),
+    (
+        event(kind="join", target="learner-0", at_step=5),
+        "kind='join' of learner-0 in [[events]] would be ignored, because it is there already: "
+        "set present=false in its group of [[learners]], or let it leave before",
+    ),
+    (
+        event(kind="leave", target="asia", at_step=5),
+        "kind='leave' of learner-2 at 5 in [[events]] would be ignored, because it is not there "
+        "then: let it join before",
+    ),
+    (
+        event(kind="leave", target="europe", at_step=5)
+        + event(kind="kill", target="learner-0", at_step=9),
+        "kind='kill' of learner-0 at 9 in [[events]] would be ignored",
+    ),
+    (
+        "\n[[learners]]\npresent = false\n",
+        "learner-3 is not present at the start and never joins: add a join of it to [[events]]",
+    ),
+    (
+        '\n[[learners]]\nlink = "cabel"\n',
+        "link='cabel' in [[learners]] names no link: did you mean 'cable'?",
+    ),
+    ("\n[[learners]]\ncount = 0\n", "count=0 in [[learners]] is out of range"),
+    ("\n[[learners]]\nspeed = 2\n", "unknown key 'speed' in [[learners]]"),
+    (
+        '\n[[learners]]\nname = "cable"\n',
+        "two [[learners]] or [[links]] are called 'cable': rename one of them",
+    ),
+    (
+        '\n[[learners]]\nname = "learner-0"\n',
+        "the name 'learner-0' is taken by the run itself: choose another",
+    ),
+    (
+        '\n[[links]]\nname = "x"\nup = "10Mb"\n',
+        "in [[links]], '10Mb' is no bandwidth: write a number above 0 and a unit, such as "
+        "'10Mbit/s' or '1.5 MB/s'",
+    ),
+    (
+        '\n[[links]]\nname = "x"\nshared = true\n',
+        "shared=True in [[links]] would be ignored without up and down",
+    ),
+    (
+        random(kind="kill", targets=["nobody"], mean_seconds_between=1.0, repair_seconds=1.0),
+        "'nobody' in targets of kind='kill' in [[random]] names nobody",
+    ),
+    (
+        random(kind="join", targets=["asia"], mean_seconds_between=1.0, repair_seconds=1.0),
+        "kind='join' in [[random]] is not known",
+    ),
+    (
+        random(kind="kill", targets=["europe"], mean_seconds_between=1.0),
+        "[[random]] lacks 'repair_seconds': add it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES)
+def test_a_mistake_is_told_in_a_sentence(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, RUN + GROUPS + text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_return_is_not_taken_for_a_second_coming(tmp_path: Path) -> None:
+    """What is undone on the other scale leaves open who is there: nothing is refused then."""
+    leave = event(kind="leave", target="europe", at_seconds=5.0, until_step=50)
+    again = event(kind="leave", target="europe", at_seconds=90.0)
+    assert len(load(tmp_path, RUN + GROUPS + leave + again).happenings) == 3
+    back = event(kind="leave", target="europe", at_seconds=5.0, for_seconds=10.0)
+    assert len(load(tmp_path, RUN + GROUPS + back + again).happenings) == 3
+
+
+WHOLE_MISTAKES = [
+    ("seed = 1\n", "the file lacks 'run': add it"),
+    ("run = 3\n", "run=3 is neither a path in quotes nor a table"),
+    ('run = "none.toml"\n', "none.toml does not exist"),
+    ('run = "nonesuch"\n', "'nonesuch' is neither a file nor a shipped recipe"),
+    ('run = "diloco"\n[sync]\nperiod = 3\n', "[sync] beside run='diloco' would be ignored"),
+    ('set = ["a.b=1"]\n' + RUN, "set beside the run's own tables says the same twice"),
+    (
+        RUN.replace("[run]", "[run]\nlearners = 5") + GROUPS,
+        "run.learners=5, but the [[learners]] of the scenario are 3: take run.learners out",
+    ),
+    (
+        "until_seconds = 9.0\n" + RUN + GROUPS + event(**KILL, at_seconds=9.0),
+        "at_seconds=9 in [[events]] is not before the scenario's end: lower it, or raise "
+        "until_seconds=9",
+    ),
+    (
+        RUN.replace("step_seconds = 0.5", "step_seconds = [0.5]"),
+        "step_seconds in [workload.options] lists 1, but there are 4 learners",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WHOLE_MISTAKES)
+def test_a_file_that_makes_no_scenario(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value)
+
+
+def test_no_scenario_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give the path of a scenario's TOML file"):
+        load_scenario(tmp_path / "none.toml")
