@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -64,13 +65,21 @@ def doctor(
     if config is None and settings:
         fail("--set overrides settings of a run's file: give one, or leave --set out")
     addresses = listed(syncer)
-    if any(not address.startswith(("http://", "https://")) for address in addresses):
+    if not all(map(_is_url, addresses)):
         fail(f"--syncer {syncer!r} is not a URL: write it as http://host:port")
     from decoupled_diloco.launch.doctor import Case, examine
 
     case = Case(config, addresses, _token(config, addresses, token_file), started)
     findings = examine(case)
     exit_with(_print_json(findings) if as_json else _print(findings, make_console()))
+
+
+def _is_url(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _token(

@@ -22,13 +22,14 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 from yarl import URL
 
-from decoupled_diloco.transport.http_server import CONTROL
+from decoupled_diloco.transport.http_server import CONTROL, RUN
 from decoupled_diloco.transport.probe import PROBE, PROBE_BYTES_MAX
 from decoupled_diloco.units import KIB, MIB
 
 NAME_SECONDS = 2.0
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 3.0
+ANSWER_BYTES_MAX = 4 * MIB
 ROUND_TRIPS = 10
 ROUND_TRIPS_SECONDS = 1.0
 
@@ -180,9 +181,9 @@ class _Look:
         await self._step("run", self._run)
         await self._step("control", self._upgrade)
         streams = STREAMS_FAR if min(self._seen.round_trips, default=0.0) > FAR_SECONDS else 1
-        up = await self._step("up", lambda: self._rate(self._put, streams))
+        up = await self._step("up", lambda: self._rate(self._send, streams))
         self._seen.up_bytes_per_second = up
-        down = await self._step("down", lambda: self._rate(self._get, streams))
+        down = await self._step("down", lambda: self._rate(self._receive, streams))
         self._seen.down_bytes_per_second = down
 
     async def _step(self, name: str, work: Callable[[], Awaitable[_T]]) -> _T:
@@ -204,10 +205,15 @@ class _Look:
             kind: Cause = "stranger" if name == "health" else "broken"
             raise Trouble(name, kind, str(error) or type(error).__name__) from None
 
+    def _get(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
+        """A redirection is an answer like any other: the token goes to this server only."""
+        url = self._url.join(URL(path))
+        return self._session.get(url, headers=headers, allow_redirects=False)
+
     async def _health(self) -> None:
         before = time.time()
-        async with self._session.get(self._url / "healthz") as response:
-            text, after = await response.text(), time.time()
+        async with self._get("/healthz") as response:
+            text, after = await _text(response), time.time()
             health = json.loads(text) if response.status == 200 else None
             date = response.headers.get("Date")
         if not isinstance(health, dict) or "shard" not in health:
@@ -224,15 +230,15 @@ class _Look:
         until = time.monotonic() + ROUND_TRIPS_SECONDS
         while len(seconds) < ROUND_TRIPS and (not seconds or time.monotonic() < until):
             begun = time.monotonic()
-            async with self._session.get(self._url / "healthz") as response:
+            async with self._get("/healthz") as response:
                 await response.read()
             seconds.append(time.monotonic() - begun)
         self._seen.round_trips = tuple(seconds)
 
     async def _run(self) -> None:
         for _ in range(2):
-            async with self._session.get(self._url / "run", headers=self._headers) as response:
-                text = await response.text()
+            async with self._get(RUN, self._headers) as response:
+                text = await _text(response)
                 owner = response.headers.get("X-Principal")
             if response.status != 403 or owner is None:
                 break
@@ -241,7 +247,9 @@ class _Look:
             raise Trouble("run", "token", text)
         if response.status != 200:
             raise Trouble("run", "older", f"it answered {response.status}: {text[:200]}")
-        self._seen.run = dict(json.loads(text))
+        run = json.loads(text)
+        _require(isinstance(run, dict), "the answer is no JSON object")
+        self._seen.run = run
 
     async def _upgrade(self) -> None:
         """Opens a control connection and closes it before a word is said."""
@@ -272,19 +280,27 @@ class _Look:
         await asyncio.gather(*(stream() for _ in range(streams)))
         return moved / (time.monotonic() - begun)
 
-    async def _put(self, count: int) -> None:
+    async def _send(self, count: int) -> None:
         body = io.BytesIO(bytes(count))
         async with self._session.put(
             self._url.with_path(PROBE), data=body, headers=self._headers
         ) as response:
             _require(response.status == 204, await response.text())
 
-    async def _get(self, count: int) -> None:
-        url = self._url.with_path(PROBE).with_query(bytes=count)
-        async with self._session.get(url, headers=self._headers) as response:
-            _require(response.status == 200, "" if response.ok else await response.text())
+    async def _receive(self, count: int) -> None:
+        async with self._get(f"{PROBE}?bytes={count}", self._headers) as response:
+            _require(response.status == 200, "" if response.ok else await _text(response))
             async for _ in response.content.iter_any():
                 pass
+
+
+async def _text(response: aiohttp.ClientResponse) -> str:
+    """An answer of a server that may be anything."""
+    pieces = bytearray()
+    async for piece in response.content.iter_any():
+        pieces += piece
+        _require(len(pieces) <= ANSWER_BYTES_MAX, "its answer does not end")
+    return pieces.decode(errors="replace")
 
 
 def _require(condition: bool, text: str) -> None:

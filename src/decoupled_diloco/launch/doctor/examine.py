@@ -29,7 +29,7 @@ from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.transport.reach import Seen, Trouble, listens, look
 
 SECONDS_MAX = 15.0
-MODEL_SECONDS = 4.0
+MODEL_SECONDS = 6.0
 DISK_SECONDS = 3.0
 
 _T = TypeVar("_T")
