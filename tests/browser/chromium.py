@@ -1,0 +1,75 @@
+"""A Chromium without a window, driven by selenium."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+
+CHROMIUM, DRIVER = "chromium", "chromedriver"
+"""The programs, as they are found on the path."""
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[webdriver.Chrome]:
+    """Starts the browser, and ends it."""
+    options = Options()
+    options.binary_location = shutil.which(CHROMIUM) or CHROMIUM
+    for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    if os.geteuid() == 0:
+        options.add_argument("--no-sandbox")  # it refuses to start as root otherwise
+    options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which(DRIVER)))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+class Browser:
+    """A Chromium without a window, as large and as dark as one says."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    def open(self, page: Path, width: int, scheme: str = "light") -> None:
+        """Opens a page in a window of this width, light or dark."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.paint(scheme)
+        self.driver.get_log("performance")
+        self.driver.get_log("browser")
+        self.driver.get(page.as_uri())
+
+    def paint(self, scheme: str) -> None:
+        """What the system prefers: ``light`` or ``dark``."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+    def run(self, script: str, *arguments: object) -> Any:
+        """What a line of JavaScript returns."""
+        return self.driver.execute_script(f"return {script}", *arguments)
+
+    def network(self) -> tuple[list[str], list[str]]:
+        """Addresses that were asked for since the page was opened, and why some were refused."""
+        asked, refused = [], []
+        for entry in self.driver.get_log("performance"):
+            message = json.loads(entry["message"])["message"]
+            if message["method"] == "Network.requestWillBeSent":
+                asked.append(message["params"]["request"]["url"])
+            elif message["method"] == "Network.loadingFailed":
+                refused.append(message["params"].get("blockedReason", ""))
+        return (asked, refused)
+
+    def complaints(self) -> list[str]:
+        """What the browser's console says since the page was opened."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
