@@ -43,7 +43,7 @@ def format_duration(seconds: float) -> str:
         return "0 s"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"

@@ -106,6 +106,7 @@ class Chronicle:
         self.shards: dict[str, ShardLog] = {}
         self.learners: dict[str, LearnerLog] = {}
         self.settings: dict[str, Any] = {}
+        self.virtual = False
         self.began: float | None = None
         self.latest = 0.0
         self.clock_rate = Rate()
@@ -191,6 +192,7 @@ class Chronicle:
 
     def _started(self, record: Record) -> None:
         header = record.data.get("header") or {}
+        self.virtual = self.virtual or header.get("virtual") is True
         settings = header.get("settings")
         if isinstance(settings, dict) and (not self.settings or is_shard(record.who)):
             self.settings = settings
@@ -299,6 +301,7 @@ class Chronicle:
 
     def _leave(self, shard: ShardLog, member: Member, at: float, reason: str) -> None:
         shard.former[member.learner] = member
+        shard.departed.append((at, member))
         for stay in reversed(shard.stays):
             if stay.learner == member.learner and stay.until is None:
                 stay.until, stay.reason = at, reason
@@ -321,6 +324,9 @@ class Chronicle:
         self.token_rate.add(self.latest, self.tokens)
         for round in shard.unreported.pop(name, ()):
             round.late_reports.setdefault(name, at)
+        for round in shard.open.values():
+            if name not in round.asks:
+                round.unasked.setdefault(name, []).append(at)
 
     def _ticked(self, shard: ShardLog, record: Record, clock: int, live: int, why: str) -> None:
         seq, learner = self._event.get(record.who, (-1, ""))
@@ -363,11 +369,16 @@ class Chronicle:
             round = RoundLog(shard.name, result.round, result.fragment, opened_at)
         shard.paths = {p: asked for p, asked in shard.paths.items() if asked[0] != result.round}
         round.result, round.finished_at = result, at
-        round.live = {m.learner: m.reported_at for m in shard.members.values() if m.connected}
-        round.unreachable = tuple(m.learner for m in shard.members.values() if not m.connected)
+        until = at if result.closed_seconds is None else opened_at + result.closed_seconds
+        there = [member for member in shard.members.values() if member.since <= until]
+        since_gone = [m for gone_at, m in shard.departed if m.since <= until < gone_at]
+        round.live = {m.learner: m.reported_at for m in since_gone}
+        round.live |= {m.learner: m.reported_at for m in there if m.connected}
+        round.unreachable = tuple(m.learner for m in there if not m.connected)
         shard.finished.append(round)
         if self._rounds_max is not None:
             del shard.finished[: -self._rounds_max]
+        self._note_lateness(shard, round)
         if result.verdict == "abandoned":
             shard.abandoned += 1
             return
@@ -377,6 +388,24 @@ class Chronicle:
             shard.versions[result.fragment] = result.version
         shard.last_merged[result.fragment] = round
         self._count(shard, round, at)
+
+    def _note_lateness(self, shard: ShardLog, round: RoundLog) -> None:
+        """When those reported that were not asked: by now, or whenever they will."""
+        result = round.result
+        if result is None or result.closed_seconds is None:
+            return
+        closed_at = round.opened_at + result.closed_seconds
+        for name in round.live.keys() - {
+            participant.learner for participant in result.participants
+        }:
+            late = [reported for reported in round.unasked.get(name, ()) if reported > closed_at]
+            if late:
+                round.late_reports[name] = late[0]
+            else:
+                waiting = shard.unreported.setdefault(name, [])
+                waiting.append(round)
+                del waiting[:-LATE_REPORTS_MAX]
+        round.unasked.clear()
 
     def _count(self, shard: ShardLog, round: RoundLog, at: float) -> None:
         """Who took part in a merged round, and why the others did not."""
@@ -391,17 +420,8 @@ class Chronicle:
             else:
                 learner.count(LATE if participant.state == "late" else participant.state)
         asked = {participant.learner for participant in result.participants}
-        closed_at = round.opened_at + (result.closed_seconds or 0.0)
-        for name, reported_at in round.live.items():
-            if name in asked:
-                continue
+        for name in round.live.keys() - asked:
             self._learner(name).count(NOT_ASKED)
-            if reported_at is not None and reported_at > closed_at:
-                round.late_reports[name] = reported_at
-            else:
-                waiting = shard.unreported.setdefault(name, [])
-                waiting.append(round)
-                del waiting[:-LATE_REPORTS_MAX]
         for name, learner in self.learners.items():
             if name not in asked and name not in round.live:
                 learner.count(OUT_OF_REACH if name in round.unreachable else AWAY)

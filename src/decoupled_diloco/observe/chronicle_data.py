@@ -43,8 +43,10 @@ class RoundLog:
         folds: What was folded in, in fold order.
         fallen: Who was given up before the end, when and why.
         merging_at: When everything was in and the merge began.
-        live: Who was live and connected when it ended, and when each had last reported a step.
+        live: Who was live when its window closed and connected when it ended, and when each had
+            last reported a step.
         unreachable: Who was live without a connection.
+        unasked: When those who were not asked reported while it was open.
         late_reports: When those who were not asked reported their next step.
         late_bodies: Bodies that came after the end.
         held_at: When each learner held the new version.
@@ -63,6 +65,7 @@ class RoundLog:
     result: RoundFinished | None = None
     live: dict[str, float | None] = field(default_factory=dict)
     unreachable: tuple[str, ...] = ()
+    unasked: dict[str, list[float]] = field(default_factory=dict)
     late_reports: dict[str, float] = field(default_factory=dict)
     late_bodies: dict[str, float] = field(default_factory=dict)
     held_at: dict[str, float] = field(default_factory=dict)
@@ -127,6 +130,7 @@ class ShardLog:
         merges: The tick of every merged round, in order.
         reports: For each learner the run steps that it reported, and when.
         unreported: Finished rounds that wait for the next report of a learner not in them.
+        departed: Who left lately, and when.
         former: The last that was known of learners that are no longer live.
         lost: Rounds that were open when the shard's process ended.
     """
@@ -140,6 +144,7 @@ class ShardLog:
     merged: int = 0
     abandoned: int = 0
     members: dict[str, Member] = field(default_factory=dict)
+    departed: deque[tuple[float, Member]] = field(default_factory=lambda: deque(maxlen=64))
     former: dict[str, Member] = field(default_factory=dict)
     versions: dict[int, Version] = field(default_factory=dict)
     open: dict[int, RoundLog] = field(default_factory=dict)

@@ -106,6 +106,7 @@ class RunStatus:
     Attributes:
         phase: ``starting``, ``waiting for learners``, ``running``, ``closing``, ``finished``,
             ``silent`` (it was not over, and nothing writes its tape any more), ``empty``.
+        virtual: The run is one in virtual time: it ended when its tape did.
         as_of: Wall-clock instant, seconds since the Unix epoch.
         silent_seconds: Since the latest record.
         seconds_left: To the end of the budget at the present rate; ``None``: not known.
@@ -117,6 +118,7 @@ class RunStatus:
 
     name: str
     phase: str
+    virtual: bool
     as_of: float
     began: float | None
     elapsed_seconds: float
@@ -174,6 +176,7 @@ def status_of(chronicle: Chronicle, now: float, problems: Iterable[str] = ()) ->
     return RunStatus(
         name=str(run.get("name", "")),
         phase=_phase(shards, over, silent, began),
+        virtual=chronicle.virtual,
         as_of=as_of,
         began=began,
         elapsed_seconds=0.0 if began is None else max(0.0, as_of - began),

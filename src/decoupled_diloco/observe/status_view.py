@@ -24,6 +24,9 @@ _STYLES = {
     "out of reach": "bold red",
 }
 
+REMARKS_MAX = 3
+"""Remarks that are shown where nothing else says how many."""
+
 OPEN_ROUNDS_MAX = 3
 """Open rounds of a shard that are shown, the oldest."""
 
@@ -37,21 +40,38 @@ def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None
         rows: Lines of the terminal: learners that do not fit are summed up; ``None``: no limit.
     """
     parts: list[RenderableType] = [*_head(status, width), *_totals(status, width)]
-    used = len(parts) + 3 * len(status.shards) + 8
-    room = len(status.learners) if rows is None else max(2, rows - used)
+    shards = len(status.shards) + 3 if status.shards else 0
+    room = len(status.learners) if rows is None else max(2, rows - len(parts) - shards - 3)
     if status.learners:
         parts += [Text(""), _learner_table(status, width, room)]
     if status.shards:
         parts += [Text(""), _shard_table(status, width)]
-    lines = _open_lines(status)
-    parts += [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in lines]
-    parts += [Text(f"! {problem}", style="yellow") for problem in status.problems]
-    return Group(*parts)
+    used = len(parts) + shards + min(room, len(status.learners))
+    lines = [*map(_problem, status.problems), *map(_dim, _open_lines(status))]
+    told = [*lines, *_remarks(status, REMARKS_MAX if rows is None else max(0, rows - used))]
+    return Group(*parts, *([Text("")] if told else []), *told)
+
+
+def _problem(text: str) -> Text:
+    return Text(f"! {text}", style="yellow")
+
+
+def _dim(text: str) -> Text:
+    return Text(text, style="dim", overflow="ellipsis", no_wrap=True)
+
+
+def _remarks(status: RunStatus, count: int) -> list[Text]:
+    """The last things worth a line."""
+    return [_dim(f"{clock_face(at)}  {text}") for at, text in status.remarks[-count:] if count]
 
 
 def headline(status: RunStatus) -> str:
     """What is going on, in one sentence."""
     silent = format_duration(status.silent_seconds)
+    if status.virtual and status.phase in ("finished", "silent"):
+        return {"finished": "finished", "silent": "not finished"}[
+            status.phase
+        ] + ", in virtual time"
     match status.phase:
         case "empty":
             return "nothing is on the tape yet"
