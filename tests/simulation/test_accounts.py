@@ -1,0 +1,66 @@
+"""Random worlds with random faults: accounts leave nothing over, and both sides tell the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.observe.accounts import TIME_PARTS, TOKEN_PARTS, RunAccount, account_for
+from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.history import RunHistory
+from decoupled_diloco.simulate import fuzz
+from decoupled_diloco.simulate.shard_process import ShardProcess
+from decoupled_diloco.simulate.tapes import VirtualTapes
+
+SEEDS = range(40)
+
+
+def recorded(seed: int, folder: Path) -> tuple[RunHistory, RunAccount, fuzz.Scenario]:
+    """A random world's tape, read, up to the end of its faults."""
+    scenario = fuzz.draw(seed)
+    settings = {"sync": {"fragments": scenario.options.fragments}}
+    tapes = VirtualTapes(folder, scenario.world, settings)
+    scenario.world.run(until=scenario.faulty_seconds)
+    tapes.close()
+    history = read_history(folder)
+    return history, account_for(history), scenario
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_nothing_is_left_over(batch: int, tmp_path: Path) -> None:
+    compared = 0
+    for seed in SEEDS[10 * batch : 10 * (batch + 1)]:
+        history, account, scenario = recorded(seed, tmp_path / str(seed))
+        assert history.fragments == scenario.options.fragments
+        for part in (account, *account.learners.values()):
+            time, tokens = part.time, part.tokens
+            whole = sum(getattr(time, name) for name in TIME_PARTS)
+            assert time.allocated == whole, f"seed {seed}"
+            trained = sum(getattr(tokens, name) for name in TOKEN_PARTS)
+            assert tokens.trained == trained, f"seed {seed}"
+            assert min(dataclasses.astuple(time)) >= 0 <= min(dataclasses.astuple(tokens))
+        for one in account.learners.values():
+            for before, after in zip(one.spans, one.spans[1:], strict=False):
+                assert before.end == after.begin, f"seed {seed}"
+        compared += compare_with_shards(seed, history, account, scenario)
+    assert compared >= 4
+
+
+def compare_with_shards(
+    seed: int, history: RunHistory, account: RunAccount, scenario: fuzz.Scenario
+) -> bool:
+    """What learners count as merged is what shards have folded, unless one forgot what it had."""
+    if any(isinstance(p, ShardProcess) and p.life > 1 for p in scenario.world.processes):
+        return False
+    folded = sum(
+        participant.tokens
+        for shard in history.shards.values()
+        for r in shard.rounds
+        if r.result.verdict == "merged"
+        for participant in r.result.participants
+        if participant.state == "folded"
+    )
+    assert account.tokens.merged == folded, f"seed {seed}"
+    return folded > 0
