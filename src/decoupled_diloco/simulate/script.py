@@ -159,7 +159,7 @@ class Script:
 
     def _begin(self, happening: Happening, number: int) -> None:
         kind, target = happening.kind, happening.target
-        if kind != "join":
+        if kind not in ("join", "leave"):  # which is no fault
             self._tell(kind, target.name)
         match kind:
             case "cut":
