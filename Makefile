@@ -5,6 +5,7 @@ STAMP := .venv/.installed
 
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
+export NO_MKDOCS_2_WARNING ?= 1
 
 .PHONY: train test check docs docs-serve setup clean
 

@@ -42,11 +42,11 @@ def page() -> str:
     """The page, in Markdown."""
     parts = [HEAD]
     for name, field in RunConfig.model_fields.items():
-        model = _model_in(field.annotation)
+        model = model_in(field.annotation)
         many = typing.get_origin(field.annotation) is tuple
         title = f"[[{name}]]" if many else f"[{name}]"
         parts.append(f"## `{title}` {{ #{name} }}\n\n{field.description}\n")
-        parts += [_setting(name, key, each) for key, each in model.model_fields.items()]
+        parts += [setting(name, key, each) for key, each in model.model_fields.items()]
         if model is WorkloadSettings:
             parts += [WORKLOADS, *_workloads()]
     return "\n".join(parts)
@@ -71,13 +71,14 @@ def _workloads() -> Iterator[str]:
         yield ""
 
 
-def _model_in(annotation: Any) -> type[Settings]:
+def model_in(annotation: Any) -> type[Settings]:
+    """The table that a field holds, or a list of."""
     candidates = [annotation, *typing.get_args(annotation)]
     (model,) = [c for c in candidates if isinstance(c, type) and issubclass(c, Settings)]
     return model
 
 
-def _setting(table: str, key: str, field: FieldInfo) -> str:
+def setting(table: str, key: str, field: FieldInfo) -> str:
     """One setting: its name, what may be written, its default, its meaning."""
     return f"### `{key}` {{ #{table}.{key} }}\n\n*{_facts(field)}*\n\n{_text(field)}\n"
 

@@ -8,7 +8,7 @@ differs from a reader:
 |---|---|
 | `test: set KEY=VALUE …` | `ddiloco` commands of the block get these settings, to be small |
 | `test: background until TEXT` | goes on while the next blocks run, once it has printed the text |
-| `test: wait for FILE TEXT` | the block starts when the file has the text |
+| `test: wait for FILE … WORD` | the block starts when the files have the word |
 | `test: end of the background` | the block starts when all that runs has ended well |
 | `test: fails CODE` | the block ends with this exit code |
 | `test: output` | what the block before has printed; `…` stands for anything |
@@ -151,7 +151,9 @@ class Reader:
             while self.background:
                 self.background.pop(0).ended()
         if "wait for" in directives:
-            self._wait_for(*directives["wait for"].split(maxsplit=1))
+            *names, text = directives["wait for"].split()
+            for name in names:
+                self._wait_for(name, text)
         if "background until" in directives:
             self.background.append(self._start(block))
             self.background[-1].until(directives["background until"])

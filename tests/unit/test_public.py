@@ -20,6 +20,7 @@ def test_the_public_names_are_these() -> None:
         "StorageError",
         "TransportError",
         "__version__",
+        "load_exported",
     ]
     assert all(hasattr(dd, name) for name in dd.__all__)
 
