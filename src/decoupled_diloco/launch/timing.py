@@ -6,7 +6,7 @@ where it is in force, when the table is made, so that the two cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -268,16 +268,25 @@ def _uploads(chronicle: Chronicle | None) -> str:
 def upload_estimate(log: ShardLog, member: Member) -> UploadEstimate:
     """The shard's estimate of a learner's uploads, from the rounds on the tape."""
     estimate = UploadEstimate()
-    taken = [
-        (round.opened_at + p.delivered_seconds, p.delivered_seconds - p.asked_seconds)
-        for round in log.finished
-        if round.result is not None and round.opened_at >= member.since
-        for p in round.result.participants
-        if p.learner == member.learner and p.delivered_seconds is not None
-    ]
-    for _, seconds in sorted(taken):
-        estimate.update(seconds)
+    for _, seconds, delivered in sorted(_uploads_of(log, member)):
+        allowed = estimate.deadline_seconds(member.step_seconds)
+        if delivered:
+            estimate.update(seconds)
+        elif seconds >= 0.99 * allowed:  # else only the round's own patience was over
+            estimate.missed(seconds)
     return estimate
+
+
+def _uploads_of(log: ShardLog, member: Member) -> Iterator[tuple[float, float, bool]]:
+    """When each upload was over, how long it took, and whether it came."""
+    for round in (*log.finished, *log.open.values()):
+        for name, asks in round.asks.items():
+            if name != member.learner or asks[-1].at < member.since:
+                continue
+            over = round.folds.get(name) or round.fallen.get(name)
+            late = name in round.fallen and "no body within" in round.fallen[name][1]
+            if over is not None and (name in round.folds or late):
+                yield over[0], over[0] - asks[-1].at, name in round.folds
 
 
 def _span(values: Iterable[float]) -> str:

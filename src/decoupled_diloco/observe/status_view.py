@@ -24,6 +24,9 @@ _STYLES = {
     "out of reach": "bold red",
 }
 
+HEADER_LINES = 3
+"""An empty line and two of headers go before a table's rows."""
+
 REMARKS_MAX = 3
 """Remarks that are shown where nothing else says how many."""
 
@@ -40,20 +43,24 @@ def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None
         rows: Lines of the terminal: learners that do not fit are summed up; ``None``: no limit.
     """
     parts: list[RenderableType] = [*_head(status, width), *_totals(status, width)]
-    shards = len(status.shards) + 3 if status.shards else 0
-    room = len(status.learners) if rows is None else max(2, rows - len(parts) - shards - 3)
+    shards = len(status.shards) + HEADER_LINES if status.shards else 0
+    used = len(parts) + shards + HEADER_LINES
+    room = len(status.learners) if rows is None else max(2, rows - used)
+    used += min(room, len(status.learners))
     if status.learners:
         parts += [Text(""), _learner_table(status, width, room)]
     if status.shards:
         parts += [Text(""), _shard_table(status, width)]
-    used = len(parts) + shards + min(room, len(status.learners))
-    lines = [*map(_problem, status.problems), *map(_dim, _open_lines(status))]
-    told = [*lines, *_remarks(status, REMARKS_MAX if rows is None else max(0, rows - used))]
+    told = [*map(_problem, status.problems), *map(_dim, _open_lines(status))]
+    count = REMARKS_MAX if rows is None else max(0, rows - used - len(told) - 1)
+    told += _remarks(status, count)
+    if rows is not None:
+        told = told[: max(0, rows - used - 1)]
     return Group(*parts, *([Text("")] if told else []), *told)
 
 
 def _problem(text: str) -> Text:
-    return Text(f"! {text}", style="yellow")
+    return Text(f"! {text}", style="yellow", overflow="fold")
 
 
 def _dim(text: str) -> Text:

@@ -1,0 +1,104 @@
+"""The table of intervals is made of the constants that are in force, and of all of them."""
+
+import ast
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import decoupled_diloco
+from decoupled_diloco.launch.timing import intervals, upload_estimate
+from decoupled_diloco.observe.chronicle import chronicle_of
+from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.transport.base import Limits
+from unit.observe.worlds import write_world
+
+ROOT = Path(decoupled_diloco.__file__).parent
+
+NOT_OF_A_RUN = {
+    "transport.probe": "ddiloco doctor's measurements",
+    "transport.reach": "ddiloco doctor's measurements",
+    "launch.doctor": "ddiloco doctor's measurements",
+}
+"""Modules whose intervals play no part in a run."""
+
+THRESHOLDS = {"transport.sockets.NEAR_RTT_SECONDS", "transport.stripes.LOCAL_RTT_SECONDS"}
+"""Round trips that choose a method; nothing waits for them."""
+
+
+def sources():
+    return sorted({source for row in intervals(Options()) for source in row.sources})
+
+
+def constants_in_force():
+    """Every module-level number of seconds in what a run is made of."""
+    found = set()
+    for package in ("protocol", "transport", "learner", "syncer", "launch"):
+        for path in (ROOT / package).rglob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            if any(module.startswith(left_out) for left_out in NOT_OF_A_RUN):
+                continue
+            for node in ast.parse(path.read_text()).body:
+                targets = node.targets if isinstance(node, ast.Assign) else []
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+                found |= {f"{module}.{name}" for name in names if "SECONDS" in name}
+    return found
+
+
+def test_every_interval_of_a_run_is_in_the_table():
+    missing = constants_in_force() - set(sources()) - THRESHOLDS
+    assert not missing, "add a row to launch/timing.py, or say why nothing waits for it"
+    limits = {f"transport.base.Limits.{f}" for f in Limits.__dataclass_fields__ if "seconds" in f}
+    assert limits <= set(sources())
+
+
+@pytest.mark.parametrize("source", sources())
+def test_the_table_follows_the_constant(source, monkeypatch):
+    """No number is copied: another constant gives another table."""
+    before = intervals(Options())
+    owner, _, name = source.rpartition(".")
+    if owner.endswith(".Limits"):
+        changed = replace(Limits(), **{name: getattr(Limits(), name) * 3})
+        monkeypatch.setattr("decoupled_diloco.launch.timing.Limits", lambda: changed)
+    else:
+        module = importlib.import_module(f"decoupled_diloco.{owner}")
+        value = getattr(module, name)
+        other = tuple(3 * v for v in value) if isinstance(value, tuple) else 3 * value
+        monkeypatch.setattr(module, name, other)
+    assert intervals(Options()) != before
+
+
+def row(rows, name):
+    return next(row for row in rows if row.name == name)
+
+
+def test_settings_go_into_the_formulas():
+    rows = intervals(Options(period=48, overlap=5, grace_margin=0.5), give_up_seconds=90.0)
+    assert "0.5 (5 ξ_step" in row(rows, "grace window").rule
+    assert "48 ξ_step" in row(rows, "stragglers").rule
+    assert row(rows, "learner gives up").value == "1 min 30 s"
+    assert row(intervals(Options(grace_margin=0.0)), "grace window").value == "none"
+
+
+def test_the_essential_part_fits_a_small_terminal():
+    essential = [row for row in intervals(Options()) if row.essential]
+    assert 8 <= len(essential) <= 12
+    assert all(len(row.name) <= 20 for row in essential)
+
+
+def test_a_run_tells_the_measured_values(tmp_path):
+    world = write_world(tmp_path, until=60.0)
+    chronicle = chronicle_of(TapeReader(tmp_path))
+    options = world.options
+    rows = intervals(options, chronicle=chronicle)
+    assert row(rows, "stragglers").value == "4 s"
+    assert "not measured" not in row(rows, "ξ_step, ξ_quorum, …").value
+    for shard in world.shards:
+        log = chronicle.shards[shard.name]
+        for name, member in shard.machine.state.members.items():
+            told = upload_estimate(log, log.members[name])
+            assert told.deadline_seconds(member.step_seconds) == pytest.approx(
+                member.upload.deadline_seconds(member.step_seconds), rel=0.05
+            )

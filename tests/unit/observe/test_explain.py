@@ -1,0 +1,278 @@
+"""Explanations of a virtual run in which every cause occurs: each number said is on the tape."""
+
+import re
+
+import pytest
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
+from decoupled_diloco.observe.explain import explain_round, token_weights
+from decoupled_diloco.observe.explain_learner import explain_learner
+from decoupled_diloco.observe.explain_step import explain_step
+from decoupled_diloco.observe.historian import build_history
+from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.summary import percent
+from decoupled_diloco.observe.words import wrapped
+from decoupled_diloco.units import format_duration
+from unit.observe.worlds import lines_of, write_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    run = tmp_path_factory.mktemp("explain")
+    write_world(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def records(folder):
+    return list(TapeReader(folder))
+
+
+@pytest.fixture(scope="module")
+def chronicle(records):
+    return chronicle_of(records)
+
+
+def finished(folder, shard):
+    tape = folder / "tape" / f"shard-{shard}.jsonl"
+    return [r["data"] for r in lines_of(tape) if r["type"] == "RoundFinished"]
+
+
+def said(lines):
+    return " ".join(" ".join(lines).split())
+
+
+def line_about(lines, name):
+    return next(line for line in lines if line.startswith(f"- {name}:"))
+
+
+def rounds_with(folder, state):
+    return [
+        (shard, data, p)
+        for shard in (0, 1)
+        for data in finished(folder, shard)
+        for p in data["participants"]
+        if p["state"] == state
+    ]
+
+
+def test_every_round_is_explained_with_its_own_numbers(folder, chronicle):
+    for shard in (0, 1):
+        for data in finished(folder, shard):
+            lines = explain_round(chronicle, data["round"], shard)
+            text = said(lines)
+            assert f"fragment {data['fragment']}" in lines[0]
+            assert f"step {data['tick']}" in lines[0]
+            assert format_duration(data["finished_seconds"]) in lines[0]
+            assert data["why"] in text
+            if data["verdict"] == "merged":
+                version = data["version"]
+                assert f"version {version['term']}.{version['counter']}" in lines[-1]
+            else:
+                assert data["reason"] in lines[-1]
+            for p in data["participants"]:
+                line = line_about(lines, p["learner"])
+                if p["state"] == "folded":
+                    assert f"{p['steps']} step" in line
+                    assert format_duration(p["delivered_seconds"]) in line
+
+
+def test_weights_are_those_of_the_counters_that_were_folded(folder, chronicle):
+    for shard in (0, 1):
+        tape = lines_of(folder / "tape" / f"shard-{shard}.jsonl")
+        folds = [r["data"] for r in tape if r["type"] == "Fold"]
+        for round in chronicle.shards[f"shard-{shard}"].finished:
+            expected = {
+                f["learner"]: f["tokens"] * f["tokens"] / f["steps"]
+                for f in folds
+                if f["round"] == round.number
+            }
+            assert token_weights(chronicle, round) == pytest.approx(expected)
+            for name, weight in expected.items():
+                share = percent(weight / sum(expected.values()))
+                line = line_about(explain_round(chronicle, round.number, shard), name)
+                assert f"weight {share}" in line
+
+
+def test_counters_that_were_capped_are_told(folder, chronicle):
+    closing = [
+        d
+        for d in finished(folder, 0)
+        if d["why"].startswith("the closing") and d["verdict"] == "merged"
+    ]
+    text = said(explain_round(chronicle, closing[0]["round"], 0))
+    assert "counters capped at 16 steps" in text
+    assert "asks everyone" in text
+
+
+def test_who_was_too_late_and_by_which_deadline(folder, chronicle):
+    late = rounds_with(folder, "late")
+    assert late, "the world has nobody who is late"
+    for shard, data, p in late:
+        line = line_about(explain_round(chronicle, data["round"], shard), p["learner"])
+        assert "too late" in line
+        assert p["reason"] in line
+
+
+def test_who_missed_the_window_and_by_how_much(folder, chronicle):
+    """The next report after the window's end, found on the raw tape."""
+    told = 0
+    for shard in (0, 1):
+        tape = lines_of(folder / "tape" / f"shard-{shard}.jsonl")
+        reports = [
+            (r["at"], r["data"]["learner"])
+            for r in tape
+            if r["type"] == "Said" and r["data"]["message"]["type"] == "StepReport"
+        ]
+        ends = {r["data"]["round"]: r["at"] for r in tape if r["type"] == "RoundFinished"}
+        for data in finished(folder, shard):
+            lines = explain_round(chronicle, data["round"], shard)
+            opened = ends[data["round"]] - data["finished_seconds"]
+            for line in lines:
+                found = re.match(r"- (\w+): live, but not asked: .* (\S+ m?s) too late", line)
+                if found is None:
+                    continue
+                closed = opened + data["closed_seconds"]
+                later = min(at for at, who in reports if who == found[1] and at > closed)
+                assert format_duration(later - closed) == found[2]
+                told += 1
+    assert told > 2
+
+
+def test_who_was_dead_is_not_live(folder, chronicle):
+    dead = [
+        line
+        for shard in (0, 1)
+        for data in finished(folder, shard)
+        for line in explain_round(chronicle, data["round"], shard)
+        if line.startswith("- c: not live")
+    ]
+    assert dead
+    assert all("its connection broke and its lease ran out" in line for line in dead)
+
+
+def test_the_grace_window_comes_from_what_the_tape_says(folder, chronicle):
+    checked = 0
+    for shard in (0, 1):
+        for data in finished(folder, shard):
+            text = said(explain_round(chronicle, data["round"], shard))
+            slack = 2 * data["step_seconds"] - sum(
+                data[f"{name}_average_seconds"] for name in ("quorum", "merge", "broadcast")
+            )
+            assert data["slack_seconds"] == pytest.approx(slack)
+            if "derived" in text or data["step_seconds"] == 0 or "asks everyone and" in text:
+                continue
+            assert format_duration(abs(slack)) in text
+            assert format_duration(data["merge_average_seconds"]) in text
+            checked += 1
+    assert checked > 5
+
+
+def test_a_window_that_was_open_is_told_with_its_length(tmp_path):
+    write_world(tmp_path, quorum=1, overlap=3)
+    chronicle = chronicle_of(TapeReader(tmp_path))
+    windows = [
+        (shard, data)
+        for shard in (0, 1)
+        for data in finished(tmp_path, shard)
+        if data["grace_seconds"] > 0
+    ]
+    assert windows
+    for shard, data in windows:
+        text = said(explain_round(chronicle, data["round"], shard))
+        assert f"The grace window was {format_duration(data['grace_seconds'])}: γ = 0.8" in text
+
+
+def test_who_declined_says_why(folder, chronicle):
+    for shard, data, p in rounds_with(folder, "declined"):
+        line = line_about(explain_round(chronicle, data["round"], shard), p["learner"])
+        assert f"it declined: {p['reason']}" in line
+
+
+def test_a_round_that_is_not_over(records):
+    chronicle = Chronicle()
+    chronicle.take_all(r for r in records if r.wall <= records[0].wall + 30)
+    shard = chronicle.shards["shard-0"]
+    number, round = next(iter(shard.open.items()))
+    text = said(explain_round(chronicle, number, 0))
+    assert "not over" in text
+    assert all(name in text for name in round.asks)
+    assert "waits for d" in text
+
+
+def test_a_round_number_of_all_shards_or_of_one(chronicle):
+    both = explain_round(chronicle, 3)
+    assert [line.split(":")[0] for line in both if line.startswith("Round ")] == [
+        "Round 3 of shard-0",
+        "Round 3 of shard-1",
+    ]
+    assert len(explain_round(chronicle, 3, 1)) < len(both)
+
+
+def test_unknown_things_are_answered_with_what_there_is(chronicle):
+    with pytest.raises(ConfigError, match=r"no round 999; there are shard-0: 1 to 11; shard-1"):
+        explain_round(chronicle, 999)
+    with pytest.raises(ConfigError, match="shard-0 and shard-1"):
+        explain_round(chronicle, 1, 7)
+    with pytest.raises(ConfigError, match="a, b, c and d"):
+        explain_learner(chronicle, None, "nobody")
+    for step in (0, 10_000):
+        with pytest.raises(ConfigError, match="shard-0 at 80"):
+            explain_step(chronicle, step)
+    with pytest.raises(ConfigError, match="there are none"):
+        explain_round(Chronicle(), 1)
+
+
+def test_a_learners_time_and_tokens_are_those_of_the_accounts(records, chronicle):
+    history = build_history(records)
+    account = account_for(history).learners["c"]
+    text = said(explain_learner(chronicle, history, "c"))
+    assert f"Of {format_duration(account.time.seconds('allocated'))}" in text
+    assert f"{format_duration(account.time.seconds('down'))}, " in text
+    for part in ("merged", "missed", "crashed"):
+        assert f"{account.tokens.tokens(part):.3g}, " in text
+    assert "epoch 1" in text
+    assert "epoch 2" in text
+    assert "killed (SIGKILL)" in text
+
+
+def test_a_learners_participation_adds_up(folder, chronicle):
+    merged = [d for s in (0, 1) for d in finished(folder, s) if d["verdict"] == "merged"]
+    for name in "abcd":
+        text = said(explain_learner(chronicle, None, name))
+        took = sum(
+            p["learner"] == name and p["state"] == "folded"
+            for d in merged
+            for p in d["participants"]
+        )
+        assert f"It was in {took} of {len(merged)} merged rounds" in text
+        counts = [int(n) for n in re.findall(r"- (\d+): ", text.split("Why:")[1])]
+        assert sum(counts) == len(merged)
+
+
+def test_the_syncer_does_not_know_a_learners_time(records):
+    shards = chronicle_of(r for r in records if r.who.startswith("shard-"))
+    text = said(explain_learner(shards, None, "c", live=True))
+    assert "not known at the syncer" in text
+    assert "longest gaps" in text
+
+
+def test_a_step_says_who_set_the_clock(folder, chronicle):
+    tape = lines_of(folder / "tape" / "shard-0.jsonl")
+    ticks = [r for r in tape if r["type"] == "ClockAdvanced"]
+    for tick in ticks[5:60:9]:
+        cause = next(r for r in tape if r["kind"] == "event" and r["seq"] == tick["cause"])
+        text = said(explain_step(chronicle, tick["data"]["clock"], 0))
+        assert f"by the report of {cause['data']['learner']}" in text
+        assert f"{cause['data']['learner']} reported it and set the clock" in text
+        due = [d["round"] for d in finished(folder, 0) if d["tick"] == tick["data"]["clock"]]
+        assert all(f"round {number} " in text for number in due)
+
+
+def test_lines_are_wrapped_and_names_stay_whole():
+    lines = ["Title", "", "- learner-12345: " + "word " * 40, "x" * 50]
+    text = wrapped(lines, 40)
+    assert all(len(line) <= 40 or line == "x" * 50 for line in text.splitlines())
+    assert "\n  word" in text

@@ -1,0 +1,88 @@
+"""What a shard serves of its tape, and what a reader makes of it: the same as from the files."""
+
+import json
+
+import pytest
+
+from decoupled_diloco.observe.chronicle import chronicle_of
+from decoupled_diloco.observe.excerpt import excerpt
+from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.records import Parser
+from decoupled_diloco.observe.status import status_of
+from unit.observe.worlds import write_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    run = tmp_path_factory.mktemp("sources")
+    write_world(run)
+    return run
+
+
+def records_of(text, tmp_path):
+    parser = Parser(tmp_path / "served", [])
+    return [record for line in text.splitlines() if (record := parser.parse(line)) is not None]
+
+
+@pytest.fixture(scope="module")
+def tape(folder):
+    return (folder / "tape" / "shard-0.jsonl").read_bytes()
+
+
+def test_an_excerpt_in_detail_tells_the_same(folder, tape, tmp_path):
+    whole = chronicle_of(TapeReader(folder / "tape" / "shard-0.jsonl"))
+    served = chronicle_of(records_of(excerpt(tape, detail=True), tmp_path))
+    assert status_of(served, 0.0) == status_of(whole, 0.0)
+    assert served.shards["shard-0"].finished == whole.shards["shard-0"].finished
+    assert served.shards["shard-0"].reports == whole.shards["shard-0"].reports
+    assert served.shards["shard-0"].ticks == whole.shards["shard-0"].ticks
+
+
+def test_a_thinned_excerpt_tells_the_same_state_in_less(tape, tmp_path):
+    detailed, thinned = excerpt(tape, detail=True), excerpt(tape, detail=False)
+    assert len(thinned) < len(detailed) < len(tape)
+    a, b = (status_of(chronicle_of(records_of(t, tmp_path)), 0.0) for t in (detailed, thinned))
+    assert a.to_json()["shards"] == b.to_json()["shards"]
+    for one, other in zip(a.learners, b.learners, strict=True):
+        assert (one.steps, one.tokens, one.reasons_recent, one.versions_behind) == (
+            other.steps,
+            other.tokens,
+            other.reasons_recent,
+            other.versions_behind,
+        )
+
+
+def test_steps_within_a_second_are_thinned_to_one_and_the_last():
+    def report(at, step):
+        data = {"learner": "a", "message": {"type": "StepReport", "step": step}}
+        fields = {"v": 1, "at": at, "who": "shard-0", "seq": step, "kind": "event", "type": "Said"}
+        return json.dumps({**fields, "data": data}, separators=(",", ":")).encode() + b"\n"
+
+    piece = b"".join(report(0.1 * step, step) for step in range(35))
+    kept = [json.loads(line)["seq"] for line in excerpt(piece, detail=False).splitlines()]
+    assert kept == [0, 10, 20, 30, 34]
+    assert len(excerpt(piece, detail=True).splitlines()) == 35
+
+
+def test_nonces_and_what_a_restart_needs_are_left_out(folder):
+    for who in ("shard-0", "coordinator"):
+        tape = (folder / "tape" / f"{who}.jsonl").read_bytes()
+        nonces = {
+            record["data"]["hello"]["nonce"]
+            for line in tape.splitlines()
+            if (record := json.loads(line))["type"] == "Greeted"
+        }
+        text = excerpt(tape, detail=True)
+        assert b"settings" in text
+        assert b'"nonce":"' not in text.replace(b'"nonce":""', b"")
+        assert not any(nonce.encode() in text for nonce in nonces)
+        starts = [json.loads(line) for line in text.splitlines() if b'"kind":"start"' in line]
+        assert all(not {"state", "nonce"} & start["data"]["header"].keys() for start in starts)
+
+
+def test_torn_lines_pass_so_that_the_reader_can_say_so(tmp_path):
+    problems = []
+    parser = Parser(tmp_path / "served", problems)
+    for line in excerpt(b'{"v":1,"at":3\n', detail=False).splitlines():
+        parser.parse(line)
+    assert "torn" in problems[0]

@@ -1,0 +1,220 @@
+"""`status_of` against a virtual run whose every record is known, and against broken tapes."""
+
+import io
+import json
+from dataclasses import fields
+
+import pytest
+from rich.console import Console
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
+from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.records import SCHEMA
+from decoupled_diloco.observe.sources import FolderSource
+from decoupled_diloco.observe.status import RunStatus, status_of
+from decoupled_diloco.observe.status_view import headline, render_status
+from unit.observe.worlds import BACK_AT, KILLED_AT, lines_of, write_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    run = tmp_path_factory.mktemp("status")
+    write_world(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def records(folder):
+    return list(TapeReader(folder))
+
+
+def at(records, seconds):
+    """The status as of an instant of the run."""
+    began = records[0].wall
+    chronicle = Chronicle()
+    chronicle.take_all(r for r in records if r.wall <= began + seconds)
+    return status_of(chronicle, began + seconds)
+
+
+def shard_values(folder, kind):
+    return [
+        record["data"]
+        for path in sorted((folder / "tape").glob("shard-*.jsonl"))
+        for record in lines_of(path)
+        if record["type"] == kind
+    ]
+
+
+def text_of(status, width=80, rows=None):
+    console = Console(width=width, file=io.StringIO())
+    console.print(render_status(status, width=width, rows=rows))
+    return console.file.getvalue()
+
+
+def test_a_finished_run_says_so_with_the_numbers_of_its_tape(folder, records):
+    status = status_of(chronicle_of(records), records[-1].wall + 100)
+    assert (status.phase, status.name, status.step) == ("finished", "causes", 80)
+    assert "finished" in headline(status)
+    rounds = shard_values(folder, "RoundFinished")
+    merged = [r for r in rounds if r["verdict"] == "merged"]
+    assert status.rounds_merged == len(merged)
+    assert status.rounds_abandoned == len(rounds) - len(merged)
+    for learner in status.learners:
+        own = [r["data"] for r in lines_of(folder / "tape" / f"{learner.name}.jsonl")]
+        steps = [data for data in own if set(data) == {"tokens"}]
+        assert learner.steps == len(steps)
+        assert learner.tokens == sum(data["tokens"] for data in steps)
+        folded = sum(
+            p["learner"] == learner.name and p["state"] == "folded"
+            for r in merged
+            for p in r["participants"]
+        )
+        assert learner.participation == folded / len(merged)
+        assert learner.state == "finished"
+
+
+def test_live_but_not_taking_part_is_to_be_seen(records):
+    status = at(records, 75.0)
+    d = next(learner for learner in status.learners if learner.name == "d")
+    assert d.state == "stepping"
+    assert d.participation_recent < 0.3
+    assert d.reasons_recent["late"] > d.reasons_recent.get("took part", 0)
+    assert d.rounds_behind > 5
+    assert d.steps_behind > 5
+    a = next(learner for learner in status.learners if learner.name == "a")
+    assert (a.participation, a.rounds_behind) == (1.0, 0)
+
+
+def test_a_killed_learner_is_down_and_comes_back(records):
+    states = {
+        seconds: next(x.state for x in at(records, seconds).learners if x.name == "c")
+        for seconds in (15.0, KILLED_AT + 1, KILLED_AT + 6, BACK_AT + 5)
+    }
+    assert list(states.values()) == ["stepping", "down", "down", "stepping"]
+    c = next(x for x in at(records, BACK_AT + 5).learners if x.name == "c")
+    assert c.epoch == 2
+
+
+def test_a_running_run_tells_its_rate_and_its_end(records):
+    status = at(records, 50.0)
+    assert status.phase == "running"
+    assert status.left_by == "steps"
+    assert status.steps_per_second == pytest.approx(1.0, rel=0.05)
+    assert status.seconds_left == pytest.approx(80 - status.step, rel=0.05)
+
+
+def test_open_rounds_say_whom_they_wait_for(records):
+    waiting = [
+        round
+        for seconds in (14.0, 21.0, 30.0)
+        for shard in at(records, seconds).shards
+        for round in shard.open_rounds
+    ]
+    assert any(round.waits_for == "upload" and round.learners == ("d",) for round in waiting)
+    assert all(round.open_seconds >= 0 for round in waiting)
+
+
+def test_a_run_that_nobody_writes_any_more_is_silent(records):
+    began = records[0].wall
+    chronicle = Chronicle()
+    chronicle.take_all(r for r in records if r.wall <= began + 50)
+    chronicle.virtual = False
+    status = status_of(chronicle, began + 3650)
+    assert status.phase == "silent"
+    assert status.silent_seconds == pytest.approx(3600, abs=2)
+    assert "stopped" in headline(status)
+    assert status.seconds_left is None
+
+
+def test_discards_are_of_the_tape_or_unknown(folder, records):
+    full = status_of(chronicle_of(records), records[-1].wall)
+    shards_only = [r for r in records if r.who.startswith("shard-")]
+    partial = status_of(chronicle_of(shards_only), records[-1].wall)
+    for own, told in zip(full.learners, partial.learners, strict=True):
+        applied = [
+            r["data"]["discarded_tokens"]
+            for r in lines_of(folder / "tape" / f"{own.name}.jsonl")
+            if r["type"] == "Apply"
+        ]
+        assert own.discarded_tokens == sum(applied) / 4
+        assert sum(own.discarded_why.values()) == pytest.approx(own.discarded_tokens)
+        assert told.discarded_why is None
+        assert told.loss is None
+        # A life that was killed has not reported what it discarded last.
+        assert 0.7 * own.discarded_tokens < told.discarded_tokens <= own.discarded_tokens
+
+
+def test_json_has_every_field(records):
+    plain = json.loads(json.dumps(at(records, 50.0).to_json(), allow_nan=False))
+    assert set(plain) == {field.name for field in fields(RunStatus)}
+    assert {learner["name"] for learner in plain["learners"]} == {"a", "b", "c", "d"}
+
+
+@pytest.mark.parametrize("width", [40, 55, 80, 120])
+def test_the_picture_fits_its_width(records, width):
+    text = text_of(at(records, 50.0), width)
+    assert max(map(len, text.splitlines())) <= width
+    if width >= 80:
+        assert "…" not in text.split("\n\n")[1], "the learners' table is cut"
+
+
+def test_a_low_terminal_shows_who_is_in_trouble(records):
+    text = text_of(at(records, KILLED_AT + 6), rows=14)
+    assert len(text.splitlines()) <= 14
+    assert "c " in text
+    assert "3 more" in text
+
+
+# ---- broken tapes
+
+
+def test_nothing_on_the_tape_yet(tmp_path):
+    (tmp_path / "tape").mkdir()
+    source = FolderSource(tmp_path)
+    chronicle = Chronicle()
+    chronicle.take_all(source.poll())
+    status = status_of(chronicle, 0.0, source.problems())
+    assert status.phase == "empty"
+    assert "nothing is on the tape yet" in text_of(status)
+
+
+def test_a_torn_tape_is_shown_and_told(folder, tmp_path):
+    whole = (folder / "tape" / "shard-0.jsonl").read_bytes()
+    torn = tmp_path / "torn.jsonl"
+    torn.write_bytes(whole[: len(whole) // 2] + b'\n{"v":1,"at"\n' + whole[len(whole) // 2 :])
+    source = FolderSource(torn)
+    chronicle = Chronicle()
+    chronicle.take_all(source.poll())
+    status = status_of(chronicle, 0.0, source.problems())
+    assert status.rounds_merged > 5
+    assert any("torn" in problem for problem in status.problems)
+    assert "torn" in " ".join(text_of(status).split())
+
+
+def test_a_newer_schema_is_refused_in_one_sentence(tmp_path):
+    path = tmp_path / "shard-0.jsonl"
+    path.write_text(json.dumps({"v": SCHEMA + 1}) + "\n")
+    with pytest.raises(StorageError, match=f"schema {SCHEMA + 1}"):
+        FolderSource(path).poll()
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(StorageError, match="does not exist"):
+        FolderSource(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="no run folder"):
+        FolderSource(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(StorageError, match=r"no event tape"):
+        FolderSource(tmp_path / "notes.txt")
+
+
+def test_another_run_in_the_same_place_is_read_anew(folder, tmp_path):
+    path = tmp_path / "shard-0.jsonl"
+    path.write_bytes((folder / "tape" / "shard-0.jsonl").read_bytes())
+    source = FolderSource(path)
+    first = source.poll()
+    assert source.poll() == []
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:100]))
+    assert len(source.poll()) == 100 < len(first)
+    assert source.generation == 1
