@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,3 +230,12 @@ def test_what_is_no_run_folder_is_told(tmp_path: Path, there: bool) -> None:
         f"{folder} is no run folder: it {what}: give the folder that ddiloco train has written, "
         "runs/<name> by default"
     )
+
+
+def test_what_is_optional_is_imported_only_when_it_is_used() -> None:
+    script = (
+        "import sys, decoupled_diloco, decoupled_diloco.cli.main\n"
+        "print({'torch', 'transformers', 'sklearn', 'tokenizers'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr

@@ -1,0 +1,133 @@
+"""Every recipe trains, through the command, with real processes; small, so that it takes seconds.
+
+The recipes' own sizes are for people; what is tried here is that each of their settings works.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import decoupled_diloco as dd
+from decoupled_diloco.config import load_config
+from decoupled_diloco.export.run import export_run
+from decoupled_diloco.observe.samples import Evaluated
+from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.workloads import load_workload
+from process.runs import command
+from replay import assert_replays
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {"homelab", "mixed-speeds", "vision"}
+"""Trained by other tests: by hand, with their speeds, and below."""
+
+RECIPES = sorted({path.stem for path in (ROOT / "recipes").glob("*.toml")} - ELSEWHERE)
+TEXT = {
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "context": 16,
+    "batch_size": 2,
+    "corpus_bytes_max": 200_000,
+    "eval_batches": 1,
+    "warmup_steps": 0,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt": TEXT,
+    "moe": {**TEXT, "expert_hidden": 16},
+    "vit": {"layers": 1, "width": 32, "batch_size": 8, "warmup_steps": 0},
+}
+
+
+def ran(*arguments: str, **options: Any) -> str:
+    """The output of a command that succeeds."""
+    process = command(*arguments, **options)
+    output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
+    return output
+
+
+def trained(
+    recipe: Path, folder: Path, options: dict[str, Any], steps: int = 0, **where: Any
+) -> str:
+    """Trains a recipe small; with an evaluator only if the run takes so many steps.
+
+    A run of a second would be over before the evaluator has joined.
+    """
+    config = load_config(recipe)
+    settings = {
+        "run.folder": str(folder),
+        "run.learners": 2,
+        "run.budget_steps": steps or max(12, min(60, 2 * config.sync.period)),
+        "sync.quorum": min(2, config.sync.quorum),
+        "syncer.port": 0,
+        **{f"workload.options.{name}": value for name, value in options.items()},
+    }
+    if not steps:
+        settings["run.evaluator"] = False
+    sets = [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
+    return ran("train", str(recipe), *sets, "--set=run.evaluate_every_seconds=", **where)
+
+
+def evaluations(folder: Path) -> list[Evaluated]:
+    records = read_tape(folder / "tape.jsonl")
+    return [r.value() for r in records if r.type == "Evaluated"]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    recipe = ROOT / "recipes" / f"{name}.toml"
+    trained(recipe, folder, SMALL[load_config(recipe).workload.name])
+    torch.set_num_threads(1)
+    model = dd.load_exported(export_run(folder).folder)
+    config = load_config(folder / "run.toml")
+    workload = load_workload(config.workload.name, config.workload_options())
+    assert workload.evaluate(model)["loss"] < workload.evaluate(workload.model())["loss"]
+    assert_replays(folder)
+
+
+def test_an_exported_run_evaluates_as_its_last_evaluation(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    trained(ROOT / "recipes/vision.toml", folder, SMALL["vit"], steps=400)
+    output = ran("export", str(folder))
+    assert f"to {folder}/export" in output
+    torch.set_num_threads(1)
+    model = dd.load_exported(folder / "export")
+    config = load_config(folder / "run.toml")
+    workload = load_workload(config.workload.name, config.workload_options())
+    measured, last = workload.evaluate(model), evaluations(folder)[-1]
+    assert last.loss == pytest.approx(measured["loss"], rel=1e-5)
+    assert last.metrics[0].value == pytest.approx(measured["accuracy"])
+    assert last.tokens == 359
+
+    (folder / "weights.safetensors").unlink()
+    shutil.rmtree(folder / "checkpoints")
+    process = command("export", str(folder), "--force")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 6
+    assert output.startswith(f"error: {folder} has no weights: weights.safetensors is written when")
+
+
+def test_the_hugging_face_example_trains_and_exports(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, examples = tmp_path / "run", ROOT / "examples"
+    small = {"context": 16, "batch_size": 2, "text_bytes_max": 50_000, "eval_batches": 1}
+    output = trained(examples / "finetune_hf.toml", folder, small, steps=200, cwd=examples)
+    assert re.search(r"perplexity +[0-9.]+", output), output
+    ran("export", str(folder), "--format", "huggingface", cwd=examples)
+    model = AutoModelForCausalLM.from_pretrained(folder / "export").eval()
+    last = evaluations(folder)[-1]
+    assert last.loss is not None
+    assert last.metrics[0].value == pytest.approx(math.exp(last.loss), rel=1e-6)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 758_912
