@@ -35,12 +35,15 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.huggingface import byte_tokenizer
 from decoupled_diloco.workloads import Workload
 from decoupled_diloco.workloads.text import batch_at, held_out_batches, load_corpus
+
+disable_progress_bar()  # Nobody watches a learner's log while it loads.
 
 HELD_OUT_SHARE = 0.05
 

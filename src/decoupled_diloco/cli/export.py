@@ -50,8 +50,9 @@ def _tell(exported: Exported, format: Format) -> None:
 
     step = "" if exported.global_step is None else f", step {exported.global_step}"
     typer.echo(f"exported {exported.run}{step}, to {exported.folder}:")
+    longest = max(len(path.name) for path in exported.files)
     for path in exported.files:
-        typer.echo(f"  {path.name}  {format_bytes(path.stat().st_size)}")
+        typer.echo(f"  {path.name:<{longest}}  {format_bytes(path.stat().st_size):>9}")
     typer.echo("use it with:")
     folder = str(exported.folder)
     if format is Format.native:

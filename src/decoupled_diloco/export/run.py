@@ -88,7 +88,7 @@ def load_exported(folder: str | Path) -> nn.Module:
     """The model of a native export, with its weights, in evaluation mode.
 
     A workload of one's own must be where `load_workload` finds it: installed, or in the folder
-    where the program was started.
+    where the program was started. Relative paths in its options hold from there, too.
 
     Args:
         folder: What `ddiloco export` has written.
