@@ -210,11 +210,12 @@ class Learner(_Participant):
         if self._unchecked is not None:
             refuse_own_copies(model, self._unchecked)
         if store is None:
+            store = ModuleStore(model)  # First: what it cannot hold cannot be looked at either.
             refuse_what_is_not_finite(model)
         self._after_apply = after_apply
         self._steps_before = self._tokens_before = 0
         super().__init__(
-            store or ModuleStore(model),
+            store,
             syncer,
             name=learner_id or _default_id(),
             role="learner",

@@ -88,3 +88,17 @@ def test_a_layout_that_fits_no_message_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"4000 trainable tensors take .* stack small tensors"):
         layout_text(Layout(tensors, ()))
     assert json.loads(layout_text(Layout(tensors[:3], ())))["tensors"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_a_dtype_that_cannot_be_synchronised_is_told_before_anybody_is_dialled(
+    dtype: torch.dtype,
+) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.zeros(2, 2).to(dtype))
+    with pytest.raises(ConfigError) as error:
+        Learner(model, "http://127.0.0.1:1", learner_id="a")
+    assert str(error.value) == (
+        f"parameter 'weight' has dtype {str(dtype).removeprefix('torch.')}, supported are "
+        "float32, bfloat16, float16, float64: convert or freeze it"
+    )
