@@ -84,7 +84,7 @@ def write_huggingface(workload: Workload, model: nn.Module, folder: Path) -> Non
     if not isinstance(workload, GptWorkload):
         model.save_pretrained(folder)  # type: ignore[operator]
         tokenizer = getattr(workload, "tokenizer", None)
-        if hasattr(tokenizer, "save_pretrained"):
+        if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
         return
     options = workload.options
