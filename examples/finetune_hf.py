@@ -124,11 +124,12 @@ class FineTuning(Workload):
                 name, local_files_only=not self.options.download, **arguments
             )
         except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                f"{name!r} cannot be loaded: {first}: give a folder that holds it, or set "
-                "download=true for a name on the hub"
-            ) from None
+            if not self.options.download and not Path(name).exists():
+                raise ConfigError(
+                    f"{name!r} is neither a folder nor in the local cache of the hub: correct the "
+                    "path, or set download=true for a name on the hub"
+                ) from None
+            raise ConfigError(f"{name!r} cannot be loaded: {error}") from None
 
     def _check(self) -> None:
         options, config = self.options, self.config

@@ -214,7 +214,8 @@ def test_an_export_of_it_loads_in_both_formats(
     [
         ({}, "give exactly one, a model to fine-tune or a config to train from scratch"),
         ({"model": "a", "config": "b"}, "give exactly one"),
-        ({"model": "no/such-model"}, "'no/such-model' cannot be loaded: .*set download=true"),
+        ({"model": "no/such-model"}, "'no/such-model' is neither a folder nor in the local cache"),
+        ({"config": "EMPTY"}, "empty' cannot be loaded: "),
         ({"config": "CONFIG", "context": 65}, "context=65 exceeds the 64 positions of"),
         ({"config": "SMALLER"}, "the tokenizer has 256 tokens, .* has room for vocab_size=99"),
         ({"config": "CONFIG", "text": ["none/*.txt"]}, r"text=\['none/\*\.txt'\] matches no file"),
@@ -224,7 +225,9 @@ def test_an_export_of_it_loads_in_both_formats(
 def test_options_that_do_not_fit_are_told(
     tmp_path: Path, example: ModuleType, given: dict[str, Any], sentence: str
 ) -> None:
+    (tmp_path / "empty").mkdir()
     known = {
+        "EMPTY": str(tmp_path / "empty"),
         "CONFIG": str(configuration(tmp_path / "config")),
         "SMALLER": str(configuration(tmp_path / "smaller", vocab_size=99)),
     }

@@ -2,7 +2,7 @@
 
 ```
 RUN/run.toml  lock  token  coordinator.json  tape/*.jsonl  tape.jsonl  logs/*.log  positions/
-    checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png
+    checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png  export/
 ```
 """
 
