@@ -290,6 +290,7 @@ def test_ctrl_c_ends_with_the_report_of_what_there_is(tmp_path: Path) -> None:
         (["none.toml"], "none.toml does not exist"),
         (["mixed-speed"], "is neither a file nor a shipped scenario"),
         (["mixed-speeds", "--tape", "x"], "--tape is for --protocol-only"),
+        (["thousands"], "parameters=1000000000 in the scenario would be ignored"),
         (["mixed-speeds", "--set", "sync.perod=3"], "did you mean 'period'?"),
         (["mixed-speeds", "--run", "nonesuch"], "is neither a file nor a shipped recipe"),
         (["mixed-speeds", "--set", "workload.name=gtp"], "workload 'gtp' is not known"),

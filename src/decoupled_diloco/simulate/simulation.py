@@ -20,7 +20,7 @@ import torch
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text
-from decoupled_diloco.errors import MergeError
+from decoupled_diloco.errors import ConfigError, MergeError
 from decoupled_diloco.observe.samples import (
     CorpusDescribed,
     SampleGenerated,
@@ -105,10 +105,12 @@ class Simulation:
         folder: The run folder; it exists.
 
     Raises:
-        ConfigError: the workload cannot be built, or its model not be cut.
+        ConfigError: the workload cannot be built, its model not be cut, or the scenario has sizes
+            that tensors have of themselves.
     """
 
     def __init__(self, scenario: Scenario, folder: Path) -> None:
+        _refuse_what_is_for_the_protocol_alone(scenario)
         torch.set_num_threads(1)
         config = scenario.config
         self.scenario = scenario
@@ -225,6 +227,19 @@ class Evaluator:
         bodies = self._process.bodies
         assert isinstance(bodies, TensorLearner)
         return bodies.trainee.model
+
+
+def _refuse_what_is_for_the_protocol_alone(scenario: Scenario) -> None:
+    tokens = [group.tokens for group in scenario.file.learners if group.tokens is not None]
+    for name, value in (
+        ("parameters", scenario.file.parameters),
+        ("tokens", next(iter(tokens), None)),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value} in the scenario would be ignored, because tensors have it of "
+                f"themselves: add --protocol-only, or take {name} out"
+            )
 
 
 def specs_of(scenario: Scenario) -> list[LearnerSpec]:
