@@ -51,6 +51,9 @@ RAW_LEARNERS_MAX = 6
 ROUNDS_MAX = 1500
 """A shard's lane shows no more rounds than this one by one; of more, as many evenly chosen."""
 
+ENDING_FAULTS = ("kill", "crash", "vanish")
+"""Faults that end a process: the timeline shows what follows from them."""
+
 ROUND_PARTS = (
     ("quorum", "until the quorum was there"),
     ("grace", "grace window, beyond the quorum"),
@@ -292,6 +295,12 @@ def timeline_chart(history: RunHistory, account: RunAccount) -> Markup | None:
             else:
                 _draw_rounds(at, member)
             _draw_outages(at, history, member)
+            _draw_faults(at, history, member.name)
+        for instant, fault in history.faults:
+            if fault.target not in {member.name for member in members}:
+                title = f"{fault.kind} {fault.target} at {instant:.1f} s"
+                down = f"M{x(instant):.1f} 6V{bottom:.1f}"
+                canvas.add("path", title=title, d=down, css="befalls")
 
     told = f"{len(history.learners)} learners and {len(history.shards)} shards"
     faults = f"{len(history.outages)} outages" if history.outages else "no outage"
@@ -381,6 +390,15 @@ def _draw_outages(lane: _Lane, history: RunHistory, member: LearnerHistory | Sha
             )
 
 
+def _draw_faults(lane: _Lane, history: RunHistory, name: str) -> None:
+    """Faults of a process that it lives through; others are outages."""
+    for at, fault in history.faults:
+        if fault.target == name and fault.kind not in ENDING_FAULTS:
+            path = f"M{lane.x(at) - 5:.1f} {lane.top - 1:.1f}h10l-5 8z"
+            title = f"{fault.kind} {name} at {at:.1f} s"
+            lane.canvas.add("path", title=title, d=path, css="fault")
+
+
 # ---- rounds
 
 
@@ -433,10 +451,11 @@ def level_of(share: float) -> int:
 def round_parts(r: Round) -> tuple[float, float, float, float]:
     """Seconds of a merged round: to the quorum, grace beyond it, uploads left then, merging."""
     result = r.result
+    end = result.finished_seconds
     marks = [result.quorum_seconds, result.closed_seconds, result.uploaded_seconds]
     at, parts = 0.0, []
-    for mark in [*marks, result.finished_seconds]:
-        until = at if mark is None else max(at, mark)
+    for mark in [*marks, end]:
+        until = at if mark is None else min(end, max(at, mark))
         parts.append(until - at)
         at = until
     return (parts[0], parts[1], parts[2], parts[3])
@@ -482,7 +501,8 @@ def _mean_parts(
     """The mean of each part over the rounds that ended in each of equal stretches of time."""
     ended: list[list[tuple[float, ...]]] = [[] for _ in range(bins)]
     for r in rounds:
-        ended[min(bins - 1, int(bins * r.finished_at / (duration or 1.0)))].append(round_parts(r))
+        number = int(bins * r.finished_at / (duration or 1.0))
+        ended[min(bins - 1, number)].append(round_parts(r))
     return [
         tuple(map(statistics.fmean, zip(*parts, strict=True))) if parts else None for parts in ended
     ]

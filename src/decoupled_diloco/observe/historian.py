@@ -24,7 +24,7 @@ from decoupled_diloco.observe.history import (
     ShardHistory,
 )
 from decoupled_diloco.observe.reader import TapeReader
-from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.records import SECONDS_MAX, Record
 from decoupled_diloco.observe.samples import (
     BytesMoved,
     CorpusDescribed,
@@ -53,6 +53,9 @@ from decoupled_diloco.protocol.events import StepFinished, TermGranted
 
 OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
 """Processes that are neither learners nor shards."""
+
+LOSS_MAX = 1e30
+"""A larger loss is as good as none: the training has diverged."""
 
 PROBLEMS_MAX = 10
 """No more torn lines than this are named one by one."""
@@ -173,7 +176,7 @@ class _Historian:
         if not self._began:
             self._began, run.started_wall = True, record.wall
         run.records += 1
-        at = record.wall - run.started_wall
+        at = max(0.0, record.wall - run.started_wall)  # less: the clock was set back
         run.duration = max(run.duration, at)
         who = record.who
         if record.kind == "start":
@@ -245,7 +248,7 @@ class _Historian:
                 life.ledger.stepped(tokens)
                 learner.tokens += tokens
             case LossMeasured(_, global_step, _, loss):
-                if loss is None:
+                if loss is None or abs(loss) > LOSS_MAX:
                     learner.losses_not_finite += 1
                 else:
                     learner.losses.append(Loss(at, global_step, loss))
@@ -282,7 +285,10 @@ class _Historian:
                 shard.clock.append(clock)
                 life.steps_at.append(at)
             case RoundFinished(closed_seconds=closed, finished_seconds=finished):
-                opened_at = at - finished
+                if not 0 <= finished < SECONDS_MAX:
+                    self._left_out[f"{shard.name}: a round of {finished} s"] += 1
+                    return
+                opened_at = max(0.0, at - finished)
                 closed_at = None if closed is None else opened_at + closed
                 shard.rounds.append(Round(opened_at, closed_at, at, value))
             case TermGranted(admitted):
@@ -294,6 +300,7 @@ class _Historian:
         run, who = self.run, record.who
         match value:
             case Evaluated(global_step, loss, tokens, metrics):
+                loss = None if loss is None or abs(loss) > LOSS_MAX else loss
                 named = tuple((metric.name, metric.value) for metric in metrics)
                 run.evaluations.append(Evaluation(at, global_step, loss, tokens, named))
             case ProcessStarted(name, _):

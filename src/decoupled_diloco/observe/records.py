@@ -22,6 +22,9 @@ SCHEMA = 1
 FOLDER_NAME = "tape"
 MERGED_NAME = "tape.jsonl"
 
+SECONDS_MAX = 1e12
+"""No clock that began in 1970 shows more for thirty thousand years: such a line is spoilt."""
+
 Kind = Literal["start", "event", "effect", "sample"]
 Event = SyncerEvent | LearnerEvent | CoordinatorEvent
 Effect = SyncerEffect | LearnerEffect | CoordinatorEffect
@@ -98,7 +101,7 @@ class Parser:
             version = fields["v"]
             if version <= SCHEMA:
                 return self._record(fields)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             self._problems.append(
                 f"{self._path}: line {self._number} is torn and was left out "
                 f"({len(line)} bytes: {line[:40].decode(errors='replace')!r})"
@@ -120,6 +123,8 @@ class Parser:
                 f"{self._path}: no start record of {who}, so its times are those of its own clock"
             )
         offset, life = self._clocks[who]
+        if not abs(at) + abs(offset) < SECONDS_MAX:
+            raise ValueError("no clock shows this")
         return Record(
             at=at,
             who=who,

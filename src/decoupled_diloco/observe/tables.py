@@ -82,7 +82,7 @@ def time_table(history: RunHistory, account: RunAccount) -> Table:
         for learner in learners_in_order(history)
     ]
     if len(rows) > 1:
-        rows.append(_time_row("all learners", account.time))
+        rows.insert(0, _time_row("all learners", account.time))
     return Table(
         "time",
         "Learner-time and where it went",
@@ -114,7 +114,7 @@ def token_table(history: RunHistory, account: RunAccount) -> Table:
         for learner in learners_in_order(history)
     ]
     if len(rows) > 1:
-        rows.append(_token_row("all learners", account.tokens))
+        rows.insert(0, _token_row("all learners", account.tokens))
     return Table(
         "tokens",
         "Tokens and what became of them",
@@ -141,7 +141,7 @@ def bytes_table(history: RunHistory) -> Table:
     rows = [_bytes_row(n, history.bytes_moved[n]) for n in names if n in history.bytes_moved]
     total = history.bytes_total
     if total is not None and len(names) > 1:
-        rows.append(_bytes_row("all learners", total))
+        rows.insert(0, _bytes_row("all learners", total))
     return Table(
         "bytes",
         "Bytes by process and plane",

@@ -1,0 +1,88 @@
+"""Whatever stands in a tape, the rest of it is reported, or one sentence says why not.
+
+A report is read after something went wrong; then the tape may have, too.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.report import render_report
+from decoupled_diloco.observe.summary import print_summary
+from decoupled_diloco.simulate import fuzz
+from decoupled_diloco.simulate.tapes import VirtualTapes
+
+VALUES = (
+    *(None, True, "", "x", "<script>", [], {}, [[[]]], {"type": "Version"}),
+    *(-1, 0, 10**30, -0.5, 1e308, -1e308, float("nan"), float("inf")),
+)
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The tape of a virtual run with crashes, a few hundred lines."""
+    folder = tmp_path_factory.mktemp("whole")
+    scenario = fuzz.draw(25)
+    tapes = VirtualTapes(folder, scenario.world, {"sync": {"fragments": 4}})
+    scenario.world.run(until=scenario.faulty_seconds)
+    tapes.close()
+    every = [line for f in sorted(folder.rglob("*.jsonl")) for line in f.read_text().splitlines()]
+    assert len(every) > 500
+    return every[:700]
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place in a JSON value, as a container and a key."""
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
+    for key in keys:
+        yield value, key
+        yield from places(value[key])
+
+
+def spoilt(line: str, rng: random.Random) -> bytes:
+    """A line with other bytes, another value somewhere, or a field less."""
+    if rng.random() < 0.3:
+        raw = bytearray(line.encode())
+        for _ in range(rng.randint(1, 4)):
+            raw[rng.randrange(len(raw))] = rng.randrange(256)
+        return bytes(raw)
+    record = json.loads(line)
+    container, key = rng.choice(list(places(record)))
+    if isinstance(container, dict) and rng.random() < 0.15:
+        del container[key]
+    else:
+        container[key] = rng.choice(VALUES)
+    return json.dumps(record).encode()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_spoilt_tape_is_told_not_choked_on(lines: list[str], tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    raw = [
+        spoilt(line, rng) if rng.random() < rng.choice([0.0, 0.02, 0.2]) else line.encode()
+        for line in lines
+    ]
+    path = tmp_path / "tape.jsonl"
+    path.write_bytes(b"\n".join(raw)[: rng.choice([None, -7])])
+    try:
+        history = read_history(path)
+    except StorageError as error:
+        if "event tape of schema" not in str(error):  # a spoilt version is a version
+            raise
+        return
+    print_summary(history, (), Console(file=io.StringIO(), width=80))
+    page = render_report(history)
+    assert page.rstrip().endswith("</html>")
+    assert "<script" not in page
