@@ -301,6 +301,7 @@ def test_bad_usage_is_one_sentence(tmp_path: Path, arguments: list[str], message
     assert code == 2, output
     assert message in " ".join(output.split())
     assert "Traceback" not in output
+    assert not (tmp_path / "runs").exists()
 
 
 # ---- what befalls a virtual run

@@ -89,13 +89,14 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
     from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.observe.progress import Progress
-    from decoupled_diloco.simulate.simulation import Simulation
+    from decoupled_diloco.simulate.simulation import Simulation, trained_in
 
     config = scenario.config
     started = time.monotonic()
+    workload = trained_in(scenario)  # What is wrong with it is told before there is a folder.
     with RunFolder(Path(config.run.folder)) as folder, _noticing_interrupts() as interrupted:
         _keep_settings(scenario, folder.path)
-        simulation = Simulation(scenario, folder.path)
+        simulation = Simulation(scenario, folder.path, workload)
         console.print(
             f"simulating {config.run.name} in virtual time: {config.run.learners} learners, "
             f"{config.syncer.shards} syncer shards",

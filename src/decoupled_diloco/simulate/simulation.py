@@ -103,14 +103,14 @@ class Simulation:
     Args:
         scenario: What is simulated.
         folder: The run folder; it exists.
+        workload: What `trained_in` has made of the scenario, if that is done already.
 
     Raises:
         ConfigError: the workload cannot be built, its model not be cut, or the scenario has sizes
             that tensors have of themselves.
     """
 
-    def __init__(self, scenario: Scenario, folder: Path) -> None:
-        _refuse_what_is_for_the_protocol_alone(scenario)
+    def __init__(self, scenario: Scenario, folder: Path, workload: Workload | None = None) -> None:
         torch.set_num_threads(1)
         config = scenario.config
         self.scenario = scenario
@@ -118,9 +118,8 @@ class Simulation:
         specs = specs_of(scenario)
         if config.run.evaluator:
             specs.append(LearnerSpec(EVALUATOR, role="observer"))
-        self.run: VirtualRun = virtual_run(
-            config, specs, seed=scenario.seed, workload=workload_of(config)
-        )
+        workload = workload or trained_in(scenario)
+        self.run: VirtualRun = virtual_run(config, specs, seed=scenario.seed, workload=workload)
         self.world = self.run.world
         settings = json.loads(public_text(config))
         self.tapes = VirtualTapes(folder, self.world, settings, self.run.losses)
@@ -229,17 +228,22 @@ class Evaluator:
         return bodies.trainee.model
 
 
-def _refuse_what_is_for_the_protocol_alone(scenario: Scenario) -> None:
+def trained_in(scenario: Scenario) -> Workload:
+    """What the learners of a scenario train, where there are tensors.
+
+    Raises:
+        ConfigError: the workload cannot be built, or the scenario has sizes that tensors have of
+            themselves.
+    """
     tokens = [group.tokens for group in scenario.file.learners if group.tokens is not None]
-    for name, value in (
-        ("parameters", scenario.file.parameters),
-        ("tokens", next(iter(tokens), None)),
-    ):
+    sizes = {"parameters": scenario.file.parameters, "tokens": next(iter(tokens), None)}
+    for name, value in sizes.items():
         if value is not None:
             raise ConfigError(
                 f"{name}={value} in the scenario would be ignored, because tensors have it of "
                 f"themselves: add --protocol-only, or take {name} out"
             )
+    return workload_of(scenario.config)
 
 
 def specs_of(scenario: Scenario) -> list[LearnerSpec]:
