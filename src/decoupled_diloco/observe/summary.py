@@ -15,6 +15,9 @@ from decoupled_diloco.observe.history import LearnerHistory, Outage, RunHistory,
 from decoupled_diloco.observe.progress import natural
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
+LINES_MAX = 24
+"""The terminal shows no more learners, and no more outages, than this; the report has all."""
+
 ABSENT = "–"
 """Stands where there is no number."""
 
@@ -34,8 +37,12 @@ def print_summary(
     for title, rows in tables:
         if len(rows) > 1:
             console.print()
-            console.print(_table(title, rows))
-    lines = [outage_line(history, outage) for outage in history.outages]
+            console.print(_table(title, rows[: 1 + LINES_MAX]))
+        if len(rows) > 1 + LINES_MAX:
+            console.print(f"… and {len(rows) - 1 - LINES_MAX} more: the report has them")
+    lines = [outage_line(history, outage) for outage in history.outages[:LINES_MAX]]
+    if len(history.outages) > LINES_MAX:
+        lines.append(f"… and {len(history.outages) - LINES_MAX} more outages: the report has them")
     lines += [f"the tape is not whole: {problem}" for problem in history.problems]
     for line in lines:
         console.print()
@@ -165,7 +172,7 @@ def outage_line(history: RunHistory, outage: Outage) -> str:
 
 def learner_rows(history: RunHistory, account: RunAccount) -> list[list[str]]:
     """A table of the learners: the header, then one row each."""
-    header = ["", "steps", "tokens", "last loss", "took part", "discarded", "down"]
+    header = ["", "steps", "tokens", "last loss", "took part", "discarded", "away"]
     header += ["longest gap", "median step"]
     learners = sorted(history.learners.values(), key=lambda learner: natural(learner.name))
     return [header, *(_learner_row(learner, account) for learner in learners)]
@@ -207,7 +214,7 @@ def _learner_row(learner: LearnerHistory, account: RunAccount) -> list[str]:
         (ABSENT if loss is None else f"{loss:.3f}") + not_finite,
         percent(learner.participation),
         percent(account.learners[learner.name].tokens.discarded_share if learner.tokens else None),
-        _down(learner.outages),
+        _away(learner.outages),
         _seconds(learner.gap_seconds_longest),
         _seconds(learner.step_seconds_median),
     ]
@@ -225,7 +232,7 @@ def _shard_row(shard: ShardHistory) -> list[str]:
     ]
 
 
-def _down(outages: list[Outage]) -> str:
+def _away(outages: list[Outage]) -> str:
     """How often and how long, or that it never came back."""
     if not outages:
         return ABSENT

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import Evaluation, Outage, RunHistory
+from decoupled_diloco.observe.history import Evaluation, LearnerHistory, Outage, RunHistory
 from decoupled_diloco.observe.summary import outage_line, percent, print_summary, totals
 
 
@@ -51,6 +51,17 @@ def test_summary_of_an_empty_run():
     text = summary(RunHistory(problems=["learner-0.jsonl: line 3 is torn"]))
     assert "none was made" in text
     assert "the tape is not whole: learner-0.jsonl: line 3 is torn" in text
+
+
+def test_summary_of_many_learners_is_cut_short():
+    history = RunHistory()
+    for number in range(100):
+        name = f"learner-{number}"
+        history.learners[name] = LearnerHistory(name, outages=[outage(name)])
+    lines = summary(history).splitlines()
+    assert "… and 76 more: the report has them" in lines
+    assert "… and 76 more outages: the report has them" in lines
+    assert len(lines) < 100
 
 
 def outage(who="learner-0", **changes):
