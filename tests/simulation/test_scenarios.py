@@ -383,6 +383,7 @@ def test_a_learner_joins_for_a_while_and_says_goodbye(tmp_path: Path) -> None:
     assert history.global_step_by(life.steps_at[0]) in range(20, 24)
     assert history.global_step_by(life.steps_at[-1]) in range(37, 42)
     assert late.rounds_folded > 3
+    assert late.lost_steps(0.0, history.duration) == 0, "who has left loses no steps"
     reasons = [r.data["reason"] for r in of_type(tmp_path, "Evict")]
     assert "left: its loop has ended" in reasons
     assert not gaps(history, "learner-0")

@@ -197,8 +197,10 @@ class LearnerHistory:
         if not median:
             return 0
         gaps = [(a, b) for a, b in self._gaps() if b > since and a < until]
-        last = self.lives[-1].steps_at[-1:]
-        if last and last[0] < until and not self.lives[-1].over:
+        life = self.lives[-1]
+        last = life.steps_at[-1:]
+        until = until if life.ended_at is None else min(until, life.ended_at)  # it may have left
+        if last and last[0] < until and not life.over:
             gaps.append((max(last[0], since), until))
         return sum(round((b - a) / median) - 1 for a, b in gaps if b - a > GAP_MEDIANS * median)
 
