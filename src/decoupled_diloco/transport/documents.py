@@ -69,7 +69,7 @@ def fetch(address: str, path: str, query: Mapping[str, str], token: str | None) 
         connection.request("GET", f"{path}?{urlencode(query)}", headers=headers)
         answer = connection.getresponse()
         body = answer.read(ANSWER_BYTES_MAX + 1)
-    except UnicodeError:
+    except ValueError:  # the secret itself is not repeated
         raise ConfigError(
             "the token has characters that no token has: check --token-file"
         ) from None

@@ -1,0 +1,327 @@
+"""`ddiloco status`, `watch`, `explain`, `timing` on a run that is going on, and on its folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.sources import TAPE_PATH
+from decoupled_diloco.syncer.tapes import TapeDocuments
+from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tokens import Tokens
+from process.runs import config_of, free_ports, health, local_run, records, wait, when
+from replay import assert_replays
+from unit.observe.worlds import write_world
+
+
+def ddiloco(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    """Runs ``ddiloco ARGUMENTS`` as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": str(columns)},
+        check=False,
+    )
+
+
+def told(*arguments: str) -> str:
+    """What a command that succeeds prints."""
+    done = ddiloco(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_a_run_is_read_while_it_goes_on(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path / "run", run={"name": "live", "budget_steps": 1_000_000}, syncer={"shards": 2}
+    )
+    with local_run(config) as run:
+        run.start()
+        for _ in read_while_it_goes_on(run, tmp_path):
+            run.supervisor.poll()
+            time.sleep(0.05)
+    text = told("explain", "learner", "learner-1", "--of", str(run.path))
+    assert "killed (SIGKILL)" in " ".join(text.split())
+    assert_replays(run.path)
+
+
+def test_a_run_is_read_when_it_is_over(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", syncer={"shards": 2})
+    with local_run(config) as run:
+        run.start()
+        assert wait(run).finished
+    afterwards(run.path)
+
+
+def read_while_it_goes_on(run, tmp_path: Path) -> Iterator[None]:
+    yield from when(lambda: health(run.addresses[0]).get("clock", 0) >= 20)
+    run.supervisor.kill("learner-1", restart=True)
+    yield from when(lambda: any(r.life == 1 for r in steps_of(run.path, "learner-1")))
+    token, address = ("--token-file", str(run.secret_file)), run.addresses[1]
+    live = json.loads(told("status", address, *token, "--json"))
+    folder = json.loads(told("status", str(run.path), "--json"))
+    for status in (live, folder):
+        assert (status["name"], status["phase"]) == ("live", "running")
+        assert {x["name"] for x in status["learners"]} == {"learner-0", "learner-1"}
+        assert {x["state"] for x in status["learners"]} == {"stepping"}
+        assert [x["name"] for x in status["shards"]] == ["shard-0", "shard-1"]
+        assert 0 < status["step"] <= status["budget_steps"]
+    assert live["learners"][0]["discarded_why"] is None
+    assert folder["learners"][0]["loss"] is not None
+    assert folder["step"] >= live["step"]
+    assert "shard-1" in told("explain", "round", "2", "--of", address, *token)
+    assert "not known at the syncer" in told(
+        "explain", "learner", "learner-0", "--of", address, *token
+    )
+    refused(address, tmp_path)
+
+
+def steps_of(folder: Path, who: str) -> list[Record]:
+    return [record for record in records(folder, who) if record.type == "StepFinished"]
+
+
+def refused(address: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("not-the-secret")
+    for command in (
+        ("status", address),
+        ("status", address, "--token-file", str(wrong)),
+    ):
+        done = ddiloco(*command)
+        assert done.returncode == 5, done.stderr
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+        assert "not-the-secret" not in done.stderr
+
+
+def afterwards(folder: Path) -> None:
+    status = json.loads(told("status", str(folder), "--json"))
+    assert status["phase"] == "finished"
+    assert status["bytes_up"] > 0
+    rounds = [
+        (shard, record.data)
+        for shard in (0, 1)
+        for record in records(folder, f"shard-{shard}")
+        if record.type == "RoundFinished"
+    ]
+    assert status["rounds_merged"] == sum(data["verdict"] == "merged" for _, data in rounds)
+    secret = (folder / "token").read_text().strip()
+    for path in (folder / "tape").glob("*.jsonl"):
+        assert secret not in path.read_text()
+    shard, data = rounds[len(rounds) // 2]
+    number = str(data["round"])
+    text = told("explain", "round", number, "--of", str(folder), "--shard", str(shard))
+    assert data["why"] in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+    assert "set the clock" in told("explain", "step", "50", "--of", str(folder))
+    window = told("timing", str(folder)).split("grace window")[1].splitlines()[0]
+    assert "not measured" not in window
+    done = ddiloco("explain", "round", "100000", "--of", str(folder))
+    assert (done.returncode, "there are shard-0: 1 to" in done.stderr) == (2, True)
+
+
+def test_nobody_there_is_told_with_exit_code_4() -> None:
+    done = ddiloco("status", f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert done.returncode == 4
+    assert "is it running" in done.stderr
+
+
+def test_the_table_of_intervals_fits_a_terminal() -> None:
+    text = told("timing", "quickstart")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "learner's lease" in text
+    assert ddiloco("timing", "no-such-recipe").returncode == 2
+
+
+# ---- watch, in a terminal
+
+
+class Terminal:
+    """A command in a pseudo-terminal of 80 columns and 24 lines."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.master, self.slave = pty.openpty()
+        self.resize(80, 24)
+        self.before = termios.tcgetattr(self.slave)
+        self.raw = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env={**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
+        )
+
+    def resize(self, columns: int, lines: int) -> None:
+        size = struct.pack("HHHH", lines, columns, 0, 0)
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, size)
+
+    def read(self, seconds: float) -> str:
+        """The text of everything that was drawn within this time."""
+        deadline, drawn = time.monotonic() + seconds, b""
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self.master], [], [], left)[0]:
+                drawn += os.read(self.master, 65536)
+        self.raw += drawn
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.decode(errors="replace"))
+
+    def expect(self, what: str, seconds: float = 40.0) -> str:
+        deadline, text = time.monotonic() + seconds, ""
+        while what not in text:
+            assert time.monotonic() < deadline, f"{what!r} is not drawn: {text[-2000:]}"
+            text += self.read(0.2)
+        return text
+
+    def press(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def ended(self) -> int:
+        """The exit code; the terminal is as it was before."""
+        deadline = time.monotonic() + 20
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, "it does not end"
+            self.read(0.1)
+        self.read(0.2)
+        assert termios.tcgetattr(self.slave) == self.before
+        assert b"\x1b[?1049h" in self.raw, "the alternate screen was not used"
+        assert self.raw.rindex(b"\x1b[?1049l") > self.raw.rindex(b"\x1b[?1049h")
+        return self.process.returncode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@contextlib.contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    opened = Terminal(*arguments)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@pytest.fixture
+def halfway(tmp_path: Path) -> Path:
+    """The folder of a run that is not over."""
+    write_world(tmp_path, until=30.0)
+    return tmp_path
+
+
+@pytest.mark.parametrize("keys", [b"q", b"\x03"], ids=["q", "ctrl-c"])
+def test_watch_quits_cleanly(halfway: Path, keys: bytes) -> None:
+    with terminal("watch", str(halfway)) as screen:
+        screen.expect("shard-1")
+        screen.press(keys)
+        assert screen.ended() == 0
+
+
+def test_watch_follows_the_size_of_the_terminal(halfway: Path) -> None:
+    with terminal("watch", str(halfway)) as screen:
+        assert "copies" in screen.expect("shard-1")
+        screen.resize(50, 20)
+        os.killpg(screen.process.pid, signal.SIGWINCH)
+        screen.read(1.0)
+        narrow = screen.read(1.0)
+        assert "learner" in narrow
+        assert "copies" not in narrow
+        screen.press(b"q")
+        assert screen.ended() == 0
+
+
+def test_watch_ends_with_the_run(tmp_path: Path) -> None:
+    write_world(tmp_path)
+    with terminal("watch", str(tmp_path)) as screen:
+        assert "finished" in screen.expect("finished")
+        assert screen.ended() == 0
+
+
+def test_watch_outlives_a_syncer_that_goes_away(halfway: Path) -> None:
+    port = free_ports(1)[0]
+    with terminal_of(halfway, port) as (screen, serving):
+        screen.expect("shard-0")
+        serving.stop()
+        screen.expect("out of reach")
+        with Serving(halfway, port):
+            deadline = time.monotonic() + 20
+            while "out of reach" in screen.read(1.5):
+                assert time.monotonic() < deadline, "it does not come back"
+        screen.press(b"q")
+        assert screen.ended() == 0
+
+
+def test_watch_wants_a_terminal(halfway: Path) -> None:
+    done = ddiloco("watch", str(halfway))
+    assert done.returncode == 2
+    assert "use ddiloco status" in done.stderr
+
+
+class Serving:
+    """A shard's tape behind HTTP, from a thread of its own; nothing else of a shard."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        address = f"http://127.0.0.1:{port}"
+        names = ("shard-0", "coordinator")
+        files = {name: folder / "tape" / f"{name}.jsonl" for name in names}
+        documents = TapeDocuments("causes", 0, (address,), files)
+        self._loop = asyncio.new_event_loop()
+        self._server = HttpServer(
+            port=port,
+            tokens=Tokens("secret"),
+            on_channel=self._nobody,
+            queries={TAPE_PATH: documents},
+        )
+        self._loop.run_until_complete(self._server.start())
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    async def _nobody(self, channel: object) -> None:
+        raise AssertionError("no channel is opened here")
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result(10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+@contextlib.contextmanager
+def terminal_of(folder: Path, port: int) -> Iterator[tuple[Terminal, Serving]]:
+    """`ddiloco watch` on a tape that is served at this port."""
+    secret = folder / "secret"
+    secret.write_text("secret\n")
+    arguments = ("watch", f"http://127.0.0.1:{port}", "--token-file", str(secret))
+    with Serving(folder, port) as serving, terminal(*arguments) as screen:
+        yield screen, serving

@@ -1,0 +1,204 @@
+"""What a shard serves of its tapes: bounded pieces, whole lines, where to go on; over real HTTP."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
+from decoupled_diloco.observe.sources import TAPE_PATH, SyncerSource
+from decoupled_diloco.syncer import tapes
+from decoupled_diloco.syncer.tapes import TapeDocuments, read_piece
+from decoupled_diloco.transport.documents import NoSuchDocumentError, fetch
+from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tokens import Tokens
+from unit.observe.worlds import write_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    run = tmp_path_factory.mktemp("served")
+    write_world(run, until=30.0)
+    return run
+
+
+def documents_of(folder, shard=0, addresses=("http://127.0.0.1:1", "http://127.0.0.1:2")):
+    names = [f"shard-{shard}", *(["coordinator"] if shard == 0 else [])]
+    files = {name: folder / "tape" / f"{name}.jsonl" for name in names}
+    return TapeDocuments("causes", shard, addresses, files)
+
+
+def follow(path, *, detail=True):
+    """All pieces of a tape, and how many there were."""
+    start, text, pieces = 0, b"", 0
+    while True:
+        document = read_piece(path, start, detail=detail)
+        text += document.body
+        following = int(document.facts["next"])
+        if following == start:
+            return text, pieces
+        start, pieces = following, pieces + 1
+
+
+def test_pieces_together_are_the_whole_in_any_size(folder, monkeypatch):
+    path = folder / "tape" / "shard-0.jsonl"
+    whole, pieces = follow(path)
+    assert pieces == 1
+    monkeypatch.setattr(tapes, "PIECE_BYTES", 3000)
+    assert follow(path) == (whole, pytest.approx(path.stat().st_size / 3000, rel=0.3))
+
+
+def test_a_line_longer_than_a_piece_comes_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(tapes, "PIECE_BYTES", 100)
+    path = tmp_path / "shard-0.jsonl"
+    line = json.dumps({"v": 1, "kind": "effect", "type": "Note", "data": {"text": "x" * 1000}})
+    path.write_text((line.replace(", ", ",").replace(": ", ":") + "\n") * 3)
+    assert follow(path)[0] == path.read_bytes()
+
+
+def test_a_line_that_is_being_written_is_left_for_later(folder, tmp_path):
+    whole = (folder / "tape" / "shard-0.jsonl").read_bytes()
+    path = tmp_path / "shard-0.jsonl"
+    path.write_bytes(whole[:-20])
+    first = read_piece(path, 0, detail=True)
+    cut = whole[:-20].rfind(b"\n") + 1
+    assert int(first.facts["next"]) == cut
+    path.write_bytes(whole)
+    rest = read_piece(path, cut, detail=True)
+    assert int(rest.facts["next"]) == len(whole)
+
+
+def test_an_offset_behind_the_end_gives_nothing(folder):
+    path = folder / "tape" / "shard-0.jsonl"
+    document = read_piece(path, 10**12, detail=True)
+    assert (document.body, document.facts["next"]) == (b"", str(10**12))
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"who": "learner-1"}, "there is coordinator, shard-0"),
+        ({"who": "../token"}, "no tape of"),
+        ({"who": "shard-0", "from": "-1"}, "no offset"),
+        ({"who": "shard-0", "from": "9" * 30}, "no offset"),
+        ({"who": "shard-0", "from": "²"}, "no offset"),
+    ],
+)
+async def test_what_is_not_there_is_said(folder, query, message):
+    with pytest.raises(NoSuchDocumentError, match=message):
+        await documents_of(folder)(query)
+
+
+async def test_a_tape_that_is_gone_is_said(tmp_path):
+    with pytest.raises(NoSuchDocumentError, match="No such file"):
+        await documents_of(tmp_path)({"who": "shard-0"})
+
+
+# ---- over HTTP
+
+
+async def nobody(channel):
+    raise AssertionError("no channel is opened here")
+
+
+@pytest.fixture
+async def servers(folder):
+    """Both shards of the run; they know each other's addresses."""
+    addresses: list[str] = []
+    started = []
+    for shard in (0, 1):
+
+        async def query(parameters, shard=shard):
+            return await documents_of(folder, shard, tuple(addresses))(parameters)
+
+        server = HttpServer(tokens=Tokens("secret"), on_channel=nobody, queries={TAPE_PATH: query})
+        await server.start()
+        addresses.append(server.address)
+        started.append(server)
+    yield started
+    for server in started:
+        await server.stop()
+
+
+async def in_thread(function, *arguments):
+    return await asyncio.to_thread(function, *arguments)
+
+
+async def test_any_shard_leads_to_all(servers):
+    for server in servers:
+        source = SyncerSource((server.address,), "secret")
+        records = await in_thread(source.poll)
+        assert {record.who for record in records} == {"shard-0", "shard-1", "coordinator"}
+        assert [r.wall for r in records] == sorted(r.wall for r in records)
+        assert await in_thread(source.poll) == []
+        assert source.problems() == []
+
+
+async def test_a_shard_that_is_out_of_reach_is_told_and_the_others_are_read(servers):
+    source = SyncerSource((servers[0].address,), "secret")
+    await in_thread(source.poll)
+    await servers[1].stop()
+    assert await in_thread(source.poll) == []
+    assert "shard 1 is out of reach" in source.problems()[0]
+
+
+async def test_a_wrong_token_is_refused(servers):
+    for token in (None, "wrong", "secret-wrong"):
+        with pytest.raises(AccessError) as caught:
+            await in_thread(SyncerSource((servers[0].address,), token).poll)
+        assert caught.value.exit_code == 5
+        assert "wrong" not in str(caught.value)
+
+
+async def test_each_ids_own_secret_will_do(folder):
+    tokens = Tokens(principals={"learner-0": "one", "learner-1": "two"})
+    server = HttpServer(
+        tokens=tokens, on_channel=nobody, queries={TAPE_PATH: documents_of(folder, 1)}
+    )
+    await server.start()
+    try:
+        for token in ("one", "two"):
+            assert (await in_thread(fetch, server.address, TAPE_PATH, {}, token)).body
+        with pytest.raises(AccessError):
+            await in_thread(fetch, server.address, TAPE_PATH, {}, "three")
+    finally:
+        await server.stop()
+
+
+async def test_browsers_are_refused(servers):
+    async with aiohttp.ClientSession() as session:
+        headers = {"Authorization": "Bearer secret", "Origin": "http://evil.example"}
+        async with session.get(servers[0].address + TAPE_PATH, headers=headers) as answer:
+            assert answer.status == 403
+
+
+async def test_only_reading_is_served(servers):
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+        for method in ("POST", "PUT", "DELETE"):
+            async with session.request(method, servers[0].address + TAPE_PATH) as answer:
+                assert answer.status in (400, 404, 405)
+
+
+async def test_another_server_is_told_apart(servers):
+    with pytest.raises(ProtocolError, match="no tape of"):
+        await in_thread(fetch, servers[0].address, TAPE_PATH, {"who": "x"}, "secret")
+
+
+async def test_a_token_that_cannot_be_one_is_not_repeated(servers):
+    for token in ("two\nlines", "schlüssel€"):
+        with pytest.raises(ConfigError, match="characters that no token has") as caught:
+            await in_thread(fetch, servers[0].address, TAPE_PATH, {}, token)
+        assert token not in str(caught.value)
+
+
+def test_nobody_there_is_a_sentence_with_a_way_out():
+    with pytest.raises(TransportError, match="is it running") as caught:
+        SyncerSource(("http://127.0.0.1:1",), None).poll()
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("address", ["ftp://host", "http://", "http://host:port"])
+def test_what_is_no_address_is_said(address):
+    with pytest.raises(ConfigError, match="no address of a syncer"):
+        fetch(address, TAPE_PATH, {}, None)
