@@ -213,6 +213,7 @@ class _Historian:
             learner.rounds_merged_in_run = run.rounds_merged
             for shard in run.shards.values():
                 self._count_rounds(learner, shard)
+        self._add_lives_without_records()
         for member in run.members:
             member.outages = self._outages(member)
         for member in run.members:
@@ -223,6 +224,16 @@ class _Historian:
         }
         run.remarks.sort(key=lambda remark: remark.at)
         return run
+
+    def _add_lives_without_records(self) -> None:
+        """A process that was started again, but not in time to write anything."""
+        span = self.run.training_span
+        members = {member.name: member for member in self.run.members}
+        for name, at in self._spawns.items():
+            if name in members and at > members[name].lives[-1].last_at:
+                ends = [ended for ended, _ in self._ends.get(name, []) if ended >= at]
+                over = span is not None and min(ends, default=span[1]) >= span[1]
+                members[name].lives.append(Life(at, at, spawned_at=at, over=over))
 
     def _life(self, record: Record, at: float) -> Life | None:
         """The life that a record of a learner or shard belongs to."""

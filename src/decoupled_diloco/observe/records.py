@@ -97,7 +97,7 @@ class Parser:
         if not line.strip():
             return None
         try:
-            fields = json.loads(line)
+            fields = json.loads(line.decode("utf-8", "surrogatepass"))
             version = fields["v"]
             if version <= SCHEMA:
                 return self._record(fields)

@@ -2,8 +2,9 @@ import shutil
 
 import pytest
 
+from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.historian import ending_in_words, read_history
-from decoupled_diloco.observe.samples import LossMeasured, ProcessEnded
+from decoupled_diloco.observe.samples import LossMeasured, ProcessEnded, ProcessStarted
 from decoupled_diloco.observe.tape import TapeWriter, merge_tapes
 from decoupled_diloco.protocol.events import StepFinished
 
@@ -104,6 +105,21 @@ def test_gaps_of_survivors_count_as_lost_steps(tmp_path):
     assert outage.lost_steps == {"learner-0": 5, "learner-2": 0}
     assert outage.lost_steps_total == 5
     assert read_history(tmp_path).learners["learner-0"].gap_seconds_longest == 6.0
+
+
+def test_a_process_that_came_too_late_to_write_anything_was_started_again(tmp_path):
+    write_steps(tmp_path, "learner-0", [float(at) for at in range(1, 11)])
+    write_steps(tmp_path, "learner-1", [float(at) for at in range(1, 31)])
+    with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        tape.sample(0.0, ProcessStarted("learner-0", 1))
+        tape.sample(11.0, ProcessEnded("learner-0", None, 9))
+        tape.sample(20.0, ProcessStarted("learner-0", 2))
+        tape.sample(35.0, ProcessEnded("learner-0", None, 9))
+    history = read_history(tmp_path)
+    (outage,) = history.outages  # that it was ended after the run is none
+    assert (outage.restarted_at, outage.back_at) == (20.0, None)
+    time = account_for(history).learners["learner-0"].time
+    assert [time.seconds(part) for part in ("down", "joining")] == [9.0, 10.0]
 
 
 def test_two_learners_down_at_once_lose_nothing_for_each_other(tmp_path):
