@@ -19,8 +19,10 @@ from decoupled_diloco.observe.progress import natural
 
 SMOOTHING_STEPS_MIN = 12
 SMOOTHING_SHARE = 1 / 60
+SMOOTHING_SHARE_MAX = 1 / 6
 """A learner's smoothed loss at a step is that of a straight line through the losses of this share
-of its steps before and after it: the mean of these, except at both ends."""
+of its steps before and after it, or of so many steps if that is more: the mean of these, except at
+both ends. Of few steps it is the largest share: a straight line through all of them says nothing."""
 
 
 def learners_in_order(history: RunHistory) -> list[LearnerHistory]:
@@ -59,7 +61,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
     """Local straight lines, by least squares; unlike trailing means they do not lag."""
     x, y = np.arange(len(values), dtype=float), np.array(values)
     index = np.arange(len(values))
-    reach = max(SMOOTHING_STEPS_MIN, int(SMOOTHING_SHARE * len(values)))
+    least = min(SMOOTHING_STEPS_MIN, int(SMOOTHING_SHARE_MAX * len(values)))
+    reach = max(least, int(SMOOTHING_SHARE * len(values)))
     first = np.maximum(0, index - reach)
     last = np.minimum(len(values), index + reach + 1)
     count = last - first

@@ -342,3 +342,8 @@ def test_smoothing_keeps_a_straight_line():
     line = [10.0 - 0.1 * i for i in range(60)]
     assert smoothed(line) == pytest.approx(line)
     assert smoothed([2.0]) == [2.0]
+
+
+def test_smoothing_of_few_steps_keeps_their_shape():
+    falling = [6.0, 5.0, 4.4, 4.0, 3.8, 3.7, 3.6, 3.6, 3.6, 3.6, 3.6, 3.6]
+    assert smoothed(falling)[-1] == pytest.approx(3.6, abs=0.05)
