@@ -22,7 +22,7 @@ SMOOTHING_SHARE = 1 / 60
 SMOOTHING_SHARE_MAX = 1 / 6
 """A learner's smoothed loss at a step is that of a straight line through the losses of this share
 of its steps before and after it, or of so many steps if that is more: the mean of these, except at
-both ends. Of few steps it is the largest share: a straight line through all of them says nothing."""
+both ends. Of few steps it is the largest share: one line through all of them says nothing."""
 
 
 def learners_in_order(history: RunHistory) -> list[LearnerHistory]:
