@@ -123,7 +123,7 @@ def test_the_hugging_face_example_trains_and_exports(tmp_path: Path) -> None:
 
     folder, examples = tmp_path / "run", ROOT / "examples"
     small = {"context": 16, "batch_size": 2, "text_bytes_max": 50_000, "eval_batches": 1}
-    output = trained(examples / "finetune_hf.toml", folder, small, steps=200, cwd=examples)
+    output = trained(examples / "finetune_hf.toml", folder, small, steps=120, cwd=examples)
     assert re.search(r"perplexity +[0-9.]+", output), output
     ran("export", str(folder), "--format", "huggingface", cwd=examples)
     model = AutoModelForCausalLM.from_pretrained(folder / "export").eval()
