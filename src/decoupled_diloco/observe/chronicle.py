@@ -107,6 +107,7 @@ class Chronicle:
         self.learners: dict[str, LearnerLog] = {}
         self.settings: dict[str, Any] = {}
         self.virtual = False
+        self.observers: set[str] = set()
         self.began: float | None = None
         self.latest = 0.0
         self.clock_rate = Rate()
@@ -225,6 +226,9 @@ class Chronicle:
                 shard.phase = "running"
             case fact.Ordered(say.EndOrdered()):
                 shard.phase = "closing"
+            case fact.Greeted(_, say.Hello(learner=name, role="observer")):
+                self.observers.add(name)
+                self.learners.pop(name, None)
             case fact.Greeted(connection, hello):
                 shard.greeting[connection] = hello
             case do.Accept(connection, _, _, why):
@@ -256,6 +260,8 @@ class Chronicle:
     def _message(self, shard: ShardLog, record: Record, value: Any) -> None:
         at = record.wall
         match value:
+            case fact.Said(learner, _) if learner in self.observers:
+                pass
             case fact.Said(learner, say.StepReport() as report):
                 self._reported(shard, at, learner, report)
             case fact.Said(learner, say.Holding(fragment, version)):
@@ -450,7 +456,7 @@ class Chronicle:
     def _anybody(self, record: Record, value: Any) -> None:
         match value:
             case ProcessEnded(name, code, signal):
-                if is_learner(name):
+                if self._is_learner(name):
                     learner = self._learner(name)
                     learner.process = "finished" if code == 0 else "down"
                     learner.down_at = record.wall
@@ -459,10 +465,10 @@ class Chronicle:
                 if code != 0:
                     self._remark(record.wall, record.who, name, ending_in_words(code, signal))
             case RestartScheduled(name, _):
-                if is_learner(name):
+                if self._is_learner(name):
                     self._learner(name).process = "restarting"
             case ProcessStarted(name, _):
-                if is_learner(name):
+                if self._is_learner(name):
                     self._learner(name).process = "joining"
                 elif is_shard(name):
                     self._shard(name)
@@ -470,6 +476,9 @@ class Chronicle:
                 self.evaluation = value
             case do.Note(text, why):
                 self._remark(record.wall, record.who, text, why)
+
+    def _is_learner(self, name: str) -> bool:
+        return is_learner(name) and name not in self.observers
 
     def _remark(self, at: float, who: str, text: str, why: str) -> None:
         line = f"{text}: {why}"

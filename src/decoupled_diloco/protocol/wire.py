@@ -29,9 +29,9 @@ _Decoder = Callable[[Any, str], Any]
 def encode(value: object) -> Json:
     """A dataclass of this package as a JSON object.
 
-    >>> from decoupled_diloco.protocol.messages import StepReport
-    >>> encode(StepReport(3, 96, 0.5))
-    {'type': 'StepReport', 'step': 3, 'tokens': 96, 'seconds': 0.5}
+    >>> from decoupled_diloco.protocol.messages import Progress
+    >>> encode(Progress(3, 96))
+    {'type': 'Progress', 'clock': 3, 'tokens': 96}
     """
     fields = {name: _plain(getattr(value, name)) for name in _names(cast("Any", type(value)))}
     return {"type": type(value).__name__, **fields}

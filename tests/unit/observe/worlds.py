@@ -34,7 +34,7 @@ def write_world(folder: Path, *, until: float | None = None, **sync: object) -> 
     """Runs the world and writes its tape into the run folder.
 
     ``a`` and ``b`` take a step a second, ``c`` needs 1.7 s and is killed on the way, ``d`` has a
-    link on which a body takes ten seconds, far more than the others wait.
+    link on which a body takes ten seconds, far more than the others wait. An observer looks on.
     """
     public = settings(folder, **sync)
     world = World(
@@ -44,6 +44,7 @@ def write_world(folder: Path, *, until: float | None = None, **sync: object) -> 
             LearnerSpec("b", step_seconds=1.1, variance=0.05),
             LearnerSpec("c", step_seconds=1.7, tokens_per_step=16),
             LearnerSpec("d", step_seconds=1.0, up_bytes_per_second=50.0),
+            LearnerSpec("evaluator-7", role="observer"),
         ],
         seed=7,
         fragment_bytes=[1000] * 4,
