@@ -97,11 +97,7 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
     with RunFolder(Path(config.run.folder)) as folder, _noticing_interrupts() as interrupted:
         _keep_settings(scenario, folder.path)
         simulation = Simulation(scenario, folder.path, workload)
-        console.print(
-            f"simulating {config.run.name} in virtual time: {config.run.learners} learners, "
-            f"{config.syncer.shards} syncer shards",
-            highlight=False,
-        )
+        _tell_beginning("", scenario, console)
         budget = (config.run.budget_steps, config.run.budget_tokens)
         weights: Path | None = None
         try:
@@ -129,18 +125,13 @@ def simulate_protocol(scenario: Scenario, tape: Path | None, console: Console) -
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.simulate.protocol_run import ProtocolRun
 
-    config = scenario.config
     with contextlib.ExitStack() as stack:
         interrupted = stack.enter_context(_noticing_interrupts())
         if tape is not None:
             folder = stack.enter_context(RunFolder(tape))
             _keep_settings(scenario, folder.path)
         run = ProtocolRun(scenario, tape)
-        console.print(
-            f"simulating the protocol of {config.run.name} in virtual time: "
-            f"{config.run.learners} learners, {config.syncer.shards} syncer shards",
-            highlight=False,
-        )
+        _tell_beginning("the protocol of ", scenario, console)
         try:
             _follow(run, interrupted, console)
         finally:
@@ -160,6 +151,20 @@ def _keep_settings(scenario: Scenario, folder: Path) -> None:
 
     (folder / "run.toml").write_text(dump_config(scenario.config), encoding="utf-8")
     (folder / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
+
+
+def _tell_beginning(what: str, scenario: Scenario, console: Console) -> None:
+    from decoupled_diloco.cli.outcome import reader_may_be_gone
+
+    config = scenario.config
+    shards = f"{config.syncer.shards} syncer shard" + "s" * (config.syncer.shards > 1)
+    learners = f"{config.run.learners} learner" + "s" * (config.run.learners > 1)
+    with reader_may_be_gone():
+        console.print(
+            f"simulating {what}{config.run.name} in virtual time: {learners}, {shards}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _tell_unfinished(reason: str, console: Console) -> None:
@@ -193,6 +198,7 @@ def _now_and_then(*functions: Callable[[], object]) -> Callable[[], None]:
 
 def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: Console) -> None:
     """Lets it go on, and says how far it is every few seconds."""
+    from decoupled_diloco.cli.outcome import reader_may_be_gone
     from decoupled_diloco.observe.progress import clock_face
 
     budget = run.scenario.config.run.budget_steps
@@ -202,11 +208,12 @@ def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: Console)
             line_at = time.monotonic() + LINE_SECONDS
             step = f"step {run.script.clock}" + (f"/{budget}" if budget else "")
             rate = run.world.events / run.real_seconds
-            console.print(
-                f"{clock_face(run.world.now)}  {step}, {run.tally.merged} rounds, "
-                f"{run.world.events} events, {rate:.0f}/s",
-                highlight=False,
-            )
+            with reader_may_be_gone():
+                console.print(
+                    f"{clock_face(run.world.now)}  {step}, {run.tally.merged} rounds, "
+                    f"{run.world.events} events, {rate:.0f}/s",
+                    highlight=False,
+                )
             if run.tapes is not None:
                 run.tapes.flush()
 
