@@ -482,6 +482,14 @@ def test_what_cannot_go_on_ends_and_says_why(tmp_path: Path) -> None:
     assert "1 learners there and quorum=2" in " ".join(output.split())
 
 
+def test_a_long_repair_is_no_standstill(tmp_path: Path) -> None:
+    story = "[[learners]]\ncount = 2\n" + (
+        '[[events]]\nat_step = 10\nkind = "kill"\ntarget = "learner-1"\nfor_seconds = 400.0\n'
+    )
+    history = simulated(tmp_path, story, 30, overrides=[*UNSEEN, "sync.quorum=2"])
+    assert history.duration > 400.0
+
+
 def test_until_seconds_ends_a_simulation(tmp_path: Path) -> None:
     path = write(tmp_path, JOINS.replace("at_step = 40", "at_step = 49"))
     path.write_text("until_seconds = 12.0\n" + path.read_text())

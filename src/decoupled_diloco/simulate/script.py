@@ -35,6 +35,11 @@ class Script:
         world: Where they happen; the script listens to its clock.
         scenario: What happens.
         tell: For the event tape.
+
+    Attributes:
+        clock: The latest global step of any shard.
+        tokens: The latest count of all tokens.
+        changed_at: When something was undone last, seconds.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Script:
     ) -> None:
         self.world = world
         self.clock = self.tokens = 0
+        self.changed_at = 0.0
         self._run = scenario.config.run
         self._tell = tell
         self._processes = {process.name: process for process in world.processes}
@@ -60,7 +66,7 @@ class Script:
         self._number = _NOT_YET
         self._to_come: list[Happening] = []
         self._to_end: list[tuple[int, Happening, int]] = []
-        self._timed = 0
+        self._timed = self._undone_later = 0
         for happening in scenario.happenings:
             if happening.at_seconds is None:
                 self._to_come.append(happening)
@@ -72,9 +78,14 @@ class Script:
         world.recorders.append(self._watch)
 
     @property
-    def waiting(self) -> bool:
-        """Whether something is still to come at a known time."""
+    def planned(self) -> bool:
+        """Whether something that the scenario tells is still to come at a known time."""
         return self._timed > 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is to be undone at a known time."""
+        return self._undone_later > 0
 
     @property
     def missed(self) -> list[Happening]:
@@ -86,6 +97,10 @@ class Script:
     def _on_time(self, happening: Happening) -> None:
         self._timed -= 1
         self._strike(happening)
+
+    def _undo_on_time(self, happening: Happening, number: int) -> None:
+        self._undone_later -= 1
+        self._undo(happening, number)
 
     def _watch(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         if not who.startswith("shard-"):
@@ -126,7 +141,8 @@ class Script:
         number = self._number
         self._begin(happening, number)
         if happening.for_seconds is not None:
-            self.world.clockwork.after(happening.for_seconds, self._undo, happening, number)
+            self._undone_later += 1
+            self.world.clockwork.after(happening.for_seconds, self._undo_on_time, happening, number)
         elif happening.until_step is not None:
             if happening.until_step <= self.clock:
                 self.world.clockwork.after(0.0, self._undo, happening, number)
@@ -174,6 +190,7 @@ class Script:
                     self._befall(self._processes[name], happening, number)
 
     def _undo(self, happening: Happening, number: int) -> None:
+        self.changed_at = self.world.now
         match happening.kind:
             case "cut":
                 self._cut(happening, -1)

@@ -48,8 +48,11 @@ FAREWELL_SECONDS = 60.0
 
 STILL_SECONDS = 300.0
 STILL_STEPS = 50
-"""A clock that has not moved for so long, and for so many of the slowest learner's steps, while
-nothing is planned any more, stands still for ever."""
+"""A clock that has not moved for so long, and for so many of the slowest learner's steps, with
+nothing planned and nobody just back, stands still for ever."""
+
+STILL_TIMES = 20
+"""It does so after so many times as long in any case: something may always go on somewhere."""
 
 
 class Clockwatch:
@@ -67,10 +70,7 @@ class Clockwatch:
         self.reason = ""
         self._until = scenario.file.until_seconds
         slowest = max(group.step_seconds for group in scenario.members.values())
-        repairs = [2 * random.repair_seconds for random in scenario.file.random]
-        lasting = [event.for_seconds or 0.0 for event in scenario.file.events]
-        still = max(STILL_SECONDS, STILL_STEPS * slowest)
-        self._patience = still + max([0.0, *repairs, *lasting])
+        self._patience = max(STILL_SECONDS, STILL_STEPS * slowest)
         self._quorum = scenario.config.sync.quorum
         self._moved_at, self._clock = 0.0, -1
 
@@ -85,9 +85,16 @@ class Clockwatch:
             self.reason = "the budget is spent"
         elif why == "until":
             self.reason = f"until_seconds={self._until:g} of the scenario is reached"
-        elif why == "nothing left" or (still > self._patience and not self.script.waiting):
+        elif why == "nothing left" or self._is_hopeless(still):
             self.reason = self._stand_still(still)
         return not self.reason
+
+    def _is_hopeless(self, still: float) -> bool:
+        if still <= self._patience or self.script.planned:
+            return False
+        since_change = self.world.now - self.script.changed_at
+        lasts_on = still > STILL_TIMES * self._patience
+        return lasts_on or (since_change > self._patience and not self.script.waiting)
 
     def _stand_still(self, seconds: float) -> str:
         alive = sum(p.alive and p.spec.role == "learner" for p in self.world.learners.values())
