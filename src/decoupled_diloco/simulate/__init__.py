@@ -3,8 +3,8 @@
 - `World` is the shell of every machine; `LearnerSpec` says what a learner is like.
 - `Bodies` is the tensor side; `NoBodies` carries lineage instead of tensors.
 - `Faults` is what befalls the world, `Checker` what must hold all the same.
-- `scenario` reads what a run is to live through, `script` carries it out, `simulation` makes a whole
-  run of it, with tapes; `protocol_run` does without tensors.
+- `scenario` reads what a run is to live through, `script` carries it out, `simulation` makes a
+  whole run of it, with tapes; `protocol_run` does without tensors.
 - `python -m decoupled_diloco.simulate.fuzz` draws worlds at random.
 """
 
