@@ -46,8 +46,6 @@ def train_locally(config: RunConfig, console: Console) -> int:
 def serve_locally(config: RunConfig, console: Console) -> int:
     """Runs all shards on this machine, for learners that are started elsewhere."""
     run = LocalRun(config, learners=False)
-    with reader_may_be_gone():
-        print_essential(config, console)
     try:
         with _termination_as_interrupt():
             run.start()
@@ -66,6 +64,9 @@ def serve_locally(config: RunConfig, console: Console) -> int:
                 f"--syncer {reached[0]} --token-file {secret}",
                 soft_wrap=True,
             )
+            with reader_may_be_gone():
+                console.print()
+                print_essential(config, console)
             outcome = run.wait(lambda: None)
     except KeyboardInterrupt:
         outcome = Outcome(False, "interrupted", None)
