@@ -260,8 +260,8 @@ class Chronicle:
     def _message(self, shard: ShardLog, record: Record, value: Any) -> None:
         at = record.wall
         match value:
-            case fact.Said(learner, _) if learner in self.observers:
-                pass
+            case fact.Said(learner, say.Holding() | say.Leave()) if learner not in self.learners:
+                pass  # an observer
             case fact.Said(learner, say.StepReport() as report):
                 self._reported(shard, at, learner, report)
             case fact.Said(learner, say.Holding(fragment, version)):
