@@ -7,6 +7,7 @@ import re
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+TIB = 1024 * GIB
 
 
 def format_bytes(count: float) -> str:
@@ -15,7 +16,7 @@ def format_bytes(count: float) -> str:
     >>> format_bytes(1536)
     '1.5 KiB'
     """
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"

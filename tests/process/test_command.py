@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -125,6 +126,9 @@ def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
     assert (tmp_path / "run.1" / "tape" / "shard-0.jsonl").read_text().startswith("what an")
     assert (folder / "weights.safetensors").exists()
     assert (folder / "tape.jsonl").exists()
+    headers = {r.who: r.data["header"] for r in read_tape(folder) if r.kind == "start"}
+    for who in ("shard-0", "learner-0"):
+        assert headers[who]["versions"]["python"] == platform.python_version()
     assert sum(r.type == "Evaluated" for r in read_tape(folder / "tape.jsonl")) >= 1
     assert_replays(folder)
 
