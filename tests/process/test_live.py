@@ -18,12 +18,14 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.cli.watch import GONE_SECONDS, Reader
 from decoupled_diloco.observe.records import Record
-from decoupled_diloco.observe.sources import TAPE_PATH
+from decoupled_diloco.observe.sources import TAPE_PATH, FolderSource
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
@@ -273,6 +275,22 @@ def test_watch_outlives_a_syncer_that_goes_away(halfway: Path) -> None:
                 assert time.monotonic() < deadline, "it does not come back"
         screen.press(b"q")
         assert screen.ended() == 0
+
+
+def test_watch_ends_when_the_syncer_goes_right_before_the_end(halfway: Path) -> None:
+    reader = Reader(FolderSource(halfway), every=1.0)
+    assert reader.status is not None
+    reader.trouble = (time.monotonic() - GONE_SECONDS - 1, "connection refused")
+    for phase, left, over in (
+        ("running", 100.0, False),
+        ("running", None, False),
+        ("running", 3.0, True),
+        ("closing", None, True),
+    ):
+        reader.status = replace(reader.status, phase=phase, seconds_left=left)
+        assert reader.over is over
+    reader.trouble = (time.monotonic(), "connection refused")
+    assert not reader.over
 
 
 def test_watch_wants_a_terminal(halfway: Path) -> None:

@@ -24,8 +24,10 @@ class What(StrEnum):
 
 
 def explain(
-    what: Annotated[What, typer.Argument(help="What to explain.")],
-    which: Annotated[str, typer.Argument(help="Its number, or the learner's name.")],
+    what: Annotated[What, typer.Argument(metavar="round|learner|step", help="What to explain.")],
+    which: Annotated[
+        str, typer.Argument(metavar="WHICH", help="Its number, or the learner's name.")
+    ],
     of: Annotated[
         str,
         typer.Option(

@@ -29,7 +29,7 @@ FRAME_SECONDS = 0.25
 """How often the picture is drawn and the keyboard looked at."""
 
 GONE_SECONDS = 15.0
-"""A syncer that has gone for so long in its closing rounds has finished."""
+"""A syncer that has gone for so long, and was so near its end or in its closing rounds, is done."""
 
 
 def watch(
@@ -113,7 +113,16 @@ class Reader(threading.Thread):
         if self.status.phase == "finished":
             return True
         away = time.monotonic() - self.trouble[0] if self.trouble else 0.0
-        return self.status.phase == "closing" and away > GONE_SECONDS
+        return self.near_the_end and away > GONE_SECONDS
+
+    @property
+    def near_the_end(self) -> bool:
+        """Whether a syncer that has gone has most likely finished: it does not wait for readers."""
+        status = self.status
+        if status is None:
+            return False
+        left = status.seconds_left
+        return status.phase == "closing" or (left is not None and left < GONE_SECONDS)
 
 
 def _show(reader: Reader, console: Console) -> None:
@@ -141,8 +150,8 @@ def _picture(reader: Reader, console: Console, *, rows: int | None) -> Renderabl
     if trouble is not None:
         away = format_duration(time.monotonic() - trouble[0])
         text = f"out of reach for {away}, trying again: {trouble[1]}"
-        if reader.status.phase == "closing":
-            text = "the syncer has gone in its closing rounds: the run is over"
+        if reader.near_the_end:
+            text = "the syncer has gone right before the end: the run has most likely finished"
         parts.insert(0, Text(text, style="bold red"))
     return Group(*parts)
 
