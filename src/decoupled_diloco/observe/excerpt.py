@@ -2,8 +2,8 @@
 
 Whole rounds, ticks, members and notes; of step reports, of what learners say they hold, and of
 pings only enough for the present state, unless ``detail`` is asked for. Nonces, by which a learner
-proves who it is, and what a restart needs are left out. Lines are looked at, not parsed: half of a
-tape's megabyte is gone through in milliseconds.
+proves who it is, and what a restart needs are left out. Lines are looked at, not parsed, so
+that a mebibyte takes about a hundredth of a second.
 """
 
 from __future__ import annotations
