@@ -64,20 +64,12 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Step reports that a shell has at hand at once, in the order in which they came.
+    """Step reports that a shell has at hand at once, each with its learner, as they came.
 
     As ``Said`` one by one at the same instant, except that rounds and clock are looked at once.
     """
 
-    reports: tuple[Report, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A learner's step report."""
-
-    learner: str
-    report: StepReport
+    reports: tuple[tuple[str, StepReport], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def ticks_ahead(state: LearnerState, options: Options, now: float, shard: int) -
     clock = link.clock + (now - link.clock_at) / tick_seconds
     if options.quorum == 1:
         clock = clock if clock > own else float(own)  # this step's report moves it so far
-    ahead = float(state.step_seconds) / tick_seconds
+    ahead = (state.step_seconds.value or 0.0) / tick_seconds
     first = floor(clock - TICKS_MARGIN)
     last = floor(clock + ahead + TICKS_MARGIN)
     return (first, min(last, first + options.period - 1))

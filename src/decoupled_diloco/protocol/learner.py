@@ -186,7 +186,7 @@ class LearnerMachine:
         self._owe()
         effects = self._boundary(now)
         report = StepReport(
-            state.step, state.tokens, float(state.step_seconds), state.discarded_tokens
+            state.step, state.tokens, state.step_seconds.value or 0.0, state.discarded_tokens
         )
         for shard, link in enumerate(state.shards):
             if link.linked and link.offset is not None and self.role == "learner":

@@ -43,7 +43,6 @@ from decoupled_diloco.protocol.events import (
     Merged,
     MergeFailed,
     Ordered,
-    Report,
     Reported,
     Said,
     SyncerEvent,
@@ -374,13 +373,15 @@ class SyncerMachine:
             entry.awaited.discard(member.learner)
             self.state.timing.broadcast.update(now - entry.published_at)
 
-    def _reported_together(self, now: float, reports: tuple[Report, ...]) -> list[SyncerEffect]:
+    def _reported_together(
+        self, now: float, reports: tuple[tuple[str, StepReport], ...]
+    ) -> list[SyncerEffect]:
         effects: list[SyncerEffect] = []
-        for item in reports:
-            member = self.state.members.get(item.learner)
+        for learner, report in reports:
+            member = self.state.members.get(learner)
             if member is not None:
                 self._renew_lease(member, now)
-                effects += self._reported(now, member, item.report)
+                effects += self._reported(now, member, report)
         return effects
 
     def _reported(self, now: float, member: Member, report: StepReport) -> list[SyncerEffect]:

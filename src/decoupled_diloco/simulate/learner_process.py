@@ -194,7 +194,8 @@ class LearnerProcess(Shell):
         seconds = self.spec.step_seconds * self.slowness
         if self.spec.variance:
             seconds *= max(0.1, self.choices.normal(1.0, self.spec.variance))
-        self.later(seconds, self._finish_step)
+        clockwork = self.world.clockwork
+        clockwork.timer(self, clockwork.now + seconds, self._finish_step)
 
     def _finish_step(self) -> None:
         self.stepping = False

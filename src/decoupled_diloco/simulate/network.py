@@ -78,7 +78,10 @@ class Connection:
 
     def delay(self) -> float:
         """One way, seconds."""
-        return self.network.delay(*self.ends)
+        a, b = self.ends
+        if a.link.jitter or b.link.jitter:
+            return self.network.delay(a, b)
+        return a.link.latency + b.link.latency
 
     def arrives(self, end: Endpoint, instant: float) -> float:
         """When what is sent now may arrive at the earliest: not before what was sent earlier."""

@@ -124,6 +124,9 @@ class ProtocolRun:
         )
         self._sent_before = 0
         self.world.watchers.append(self)
+        if tape is None:
+            for learner in self.world.learners.values():
+                learner.recorders = []  # the tally looks at shards only
         self.tapes: VirtualTapes | None = None
         if tape is not None:
             self.tapes = VirtualTapes(tape, self.world, json.loads(public_text(config)))

@@ -39,7 +39,6 @@ from decoupled_diloco.protocol.events import (
     Merged,
     MergeFailed,
     Ordered,
-    Report,
     Reported,
     Said,
     TermGranted,
@@ -159,7 +158,7 @@ class ShardProcess(Shell):
             elif connection.open[self.name] and not connection.broken:
                 learner = who[connection.number][0] if connection.number in who else ""
                 if bound.get(learner) is connection:
-                    reports.append(Report(learner, report))
+                    reports.append((learner, report))
         if self.alive and reports:
             self.tell(Reported(tuple(reports)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.protocol.events import Tick
@@ -21,6 +22,7 @@ class Shell(Endpoint):
         super().__init__(name)
         self.world = world
         self.choices = world.choices.fork(name)
+        self.recorders = world.recorders
         self.machine: Any = None
         self.coordinator_link: Connection | None = None
         self._tick_at: float | None = None
@@ -46,6 +48,10 @@ class Shell(Endpoint):
             self.crash()
             self.world.network.crashed(self, silent=silent)
 
+    def _record(self, event: Any, effects: Sequence[Any]) -> None:
+        for recorder in self.recorders:
+            recorder(self.name, self.world.clockwork.now, event, effects)
+
     def later(self, seconds: float, function: Any, *arguments: Any) -> None:
         """A timer of this life."""
         self.world.clockwork.timer(self, self.now + seconds, function, *arguments)
@@ -59,8 +65,8 @@ class Shell(Endpoint):
         world, life, machine = self.world, self.life, self.machine
         effects = machine.handle(world.clockwork.now, event)
         world.events += 1
-        if world.recorders:
-            world.happened(self, event, effects)
+        if self.recorders:
+            self._record(event, effects)
         if world.checks:
             machine.check()
         for effect in effects:

@@ -147,9 +147,9 @@ class World:
         Returns:
             Why it stopped: ``"until"``, ``"events"``, ``"finished"`` or ``"nothing left"``.
         """
-        clockwork = self.clockwork
+        clockwork, shards = self.clockwork, len(self.shards)
         while True:
-            if finish and self.finished:
+            if finish and self.shards_finished == shards:
                 return "finished"
             if events is not None and self.events >= events:
                 return "events"
@@ -197,11 +197,6 @@ class World:
         self.network.reset(a, b)
 
     # ---- told by the processes
-
-    def happened(self, process: Shell, event: Any, effects: Sequence[Any]) -> None:
-        """A machine has handled an event: for the tape."""
-        for recorder in self.recorders:
-            recorder(process.name, self.now, event, effects)
 
     def began(self, process: Shell) -> None:
         """A process has started."""

@@ -12,7 +12,6 @@ from decoupled_diloco.protocol.events import (
     Disconnected,
     Greeted,
     Heard,
-    Report,
     Reported,
     Said,
     Tick,
@@ -259,10 +258,10 @@ def test_reports_that_come_together_are_reports_one_by_one(shard_bench: Any) -> 
     together, apart = (
         shard_bench("a", "b", "c", fragments=2, period=2, quorum=2) for _ in range(2)
     )
-    said = [Report(name, StepReport(step, 8 * step, 0.5)) for name, step in reports]
+    said = [(name, StepReport(step, 8 * step, 0.5)) for name, step in reports]
     together.told(Reported(tuple(said)), 1.0)
-    for item in said:
-        apart.told(Said(item.learner, item.report), 1.0)
+    for learner, report in said:
+        apart.told(Said(learner, report), 1.0)
 
     assert together.machine.state.clock == apart.machine.state.clock == 1
     assert together.machine.state.tokens == apart.machine.state.tokens == 8 * (2 + 1 + 1)
