@@ -49,6 +49,7 @@ def serve_locally(config: RunConfig, console: Console) -> int:
     try:
         with _termination_as_interrupt():
             run.start()
+            run.wait_for_shards()
             reached = [from_elsewhere(address) for address in run.addresses]
             each = config.syncer.principals_file is not None
             secret = "FILE_WITH_ITS_OWN" if each else run.secret_file

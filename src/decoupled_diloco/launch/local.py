@@ -73,6 +73,7 @@ class LocalRun:
         self._faults = sorted(config.faults, key=lambda fault: fault.at)
         self._clock = self._tokens = 0
         self.addresses: tuple[str, ...] = ()
+        self._listen_on: list[int] = []
 
     def _require_principals(self, path: Path) -> None:
         config = self.config
@@ -88,7 +89,7 @@ class LocalRun:
             TransportError: a port of the settings is taken.
         """
         config, names = self.config, [f"shard-{s}" for s in range(self.config.syncer.shards)]
-        ports = _ports(config)
+        ports = self._listen_on = _ports(config)
         self.addresses = advertised(config, ports)
         common = ["--stop-with-parent"]
         if config.syncer.principals_file is None:
@@ -106,6 +107,16 @@ class LocalRun:
             self.supervisor.start(name, [*arguments, *common])
         if config.run.evaluator:
             self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", local, *common])
+
+    def wait_for_shards(self) -> None:
+        """Returns when every shard listens, or cannot: then `wait` says why."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.syncer.host)
+        for port in self._listen_on:
+            while not _listens(host or self.config.syncer.host, port):
+                self.supervisor.poll()
+                if self._hopeless() is not None:
+                    return
+                time.sleep(POLL_SECONDS)
 
     def wait(self, on_poll: Callable[[], None]) -> Outcome:
         """Watches until the run is finished or cannot go on.
@@ -197,6 +208,14 @@ class LocalRun:
             logger.error("%s", error)
         finally:
             self.folder.release()
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _ports(config: RunConfig) -> list[int]:
