@@ -200,7 +200,8 @@ class RoundFinished:
     """A round is over: everything that a metric or an explanation needs.
 
     Seconds count from the round's opening; ``None``: did not happen. The averages are those at the
-    opening, as in `RoundOpened`; ``None`` on tapes from before they were told.
+    opening, as in `RoundOpened`; ``None`` on tapes from before they were told. ``quorum_learner``:
+    with whom the quorum was complete; empty: it never was, or the tape is from before it was told.
     """
 
     round: int
@@ -222,6 +223,7 @@ class RoundFinished:
     quorum_average_seconds: float | None = None
     merge_average_seconds: float | None = None
     broadcast_average_seconds: float | None = None
+    quorum_learner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class Round:
     grace: Grace
     final: bool
     quorum_at: float | None = None
+    quorum_learner: str = ""
     closed_at: float | None = None
     close_reason: str = ""
     settled_at: float | None = None
@@ -202,4 +203,5 @@ class Round:
             quorum_average_seconds=self.grace.quorum,
             merge_average_seconds=self.grace.merge,
             broadcast_average_seconds=self.grace.broadcast,
+            quorum_learner=self.quorum_learner,
         )

@@ -571,8 +571,7 @@ class SyncerMachine:
             round.went(learner, stepping=stepping)
         del state.members[learner]
         state.members_stepping -= stepping
-        if member.step_seconds <= state.step_seconds:
-            state.find_step_seconds()
+        state.find_step_seconds()  # even if it has become slower since: nobody else may be known
         effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
         effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))
         for round in state.rounds.values():

@@ -143,7 +143,7 @@ def ask_if_qualified(
     )
     round.add(ask, stepping=member.reported_at is not None)
     if round.quorum_at is None and round.qualified >= options.quorum:
-        round.quorum_at = now
+        round.quorum_at, round.quorum_learner = now, member.learner
         state.timing.quorum.update(now - round.opened_at)
     pull = Pull(
         round=round.number,

@@ -268,3 +268,23 @@ def test_reports_that_come_together_are_reports_one_by_one(shard_bench: Any) -> 
     assert together.machine.state.members == apart.machine.state.members
     opened_at_once = set(apart.machine.state.rounds[1].asks)
     assert opened_at_once <= set(together.machine.state.rounds[1].asks) == {"a", "b", "c"}
+
+
+def test_a_learner_that_became_slower_and_left_leaves_no_step_time_behind(shard_bench: Any) -> None:
+    """ξ_step is that of the fastest live learner, whatever the one that left had said last."""
+    bench = shard_bench("a", "b", fragments=2, period=50, quorum=2)
+    bench.step("a", 1.0, seconds=1.2)
+    bench.step("a", 2.0, seconds=1.3)
+    assert bench.machine.state.step_seconds == 1.2, "found anew at the next tick"
+    bench.told(Said("a", Leave("done")), 3.0)
+    assert bench.machine.state.step_seconds == 0.0, "nobody who is left has told one"
+
+
+def test_a_round_names_the_learner_with_whom_its_quorum_was_complete(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b", "c", fragments=1, period=1, quorum=2)
+    for name in ("a", "b", "c"):
+        bench.step(name)
+    round = bench.machine.state.rounds[0]
+    first, second = list(round.asks)[:2]
+    assert round.quorum_learner == second
+    assert {first, second} < {"a", "b", "c"}
