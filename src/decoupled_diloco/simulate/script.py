@@ -52,7 +52,7 @@ class Script:
         self._tell = tell
         self._processes = {process.name: process for process in world.processes}
         self._away: defaultdict[str, set[int]] = defaultdict(set)
-        self._pauses: Counter[str] = Counter()
+        self._pauses: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._cuts: Counter[frozenset[str]] = Counter()
         self._slowed: defaultdict[str, list[float]] = defaultdict(list)
         self._throttled: defaultdict[int, list[float]] = defaultdict(list)
@@ -76,6 +76,7 @@ class Script:
         for recurrence in scenario.recurrences:
             self._recur(recurrence, scenario)
         world.recorders.append(self._watch)
+        world.may_restart = lambda process: not self._away[process.name]
 
     @property
     def planned(self) -> bool:
@@ -211,7 +212,7 @@ class Script:
                 self._away[process.name].clear()
                 self.world.restart(process)
             case "pause":
-                self._pauses[process.name] += 1
+                self._pauses[process.name][number] = process.life
                 self.world.pause(process)
             case "slow":
                 self._slowed[process.name].append(happening.factor)
@@ -228,8 +229,9 @@ class Script:
             case "join":
                 self._go(process, number)
             case "pause":
-                self._pauses[process.name] -= 1
-                if not self._pauses[process.name]:
+                pauses = self._pauses[process.name]
+                del pauses[number]
+                if process.life not in pauses.values():  # a new process is not the one that stands
                     self.world.resume(process)
             case "slow":
                 self._slowed[process.name].remove(happening.factor)

@@ -105,6 +105,7 @@ class World:
         self.crash_after_persist = mishaps.crash_after_persist
         self.events = 0
         self.shards_finished = 0
+        self.may_restart: Callable[[Shell], bool] = lambda process: True
         self.swaps = False
         self.recorders: list[Recorder] = [] if recorder is None else [recorder]
         self.watchers: list[Watcher] = []
@@ -211,7 +212,11 @@ class World:
     def expelled(self, process: LearnerProcess, reason: str) -> None:
         """A shard refused the learner for good; its supervisor starts a new process."""
         self.clockwork.after(0.0, self.crash, process)
-        self.clockwork.after(1.0, self.restart, process)
+        self.clockwork.after(1.0, self._supervise, process)
+
+    def _supervise(self, process: Shell) -> None:
+        if self.may_restart(process):
+            self.restart(process)
 
     def left(self, process: LearnerProcess) -> None:
         """A learner has seen the end of the run."""
