@@ -52,7 +52,7 @@ def _tell(exported: Exported, format: Format) -> None:
     typer.echo(f"exported {exported.run}{step}, to {exported.folder}:")
     longest = max(len(path.name) for path in exported.files)
     for path in exported.files:
-        typer.echo(f"  {path.name:<{longest}}  {format_bytes(path.stat().st_size):>9}")
+        typer.echo(f"  {path.name:<{longest}}  {format_bytes(_bytes_of(path)):>9}")
     typer.echo("use it with:")
     folder = str(exported.folder)
     if format is Format.native:
@@ -61,3 +61,9 @@ def _tell(exported: Exported, format: Format) -> None:
         typer.echo(f"  model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})")
         if any(path.name == "tokenizer.json" for path in exported.files):
             typer.echo(f"  tokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})")
+
+
+def _bytes_of(path: Path) -> int:
+    """Of a file, or of all files in a folder: some tokenizers write one."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files)
