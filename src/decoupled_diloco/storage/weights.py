@@ -49,7 +49,10 @@ def save_weights(
     torn = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        torn.touch()
+        mode = torn.stat().st_mode & 0o777  # as the user's umask has it; safetensors: 0600
         save_file(unique, torn, metadata=texts)
+        torn.chmod(mode)
         force_to_disk(torn)
         torn.replace(path)
         force_to_disk(path.parent)

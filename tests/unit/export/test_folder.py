@@ -100,3 +100,12 @@ def test_an_export_that_cannot_be_moved_in_leaves_the_old_one(
     assert contents(out) == {"a": "old", "b": "old"}
     assert read_facts(out)["files"] == ["a", "b", "export.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_all_files_have_the_mode_that_the_user_gives_new_files(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    exported = export_run(tmp_path / "run")
+    (tmp_path / "other").touch()
+    mode = (tmp_path / "other").stat().st_mode
+    assert {path.stat().st_mode for path in exported.files} == {mode}
+    assert (tmp_path / "run/weights.safetensors").stat().st_mode == mode
