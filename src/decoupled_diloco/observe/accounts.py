@@ -28,9 +28,11 @@ at least one learner steps.
 * **given up**: sent, the outcome was lost with the link, overwritten; the shards did not merge it
   either, as far as the tape says;
 * **crashed**: on a learner whose process ended before it was merged;
-* **unsent**: not merged when the tape ends.
+* **left behind**: not merged when the learner left on purpose or its run was over, so that nothing
+  of it can be delivered any more;
+* **unsent**: not merged when the tape ends, on a learner that still lives.
 
-Discarded are *in flight*, *missed*, *given up* and *crashed*. A version that was merged and then
+Discarded is everything but *merged* and *unsent*. A version that was merged and then
 lost because its shard died before anybody had taken it cannot be told from others.
 """
 
@@ -111,12 +113,13 @@ class TokenAccount:
     missed: int = 0
     given_up: int = 0
     crashed: int = 0
+    left_behind: int = 0
     unsent: int = 0
 
     @property
     def discarded(self) -> int:
         """Fragment tokens that were thrown away, for whatever cause."""
-        return self.in_flight + self.missed + self.given_up + self.crashed
+        return self.in_flight + self.missed + self.given_up + self.crashed + self.left_behind
 
     @property
     def discarded_share(self) -> float:
@@ -129,7 +132,7 @@ class TokenAccount:
         return value / self.fragments
 
 
-TOKEN_PARTS = ("merged", "in_flight", "missed", "given_up", "crashed", "unsent")
+TOKEN_PARTS = ("merged", "in_flight", "missed", "given_up", "crashed", "left_behind", "unsent")
 """The parts of `TokenAccount.trained`."""
 
 
@@ -327,10 +330,16 @@ def _tokens(learner: LearnerHistory, fragments: int, merged: Merged) -> TokenAcc
             given_up=rest,
         )
         in_it, rest = _settled(learner.name, ledger.open(fragments), merged)
-        cause = "crashed" if life.crashed else "unsent"
-        own = replace(own, merged=own.merged + in_it, **{cause: rest})
+        own = replace(own, merged=own.merged + in_it, **{_fate_of_the_rest(life): rest})
         total = _sum_tokens(fragments, [total, own])
     return total
+
+
+def _fate_of_the_rest(life: Life) -> str:
+    """What becomes of tokens that a life has not delivered: only who still lives may do so."""
+    if life.crashed:
+        return "crashed"
+    return "left_behind" if life.over or life.ended_at is not None else "unsent"
 
 
 def _settled(name: str, open_: Iterable[GivenUp], merged: Merged) -> tuple[int, int]:

@@ -48,7 +48,8 @@ _TOKENS = {
     "missed": "overwritten by versions that it had no part in",
     "given_up": "sent, and the outcome was lost with the link",
     "crashed": "lost with a process that ended",
-    "unsent": "still on the way when the tape ends",
+    "left_behind": "left behind: not merged when it left or its run was over",
+    "unsent": "not merged yet when the tape ends, and it still lives",
 }
 _REASONS = {
     TOOK_PART: "it was in",

@@ -89,12 +89,12 @@ def time_table(history: RunHistory, account: RunAccount) -> Table:
         ["learner", "allocated", *TIME_PARTS],
         rows if account.time.allocated else [],
         "Nobody took two steps, so there is no time to divide.",
-        "Allocated: from the run's first step, or the learner's own start if that is later, to the "
-        "run's last step. Useful: in steps whose training was not thrown away. Discarded: in steps "
-        "whose training was overwritten or died with its process. Waiting: alive and standing "
-        "still. Down: from the end of a process to the start of its next. Joining: until it held "
-        "the global weights. Other: steps that a crash or the end cut short. Goodput is useful "
-        "divided by allocated.",
+        "Allocated: from the run's first step, or the learner's own start if that is later, to "
+        "the run's last step. Useful: in steps whose training was not thrown away. Discarded: in "
+        "steps whose training was overwritten, given up, left behind or died with its process. "
+        "Waiting: alive and standing still. Down: from the end of a process to the start of its "
+        "next. Joining: until it held the global weights. Other: steps that a crash or the end "
+        "cut short. Goodput is useful divided by allocated.",
     )
 
 
@@ -104,7 +104,7 @@ def _time_row(name: str, time: TimeAccount) -> list[Cell]:
     return [Cell(name), Cell(format_duration(seconds), seconds), *shares]
 
 
-TOKEN_NAMES = ("merged", "in flight", "missed", "given up", "crashed", "unsent")
+TOKEN_NAMES = ("merged", "in flight", "missed", "given up", "crashed", "left behind", "unsent")
 
 
 def token_table(history: RunHistory, account: RunAccount) -> Table:
@@ -124,8 +124,9 @@ def token_table(history: RunHistory, account: RunAccount) -> Table:
         "Merged: in the global weights. In flight: trained between a snapshot and the merged copy "
         "that overwrote it. Missed: overwritten by a version that the learner had no part in. "
         "Given up: sent, but the outcome was lost with the link. Crashed: died with a process. "
-        "Unsent: not merged when the tape ends. A merge takes one of the fragments, so a token "
-        "counts for each fragment by its part.",
+        "Left behind: not merged when the learner left or the run was over. Unsent: not merged "
+        "when the tape ends, on a learner that still lives. A merge takes one of the fragments, so "
+        "a token counts for each fragment by its part.",
     )
 
 

@@ -3,7 +3,8 @@
 Seconds count from the launcher's start. Learner m takes a step every 0.5 s (learner-3: 0.75 s) from
 4 s on; learner-1 is killed at 30.2 s, starts again at 31.2 s, is back at 36.0 s and steps on until
 the end at 64 s. Both shards tick every 0.5 s; every tick opens a round of one fragment that merges
-0.3 s later; each 40th is abandoned. Every process has a clock of its own with another origin.
+0.3 s later; each 40th is abandoned. At the end everybody delivers the rest. Every process has a
+clock of its own with another origin.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.observe.ledger import TOOK_PART
 from decoupled_diloco.observe.samples import (
     BytesMoved,
     CorpusDescribed,
@@ -103,7 +105,8 @@ def write_learner(folder: Path, name: str, started_at: float, ready_at: float, e
         loss = loss_at(at) + rng.gauss(0, 0.08)
         author.sample(at, LossMeasured(step, round((at - BEGIN) / 0.5), step * TOKENS, loss))
     if end == END:
-        author.turn(END + 0.1, Tick(), EndTraining("the budget is spent"))
+        rest = [Apply(p, Version(1, 121), "carry", 0, f"{TOOK_PART} this one") for p in range(24)]
+        author.turn(END + 0.1, Tick(), EndTraining("the budget is spent"), *rest)
     author.sample(end, BytesMoved(1000, 2000, 3_000_000, 4_000_000))
     author.tape.close()
 

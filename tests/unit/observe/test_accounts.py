@@ -87,7 +87,8 @@ def test_nothing_is_allocated_before_a_learner_is_there_and_after_it_left():
     assert account.learners["b"].time.seconds("allocated") == 12.5
     assert seconds_of(account.learners["b"]) == {"useful": 12.0, "joining": 0.5}
     assert account.learners["c"].time.seconds("allocated") == 11.25
-    assert seconds_of(account.learners["c"]) == {"useful": 11.0, "other": 0.25}
+    # Nothing of it was merged, and it is gone.
+    assert seconds_of(account.learners["c"]) == {"discarded": 11.0, "other": 0.25}
 
 
 def test_an_outage_is_down_until_the_process_lives_and_then_joins():
@@ -203,11 +204,29 @@ def test_tokens_by_cause():
         "missed": 107,
         "given_up": 20,
         "crashed": 0,
+        "left_behind": 0,
         "unsent": 20,
     }
     assert tokens.discarded == 134
     assert tokens.tokens("discarded") == 67.0
     assert tokens.discarded_share == pytest.approx(134 / 254)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({}, "unsent"),
+        ({"ended_at": 5.0}, "left_behind"),
+        ({"over": True}, "left_behind"),
+        ({"ended_at": 5.0, "crashed": True}, "crashed"),
+    ],
+)
+def test_only_who_still_lives_may_yet_deliver(fields, part):
+    ledger = Ledger()
+    ledger.stepped(30)
+    tokens = only(run_of(life_with(ledger, **fields))).tokens
+    assert getattr(tokens, part) == 30
+    assert tokens.discarded == (0 if part == "unsent" else 30)
 
 
 def test_what_was_given_up_and_yet_merged_is_merged():

@@ -45,7 +45,7 @@ def test_learner_numbers(history, name, steps, median):
     assert learner.step_seconds_median == pytest.approx(median)
     assert learner.gap_seconds_longest == pytest.approx(median)
     applied = 13 + 14 if name == "learner-1" else steps // 4
-    assert learner.applied == {"overwrite": applied}
+    assert learner.applied == {"overwrite": applied, "carry": 24}
     assert history.fragments == 24
     assert learner.discarded_tokens == pytest.approx(128 * applied / 24)
 
