@@ -243,3 +243,34 @@ def test_a_secret_of_ones_own_is_enough(tmp_path: Path) -> None:
 
 class Enough(Exception):
     """The test has seen what it wanted; the run need not end."""
+
+
+ENDLESS = """
+import torch
+
+class Endless:
+    def __init__(self, options): ...
+    def model(self):
+        while True:
+            torch.nn.Linear(1000, 1000)
+    def optimizer(self, model): ...
+    def batches(self, part, parts, start=0): ...
+    def loss(self, model, batch): ...
+    def tokens(self, batch): ...
+    def schedule(self, step): return 1.0
+    def evaluate(self, model): return {}
+    def sample(self, model, prompt="", length=0): ...
+    def describe(self): return {}
+"""
+
+
+def test_a_model_that_is_never_built_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "endless_model_of_a_test.py").write_text(ENDLESS)
+    run = tmp_path / "run.toml"
+    run.write_text(
+        '[run]\nbudget_steps = 8\n[workload]\nname = "endless_model_of_a_test:Endless"\n'
+    )
+    with stopped_at_exit(command("doctor", "--json", str(run), cwd=tmp_path)) as process:
+        code, found = result(process)
+    assert code == 0
+    assert found["model"]["text"] == "endless_model_of_a_test:Endless is not built within 6 s"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 from urllib.parse import urlsplit
 
 import typer
@@ -67,11 +70,22 @@ def doctor(
     addresses = listed(syncer)
     if not all(map(_is_url, addresses)):
         fail(f"--syncer {syncer!r} is not a URL: write it as http://host:port")
-    from decoupled_diloco.launch.doctor import Case, examine
+    from decoupled_diloco.launch.doctor import Case, any_left_behind, examine
 
     case = Case(config, addresses, _token(config, addresses, token_file), started)
     findings = examine(case)
-    exit_with(_print_json(findings) if as_json else _print(findings, make_console()))
+    code = _print_json(findings) if as_json else _print(findings, make_console())
+    if any_left_behind():
+        _exit_at_once(code)
+    exit_with(code)
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """Without taking Python down: a thread that is within torch then would abort the process."""
+    with contextlib.suppress(OSError):  # A reader that is gone is not an error.
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _is_url(address: str) -> bool:

@@ -31,6 +31,7 @@ from decoupled_diloco.transport.reach import Seen, Trouble, listens, look
 SECONDS_MAX = 15.0
 MODEL_SECONDS = 6.0
 DISK_SECONDS = 3.0
+THREAD = "check"
 
 _T = TypeVar("_T")
 
@@ -181,7 +182,7 @@ def limited(seconds: float, work: Callable[[], _T]) -> _T:
         except BaseException as problem:
             problems.append(problem)
 
-    thread = threading.Thread(target=run, name="check", daemon=True)
+    thread = threading.Thread(target=run, name=THREAD, daemon=True)
     thread.start()
     thread.join(seconds)
     if problems:
@@ -189,3 +190,8 @@ def limited(seconds: float, work: Callable[[], _T]) -> _T:
     if not results:
         raise TimeoutError
     return results[0]
+
+
+def any_left_behind() -> bool:
+    """Whether a check that was given up still runs: end the process by `os._exit` then."""
+    return any(thread.name == THREAD for thread in threading.enumerate())
