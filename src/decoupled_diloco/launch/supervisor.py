@@ -19,7 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.samples import ProcessEnded, ProcessStarted, RestartScheduled
+from decoupled_diloco.observe.samples import (
+    EndOrdered,
+    ProcessEnded,
+    ProcessStarted,
+    RestartScheduled,
+)
 from decoupled_diloco.observe.tape import TapeWriter
 
 logger = logging.getLogger(__name__)
@@ -104,7 +109,9 @@ class Supervisor:
             )
         self._sample(ProcessStarted(child.name, child.process.pid))
 
-    def _sample(self, sample: ProcessStarted | ProcessEnded | RestartScheduled) -> None:
+    def _sample(
+        self, sample: ProcessStarted | ProcessEnded | EndOrdered | RestartScheduled
+    ) -> None:
         self.tape.sample(time.monotonic(), sample)
         self.tape.flush()
 
@@ -158,10 +165,14 @@ class Supervisor:
         """Tells children to end, in a group; kills those that take too long."""
         self.stopping = self.stopping or names is None
         chosen = [c for n, c in self.children.items() if names is None or n in names]
+        told = []
         for child in chosen:
             child.restarts, child.restart_at = False, None
             if child.process is not None:
                 child.process.send_signal(signal.SIGTERM)
+                told.append(child.name)
+        if told:  # after the signals: nobody lives on because the tape cannot be written
+            self._sample(EndOrdered(tuple(told)))
         deadline = time.monotonic() + TERMINATE_SECONDS
         while any(child.running for child in chosen) and time.monotonic() < deadline:
             time.sleep(0.05)

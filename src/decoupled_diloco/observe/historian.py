@@ -28,6 +28,7 @@ from decoupled_diloco.observe.records import SECONDS_MAX, Record
 from decoupled_diloco.observe.samples import (
     BytesMoved,
     CorpusDescribed,
+    EndOrdered,
     Evaluated,
     FaultInjected,
     LossMeasured,
@@ -67,6 +68,7 @@ _LOOKED_AT = frozenset(
         BytesMoved,
         ClockAdvanced,
         CorpusDescribed,
+        EndOrdered,
         EndTraining,
         Evaluated,
         Evict,
@@ -167,6 +169,7 @@ class _Historian:
         self._left_out: Counter[str] = Counter()
         self._observers: set[str] = set()
         self._ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
+        self._orders: dict[str, list[float]] = {}
         self._spawns: dict[str, float] = {}
         self._evictions: dict[str, list[tuple[float, str]]] = {}
         self._bytes: dict[str, dict[int, BytesMoved]] = {}
@@ -321,6 +324,11 @@ class _Historian:
                 if code != 0:
                     how = ending_in_words(code, signal_number)
                     run.remarks.append(Remark(at, who, f"{name} {how}"))
+            case EndOrdered(names):
+                for name in names:
+                    self._orders.setdefault(name, []).append(at)
+                told = names[0] if len(names) == 1 else f"{len(names)} processes"
+                run.remarks.append(Remark(at, who, f"{told} told to end"))
             case FaultInjected():
                 run.faults.append((at, value))
             case BytesMoved():
@@ -383,8 +391,10 @@ class _Historian:
         return outages
 
     def _ending(self, name: str, life: Life, following: Life | None) -> tuple[float, str] | None:
-        """When and how a life ended, if it was not the proper end of the run."""
-        until = following.started_at if following else self.run.duration
+        """When and how a life ended, if it was neither told to nor at the proper end of the run."""
+        until = following.began_at if following else self.run.duration
+        if any(life.began_at <= at <= until for at in self._orders.get(name, [])):
+            return None  # only who runs is told to end: it has not crashed before
         for at, ended in self._ends.get(name, []):
             if life.started_at <= at <= until:
                 proper = following is None and (ended.code == 0 or life.over)

@@ -66,6 +66,13 @@ class ProcessEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class EndOrdered:
+    """The launcher tells these running processes to end: that they do is no failure."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FaultInjected:
     """A fault was caused on purpose, for example ``kill`` on ``learner-1``."""
 
@@ -125,6 +132,7 @@ Sample = (
     | Evaluated
     | ProcessStarted
     | ProcessEnded
+    | EndOrdered
     | FaultInjected
     | RestartScheduled
     | WeightsSaved

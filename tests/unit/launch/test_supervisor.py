@@ -75,6 +75,17 @@ def test_a_killed_process_comes_back_if_it_shall(supervisor: Supervisor) -> None
     assert not supervisor.kill("gone", restart=True)
 
 
+def test_who_is_told_to_end_is_named_on_the_tape_before_it_ends(supervisor: Supervisor) -> None:
+    supervisor.start("failed", ["raise SystemExit(2)"])
+    settle(supervisor)
+    supervisor.start("runs", ["import time; time.sleep(60)"])
+    supervisor.stop()
+    supervisor.stop()
+    records = [r for r in read_tape(supervisor.tape.path) if r.kind == "sample"]
+    assert [r.type for r in records[-2:]] == ["EndOrdered", "ProcessEnded"]
+    assert [list(r.data["names"]) for r in records if r.type == "EndOrdered"] == [["runs"]]
+
+
 def test_nothing_is_started_again_after_retiring(supervisor: Supervisor) -> None:
     supervisor.start("bad", ["raise SystemExit(1)"])
     supervisor.retire()

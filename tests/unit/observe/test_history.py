@@ -4,7 +4,12 @@ import pytest
 
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.historian import ending_in_words, read_history
-from decoupled_diloco.observe.samples import LossMeasured, ProcessEnded, ProcessStarted
+from decoupled_diloco.observe.samples import (
+    EndOrdered,
+    LossMeasured,
+    ProcessEnded,
+    ProcessStarted,
+)
 from decoupled_diloco.observe.tape import TapeWriter, merge_tapes
 from decoupled_diloco.protocol.events import StepFinished
 
@@ -120,6 +125,26 @@ def test_a_process_that_came_too_late_to_write_anything_was_started_again(tmp_pa
     assert (outage.restarted_at, outage.back_at) == (20.0, None)
     time = account_for(history).learners["learner-0"].time
     assert [time.seconds(part) for part in ("down", "joining")] == [9.0, 10.0]
+
+
+def test_who_was_told_to_end_has_not_crashed(tmp_path):
+    """As after Ctrl-C, or when the launcher gives up on a run."""
+    for name in ("learner-0", "learner-1", "learner-2", "shard-0"):
+        write_steps(tmp_path, name, [float(at) for at in range(1, 11)])
+    with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        tape.sample(10.1, ProcessEnded("learner-2", None, 9))
+        tape.sample(10.5, EndOrdered(("learner-0", "learner-1", "shard-0")))
+        tape.sample(10.6, ProcessEnded("learner-0", 130, None))
+        tape.sample(10.7, ProcessEnded("learner-1", None, 15))
+        tape.sample(13.5, ProcessEnded("shard-0", None, 9))
+    history = read_history(tmp_path)
+    assert [outage.who for outage in history.outages] == ["learner-2"]
+    assert [learner.lives[-1].crashed for learner in history.learners.values()] == [
+        name == "learner-2" for name in history.learners
+    ]
+    tokens = account_for(history).learners["learner-1"].tokens
+    assert (tokens.crashed, tokens.left_behind) == (0, 10 * tokens.fragments)
+    assert any("told to end" in remark.text for remark in history.remarks)
 
 
 def test_two_learners_down_at_once_lose_nothing_for_each_other(tmp_path):
