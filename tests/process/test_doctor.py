@@ -268,9 +268,10 @@ def test_a_model_that_is_never_built_is_left_behind(tmp_path: Path) -> None:
     (tmp_path / "endless_model_of_a_test.py").write_text(ENDLESS)
     run = tmp_path / "run.toml"
     run.write_text(
-        '[run]\nbudget_steps = 8\n[workload]\nname = "endless_model_of_a_test:Endless"\n'
+        "[run]\nbudget_steps = 8\n[syncer]\nport = 0\n"
+        '[workload]\nname = "endless_model_of_a_test:Endless"\n'
     )
     with stopped_at_exit(command("doctor", "--json", str(run), cwd=tmp_path)) as process:
         code, found = result(process)
-    assert code == 0
+    assert (code, errors(found)) == (0, set()), found
     assert found["model"]["text"] == "endless_model_of_a_test:Endless is not built within 6 s"
