@@ -8,6 +8,7 @@ import typer
 
 from decoupled_diloco.cli.options import complete_recipe, complete_scenario, make_console
 from decoupled_diloco.config.shipped import Kind, find_shipped, shipped, title_of
+from decoupled_diloco.errors import ConfigError
 
 
 def recipes(
@@ -37,7 +38,17 @@ def _tell(kind: Kind, name: str | None) -> None:
     if name is None:
         _print_list({name: title_of(path) for name, path in shipped(kind).items()})
     else:
-        typer.echo(find_shipped(kind, name).read_text(encoding="utf-8"), nl=False)
+        typer.echo(_read(kind, name), nl=False)
+
+
+def _read(kind: Kind, name: str) -> str:
+    try:
+        return find_shipped(kind, name).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        problem = "not UTF-8 text"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    raise ConfigError(f"{name} cannot be printed: {problem}: ddiloco {kind} lists what there is")
 
 
 def _print_list(titles: dict[str, str]) -> None:
