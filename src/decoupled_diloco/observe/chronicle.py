@@ -211,7 +211,9 @@ class Chronicle:
         shard.lost += list(shard.open.values())
         shard.members.clear()
         shard.open.clear()
-        shard.starts += 1
+        shard.paths.clear()
+        shard.unreported.clear()
+        shard.lives.append(at)
         shard.phase = "starting"
 
     # ---- a shard's records
@@ -277,7 +279,7 @@ class Chronicle:
                 self._learner(learner).bytes_up += nbytes
                 self._seen(learner, at)
                 for round in shard.finished[-LATE_REPORTS_MAX:]:
-                    if round.number == value.round:
+                    if round.number == value.round and round.life == shard.life:
                         round.late_bodies[learner] = at
             case do.ClockAdvanced(clock, live, why):
                 self._ticked(shard, record, clock, live, why)
@@ -337,7 +339,9 @@ class Chronicle:
     def _ticked(self, shard: ShardLog, record: Record, clock: int, live: int, why: str) -> None:
         seq, learner = self._event.get(record.who, (-1, ""))
         setter = learner if seq == record.cause else ""
-        shard.ticks.append(TickLog(record.wall, clock, shard.clock, live, setter, why))
+        known = shard.life == 1 or any(tick.life == shard.life for tick in shard.ticks[-1:])
+        before = shard.clock if known else None
+        shard.ticks.append(TickLog(record.wall, clock, before, live, setter, why, shard.life))
         shard.clock = clock
         self.clock_rate.add(record.wall, self.step)
         if shard.phase not in ("closing", "finished"):
@@ -348,10 +352,11 @@ class Chronicle:
     def _round_record(self, shard: ShardLog, at: float, value: Any) -> None:
         match value:
             case do.RoundOpened():
-                round = RoundLog(shard.name, value.round, value.fragment, at, opened=value)
+                round = _round(shard, value, at)
+                round.opened = value
                 shard.open[value.round] = round
             case do.Expect(path=path, learner=learner, round=number, ask=ask, why=why):
-                round = shard.open.get(number) or RoundLog(shard.name, number, value.fragment, at)
+                round = shard.open.get(number) or _round(shard, value, at)
                 shard.open[number] = round
                 round.asks.setdefault(learner, []).append(Asked(at, ask, why))
                 shard.paths[path] = (number, learner)
@@ -372,7 +377,7 @@ class Chronicle:
         opened_at = at - result.finished_seconds
         round = shard.open.pop(result.round, None)
         if round is None:
-            round = RoundLog(shard.name, result.round, result.fragment, opened_at)
+            round = _round(shard, result, opened_at)
         shard.paths = {p: asked for p, asked in shard.paths.items() if asked[0] != result.round}
         round.result, round.finished_at = result, at
         until = at if result.closed_seconds is None else opened_at + result.closed_seconds
@@ -492,6 +497,13 @@ def chronicle_of(records: Iterable[Record]) -> Chronicle:
     chronicle = Chronicle(keep_steps=True)
     chronicle.take_all(records)
     return chronicle
+
+
+def _round(
+    shard: ShardLog, told: do.RoundOpened | do.Expect | do.RoundFinished, at: float
+) -> RoundLog:
+    """A round of the shard's present life."""
+    return RoundLog(shard.name, told.round, told.fragment, at, life=shard.life)
 
 
 def _matters(record: Record) -> bool:

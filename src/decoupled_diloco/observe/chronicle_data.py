@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class RoundLog:
 
     Attributes:
         shard: Name of the shard.
+        life: Of the shard's process, from 1: each counts its rounds anew.
         opened: What the shard said when it opened; ``None`` on tapes from before it did.
         asks: The pulls of each learner, in order; a learner that connected anew is asked again.
         folds: What was folded in, in fold order.
@@ -69,6 +71,7 @@ class RoundLog:
     late_reports: dict[str, float] = field(default_factory=dict)
     late_bodies: dict[str, float] = field(default_factory=dict)
     held_at: dict[str, float] = field(default_factory=dict)
+    life: int = 1
 
     @property
     def tick(self) -> int | None:
@@ -112,14 +115,19 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class TickLog:
-    """The shard's clock has moved; ``setter`` is the learner whose report moved it."""
+    """The shard's clock has moved; ``setter`` is the learner whose report moved it.
+
+    ``before`` is ``None`` for the first tick of a shard that was started again: what clock its
+    learners have told it is not on the tape. ``life`` is that of `RoundLog`.
+    """
 
     at: float
     clock: int
-    before: int
+    before: int | None
     live: int
     setter: str
     why: str
+    life: int = 1
 
 
 @dataclass
@@ -127,6 +135,7 @@ class ShardLog:
     """One shard.
 
     Attributes:
+        lives: When each life of its process began.
         merges: The tick of every merged round, in order.
         reports: For each learner the run steps that it reported, and when.
         unreported: Finished rounds that wait for the next report of a learner not in them.
@@ -139,7 +148,7 @@ class ShardLog:
     phase: str = "starting"
     term: int = 0
     clock: int = 0
-    starts: int = 0
+    lives: list[float] = field(default_factory=list)
     heard_at: float | None = None
     merged: int = 0
     abandoned: int = 0
@@ -165,6 +174,21 @@ class ShardLog:
         """Its number."""
         number = self.name.rpartition("-")[2]
         return int(number) if number.isdigit() else 0
+
+    @property
+    def life(self) -> int:
+        """The number of its present life, from 1."""
+        return max(1, len(self.lives))
+
+    def ticks_of(self, life: int) -> list[TickLog]:
+        """How its clock moved in one of its lives."""
+        return [tick for tick in self.ticks if tick.life == life]
+
+    def reports_of(self, life: int, learner: str) -> list[tuple[int, float]]:
+        """What a learner reported to one of its lives."""
+        since = self.lives[life - 1] if 1 < life <= len(self.lives) else -math.inf
+        until = self.lives[life] if life < len(self.lives) else math.inf
+        return [(step, at) for step, at in self.reports.get(learner, []) if since <= at < until]
 
 
 @dataclass

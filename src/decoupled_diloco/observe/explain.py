@@ -33,10 +33,10 @@ def explain_round(chronicle: Chronicle, number: int, shard: int | None = None) -
     Raises:
         ConfigError: There is no such round; the message says which there are.
     """
-    shards = _shards(chronicle, shard)
+    shards = shards_of(chronicle, shard)
     lines: list[str] = []
     for log in shards:
-        for round in (*log.finished, *log.open.values(), *log.lost):
+        for round in sorted((*log.finished, *log.open.values(), *log.lost), key=_age):
             if round.number == number:
                 lines += (
                     ["", *_round(chronicle, log, round)] if lines else _round(chronicle, log, round)
@@ -58,7 +58,16 @@ def options_in(chronicle: Chronicle) -> Options | None:
         return None
 
 
-def _shards(chronicle: Chronicle, shard: int | None) -> list[ShardLog]:
+def _age(round: RoundLog) -> tuple[int, float]:
+    return (round.life, round.opened_at)
+
+
+def shards_of(chronicle: Chronicle, shard: int | None) -> list[ShardLog]:
+    """The shard of this number, or all.
+
+    Raises:
+        ConfigError: There is none of this number; the message names those there are.
+    """
     logs = list(chronicle.shards.values())
     if shard is None:
         return logs
@@ -72,7 +81,7 @@ def _shards(chronicle: Chronicle, shard: int | None) -> list[ShardLog]:
 def _round(chronicle: Chronicle, shard: ShardLog, round: RoundLog) -> list[str]:
     options = options_in(chronicle)
     result = round.result
-    lines = [_title(chronicle, round), "", _opening(chronicle, shard, round, options)]
+    lines = [_title(shard, round), "", _opening(chronicle, shard, round, options)]
     lines += ["", "Who took part:", *_participants(chronicle, shard, round)]
     if result is None:
         return [*lines, "", _unfinished(chronicle, shard, round)]
@@ -81,14 +90,20 @@ def _round(chronicle: Chronicle, shard: ShardLog, round: RoundLog) -> list[str]:
     return [*lines, _outcome(shard, round, result)]
 
 
-def _title(chronicle: Chronicle, round: RoundLog) -> str:
-    title = f"Round {round.number} of {round.shard}: fragment {round.fragment}"
+def _title(shard: ShardLog, round: RoundLog) -> str:
+    title = f"Round {round.number} of {name_of(shard, round.life)}: fragment {round.fragment}"
     if round.tick is not None:
         title += f", step {round.tick}"
     if round.result is None:
         return title + ", not over"
     verdict = "merged" if round.result.verdict == "merged" else "given up"
     return f"{title}, {verdict} {after(round.result.finished_seconds)}"
+
+
+def name_of(shard: ShardLog, life: int) -> str:
+    """A shard, and which of its lives if there were several: each counts its rounds from 1."""
+    lives = len(shard.lives)
+    return f"{shard.name} in life {life} of {lives}" if lives > 1 else shard.name
 
 
 def _opening(
@@ -106,7 +121,7 @@ def _opening(
         text += f" (every H = {options.period} steps, at step mod {options.period} = {offset})"
         if tick not in _due_steps(options, round.fragment, tick):
             text += "; it is due again at once because its last round was given up"
-    late = next((t for t in shard.ticks if t.clock >= tick), None)
+    late = next((t for t in shard.ticks_of(round.life) if t.clock >= tick), None)
     if late is not None and round.opened_at - late.at > 1e-3 and options is not None:
         waited = format_duration(round.opened_at - late.at)
         limit = options.open_rounds_max
@@ -326,8 +341,9 @@ def _outcome(shard: ShardLog, round: RoundLog, result: RoundFinished) -> str:
         return f"Merged: fragment {round.fragment} went{before} to version {result.version}."
     text = f"Given up: {result.reason}. The fragment stayed as it was"
     text += "" if result.base is None else f" (version {result.base})"
-    following = [r for r in shard.finished if r.fragment == round.fragment]
-    later = [r.number for r in following if r.number > round.number]
+    following = [r for r in shard.finished if r.life == round.life]
+    own = [r.number for r in following if r.fragment == round.fragment]
+    later = [number for number in own if number > round.number]
     return text + (f"; its next round was round {min(later)}." if later else ".")
 
 

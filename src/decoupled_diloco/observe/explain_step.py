@@ -5,7 +5,7 @@ from __future__ import annotations
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.chronicle import Chronicle
 from decoupled_diloco.observe.chronicle_data import RoundLog, ShardLog, TickLog
-from decoupled_diloco.observe.explain import options_in
+from decoupled_diloco.observe.explain import name_of, options_in, shards_of
 from decoupled_diloco.observe.progress import natural
 from decoupled_diloco.observe.words import BULLET, listing, many, when
 from decoupled_diloco.protocol.options import Options
@@ -18,8 +18,8 @@ def explain_step(chronicle: Chronicle, step: int, shard: int | None = None) -> l
     Raises:
         ConfigError: No shard's clock has been there; the message says how far they are.
     """
-    logs = [s for s in chronicle.shards.values() if shard is None or s.index == shard]
-    reached = [log for log in logs if any(tick.clock >= step for tick in log.ticks)]
+    logs = shards_of(chronicle, shard)
+    reached = [(log, tick) for log in logs for tick in _ticks(log, step)]
     if step < 1 or not reached:
         clocks = ", ".join(f"{log.name} at {log.clock}" for log in logs)
         raise ConfigError(
@@ -27,20 +27,36 @@ def explain_step(chronicle: Chronicle, step: int, shard: int | None = None) -> l
         )
     options = options_in(chronicle)
     lines = [f"Global step {step}"]
-    for log in reached:
-        tick = next(tick for tick in log.ticks if tick.clock >= step)
+    for log, tick in reached:
         lines += ["", _clock(chronicle, log, tick, step, options)]
         lines += _reports(chronicle, log, tick, step)
         lines += _rounds(log, tick, step, options)
     return lines
 
 
+def _ticks(shard: ShardLog, step: int) -> list[TickLog]:
+    """The tick of each life of a shard by which its clock came to a step.
+
+    A shard that was started again goes on where its learners are: what lies before the first tick
+    of a later life was another life's, unless none saw it.
+    """
+    found: list[TickLog] = []
+    for life in range(1, shard.life + 1):
+        tick = next((tick for tick in shard.ticks_of(life) if tick.clock >= step), None)
+        passed = tick is not None and tick.before is None and tick.clock > step
+        if tick is not None and not (passed and found):
+            found.append(tick)
+    return found
+
+
 def _clock(
     chronicle: Chronicle, shard: ShardLog, tick: TickLog, step: int, options: Options | None
 ) -> str:
-    text = f"{shard.name}: its clock came to step {step} {when(tick.at, chronicle.began)} into the "
-    text += "run"
-    if tick.clock > tick.before + 1:
+    text = f"{name_of(shard, tick.life)}: its clock came to step {step} "
+    text += f"{when(tick.at, chronicle.began)} into the run"
+    if tick.before is None and tick.clock > step:
+        text += f", or before: it was at {tick.clock} when it was first heard of in this life"
+    elif tick.before is not None and tick.clock > tick.before + 1:
         text += f", in one jump from {tick.before} to {tick.clock}"
     if tick.setter:
         text += f", by the report of {tick.setter}"
@@ -60,7 +76,8 @@ def _kth(quorum: int, live: int) -> str:
 def _reports(chronicle: Chronicle, shard: ShardLog, tick: TickLog, step: int) -> list[str]:
     lines = []
     for name in sorted(chronicle.learners, key=natural):
-        at = next((at for own, at in shard.reports.get(name, []) if own >= step), None)
+        reports = shard.reports_of(tick.life, name)
+        at = next((at for own, at in reports if own >= step), None)
         if at is None:
             lines.append(f"{BULLET}{name} has not reported step {step} there.")
             continue
@@ -78,7 +95,7 @@ def _reports(chronicle: Chronicle, shard: ShardLog, tick: TickLog, step: int) ->
 def _rounds(shard: ShardLog, tick: TickLog, step: int, options: Options | None) -> list[str]:
     rounds = [*shard.finished, *shard.open.values(), *shard.lost]
     lines = []
-    due = [r for r in rounds if r.tick == step]
+    due = [r for r in rounds if r.tick == step and r.life == tick.life]
     if options is not None:
         own = [p for p in options.due(step) if options.owner(p) == shard.index]
         if own:
@@ -89,7 +106,9 @@ def _rounds(shard: ShardLog, tick: TickLog, step: int, options: Options | None) 
     at_once = [
         r
         for r in rounds
-        if r.opened_at <= tick.at < (r.finished_at or float("inf")) and r not in due
+        if r.opened_at <= tick.at < (r.finished_at or float("inf"))
+        and r.life == tick.life
+        and r not in due
     ]
     if at_once:
         told = listing([f"{r.number} (fragment {r.fragment}, step {r.tick})" for r in at_once])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
@@ -18,6 +19,10 @@ KILLED_AT, BACK_AT = 20.0, 32.0
 CUT_AT, HEALED_AT = 40.0, 46.0
 """When the connections of ``b`` are cut, and heal."""
 
+SHARD_KILLED_AT, SHARD_BACK_AT = 25.0, 27.0
+SHARD_CRASH = Fault(SHARD_KILLED_AT, "crash", "shard-1", SHARD_BACK_AT - SHARD_KILLED_AT)
+"""What a world may suffer besides: the second shard loses all it knows."""
+
 
 def settings(folder: Path, **sync: object) -> dict[str, object]:
     """The public settings of the run."""
@@ -30,7 +35,9 @@ def settings(folder: Path, **sync: object) -> dict[str, object]:
     return dict(read_public(public_text(config)))
 
 
-def write_world(folder: Path, *, until: float | None = None, **sync: object) -> World:
+def write_world(
+    folder: Path, *, until: float | None = None, faults: Sequence[Fault] = (), **sync: object
+) -> World:
     """Runs the world and writes its tape into the run folder.
 
     ``a`` and ``b`` take a step a second, ``c`` needs 1.7 s and is killed on the way, ``d`` has a
@@ -55,6 +62,7 @@ def write_world(folder: Path, *, until: float | None = None, **sync: object) -> 
         [
             Fault(KILLED_AT, "crash", "c", BACK_AT - KILLED_AT),
             Fault(CUT_AT, "cut", "b", HEALED_AT - CUT_AT),
+            *faults,
         ],
     )
     world.run(until=until)

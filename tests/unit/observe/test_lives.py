@@ -1,0 +1,134 @@
+"""A shard that is started again counts its rounds anew: nothing of one life is told of another."""
+
+import itertools
+import re
+
+import pytest
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.chronicle import chronicle_of
+from decoupled_diloco.observe.explain import explain_round
+from decoupled_diloco.observe.explain_step import explain_step
+from decoupled_diloco.observe.reader import TapeReader
+from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    run = tmp_path_factory.mktemp("lives")
+    write_world(run, faults=[SHARD_CRASH], overlap=1, quorum=3)
+    return run
+
+
+@pytest.fixture(scope="module")
+def records(folder):
+    return list(TapeReader(folder))
+
+
+@pytest.fixture(scope="module")
+def chronicle(records):
+    return chronicle_of(records)
+
+
+@pytest.fixture(scope="module")
+def lives(folder):
+    """The raw tape of the shard, life by life."""
+    tape = lines_of(folder / "tape" / "shard-1.jsonl")
+    starts = [number for number, record in enumerate(tape) if record["kind"] == "start"]
+    return [tape[a:b] for a, b in itertools.pairwise([*starts, len(tape)])]
+
+
+def told_in_life(lines, life):
+    """The part of an explanation that is about one life of the shard."""
+    parts = re.split(r"\n\n(?=Round |shard-1)", "\n".join(lines))
+    return next(part for part in parts if f"shard-1 in life {life} of 2" in part)
+
+
+def of_type(life, kind):
+    return [record for record in life if record["type"] == kind]
+
+
+def test_rounds_of_one_number_are_told_apart_by_their_life(chronicle, lives):
+    assert len(lives) == 2
+    first = [of_type(life, "RoundOpened")[0]["data"] for life in lives]
+    assert [data["round"] for data in first] == [1, 1]
+    titles = [line for line in explain_round(chronicle, 1, 1) if line.startswith("Round")]
+    for life, (title, data) in enumerate(zip(titles, first, strict=True), start=1):
+        assert title.startswith(f"Round 1 of shard-1 in life {life} of 2: ")
+        assert f"fragment {data['fragment']}, step {data['tick']}," in title
+    other = [line for line in explain_round(chronicle, 1, 0) if line.startswith("Round")]
+    assert [title.split(":")[0] for title in other] == ["Round 1 of shard-0"]
+
+
+def test_a_round_has_waited_since_a_tick_of_its_own_life(chronicle, lives):
+    waited = 0
+    for number, life in enumerate(lives, start=1):
+        ticks = [(r["at"], r["data"]["clock"]) for r in of_type(life, "ClockAdvanced")]
+        for opened in of_type(life, "RoundOpened"):
+            tick = opened["data"]["tick"]
+            due_at = next((at for at, clock in ticks if clock >= tick), opened["at"])
+            text = told_in_life(explain_round(chronicle, opened["data"]["round"], 1), number)
+            queued = not opened["data"]["closing"] and opened["at"] - due_at > 1e-3
+            assert ("waited in the queue" in text) is queued, text
+            waited += queued
+    assert waited, "the world has no queue"
+
+
+def test_what_became_of_a_fragment_is_sought_in_the_same_life(chronicle, lives):
+    told = 0
+    for number, life in enumerate(lives, start=1):
+        ends = [record["data"] for record in of_type(life, "RoundFinished")]
+        for data in (data for data in ends if data["verdict"] == "abandoned"):
+            text = told_in_life(explain_round(chronicle, data["round"], 1), number)
+            later = [
+                other["round"]
+                for other in ends
+                if other["fragment"] == data["fragment"] and other["round"] > data["round"]
+            ]
+            found = re.search(r"its next round was round (\d+)", text)
+            assert (int(found[1]) if found else None) == (min(later) if later else None)
+            told += 1
+    assert told, "the world gives no round up"
+
+
+def test_a_step_of_one_life_is_not_told_of_the_other(chronicle, lives):
+    for number, life in enumerate(lives, start=1):
+        for tick in of_type(life, "ClockAdvanced")[1::7]:
+            step = tick["data"]["clock"]
+            text = told_in_life(explain_step(chronicle, step, 1), number)
+            cause = next(r for r in life if r["kind"] == "event" and r["seq"] == tick["cause"])
+            if cause["type"] == "Said":
+                assert f"by the report of {cause['data']['learner']}" in text
+                assert f"{cause['data']['learner']} reported it and set the clock" in text
+            due = {r["data"]["round"] for r in of_type(life, "RoundOpened")}
+            due = {r for r in due if opened_at_step(life, r) == step}
+            assert {int(n) for n in re.findall(r"- round (\d+) ", text)} == due
+
+
+def opened_at_step(life, number):
+    return next(
+        r["data"]["tick"] for r in of_type(life, "RoundOpened") if r["data"]["round"] == number
+    )
+
+
+def test_a_life_that_goes_on_from_a_later_step_is_not_said_to_have_jumped(chronicle, lives):
+    first = of_type(lives[1], "ClockAdvanced")[0]["data"]["clock"]
+    assert first > 3, "the shard has not taken its clock from its learners"
+    before = of_type(lives[0], "ClockAdvanced")[-1]["data"]["clock"]
+    assert "jump" not in told_in_life(explain_step(chronicle, first, 1), 2)
+    lines = "\n".join(explain_step(chronicle, min(first, before) - 1, 1))
+    assert "in life 1 of 2" in lines
+    assert "in life 2 of 2" not in lines
+
+
+def test_reports_of_another_life_are_not_late_ones(chronicle):
+    shard = chronicle.shards["shard-1"]
+    back = chronicle.began + SHARD_BACK_AT
+    for round in shard.finished:
+        late = [*round.late_reports.values(), *round.late_bodies.values()]
+        assert all((at >= back) is (round.life == 2) for at in late)
+
+
+def test_a_shard_that_is_not_there_is_said(chronicle):
+    with pytest.raises(ConfigError, match="--shard 9 is no shard on this tape: there is shard-0"):
+        explain_step(chronicle, 3, 9)
