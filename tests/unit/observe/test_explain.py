@@ -1,12 +1,14 @@
 """Explanations of a virtual run in which every cause occurs: each number said is on the tape."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
+from decoupled_diloco.observe.chronicle_data import ShardLog
 from decoupled_diloco.observe.explain import explain_round, token_weights
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.explain_step import explain_step
@@ -276,3 +278,47 @@ def test_lines_are_wrapped_and_names_stay_whole():
     text = wrapped(lines, 40)
     assert all(len(line) <= 40 or line == "x" * 50 for line in text.splitlines())
     assert "\n  word" in text
+
+
+def test_the_quorum_was_reached_with_whom_the_shard_says(folder, chronicle):
+    """Against the raw pulls: the first instant at which K were asked and had not fallen out."""
+    told = 0
+    for shard in (0, 1):
+        completed, waiting, paths = {}, {}, {}
+        for r in lines_of(folder / "tape" / f"shard-{shard}.jsonl"):
+            data = r["data"]
+            if r["type"] == "Expect":
+                paths[data["path"]] = (data["round"], data["learner"])
+                waiting.setdefault(data["round"], set()).add(data["learner"])
+                if len(waiting[data["round"]]) == 2:
+                    completed.setdefault(data["round"], data["learner"])
+            elif r["type"] == "Unexpect" and data["path"] in paths:
+                number, learner = paths[data["path"]]
+                waiting[number].discard(learner)
+        for data in finished(folder, shard):
+            found = re.search(
+                r"when (\w+) qualified", said(explain_round(chronicle, data["round"], shard))
+            )
+            if found and data["quorum_seconds"] is not None:
+                assert found[1] == completed[data["round"]]
+                told += 1
+    assert told > 10
+
+
+def test_a_learner_that_was_asked_again_has_not_completed_an_earlier_quorum(chronicle):
+    shard = chronicle.shards["shard-0"]
+    round = next(r for r in shard.finished if r.result.quorum_seconds is not None)
+    first = round.result.participants[0]
+    others = [
+        replace(first, learner=name, asked_seconds=at) for name, at in (("y", 0.0), ("x", 5.0))
+    ]
+    result = replace(
+        round.result, participants=tuple(others), quorum_seconds=5.0, quorum_learner="y"
+    )
+    asked_anew = Chronicle()
+    asked_anew.settings = chronicle.settings
+    asked_anew.shards["shard-0"] = ShardLog("shard-0", finished=[replace(round, result=result)])
+    assert "when y qualified" in said(explain_round(asked_anew, round.number))
+    older = replace(round, result=replace(result, quorum_learner=""))
+    asked_anew.shards["shard-0"].finished = [older]
+    assert "when x qualified" in said(explain_round(asked_anew, round.number))
