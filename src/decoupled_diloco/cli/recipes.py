@@ -58,8 +58,9 @@ def _print_list(titles: dict[str, str]) -> None:
             typer.echo(f"{name}\t{title}")
         return
     from rich.table import Table
+    from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     for name, title in titles.items():
-        table.add_row(f"[bold]{name}[/bold]", title)
+        table.add_row(Text(name, style="bold"), title)
     console.print(table)

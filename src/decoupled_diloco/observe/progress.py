@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -43,7 +44,14 @@ _STYLES = {
 
 
 class SteadyConsole(Console):
-    """A console whose reader may go away: rich would end the process then, with exit code 1."""
+    """A console that prints text as it is, and whose reader may go away.
+
+    What is printed names folders and repeats what others say: brackets in it are no markup. And
+    when nobody reads any more, rich would end the process, with exit code 1.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(markup=False, **arguments)
 
     def on_broken_pipe(self) -> None:
         """Leaves the `BrokenPipeError`, which rich is handling here, to whoever printed."""

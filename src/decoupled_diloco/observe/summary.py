@@ -12,7 +12,7 @@ from rich.text import Text
 
 from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
 from decoupled_diloco.observe.history import LearnerHistory, Outage, RunHistory, ShardHistory
-from decoupled_diloco.observe.progress import natural
+from decoupled_diloco.observe.progress import SteadyConsole, natural
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 LINES_MAX = 24
@@ -26,7 +26,7 @@ def print_summary(
     history: RunHistory, files: Sequence[str | Path] = (), console: Console | None = None
 ) -> None:
     """Prints what became of a run: totals, every learner and shard, outages, files written."""
-    console = console or Console()
+    console = console or SteadyConsole()
     account = account_for(history)
     pairs = [
         (total.name, f"{total.text}, {total.detail}" if total.detail else total.text)

@@ -1,0 +1,58 @@
+"""What users name, and what other programs say, is printed as it is: brackets are no markup."""
+
+from __future__ import annotations
+
+import ast
+import io
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.cli import train
+from decoupled_diloco.cli.options import make_console
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.launch.local import Outcome
+from decoupled_diloco.observe.progress import SteadyConsole
+
+SOURCE = Path(__file__).parents[3] / "src" / "decoupled_diloco"
+
+
+class Served:
+    """A run that ends at once; what it would start is of no interest here."""
+
+    def __init__(self, config: RunConfig, *, learners: bool) -> None:
+        self.path = config.run.folder
+        self.addresses = ("http://127.0.0.1:7070",)
+        self.secret_file = Path(config.run.folder) / "token"
+
+    def start(self) -> None: ...
+    def wait_for_shards(self) -> None: ...
+    def close(self) -> None: ...
+    def wait(self, on_poll: object) -> Outcome:
+        return Outcome(False, "shard-0 does not run: no [/data] here", None)
+
+
+def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "LocalRun", Served)
+    config = RunConfig(run={"folder": "runs/a[b]", "name": "small", "budget_steps": 8})
+    console = SteadyConsole(file=io.StringIO(), width=80)
+    assert train.serve_locally(config, console) == 1
+    text = console.file.getvalue()
+    assert "syncer of small: http" in text
+    assert "secret: runs/a[b]/token" in text
+    assert "ddiloco learner runs/a[b]/run.toml" in text
+    assert "no [/data] here; no weights" in text
+
+
+def test_no_console_of_the_package_takes_markup() -> None:
+    console = make_console()
+    with console.capture() as capture:
+        console.print("[bold]a[/bold] [/b]")
+    assert "[bold]a[/bold] [/b]" in capture.get()
+    calls = [
+        path.name
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console"
+    ]
+    assert not calls, "make a SteadyConsole, which prints text as it is"
