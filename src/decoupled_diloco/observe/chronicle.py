@@ -123,8 +123,8 @@ class Chronicle:
 
     @property
     def step(self) -> int:
-        """The clock of the slowest shard: what a budget of steps is measured by."""
-        return min((shard.clock for shard in self.shards.values()), default=0)
+        """How far the slowest shard has come: what a budget of steps is measured by."""
+        return min((shard.clock_max for shard in self.shards.values()), default=0)
 
     @property
     def tokens(self) -> int:
@@ -214,6 +214,7 @@ class Chronicle:
         shard.paths.clear()
         shard.unreported.clear()
         shard.lives.append(at)
+        self.clock_rate.clear()  # it may have to make up for what it has forgotten
         shard.phase = "starting"
 
     # ---- a shard's records
@@ -342,7 +343,7 @@ class Chronicle:
         known = shard.life == 1 or any(tick.life == shard.life for tick in shard.ticks[-1:])
         before = shard.clock if known else None
         shard.ticks.append(TickLog(record.wall, clock, before, live, setter, why, shard.life))
-        shard.clock = clock
+        shard.clock, shard.clock_max = clock, max(clock, shard.clock_max)
         self.clock_rate.add(record.wall, self.step)
         if shard.phase not in ("closing", "finished"):
             shard.phase = "running"

@@ -135,6 +135,8 @@ class ShardLog:
     """One shard.
 
     Attributes:
+        clock: As its present life tells; one that was started again may be behind.
+        clock_max: The furthest that any life told: what the coordinator counts of a budget.
         lives: When each life of its process began.
         merges: The tick of every merged round, in order.
         reports: For each learner the run steps that it reported, and when.
@@ -148,6 +150,7 @@ class ShardLog:
     phase: str = "starting"
     term: int = 0
     clock: int = 0
+    clock_max: int = 0
     lives: list[float] = field(default_factory=list)
     heard_at: float | None = None
     merged: int = 0

@@ -21,7 +21,7 @@ def explain_step(chronicle: Chronicle, step: int, shard: int | None = None) -> l
     logs = shards_of(chronicle, shard)
     reached = [(log, tick) for log in logs for tick in _ticks(log, step)]
     if step < 1 or not reached:
-        clocks = ", ".join(f"{log.name} at {log.clock}" for log in logs)
+        clocks = ", ".join(f"{log.name} at {log.clock_max}" for log in logs)
         raise ConfigError(
             f"no clock on this tape has been at step {step}; they are: {clocks or 'none'}"
         )

@@ -109,6 +109,7 @@ class ShardView:
     name: str
     state: str = "starting"
     clock: int = 0
+    clock_max: int = 0
     merged: int = 0
     abandoned: int = 0
     open: set[int] = field(default_factory=set)
@@ -130,8 +131,8 @@ class LiveView:
 
     @property
     def step(self) -> int:
-        """The clock of the slowest shard: what a budget of steps is measured by."""
-        return min((shard.clock for shard in self.shards.values()), default=0)
+        """How far the slowest shard has come: what a budget of steps is measured by."""
+        return min((shard.clock_max for shard in self.shards.values()), default=0)
 
     @property
     def tokens(self) -> int:
@@ -189,6 +190,7 @@ class LiveView:
             shard = self._shard(record.who)
             shard.state = "running"
             shard.open.clear()
+            self.clock_rate.clear()
 
     def _learner(self, name: str) -> LearnerView:
         return self.learners.setdefault(name, LearnerView(name))
@@ -229,7 +231,7 @@ class LiveView:
     def _shard_said(self, shard: ShardView, wall: float, value: Any) -> None:
         match value:
             case ClockAdvanced(clock, _, _):
-                shard.clock = clock
+                shard.clock, shard.clock_max = clock, max(clock, shard.clock_max)
                 self.clock_rate.add(wall, self.step)
             case Expect(round=number):
                 shard.open.add(number)

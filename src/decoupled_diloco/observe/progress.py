@@ -187,7 +187,7 @@ class Progress:
             (self.budget_steps, view.step, view.clock_rate.per_second()),
             (self.budget_tokens, view.tokens, view.token_rate.per_second()),
         ):
-            if budget and rate:
+            if budget and rate is not None and rate > 0.0:
                 remaining.append(max(0.0, (budget - spent) / rate))
         return min(remaining, default=None)
 

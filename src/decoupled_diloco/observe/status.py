@@ -231,7 +231,7 @@ def _left(
         ("steps", budget_steps, chronicle.step, steps_rate),
         ("tokens", budget_tokens, chronicle.tokens, tokens_rate),
     ):
-        if budget and rate:
+        if budget and rate is not None and rate > 0.0:
             found.append((max(0.0, (budget - spent) / rate), name))
     return min(found, default=(None, ""))
 

@@ -9,7 +9,10 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.chronicle import chronicle_of
 from decoupled_diloco.observe.explain import explain_round
 from decoupled_diloco.observe.explain_step import explain_step
+from decoupled_diloco.observe.live import LiveView
 from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.status import status_of
 from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
 
 
@@ -132,3 +135,52 @@ def test_reports_of_another_life_are_not_late_ones(chronicle):
 def test_a_shard_that_is_not_there_is_said(chronicle):
     with pytest.raises(ConfigError, match="--shard 9 is no shard on this tape: there is shard-0"):
         explain_step(chronicle, 3, 9)
+
+
+# ---- a clock that goes back, on a tape made by hand
+
+
+def line(seq, at, kind, name, data, who="shard-1"):
+    return Record(at, who, seq, kind, name, data, None, 1e9 + at, 0)
+
+
+def a_clock_that_goes_back():
+    """A shard ticks each second up to 57, is started again, and goes on from 3."""
+    settings = {"run": {"name": "back", "budget_steps": 60}}
+    yield line(0, 0.0, "start", "start", {"header": {"settings": settings}})
+    for step in range(1, 58):
+        data = {"clock": step, "live": 2, "why": "2 learners have reached it"}
+        yield line(step, float(step), "effect", "ClockAdvanced", data)
+    yield line(0, 58.0, "start", "start", {"header": {"settings": settings}})
+    for step in range(3, 8):
+        data = {"clock": step, "live": 2, "why": "2 learners have reached it"}
+        yield line(step, 56.0 + step, "effect", "ClockAdvanced", data)
+
+
+def test_the_budget_is_measured_by_the_furthest_clock():
+    chronicle = chronicle_of(a_clock_that_goes_back())
+    status = status_of(chronicle, 1e9 + 63.0)
+    assert (status.step, status.shards[0].clock) == (57, 7)
+    assert (status.seconds_left, status.left_by) == (None, "")
+    assert status.steps_per_second == 0.0
+    with pytest.raises(ConfigError, match="shard-1 at 57"):
+        explain_step(chronicle, 58)
+
+
+def test_a_clock_that_goes_back_ends_no_run():
+    before = chronicle_of(list(a_clock_that_goes_back())[:40])
+    assert status_of(before, 1e9 + 39.0).seconds_left == pytest.approx(21.0)
+    for count in range(2, 64):
+        chronicle = chronicle_of(list(a_clock_that_goes_back())[:count])
+        status = status_of(chronicle, chronicle.latest)
+        assert status.steps_per_second is None or status.steps_per_second >= 0.0
+        assert status.seconds_left is None or status.seconds_left >= 3.0
+
+
+def test_the_progress_of_a_run_does_not_go_back():
+    progress = LiveView()
+    for record in a_clock_that_goes_back():
+        progress.take(record)
+    assert progress.step == 57
+    rate = progress.clock_rate.per_second()
+    assert rate == 0.0
