@@ -271,8 +271,8 @@ class _Historian:
                 learner.applied[mode] += 1
                 learner.discarded_tokens += discarded_tokens
                 life.ledger.applied(fragment, mode, discarded_tokens, why)
-            case Relabel(fragment):
-                life.ledger.renamed(fragment)
+            case Relabel(fragment, staged=staged):
+                life.ledger.renamed(fragment, staged=staged)
             case Hold():
                 life.holds.append((at, math.inf))
             case Release() if life.holds:

@@ -62,9 +62,13 @@ class Ledger:
         """A snapshot with this many tokens went out, against this version."""
         self._sent[fragment] = Sent(fragment, (base[0], base[1] + 1), tokens)
 
-    def renamed(self, fragment: int) -> None:
-        """The shard came back and restored the fragment: what it had been sent is gone."""
-        self._sent.pop(fragment, None)
+    def renamed(self, fragment: int, *, staged: bool = False) -> None:
+        """The shard came back and restored the fragment: what it had been sent is gone.
+
+        Not if the copy that is renamed was ``staged``: what was sent before may be in that one.
+        """
+        if not staged:
+            self._sent.pop(fragment, None)
 
     def applied(self, fragment: int, mode: str, discarded: int, why: str) -> None:
         """A merged copy was taken over; ``discarded``: as the protocol counted it."""

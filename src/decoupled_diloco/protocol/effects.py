@@ -303,11 +303,16 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Relabel:
-    """The copy that is held now bears another version; its values are the same."""
+    """The newest copy that is here now bears another version; its values are the same.
+
+    ``staged``: it waits to be applied, and what was sent before it still counts; else it is held,
+    and what was sent is gone. Tapes from before this was told lack it.
+    """
 
     fragment: int
     version: Version
     why: str
+    staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -517,7 +517,7 @@ class LearnerMachine:
             if view.accepted is not None and view.accepted[0] == view.staged:
                 view.accepted = (version, view.accepted[1])
             view.staged = version
-            return [Relabel(index, version, why)]
+            return [Relabel(index, version, why, staged=True)]
         # What was sent to the shard's earlier life went with it.
         view.held, view.snapshot, view.accepted = version, None, None
         view.sent = None

@@ -265,6 +265,17 @@ def test_what_went_to_a_shard_that_died_goes_again():
     assert only(history).tokens.unsent == 30
 
 
+@pytest.mark.parametrize(("staged", "merged"), [(True, 100), (False, 150)])
+def test_what_is_in_a_staged_copy_stays_so_when_that_is_renamed(staged, merged):
+    ledger = Ledger()
+    ledger.stepped(100)
+    ledger.sent(0, (1, 1), 100)
+    ledger.stepped(50)
+    ledger.renamed(0, staged=staged)
+    ledger.applied(0, "carry", 0, f"{TOOK_PART} this version")
+    assert ledger.merged == merged
+
+
 def test_carrying_closes_what_was_sent_and_rebasing_nothing():
     ledger = Ledger()
     ledger.stepped(30)

@@ -183,12 +183,23 @@ def test_a_renamed_copy_is_relabelled_and_the_steps_are_kept(learner_bench: Any)
     bench = started(learner_bench)
     renamed = Version(2, 0)
     bench.publish(renamed, V0, difference="")
-    assert bench.orders(Relabel)
+    assert [order.staged for order in bench.orders(Relabel)] == [False]
     assert not bench.orders(Fetch)
     bench.hear(pull(base=renamed))
     bench.step()
     (body,) = bench.orders(SendBody)
     assert (body.steps, body.base) == (5, renamed)
+
+
+def test_a_staged_copy_that_is_renamed_still_contains_what_was_sent(learner_bench: Any) -> None:
+    bench = contributed(learner_bench, alignment="carry")
+    renamed = Version(2, 1)
+    bench.publish(renamed, V1, difference="")
+    assert [order.staged for order in bench.orders(Relabel)] == [True]
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert (applied.version, applied.mode) == (renamed, "carry")
+    assert bench.machine.state.tokens_of(bench.machine.state.fragments[0]) == 30
 
 
 # ---- snapshots and pulls
