@@ -14,6 +14,7 @@ from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine, url_of
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
+from decoupled_diloco.launch.data import require_batches
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.launch.roles import EVALUATOR, open_tape
 from decoupled_diloco.launch.secrets import read_principals, require_principals
@@ -51,12 +52,15 @@ class LocalRun:
         config_path: Its file, handed to the processes as the resolved copy.
 
     Raises:
-        ConfigError: the folder is in use, or the workload cannot be built.
+        ConfigError: the folder is in use, the workload cannot be built, or a learner's part of its
+            data has no batch.
     """
 
     def __init__(self, config: RunConfig, *, learners: bool = True) -> None:
         self.config = config
-        load_workload(config.workload.name, config.workload_options())
+        workload = load_workload(config.workload.name, config.workload_options())
+        if learners:
+            require_batches(workload, config.workload.name, config.run.learners)
         self._with_learners = learners
         if config.syncer.principals_file is not None:
             self._require_principals(config.syncer.principals_file)

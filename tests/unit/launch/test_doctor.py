@@ -253,14 +253,14 @@ def test_a_layout_that_is_none_is_told() -> None:
 def test_the_model_of_a_file_is_described() -> None:
     options = {"layers": 1, "width": 32, "heads": 2, "context": 16}
     config = config_of(sync={"fragments": 4}, workload={"name": "gpt", "options": options})
-    model = facts.model_facts(config)
+    model = facts.model_facts(config, facts.workload_of(config))
     assert model.model_bytes == model.gradient_bytes == 4 * model.layout.numel
     assert model.optimizer_bytes == 2 * model.model_bytes, "AdamW"
     assert model.fragment_bytes == 2 * model.fragment_numel, "bf16"
     assert model.layout.numel / 4 <= model.fragment_numel < model.layout.numel
     options["optimizer"] = "sgd"
     plain = config_of(sync={"fragments": 4}, workload={"name": "gpt", "options": options})
-    assert facts.model_facts(plain).optimizer_bytes == 0
+    assert facts.model_facts(plain, facts.workload_of(plain)).optimizer_bytes == 0
 
 
 def test_this_machine_has_cores_memory_and_a_disk(tmp_path: Path) -> None:

@@ -21,15 +21,18 @@ from decoupled_diloco import __version__
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import reached_by
 from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.launch.data import require_batches
 from decoupled_diloco.launch.doctor import facts, machine
 from decoupled_diloco.launch.doctor import syncer as judge
-from decoupled_diloco.launch.doctor.findings import Finding, error, warning
+from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
 from decoupled_diloco.launch.folder import read_token
 from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.transport.reach import Seen, Trouble, listens, look
+from decoupled_diloco.workloads import Workload
 
 SECONDS_MAX = 15.0
 MODEL_SECONDS = 6.0
+DATA_SECONDS = 3.0
 DISK_SECONDS = 3.0
 THREAD = "check"
 
@@ -71,8 +74,10 @@ def examine(case: Case) -> Iterator[Finding]:
     process_bytes = facts.process_bytes()
     model: facts.ModelFacts | None = None
     if config is not None:
-        model, finding = _model(config)
+        workload, model, finding = _model(config)
         yield finding
+        if workload is not None:
+            yield _data(config, workload)
     yield _memory(case, model, process_bytes)
     yield _disk(config, model)
     yield machine.judge_clock(facts.clock_facts())
@@ -82,19 +87,41 @@ def examine(case: Case) -> Iterator[Finding]:
         yield from _here(config)
 
 
-def _model(config: RunConfig) -> tuple[facts.ModelFacts | None, Finding]:
+def _model(
+    config: RunConfig,
+) -> tuple[Workload | None, facts.ModelFacts | None, Finding]:
+    def look() -> tuple[Workload, facts.ModelFacts]:
+        workload = facts.workload_of(config)
+        return workload, facts.model_facts(config, workload)
+
     try:
-        model = limited(MODEL_SECONDS, lambda: facts.model_facts(config))
+        workload, model = limited(MODEL_SECONDS, look)
     except TimeoutError:
         text = f"{config.workload.name} is not built within {MODEL_SECONDS:g} s"
-        advice = "memory, layout and the way of a fragment are not looked at"
-        return None, warning("model", text, advice)
+        advice = "data, memory, layout and the way of a fragment are not looked at"
+        return None, None, warning("model", text, advice)
     except ConfigError as problem:
-        return None, error("model", str(problem), "correct [workload] or [sync] of the file")
+        advice = "correct [workload] or [sync] of the file"
+        return None, None, error("model", str(problem), advice)
     except Exception as problem:  # A workload may be anybody's code.
         text = f"{config.workload.name}: {type(problem).__name__}: {problem}"
-        return None, error("model", text, "correct the workload")
-    return model, machine.judge_model(config.workload.name, model)
+        return None, None, error("model", text, "correct the workload")
+    return workload, model, machine.judge_model(config.workload.name, model)
+
+
+def _data(config: RunConfig, workload: Workload) -> Finding:
+    """Whether each learner has a batch: here, or in a run that learners join one by one."""
+    learners = config.run.learners
+    try:
+        tokens = limited(
+            DATA_SECONDS, lambda: require_batches(workload, config.workload.name, learners)
+        )
+    except TimeoutError:
+        text = f"{config.workload.name} gives no batch within {DATA_SECONDS:g} s"
+        return warning("data", text, "each learner waits as long when it starts")
+    except Error as problem:
+        return error("data", str(problem), "correct [workload.options] or run.learners")
+    return ok("data", f"each learner has batches, of {tokens} tokens")
 
 
 def _memory(case: Case, model: facts.ModelFacts | None, process_bytes: int) -> Finding:

@@ -186,13 +186,21 @@ def port_problem(host: str, port: int) -> str:
     return ""
 
 
-def model_facts(config: RunConfig) -> ModelFacts:
+def workload_of(config: RunConfig) -> Workload:
+    """The run's workload.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
+    return load_workload(config.workload.name, config.workload_options())
+
+
+def model_facts(config: RunConfig, workload: Workload) -> ModelFacts:
     """Builds the run's model, without memory if it is large, and asks what it needs.
 
     Raises:
-        ConfigError: the workload cannot be built, or its model not be cut into fragments.
+        ConfigError: the model cannot be built, or not be cut into fragments.
     """
-    workload = load_workload(config.workload.name, config.workload_options())
     model = _model(workload)
     layout = layout_of(model)
     plan = plan_of(layout, read_public(public_text(config)))

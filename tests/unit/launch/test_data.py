@@ -1,0 +1,89 @@
+"""A batch that no learner could draw is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.data import require_batches
+from decoupled_diloco.launch.doctor.examine import Case, examine
+from decoupled_diloco.launch.local import LocalRun
+from decoupled_diloco.workloads import load_workload
+
+SMALL = {"corpus_bytes_max": 20_000}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("vit", {"batch_size": 1000}, r"part 0 of 3 has 479 images, fewer than batch_size=1000"),
+    ("paced", {**SMALL, "step_seconds": [0.1, 0.2]}, "lists 2, but there are 3 learners"),
+    ("gpt", {**SMALL, "context": 8000}, "part 0 of 3 has 6666 bytes of text, fewer than"),
+]
+
+
+def config_of(folder: Path, name: str, options: dict[str, Any]) -> RunConfig:
+    return RunConfig(
+        run={"folder": folder, "learners": 3, "budget_steps": 8},
+        sync={"quorum": 1},
+        syncer={"port": 0},
+        workload={"name": name, "options": options},
+    )
+
+
+@pytest.mark.parametrize(("name", "options", "sentence"), WRONG)
+def test_the_launcher_refuses_before_it_makes_a_folder(
+    tmp_path: Path, name: str, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        LocalRun(config_of(tmp_path / "run", name, options))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "options", "sentence"), WRONG[:2])
+def test_the_doctor_tells(
+    tmp_path: Path, name: str, options: dict[str, Any], sentence: str
+) -> None:
+    case = Case(config_of(tmp_path / "run", name, options), (), None, 0.0)
+    (found,) = [each for each in examine(case) if each.check == "data"]
+    assert found.level == "error"
+    assert sentence.removeprefix("part 0 of 3 ") in found.text
+
+
+def test_the_doctor_tells_how_large_a_batch_is(tmp_path: Path) -> None:
+    case = Case(config_of(tmp_path / "run", "paced", SMALL), (), None, 0.0)
+    (found,) = [each for each in examine(case) if each.check == "data"]
+    assert (found.level, found.text) == ("ok", "each learner has batches, of 256 tokens")
+
+
+def test_a_syncer_alone_needs_no_data(tmp_path: Path) -> None:
+    """Its machine may not have what learners elsewhere train on."""
+    run = LocalRun(config_of(tmp_path / "run", "vit", {"batch_size": 1000}), learners=False)
+    run.close()
+
+
+class Own:
+    """A workload of one's own, as far as batches go."""
+
+    def __init__(self, batches: Iterator[object]) -> None:
+        self._batches = batches
+
+    def batches(self, part: int, parts: int, start: int = 0) -> Iterator[object]:
+        return self._batches
+
+    def tokens(self, batch: object) -> int:
+        return 1
+
+
+def test_what_anybody_s_code_raises_becomes_a_sentence() -> None:
+    def fails() -> Iterator[object]:
+        yield open("/none")  # noqa: PTH123, SIM115
+
+    workload: Any = Own(fails())
+    with pytest.raises(ConfigError, match=r"'own:make' gives no batch for part 0 of 2: FileNotFou"):
+        require_batches(workload, "own:make", 2)
+    workload = Own(iter(()))
+    with pytest.raises(ConfigError, match=r"for part 0 of 2: its batches end at once"):
+        require_batches(workload, "own:make", 2)
+    assert require_batches(load_workload("paced", SMALL), "paced", 2) == 256
