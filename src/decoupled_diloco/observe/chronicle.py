@@ -74,6 +74,7 @@ LOOKED_AT = frozenset(
         fact.Greeted,
         fact.Heard,
         fact.Ordered,
+        fact.Reported,
         fact.Said,
         fact.StepFinished,
         fact.TermGranted,
@@ -95,7 +96,7 @@ MESSAGES = {"Send": _SENT, "Said": _SAID, "Broadcast": _BROADCAST, "Ordered": _O
 
 
 class Chronicle:
-    """Everything that is known of a run as of its latest record.
+    """Everything that is known of a run as of its latest record; ``tokens``: of all learners.
 
     Args:
         rounds_max: Finished rounds to keep a shard; ``None``: all.
@@ -110,6 +111,7 @@ class Chronicle:
         self.observers: set[str] = set()
         self.began: float | None = None
         self.latest = 0.0
+        self.tokens = 0
         self.clock_rate = Rate()
         self.token_rate = Rate()
         self.evaluation: Evaluated | None = None
@@ -117,7 +119,6 @@ class Chronicle:
         self.left_out: Counter[str] = Counter()
         self._rounds_max = rounds_max
         self._keep_steps = keep_steps
-        self._event: dict[str, tuple[int, str]] = {}
 
     # ---- what follows from it
 
@@ -125,11 +126,6 @@ class Chronicle:
     def step(self) -> int:
         """How far the slowest shard has come: what a budget of steps is measured by."""
         return min((shard.clock_max for shard in self.shards.values()), default=0)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all learners together."""
-        return sum(learner.tokens for learner in self.learners.values())
 
     @property
     def merged(self) -> int:
@@ -163,23 +159,17 @@ class Chronicle:
         if is_shard(record.who):
             self._shard(record.who).heard_at = record.wall
         if record.type not in LOOKED_AT or not _matters(record):
-            self._remember(record, "")
             return
         try:
             value = record.value()
         except ProtocolError as error:
             self.left_out[f"{record.who}: {error}"] += 1
             return
-        self._remember(record, getattr(value, "learner", ""))
         if is_shard(record.who):
             self._shard_record(self._shard(record.who), record, value)
         elif is_learner(record.who):
             self._learner_record(self._learner(record.who), record.wall, value)
         self._anybody(record, value)
-
-    def _remember(self, record: Record, learner: str) -> None:
-        if record.kind == "event":
-            self._event[record.who] = (record.seq, learner)
 
     def _shard(self, name: str) -> ShardLog:
         if name not in self.shards:
@@ -212,6 +202,7 @@ class Chronicle:
         shard.members.clear()
         shard.open.clear()
         shard.paths.clear()
+        shard.moved = (-1, [])
         shard.unreported.clear()
         shard.lives.append(at)
         self.clock_rate.clear()  # it may have to make up for what it has forgotten
@@ -266,7 +257,9 @@ class Chronicle:
             case fact.Said(learner, say.Holding() | say.Leave()) if learner not in self.learners:
                 pass  # an observer
             case fact.Said(learner, say.StepReport() as report):
-                self._reported(shard, at, learner, report)
+                self._reported(shard, record, ((learner, report),))
+            case fact.Reported(reports):
+                self._reported(shard, record, reports)
             case fact.Said(learner, say.Holding(fragment, version)):
                 member = self._of(shard, learner, at)
                 member.held[fragment] = max(version, member.held.get(fragment, version))
@@ -320,8 +313,21 @@ class Chronicle:
         learner = self._learner(name)
         learner.seen_at = max(at, learner.seen_at or at)
 
-    def _reported(self, shard: ShardLog, at: float, name: str, report: say.StepReport) -> None:
-        member, learner = self._of(shard, name, at), self._learner(name)
+    def _reported(
+        self, shard: ShardLog, record: Record, reports: Iterable[tuple[str, say.StepReport]]
+    ) -> None:
+        """One report or several at once: they move the clock together."""
+        moved = []
+        for name, report in reports:
+            member = self._of(shard, name, record.wall)
+            before = member.run_step
+            self._report(shard, record.wall, member, report)
+            moved.append((name, before, member.run_step))
+        shard.moved = (record.seq, moved)
+        self.token_rate.add(self.latest, self.tokens)
+
+    def _report(self, shard: ShardLog, at: float, member: Member, report: say.StepReport) -> None:
+        name, learner = member.learner, self._learner(member.learner)
         member.step, member.reported_at = max(member.step, report.step), at
         member.step_seconds = report.seconds or member.step_seconds
         if self._keep_steps:
@@ -330,16 +336,20 @@ class Chronicle:
         learner.report(member.epoch, report)
         learner.reported_at = at
         learner.rate.add(at, learner.tokens)
-        self.token_rate.add(self.latest, self.tokens)
+        self._count_tokens(learner)
         for round in shard.unreported.pop(name, ()):
             round.late_reports.setdefault(name, at)
         for round in shard.open.values():
             if name not in round.asks:
                 round.unasked.setdefault(name, []).append(at)
 
+    def _count_tokens(self, learner: LearnerLog) -> None:
+        self.tokens += learner.tokens - learner.tokens_counted
+        learner.tokens_counted = learner.tokens
+
     def _ticked(self, shard: ShardLog, record: Record, clock: int, live: int, why: str) -> None:
-        seq, learner = self._event.get(record.who, (-1, ""))
-        setter = learner if seq == record.cause else ""
+        quorum = int(settings_fields(self, "sync").get("quorum", 1))
+        setter = shard.clock_setter(record.cause, clock, quorum)
         known = shard.life == 1 or any(tick.life == shard.life for tick in shard.ticks[-1:])
         before = shard.clock if known else None
         shard.ticks.append(TickLog(record.wall, clock, before, live, setter, why, shard.life))
@@ -447,6 +457,7 @@ class Chronicle:
                 learner.own_tokens += tokens
                 learner.stepped_at, learner.process = at, "training"
                 learner.own_rate.add(at, learner.own_tokens)
+                self._count_tokens(learner)
             case LossMeasured(loss=loss):
                 learner.loss = loss
             case do.Apply(_, _, mode, discarded, why):

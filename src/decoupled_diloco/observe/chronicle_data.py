@@ -140,6 +140,8 @@ class ShardLog:
         lives: When each life of its process began.
         merges: The tick of every merged round, in order.
         reports: For each learner the run steps that it reported, and when.
+        moved: Whose run steps the latest reports moved, from where to where; before it, the
+            number of the record that told them.
         unreported: Finished rounds that wait for the next report of a learner not in them.
         departed: Who left lately, and when.
         former: The last that was known of learners that are no longer live.
@@ -166,6 +168,7 @@ class ShardLog:
     ticks: list[TickLog] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     reports: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    moved: tuple[int, list[tuple[str, int, int]]] = field(default_factory=lambda: (-1, []))
     last_merged: dict[int, RoundLog] = field(default_factory=dict)
     unreported: dict[str, list[RoundLog]] = field(default_factory=dict)
     paths: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -187,6 +190,16 @@ class ShardLog:
         """How its clock moved in one of its lives."""
         return [tick for tick in self.ticks if tick.life == life]
 
+    def clock_setter(self, cause: int | None, clock: int, quorum: int) -> str:
+        """Whose report moved the clock there: the K-th that reached it, if reports moved it."""
+        seq, moved = self.moved
+        reached_now = [name for name, before, step in moved if before < clock <= step]
+        if seq != cause or not reached_now:
+            return ""
+        reached = sum(member.run_step >= clock for member in self.members.values())
+        others = reached - sum(name in self.members for name in reached_now)
+        return reached_now[min(max(quorum - others, 1), len(reached_now)) - 1]
+
     def reports_of(self, life: int, learner: str) -> list[tuple[int, float]]:
         """What a learner reported to one of its lives."""
         since = self.lives[life - 1] if 1 < life <= len(self.lives) else -math.inf
@@ -206,6 +219,7 @@ class LearnerLog:
         steps_of: Own steps of each epoch, as reported; `tokens_of` and `discarded_of` likewise.
         discarded: Fragment-tokens discarded, by mode and reason, from its own tape.
         reasons: How many merged rounds it was in, or why not.
+        tokens_counted: Of its tokens, what the total of the run holds.
         accepted: For each shard, how many rounds it had merged when this learner was last in one.
     """
 
@@ -222,6 +236,7 @@ class LearnerLog:
     tokens_of: dict[int, int] = field(default_factory=dict)
     discarded_of: dict[int, int] = field(default_factory=dict)
     rate: Rate = field(default_factory=Rate)
+    tokens_counted: int = 0
     own_steps: int = 0
     own_tokens: int = 0
     own_rate: Rate = field(default_factory=Rate)

@@ -17,7 +17,7 @@ from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.summary import percent
 from decoupled_diloco.observe.words import wrapped
 from decoupled_diloco.units import format_duration
-from unit.observe.worlds import lines_of, write_world
+from unit.observe.worlds import KILLED_AT, lines_of, write_world
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +271,62 @@ def test_a_step_says_who_set_the_clock(folder, chronicle):
         assert f"{cause['data']['learner']} reported it and set the clock" in text
         due = [d["round"] for d in finished(folder, 0) if d["tick"] == tick["data"]["clock"]]
         assert all(f"round {number} " in text for number in due)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """The run with shards that take the reports of 0.6 s at once, as with very many learners."""
+    run = tmp_path_factory.mktemp("together")
+    write_world(run, inbox_seconds=0.6)
+    return run
+
+
+def reports_in(record):
+    """The step reports of a record of a shard's tape, whether alone or together."""
+    data = record["data"]
+    if record["type"] == "Reported":
+        return data["reports"]
+    alone = record["type"] == "Said" and data["message"]["type"] == "StepReport"
+    return [(data["learner"], data["message"])] if alone else []
+
+
+def test_reports_that_came_at_once_are_each_heard(together):
+    chronicle = chronicle_of(r for r in TapeReader(together) if r.who.startswith("shard-"))
+    for shard in (0, 1):
+        tape = lines_of(together / "tape" / f"shard-{shard}.jsonl")
+        batches = [r for r in tape if r["type"] == "Reported"]
+        assert max(len(r["data"]["reports"]) for r in batches) > 1
+        heard = {name: [] for name in "abcd"}
+        for name, report in (pair for record in tape for pair in reports_in(record)):
+            heard[name].append(report["step"])
+        for name in "abcd":
+            told = chronicle.shards[f"shard-{shard}"].reports[name]
+            assert len(told) == len(heard[name])
+            assert chronicle.learners[name].steps >= max(heard[name])
+    assert chronicle.tokens == sum(learner.tokens for learner in chronicle.learners.values()) > 0
+
+
+def test_who_set_the_clock_of_reports_that_came_at_once(together):
+    """The second that reached it, in the order of the reports, by a count on the raw tape."""
+    chronicle = chronicle_of(TapeReader(together))
+    tape = lines_of(together / "tape" / "shard-0.jsonl")
+    steps, told = {}, 0
+    for record in tape:
+        if record["kind"] == "event":
+            cause, before = record, dict(steps)
+        if record["type"] == "Reported":
+            for name, report in record["data"]["reports"]:
+                steps[name] = max(report["step"], steps.get(name, 0))
+        if record["type"] == "ClockAdvanced" and record["at"] < KILLED_AT:
+            clock = record["data"]["clock"]
+            assert cause["type"] == "Reported"
+            reached = [name for name, step in before.items() if step >= clock]
+            for name, report in cause["data"]["reports"]:
+                reached += [name] if report["step"] >= clock and name not in reached else []
+            text = said(explain_step(chronicle, clock, 0))
+            assert f"by the report of {reached[1]}:" in text
+            told += 1
+    assert told > 10
 
 
 def test_lines_are_wrapped_and_names_stay_whole():

@@ -36,7 +36,12 @@ def settings(folder: Path, **sync: object) -> dict[str, object]:
 
 
 def write_world(
-    folder: Path, *, until: float | None = None, faults: Sequence[Fault] = (), **sync: object
+    folder: Path,
+    *,
+    until: float | None = None,
+    faults: Sequence[Fault] = (),
+    inbox_seconds: float = 0.0,
+    **sync: object,
 ) -> World:
     """Runs the world and writes its tape into the run folder.
 
@@ -55,6 +60,7 @@ def write_world(
         ],
         seed=7,
         fragment_bytes=[1000] * 4,
+        inbox_seconds=inbox_seconds,
     )
     tapes = VirtualTapes(folder, world, public)
     strike(
