@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {canonicalize_name(Requirement(text).name) for text in requirements}
+
+
+def imported() -> set[str]:
+    """The first names of all modules that the package imports, of this project and others."""
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Else it goes when another library no longer needs it."""
+    declared = names([*PROJECT["dependencies"], *(r for each in EXTRAS.values() for r in each)])
+    distributions = packages_distributions()
+    others = imported() - set(sys.stdlib_module_names) - {"decoupled_diloco"}
+    of = {module: {canonicalize_name(d) for d in distributions[module]} for module in others}
+    assert not {module for module, owners in of.items() if not owners & declared}
 
 
 def test_transformers_is_new_enough_for_the_layouts_of_an_export() -> None:
