@@ -1,6 +1,6 @@
 r"""A workload of one's own: a causal language model of Hugging Face transformers.
 
-    pip install 'decoupled-diloco[transformers]'
+    pip install -e '.[transformers]'     # in the clone; else 'decoupled-diloco[transformers]'
     cd examples
     ddiloco train finetune_hf.toml                      # trains tiny_llama/config.json from scratch
     ddiloco export runs/finetune_hf --format huggingface --out my_llama

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -49,3 +50,14 @@ def test_transformers_is_new_enough_for_the_layouts_of_an_export() -> None:
         (wanted,) = [r for r in map(Requirement, requirements) if r.name == "transformers"]
         assert "4.53" in wanted.specifier
         assert "4.52.4" not in wanted.specifier
+
+
+def test_an_extra_is_named_for_a_clone_and_for_an_installation() -> None:
+    for folder, pattern in (("src", "*.py"), ("recipes", "*"), ("docs", "*.md"), ("examples", "*")):
+        for path in (
+            p for p in (ROOT / folder).rglob(pattern) if p.suffix in (".py", ".toml", ".md")
+        ):
+            text = path.read_text()
+            installed = set(re.findall(r"'decoupled-diloco\[([a-z]+)\]'", text))
+            cloned = set(re.findall(r"-e '\.\[([a-z]+)\]'", text))
+            assert installed == cloned <= EXTRAS.keys(), path

@@ -1,7 +1,8 @@
 """A small vision transformer on scikit-learn's handwritten digits: `name = "vit"`.
 
-1797 grey images of 8 × 8 pixels come with scikit-learn, so nothing is downloaded:
-`pip install 'decoupled-diloco[vision]'`. A "token" of budgets and weights is one image here.
+1797 grey images of 8 × 8 pixels come with scikit-learn, so nothing is downloaded. It is the extra
+"vision": `pip install 'decoupled-diloco[vision]'`, in a clone `pip install -e '.[vision]'`. A
+"token" of budgets and weights is one image here.
 
 Shapes: `B` images, `T` patches of an image, `W` width.
 """
@@ -97,8 +98,9 @@ class VitWorkload:
     def __init__(self, options: VitOptions) -> None:
         if find_spec("sklearn") is None:
             raise ConfigError(
-                "workload 'vit' needs the images of scikit-learn, which is not installed: "
-                "pip install 'decoupled-diloco[vision]'"
+                "workload 'vit' needs the images of scikit-learn, which is not installed: install "
+                "the extra \"vision\": pip install 'decoupled-diloco[vision]', in a clone: "
+                "pip install -e '.[vision]'"
             )
         self.options = options
 

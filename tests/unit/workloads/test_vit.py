@@ -147,7 +147,8 @@ def test_without_scikit_learn_the_way_out_is_told(monkeypatch: pytest.MonkeyPatc
         load_workload("vit", {})
     assert str(error.value) == (
         "workload 'vit' needs the images of scikit-learn, which is not installed: "
-        "pip install 'decoupled-diloco[vision]'"
+        "install the extra \"vision\": pip install 'decoupled-diloco[vision]', in a clone: "
+        "pip install -e '.[vision]'"
     )
 
 
