@@ -53,3 +53,10 @@ def test_data_parallel_is_one_step_of_sgd_on_the_mean() -> None:
     assert (sync.fragments, sync.period, sync.overlap) == (1, 1, 0)
     assert (outer.optimizer, outer.lr, outer.momentum) == ("sgd", 1.0, 0.0)
     assert config.workload.options["optimizer"] == "sgd"
+
+
+def test_the_experts_are_as_many_as_the_recipe_says() -> None:
+    config = load("moe")
+    options = load_workload(config.workload.name, config.workload_options()).options
+    text = (RECIPES / "moe.toml").read_text()
+    assert f"{options.layers} layers × {options.experts} experts" in text
