@@ -12,6 +12,9 @@ import tomli_w
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError
 
+_SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "events", "random"}
+"""What only a scenario file has, see `simulate.scenario_file`."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's TOML file, apply overrides, and check everything.
@@ -28,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: The file cannot be read, or a setting does not fit.
     """
-    tables = read_tables(Path(path))
+    tables = read_run_tables(Path(path))
     for override in overrides:
         override_key(tables, override)
     return RunConfig(**tables)
@@ -70,6 +73,25 @@ def read_tables(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_run_tables(path: Path) -> dict[str, Any]:
+    """The tables of a run's TOML file as they are written.
+
+    Raises:
+        ConfigError: As `read_tables`; or it is a scenario, which runs in virtual time only.
+    """
+    tables = read_tables(path)
+    run = tables.get("run", {})
+    told = not _SCENARIOS_OWN.isdisjoint(tables) or {"name", "seed"} <= tables.keys()
+    if isinstance(run, str) or told:
+        about = ""
+        if isinstance(run, str):
+            about = f" (it is about the run {run}, which `ddiloco train` takes)"
+        raise ConfigError(f"{path} is a scenario, not a run: ddiloco simulate {path}{about}")
+    if not isinstance(run, dict):
+        raise ConfigError(f"run={run!r} in {path} is not a table: write it as one")
+    return tables
 
 
 def override_key(tables: dict[str, Any], override: str) -> None:

@@ -67,6 +67,8 @@ class RunSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _name_the_folder(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data  # What is no table is told of by the table that it should be.
         return {"folder": f"runs/{data.get('name', 'run')}", **data}
 
     @model_validator(mode="after")
@@ -229,6 +231,8 @@ class OuterSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_momentum(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
         default = MOMENTUM_DEFAULTS.get(str(data.get("optimizer", "nesterov")))
         return data if default is None else {"momentum": default, **data}
 

@@ -22,7 +22,7 @@ from typing import Any
 import tomli_w
 
 from decoupled_diloco.config import RunConfig, dump_config, suggestion
-from decoupled_diloco.config.files import override_key, read_tables
+from decoupled_diloco.config.files import override_key, read_run_tables, read_tables
 from decoupled_diloco.config.shipped import find_shipped
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.simulate.scenario_file import (
@@ -185,7 +185,7 @@ def _config(
         tables = {t: getattr(file, t) for t in RUN_TABLES if getattr(file, t) is not None}
         tables["run"] = {"name": file.name or path.stem, **file.run}
     else:
-        tables = read_tables(Path(run) if run is not None else _run_path(str(file.run), path))
+        tables = read_run_tables(Path(run) if run is not None else _run_path(str(file.run), path))
         own = dict(tables.get("run", {}))
         own.pop("folder", None)  # A simulation does not overwrite what the real run has written.
         own.pop("learners", None) if file.learners else None

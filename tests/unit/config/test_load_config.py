@@ -259,3 +259,23 @@ def test_a_codec_of_ones_own_can_be_named(monkeypatch: pytest.MonkeyPatch) -> No
     layout = layout_of(torch.nn.Linear(8, 8))
     plan = plan_of(layout, {**public, "sync": {**public["sync"], "fragments": 1, "period": 4}})
     assert plan.uplink.name == "half"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'run = "quickstart"\n',
+        MINIMAL + "[[learners]]\ncount = 2\n",
+        'name = "a"\nseed = 1\n[run]\n',
+    ],
+)
+def test_a_scenario_is_told_from_a_run(toml: Path, text: str) -> None:
+    toml.write_text(text)
+    with pytest.raises(ConfigError, match=f"is a scenario, not a run: ddiloco simulate {toml}"):
+        load_config(toml)
+
+
+def test_a_run_that_is_no_table_is_told_before_overrides(toml: Path) -> None:
+    toml.write_text("run = 3\n")
+    with pytest.raises(ConfigError, match="run=3 in .* is not a table: write it as one"):
+        load_config(toml, ["run.seed=1"])

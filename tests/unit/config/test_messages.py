@@ -25,6 +25,10 @@ def fault(**settings: Any) -> dict[str, Any]:
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"sync": {"quorom": 1}}, "unknown key 'quorom' in [sync]: did you mean 'quorum'?"),
     ({"synch": {}}, "unknown table 'synch': did you mean 'sync'?"),
+    ({"run": "x.toml"}, "run='x.toml' is not a table: write it as one"),
+    ({"sync": 3}, "sync=3 is not a table: write it as one"),
+    ({"outer": [1]}, "outer=[1] is not a table: write it as one"),
+    ({"faults": ["learner-0"]}, "faults='learner-0' is not a table: write it as one"),
     ({"works": 1}, "unknown key 'works': did you mean 'workload'?"),
     (
         {"learner": {"zzz": 1}},
