@@ -14,7 +14,13 @@ from decoupled_diloco.simulate import fuzz
 from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.tapes import VirtualTapes
 
-SEEDS = range(40)
+SEEDS = range(160)
+"""Among them 61 and 157, in which a life that was killed and its next one sent as many tokens to
+the same version, and 115, in which a copy was renamed between its arrival and its boundary. In none
+of them a merged version is lost with its shard before anybody has taken it, as in 316 and 398: what
+was folded into such a one is open again."""
+
+BATCHES = 4
 
 
 def recorded(seed: int, folder: Path) -> tuple[RunHistory, RunAccount, fuzz.Scenario]:
@@ -28,10 +34,10 @@ def recorded(seed: int, folder: Path) -> tuple[RunHistory, RunAccount, fuzz.Scen
     return history, account_for(history), scenario
 
 
-@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("batch", range(BATCHES))
 def test_nothing_is_left_over(batch: int, tmp_path: Path) -> None:
-    compared = 0
-    for seed in SEEDS[10 * batch : 10 * (batch + 1)]:
+    some_merged = restarted = 0
+    for seed in SEEDS[batch::BATCHES]:
         history, account, scenario = recorded(seed, tmp_path / str(seed))
         assert history.fragments == scenario.options.fragments
         for part in (account, *account.learners.values()):
@@ -44,16 +50,15 @@ def test_nothing_is_left_over(batch: int, tmp_path: Path) -> None:
         for one in account.learners.values():
             for before, after in zip(one.spans, one.spans[1:], strict=False):
                 assert before.end == after.begin, f"seed {seed}"
-        compared += compare_with_shards(seed, history, account, scenario)
-    assert compared >= 4
+        some_merged += compare_with_shards(seed, history, account)
+        processes = scenario.world.processes
+        restarted += any(isinstance(p, ShardProcess) and p.life > 1 for p in processes)
+    assert some_merged >= 20
+    assert restarted >= 5
 
 
-def compare_with_shards(
-    seed: int, history: RunHistory, account: RunAccount, scenario: fuzz.Scenario
-) -> bool:
-    """What learners count as merged is what shards have folded, unless one forgot what it had."""
-    if any(isinstance(p, ShardProcess) and p.life > 1 for p in scenario.world.processes):
-        return False
+def compare_with_shards(seed: int, history: RunHistory, account: RunAccount) -> bool:
+    """What learners count as merged is what shards have folded, whoever died meanwhile."""
     folded = sum(
         participant.tokens
         for shard in history.shards.values()

@@ -21,8 +21,8 @@ at least one learner steps.
 **Tokens** are counted per fragment, because a merge takes one of P fragments
 (`decoupled_diloco.observe.ledger`). What a learner was trained on is
 
-* **merged**: in a merged copy, as the learner took it; of a life that ended early, as the shards
-  say;
+* **merged**: in a merged copy, as the learner took it; of what it had not taken when its life or
+  the tape ended, as the shards say;
 * **in flight**: trained between a snapshot and the merged copy that overwrote it;
 * **missed**: overwritten by a version that the learner had no part in;
 * **given up**: sent, the outcome was lost with the link, overwritten; the shards did not merge it
@@ -32,12 +32,13 @@ at least one learner steps.
   of it can be delivered any more;
 * **unsent**: not merged when the tape ends, on a learner that still lives.
 
-Discarded is everything but *merged* and *unsent*. A version that was merged and then
-lost because its shard died before anybody had taken it cannot be told from others.
+Discarded is everything but *merged* and *unsent*. A version that was merged and then lost with its
+shard, before anybody had taken it, counts as merged until the learner hears what was restored.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
@@ -45,15 +46,22 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from decoupled_diloco.observe.history import GAP_MEDIANS, LearnerHistory, Life, RunHistory
-from decoupled_diloco.observe.ledger import GivenUp
+from decoupled_diloco.observe.ledger import GivenUp, Open
 
 NANO = 1_000_000_000
 
 Doing = Literal["stepping", "waiting", "down", "joining", "other"]
 """What a learner does at an instant."""
 
-Merged = frozenset[tuple[str, int, tuple[int, int], int]]
-"""What the shards have merged: learner, fragment, version, tokens."""
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A contribution that a shard merged into ``version`` (term, counter)."""
+
+    fragment: int
+    version: tuple[int, int]
+    tokens: int
+    arrived_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +170,11 @@ class RunAccount:
 
 def account_for(history: RunHistory) -> RunAccount:
     """The accounts of a run; see the head of this file for what counts as what."""
-    fragments, merged = max(1, history.fragments), _merged(history)
+    fragments, folded = max(1, history.fragments), _folded(history)
     span = history.training_span
     learners = {}
     for name, learner in history.learners.items():
-        tokens = _tokens(learner, fragments, merged)
+        tokens = _tokens(learner, fragments, folded.get(name, []))
         spans = () if span is None else tuple(_clipped(_spans(learner, span[1]), *span))
         learners[name] = LearnerAccount(name, _time(spans, tokens), tokens, spans)
     return RunAccount(
@@ -299,39 +307,46 @@ def _uptime(accounts: Iterable[LearnerAccount], span: tuple[float, float] | None
 # ---- tokens
 
 
-def _merged(history: RunHistory) -> Merged:
-    return frozenset(
-        (
-            participant.learner,
-            r.result.fragment,
-            (version.term, version.counter),
-            participant.tokens,
-        )
-        for shard in history.shards.values()
-        for r in shard.rounds
-        if r.result.verdict == "merged" and (version := r.result.version) is not None
-        for participant in r.result.participants
-        if participant.state == "folded"
-    )
+def _folded(history: RunHistory) -> dict[str, list[Folded]]:
+    """What the shards have merged of each learner."""
+    found: dict[str, list[Folded]] = {}
+    for r in (r for shard in history.shards.values() for r in shard.rounds):
+        result = r.result
+        if result.verdict != "merged" or result.version is None:
+            continue
+        version = (result.version.term, result.version.counter)
+        for part in result.participants:
+            if part.state == "folded":
+                seconds = part.delivered_seconds
+                arrived_at = r.finished_at if seconds is None else r.opened_at + seconds
+                folded = Folded(result.fragment, version, part.tokens, arrived_at)
+                found.setdefault(part.learner, []).append(folded)
+    return found
 
 
-def _tokens(learner: LearnerHistory, fragments: int, merged: Merged) -> TokenAccount:
+def _tokens(learner: LearnerHistory, fragments: int, folded: list[Folded]) -> TokenAccount:
     """One learner's tokens, all its lives together."""
     total = TokenAccount(fragments)
-    for life in learner.lives:
+    begins = [life.started_at for life in learner.lives[1:]]
+    for life, begin, end in zip(
+        learner.lives, [-math.inf, *begins], [*begins, math.inf], strict=True
+    ):
         ledger = life.ledger
-        in_it, rest = _settled(learner.name, ledger.given_up, merged)
+        own_folded = [each for each in folded if begin <= each.arrived_at < end]
+        given_up = sum(entry.tokens for entry in ledger.given_up)
+        yet_merged = sum(_yet_merged(entry, own_folded) for entry in ledger.given_up)
+        entries = ledger.open(fragments)
+        delivered = _delivered(entries, own_folded)
         own = TokenAccount(
             fragments,
             trained=ledger.trained * fragments,
-            merged=ledger.merged + in_it,
+            merged=ledger.merged + yet_merged + delivered,
             in_flight=ledger.in_flight,
             missed=ledger.missed,
-            given_up=rest,
+            given_up=given_up - yet_merged,
         )
-        in_it, rest = _settled(learner.name, ledger.open(fragments), merged)
-        own = replace(own, merged=own.merged + in_it, **{_fate_of_the_rest(life): rest})
-        total = _sum_tokens(fragments, [total, own])
+        rest = sum(entry.tokens for entry in entries) - delivered
+        total = _sum_tokens(fragments, [total, replace(own, **{_fate_of_the_rest(life): rest})])
     return total
 
 
@@ -342,16 +357,25 @@ def _fate_of_the_rest(life: Life) -> str:
     return "left_behind" if life.over or life.ended_at is not None else "unsent"
 
 
-def _settled(name: str, open_: Iterable[GivenUp], merged: Merged) -> tuple[int, int]:
-    """Of fragment tokens whose fate the learner did not know: merged after all, and the rest."""
-    in_it = rest = 0
-    for entry in open_:
-        sent = entry.sent
-        known = sent and (name, sent.fragment, sent.version, sent.tokens) in merged
-        part = min(sent.tokens, entry.tokens) if sent and known else 0
-        in_it += part
-        rest += entry.tokens - part
-    return (in_it, rest)
+def _yet_merged(entry: GivenUp, folded: Iterable[Folded]) -> int:
+    """What the shards merged of tokens that the learner gave up."""
+    sent = entry.sent
+    known = sent and any(
+        (each.fragment, each.version, each.tokens) == (sent.fragment, sent.version, sent.tokens)
+        for each in folded
+    )
+    return min(sent.tokens, entry.tokens) if sent and known else 0
+
+
+def _delivered(entries: list[Open], folded: Iterable[Folded]) -> int:
+    """What the shards merged of tokens that a life has left open."""
+    newer = dict.fromkeys((entry.fragment for entry in entries), 0)
+    held = {entry.fragment: entry.held for entry in entries}
+    for each in folded:
+        base = held.get(each.fragment)
+        if each.fragment in newer and (base is None or each.version > base):
+            newer[each.fragment] += each.tokens
+    return sum(min(entry.tokens, newer[entry.fragment]) for entry in entries)
 
 
 def _sum_tokens(fragments: int, accounts: Iterable[TokenAccount]) -> TokenAccount:

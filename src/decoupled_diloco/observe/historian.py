@@ -266,13 +266,16 @@ class _Historian:
                     learner.losses_not_finite += 1
                 else:
                     learner.losses.append(Loss(at, global_step, loss))
-            case Apply(fragment, _, mode, discarded_tokens, why):
+            case Apply(fragment, version, mode, discarded_tokens, why):
                 self._fragments.add(fragment)
                 learner.applied[mode] += 1
                 learner.discarded_tokens += discarded_tokens
                 life.ledger.applied(fragment, mode, discarded_tokens, why)
-            case Relabel(fragment, staged=staged):
+                life.ledger.holds(fragment, (version.term, version.counter))
+            case Relabel(fragment, version, staged=staged):
                 life.ledger.renamed(fragment, staged=staged)
+                if not staged:
+                    life.ledger.holds(fragment, (version.term, version.counter))
             case Hold():
                 life.holds.append((at, math.inf))
             case Release() if life.holds:

@@ -34,6 +34,19 @@ class GivenUp:
     sent: Sent | None
 
 
+@dataclass(frozen=True, slots=True)
+class Open:
+    """``tokens`` of a fragment that no merged copy has closed; ``held``: the version it came from.
+
+    What the shards merged of this life into a newer version is among them. That needs no record of
+    what was sent, which is lost with the last records of a process that is killed.
+    """
+
+    fragment: int
+    tokens: int
+    held: tuple[int, int] | None
+
+
 @dataclass(slots=True)
 class Ledger:
     """Fragment tokens of one life.
@@ -53,6 +66,7 @@ class Ledger:
     given_up: list[GivenUp] = field(default_factory=list)
     _since: dict[int, int] = field(default_factory=dict)
     _sent: dict[int, Sent] = field(default_factory=dict)
+    _held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def stepped(self, tokens: int) -> None:
         """A step was finished."""
@@ -61,6 +75,10 @@ class Ledger:
     def sent(self, fragment: int, base: tuple[int, int], tokens: int) -> None:
         """A snapshot with this many tokens went out, against this version."""
         self._sent[fragment] = Sent(fragment, (base[0], base[1] + 1), tokens)
+
+    def holds(self, fragment: int, version: tuple[int, int]) -> None:
+        """The fragment is that of this version (term, counter) from now on."""
+        self._held[fragment] = version
 
     def renamed(self, fragment: int, *, staged: bool = False) -> None:
         """The shard came back and restored the fragment: what it had been sent is gone.
@@ -89,9 +107,9 @@ class Ledger:
         else:
             self.missed += discarded
 
-    def open(self, fragments: int) -> list[GivenUp]:
+    def open(self, fragments: int) -> list[Open]:
         """What the life has left open, one entry a fragment."""
         return [
-            GivenUp(self.trained - self._since.get(fragment, 0), self._sent.get(fragment))
+            Open(fragment, self.trained - self._since.get(fragment, 0), self._held.get(fragment))
             for fragment in range(fragments)
         ]

@@ -243,17 +243,33 @@ def test_what_was_given_up_and_yet_merged_is_merged():
     ("round_", "merged"),
     [
         (merged_round(0, (1, 2), 20), 20),
+        (merged_round(0, (1, 2), 40), 30),  # its last steps are not on the tape
         (merged_round(0, (1, 2), 20, "late"), 0),
-        (merged_round(0, (1, 3), 20), 0),
-        (merged_round(0, (1, 2), 19), 0),
+        (merged_round(0, (1, 1), 20), 0),  # what it holds: no longer open
+        (merged_round(1, (1, 2), 20), 0),
     ],
 )
-def test_what_a_crashed_life_had_sent_is_merged_if_a_shard_says_so(round_, merged):
+def test_what_a_crashed_life_had_delivered_is_merged_if_a_shard_says_so(round_, merged):
+    """Even if the record that it was sent was lost when the process was killed."""
     ledger = Ledger()
     ledger.stepped(30)
-    ledger.sent(0, (1, 1), 20)
+    ledger.holds(0, (1, 1))
     tokens = only(with_rounds(run_of(life_with(ledger, crashed=True)), round_)).tokens
     assert (tokens.merged, tokens.crashed) == (merged, 30 - merged)
+
+
+def test_what_a_later_life_delivered_is_not_the_earlier_ones():
+    """Both hold the same version, and send as many tokens against it."""
+    lives = []
+    for started_at in (0.0, 20.0):
+        ledger = Ledger()
+        ledger.stepped(20)
+        ledger.holds(0, (1, 1))
+        ledger.sent(0, (1, 1), 20)
+        lives.append(Life(started_at, started_at + 9, ledger=ledger, crashed=not started_at))
+    round_ = dataclasses.replace(merged_round(0, (1, 2), 20), opened_at=25.0, finished_at=25.2)
+    tokens = only(with_rounds(run_of(*lives), round_)).tokens
+    assert (tokens.merged, tokens.crashed, tokens.unsent) == (20, 20, 0)
 
 
 def test_what_went_to_a_shard_that_died_goes_again():
@@ -261,6 +277,7 @@ def test_what_went_to_a_shard_that_died_goes_again():
     ledger.stepped(30)
     ledger.sent(0, (1, 1), 30)
     ledger.renamed(0)
+    ledger.holds(0, (2, 1))
     history = with_rounds(run_of(life_with(ledger)), merged_round(0, (1, 2), 30))
     assert only(history).tokens.unsent == 30
 
