@@ -44,6 +44,10 @@ from decoupled_diloco.protocol import messages as say
 REMARKS_MAX = 500
 """Notes that are kept, the newest."""
 
+INSTANT_SECONDS = 1e-6
+"""Closer instants of one shard are the same: a wall clock's seconds hold no more digits, and a shard
+takes longer for any event. Who leaves in the instant in which a window closes has closed it."""
+
 LATE_REPORTS_MAX = 8
 """Rounds that may wait at once for the next report of a learner that was not in them."""
 
@@ -303,6 +307,9 @@ class Chronicle:
 
     def _leave(self, shard: ShardLog, member: Member, at: float, reason: str) -> None:
         shard.former[member.learner] = member
+        oldest = min((round.opened_at for round in shard.open.values()), default=at)
+        while shard.departed and shard.departed[0][0] < oldest:
+            shard.departed.popleft()
         shard.departed.append((at, member))
         for stay in reversed(shard.stays):
             if stay.learner == member.learner and stay.until is None:
@@ -385,13 +392,14 @@ class Chronicle:
                 self._finished(shard, at, value)
 
     def _finished(self, shard: ShardLog, at: float, result: do.RoundFinished) -> None:
-        opened_at = at - result.finished_seconds
         round = shard.open.pop(result.round, None)
         if round is None:
-            round = _round(shard, result, opened_at)
+            round = _round(shard, result, at - result.finished_seconds)
         shard.paths = {p: asked for p, asked in shard.paths.items() if asked[0] != result.round}
         round.result, round.finished_at = result, at
-        until = at if result.closed_seconds is None else opened_at + result.closed_seconds
+        until = at
+        if result.closed_seconds is not None:
+            until = round.opened_at + result.closed_seconds + INSTANT_SECONDS
         there = [member for member in shard.members.values() if member.since <= until]
         since_gone = [m for gone_at, m in shard.departed if m.since <= until < gone_at]
         round.live = {m.learner: m.reported_at for m in since_gone}

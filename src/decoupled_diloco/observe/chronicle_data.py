@@ -143,7 +143,7 @@ class ShardLog:
         moved: Whose run steps the latest reports moved, from where to where; before it, the
             number of the record that told them.
         unreported: Finished rounds that wait for the next report of a learner not in them.
-        departed: Who left lately, and when.
+        departed: Who left since the oldest round that is open began, and when.
         former: The last that was known of learners that are no longer live.
         lost: Rounds that were open when the shard's process ended.
     """
@@ -158,7 +158,7 @@ class ShardLog:
     merged: int = 0
     abandoned: int = 0
     members: dict[str, Member] = field(default_factory=dict)
-    departed: deque[tuple[float, Member]] = field(default_factory=lambda: deque(maxlen=64))
+    departed: deque[tuple[float, Member]] = field(default_factory=deque)
     former: dict[str, Member] = field(default_factory=dict)
     versions: dict[int, Version] = field(default_factory=dict)
     open: dict[int, RoundLog] = field(default_factory=dict)

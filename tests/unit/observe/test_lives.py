@@ -1,7 +1,9 @@
 """A shard that is started again counts its rounds anew: nothing of one life is told of another."""
 
 import itertools
+import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +15,10 @@ from decoupled_diloco.observe.live import LiveView
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.status import status_of
+from decoupled_diloco.protocol import wire
+from decoupled_diloco.protocol.effects import Accept, Evict
+from decoupled_diloco.protocol.events import Greeted
+from decoupled_diloco.protocol.messages import Hello
 from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
 
 
@@ -184,3 +190,67 @@ def test_the_progress_of_a_run_does_not_go_back():
     assert progress.step == 57
     rate = progress.clock_rate.per_second()
     assert rate == 0.0
+
+
+# ---- who was live when a window closed
+
+
+class Shard:
+    """Writes the records of a shard whose clock shows ``at`` and whose wall clock far more."""
+
+    def __init__(self):
+        self.records = [line(0, 0.0, "start", "start", {"header": {}})]
+        self.offset = 1_780_000_000.0
+
+    def tell(self, at, kind, value):
+        fields = wire.encode(value)
+        name = fields.pop("type")
+        seq = len(self.records)
+        record = line(seq, at, kind, name, fields)
+        self.records.append(replace(record, wall=at + self.offset))
+
+    def join(self, at, connection, name):
+        self.tell(at, "event", Greeted(connection, Hello(name, 1, "nonce", "learner", 0, 0, 0, ())))
+        self.tell(at, "effect", Accept(connection, name, 1, "joined"))
+
+
+def test_who_closes_a_window_by_leaving_was_not_live_when_it_closed(chronicle):
+    """However the instants round: the wall clock has fewer digits than the shard's own."""
+    template = next(r.result for r in chronicle.shards["shard-0"].finished if r.result.version)
+    opening = next(r.opened for r in chronicle.shards["shard-0"].finished)
+    choose = random.Random(3)
+    for _ in range(200):
+        shard = Shard()
+        for connection, name in enumerate(("stays", "gone", "later")):
+            shard.join(0.1, connection, name)
+        opened_at = choose.uniform(1.0, 5000.0)
+        closed_at = opened_at + choose.uniform(0.0, 3.0)
+        shard.tell(opened_at, "effect", replace(opening, round=1))
+        shard.tell(closed_at, "effect", Evict("gone", "it left", "it left"))
+        shard.tell(closed_at + 1e-4, "effect", Evict("later", "it left", "it left"))
+        finished_at = closed_at + choose.uniform(0.1, 1.0)
+        result = replace(
+            template,
+            round=1,
+            participants=(),
+            closed_seconds=closed_at - opened_at,
+            finished_seconds=finished_at - opened_at,
+        )
+        shard.tell(finished_at, "effect", result)
+        (round,) = chronicle_of(shard.records).shards["shard-1"].finished
+        assert set(round.live) == {"stays", "later"}
+
+
+def test_everybody_who_left_during_a_round_was_live_before(chronicle):
+    template = next(r.result for r in chronicle.shards["shard-0"].finished if r.result.version)
+    opening = next(r.opened for r in chronicle.shards["shard-0"].finished)
+    shard, names = Shard(), [f"learner-{n}" for n in range(200)]
+    for connection, name in enumerate(names):
+        shard.join(0.1, connection, name)
+    shard.tell(1.0, "effect", replace(opening, round=1))
+    for name in names:
+        shard.tell(2.0, "effect", Evict(name, "power cut", "power cut"))
+    result = replace(template, round=1, participants=(), closed_seconds=0.5, finished_seconds=2.0)
+    shard.tell(3.0, "effect", result)
+    (round,) = chronicle_of(shard.records).shards["shard-1"].finished
+    assert set(round.live) == set(names)
