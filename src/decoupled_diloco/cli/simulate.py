@@ -79,10 +79,38 @@ def simulate(
 
     if tape is not None and not protocol_only:
         fail("--tape is for --protocol-only: with tensors the tape is in the run folder")
+    _require_scenario(scenario)
     told = load_scenario(scenario, run=run, overrides=settings or (), seed=seed)
     if protocol_only:
+        _spare_a_real_run(tape, "--tape ")
         exit_with(simulate_protocol(told, tape, make_console()))
+    _spare_a_real_run(Path(told.config.run.folder), "--set run.folder=")
     exit_with(simulate_training(told, make_console()))
+
+
+def _require_scenario(path: Path) -> None:
+    """A run's own file tells no story: by mistake it would be simulated for a long time."""
+    from decoupled_diloco.config.files import read_tables
+    from decoupled_diloco.simulate.scenario_file import RUN_TABLES
+
+    tables = read_tables(path) if path.exists() else {}
+    if isinstance(tables.get("run"), dict) and tables.keys() <= set(RUN_TABLES):
+        fail(
+            f"{path} is a run, not a scenario: ddiloco train {path}, or simulate it in a "
+            f"scenario's world: ddiloco simulate SCENARIO --run {path} (`ddiloco scenarios` "
+            "lists them)"
+        )
+
+
+def _spare_a_real_run(folder: Path | None, option: str) -> None:
+    """What real processes have trained is not moved aside for a simulation of the same name."""
+    if folder is None or (folder / "scenario.toml").exists():
+        return
+    if (folder / "tape").is_dir() or (folder / "tape.jsonl").exists():
+        fail(
+            f"{folder} holds a run of real processes, which a simulation leaves alone: choose "
+            f"another folder with {option}{folder}-simulated"
+        )
 
 
 def simulate_training(scenario: Scenario, console: Console) -> int:

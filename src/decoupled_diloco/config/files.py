@@ -85,10 +85,7 @@ def read_run_tables(path: Path) -> dict[str, Any]:
     run = tables.get("run", {})
     told = not _SCENARIOS_OWN.isdisjoint(tables) or {"name", "seed"} <= tables.keys()
     if isinstance(run, str) or told:
-        about = ""
-        if isinstance(run, str):
-            about = f" (it is about the run {run}, which `ddiloco train` takes)"
-        raise ConfigError(f"{path} is a scenario, not a run: ddiloco simulate {path}{about}")
+        raise ConfigError(f"{path} is a scenario, not a run: ddiloco simulate {path}")
     if not isinstance(run, dict):
         raise ConfigError(f"run={run!r} in {path} is not a table: write it as one")
     return tables

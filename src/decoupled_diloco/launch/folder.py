@@ -27,6 +27,10 @@ class RunFolder:
         path: Made if it does not exist. What an earlier run left in it is moved aside to
             ``<path>.1``, ``<path>.2``, …
 
+    Attributes:
+        path: See above.
+        moved_to: Where the earlier run is now, if there was one.
+
     Raises:
         ConfigError: another process is using it.
         StorageError: it cannot be made.
@@ -34,6 +38,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.moved_to: Path | None = None
         self._lock: IO[str] | None = None
         try:
             self._take()
@@ -45,7 +50,7 @@ class RunFolder:
             self._lock_or_refuse()
             if any(entry.name != "lock" for entry in self.path.iterdir()):
                 # Before the lock, which goes along, is let go: nobody else may move it meanwhile.
-                self.path.rename(self._free_name())
+                self.moved_to = self.path.rename(self._free_name())
                 self.release()
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:

@@ -277,5 +277,5 @@ def test_a_scenario_is_told_from_a_run(toml: Path, text: str) -> None:
 
 def test_a_run_that_is_no_table_is_told_before_overrides(toml: Path) -> None:
     toml.write_text("run = 3\n")
-    with pytest.raises(ConfigError, match="run=3 in .* is not a table: write it as one"):
+    with pytest.raises(ConfigError, match=r"run=3 in .* is not a table: write it as one"):
         load_config(toml, ["run.seed=1"])
