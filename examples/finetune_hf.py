@@ -169,9 +169,11 @@ class FineTuning(Workload):
         return tokens[: len(tokens) - held_out], tokens[len(tokens) - held_out :]
 
     def _tokenize(self, text: bytes) -> Tensor:
-        lines = text.decode(errors="replace").splitlines(keepends=True)
-        ids = self.tokenizer(lines, add_special_tokens=False).input_ids
-        return torch.tensor([each for line in ids for each in line], dtype=torch.int32)
+        # All of it at once, since many tokenizers put a space before whatever they are given. They
+        # would warn (verbose) of what is longer than the model's context, as this is meant to be.
+        whole = text.decode(errors="replace")
+        ids = self.tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
+        return torch.tensor(ids, dtype=torch.int32)
 
     def model(self) -> nn.Module:
         """A new model with the pretrained weights, or with random ones from the seed."""
@@ -230,7 +232,8 @@ class FineTuning(Workload):
             losses = [self.loss(model, batch).item() for batch in self._held_out]
         model.train(was_training)
         loss = sum(losses) / len(losses)
-        return {"loss": loss, "perplexity": math.exp(loss)}
+        # Beyond 709 the exponential is no float any more.
+        return {"loss": loss, "perplexity": math.inf if loss > 709 else math.exp(loss)}
 
     @cached_property
     def _held_out(self) -> list[Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -107,8 +109,6 @@ def test_it_continues_a_text_as_our_own_model_does(tmp_path: Path) -> None:
 
 
 def configuration(folder: Path, **changes: Any) -> Path:
-    import json
-
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**TINY, **changes}))
     return folder
@@ -234,3 +234,40 @@ def test_options_that_do_not_fit_are_told(
     given = {k: known.get(v, v) if isinstance(v, str) else v for k, v in given.items()}
     with pytest.raises(ConfigError, match=sentence):
         next(options(example, **given).batches(0, 1))
+
+
+def test_a_tokenizer_that_prepends_a_space_does_so_once(
+    tmp_path: Path, example: ModuleType
+) -> None:
+    """As Llama's does: lines that are tokenized one by one would each begin with a space."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    text = "a b\n\nab\n a\n" * 20
+    letters = {letter: i for i, letter in enumerate("?ab\n\u2581")}
+    tokenizer = Tokenizer(models.BPE(letters, [], unk_token="?"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "text").write_text(text)
+    options = {"tokenizer": str(tmp_path / "tokenizer"), "text": [str(tmp_path / "text")]}
+    workload = example.workload({"config": str(tmp_path), **DATA, **options})
+    train, held_out = workload.tokens_of_text
+    assert [*train.tolist(), *held_out.tolist()] == [
+        letters[letter] for letter in "\u2581" + text.replace(" ", "\u2581")
+    ]
+
+
+def test_a_loss_beyond_all_numbers_has_an_infinite_perplexity(
+    tmp_path: Path, example: ModuleType
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    workload = example.workload({"config": str(tmp_path), **DATA})
+    model = workload.model()
+    with torch.no_grad():
+        model.lm_head.weight *= 1e9
+    found = workload.evaluate(model)
+    assert found["loss"] > 710
+    assert found["perplexity"] == math.inf
