@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import math
 import os
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.open_files import open_files_allowed
 from decoupled_diloco.observe.records import (
     FOLDER_NAME,
     MERGED_NAME,
@@ -40,6 +42,7 @@ class TapeReader:
 
     def __iter__(self) -> Iterator[Record]:
         self.problems.clear()
+        open_files_allowed(len(self.files))  # one that does not suffice tells at its first file
         streams = [_ordered(_read_file(file, self.problems)) for file in self.files]
         return (record for _, record in heapq.merge(*streams, key=lambda item: item[0]))
 
@@ -161,6 +164,12 @@ def _read_file(path: Path, problems: list[str]) -> Iterator[Record]:
                 if record is not None:
                     yield record
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise StorageError(
+                f"{path} cannot be read: a tape of many processes needs as many open files, and "
+                "this system allows fewer: raise the limit with `ulimit -Hn`, or give the run's "
+                f"{MERGED_NAME}, which is one file"
+            ) from error
         raise StorageError(f"{path} cannot be read: {error.strerror}") from error
 
 

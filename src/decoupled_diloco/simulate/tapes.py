@@ -6,7 +6,6 @@ which they start, and the wall clock begins at a fixed date. So the same seed gi
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.open_files import open_files_allowed
 from decoupled_diloco.observe.records import FOLDER_NAME, to_json
 from decoupled_diloco.observe.samples import (
     BytesMoved,
@@ -223,12 +223,9 @@ def _size(message: Any) -> int:
 
 def _allow_open_files(tapes: int) -> None:
     """Every process has a file of its own, as in a real run."""
-    needed = tapes + 100
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and needed > hard:
+    allowed = open_files_allowed(tapes)
+    if allowed is not None:
         raise ConfigError(
             f"the tapes of {tapes} processes need as many open files, but this system allows "
-            f"{hard}: raise the limit with `ulimit -Hn`, or write no tape"
+            f"{allowed}: raise the limit with `ulimit -Hn`, or write no tape"
         )
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

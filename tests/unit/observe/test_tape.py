@@ -1,6 +1,9 @@
 import errno
 import json
+import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -48,6 +51,31 @@ def test_round_trip(tmp_path):
     ]
     assert records[0].at == 0.1 + 0.2
     assert {r.who for r in records} == {"learner-0"}
+
+
+READ_WITHIN = """
+import resource, sys
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.tape import read_tape
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
+try:
+    print(sum(1 for _ in read_tape(sys.argv[1])))
+except StorageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hard", "told"), [(None, "80\n"), (40, "raise the limit with `ulimit -Hn`, or give")]
+)
+def test_a_tape_of_more_files_than_may_be_open(tmp_path, hard, told):
+    for number in range(80):
+        writer(tmp_path, who=f"learner-{number}").close()
+    if hard is None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    command = [sys.executable, "-c", READ_WITHIN, str(tmp_path), "40", str(hard)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert told in done.stdout
 
 
 def test_every_record_says_its_schema(tmp_path):
