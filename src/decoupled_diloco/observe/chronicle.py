@@ -7,6 +7,7 @@ only they know: losses, bytes, steps that were trained out of the syncer's reach
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,16 +22,18 @@ from decoupled_diloco.observe.chronicle_data import (
     Asked,
     LearnerLog,
     Member,
+    Remark,
     RoundLog,
     ShardLog,
     Stay,
     TickLog,
 )
 from decoupled_diloco.observe.historian import ending_in_words, is_learner, is_shard
-from decoupled_diloco.observe.live import Rate
+from decoupled_diloco.observe.live import REPEAT_SECONDS, Rate
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.samples import (
     BytesMoved,
+    EndOrdered,
     Evaluated,
     LossMeasured,
     ProcessEnded,
@@ -45,8 +48,8 @@ REMARKS_MAX = 500
 """Notes that are kept, the newest."""
 
 INSTANT_SECONDS = 1e-6
-"""Closer instants of one shard are the same: a wall clock's seconds hold no more digits, and a shard
-takes longer for any event. Who leaves in the instant in which a window closes has closed it."""
+"""Closer instants of one shard are the same: a wall clock's seconds hold no more digits, and any
+event takes longer. Who leaves in the instant in which a window closes has closed it."""
 
 LATE_REPORTS_MAX = 8
 """Rounds that may wait at once for the next report of a learner that was not in them."""
@@ -83,6 +86,7 @@ LOOKED_AT = frozenset(
         fact.StepFinished,
         fact.TermGranted,
         BytesMoved,
+        EndOrdered,
         Evaluated,
         LossMeasured,
         ProcessEnded,
@@ -90,6 +94,9 @@ LOOKED_AT = frozenset(
         RestartScheduled,
     )
 )
+
+_NOTE_BEGINS = re.compile(r"([A-Za-z0-9._-]+),? ")
+_NOTE_SOURCE = re.compile(r" from ([A-Za-z0-9._-]+) is no good$")
 
 _SENT = frozenset({"Welcome"})
 _SAID = frozenset({"StepReport", "Holding", "Leave"})
@@ -119,12 +126,23 @@ class Chronicle:
         self.clock_rate = Rate()
         self.token_rate = Rate()
         self.evaluation: Evaluated | None = None
-        self.remarks: list[tuple[float, str, str]] = []
+        self.remarks: list[Remark] = []
         self.left_out: Counter[str] = Counter()
         self._rounds_max = rounds_max
         self._keep_steps = keep_steps
 
     # ---- what follows from it
+
+    @property
+    def finished(self) -> bool:
+        """Whether every shard has seen the end of the run."""
+        shards = self.shards.values()
+        return bool(shards) and all(shard.phase == "finished" for shard in shards)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the launcher has ended the processes of a run that was not over."""
+        return bool(self.told_to_end) and not self.finished
 
     @property
     def step(self) -> int:
@@ -480,6 +498,13 @@ class Chronicle:
 
     def _anybody(self, record: Record, value: Any) -> None:
         match value:
+            case EndOrdered(names):
+                if not self.told_to_end:
+                    self._remark(record.wall, record.who, "all processes", "told to end")
+                self.told_to_end |= set(names)
+            case ProcessEnded(name) if name in self.told_to_end:
+                if is_shard(name) and name in self.shards and not self.finished:
+                    self.shards[name].phase = "ended"
             case ProcessEnded(name, code, signal):
                 if self._is_learner(name):
                     learner = self._learner(name)
@@ -488,11 +513,12 @@ class Chronicle:
                 elif is_shard(name) and name in self.shards:
                     self.shards[name].phase = "finished" if code == 0 else "down"
                 if code != 0:
-                    self._remark(record.wall, record.who, name, ending_in_words(code, signal))
+                    self._remark(record, name, f"{name}: {ending_in_words(code, signal)}")
             case RestartScheduled(name, _):
                 if self._is_learner(name):
                     self._learner(name).process = "restarting"
             case ProcessStarted(name, _):
+                self.told_to_end.discard(name)
                 if self._is_learner(name):
                     self._learner(name).process = "joining"
                 elif is_shard(name):
@@ -500,15 +526,21 @@ class Chronicle:
             case Evaluated():
                 self.evaluation = value
             case do.Note(text, why):
-                self._remark(record.wall, record.who, text, why)
+                self._remark(record, self._subject(text), f"{text}: {why}")
 
     def _is_learner(self, name: str) -> bool:
         return is_learner(name) and name not in self.observers
 
-    def _remark(self, at: float, who: str, text: str, why: str) -> None:
-        line = f"{text}: {why}"
-        if not any(line == told and at - when < 5.0 for when, _, told in self.remarks[-8:]):
-            self.remarks.append((at, who, line))
+    def _subject(self, note: str) -> str:
+        """The learner that a note is about: it begins with it, or ends with what came from it."""
+        first, source = _NOTE_BEGINS.match(note), _NOTE_SOURCE.search(note)
+        names = [found[1] for found in (first, source) if found is not None]
+        return next((name for name in names if name in self.learners), "")
+
+    def _remark(self, record: Record, subject: str, text: str) -> None:
+        at, lately = record.wall, self.remarks[-8:]
+        if not any(text == told.text and at - told.at < REPEAT_SECONDS for told in lately):
+            self.remarks.append(Remark(at, record.who, subject, text))
         del self.remarks[:-REMARKS_MAX]
 
 

@@ -114,6 +114,16 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
+class Remark:
+    """A note: who told it, and of which process it is; ``""``: of none."""
+
+    at: float
+    who: str
+    subject: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TickLog:
     """The shard's clock has moved; ``setter`` is the learner whose report moved it.
 

@@ -25,6 +25,7 @@ from decoupled_diloco.observe.chronicle_data import (
     RoundLog,
     Stay,
 )
+from decoupled_diloco.observe.historian import is_shard
 from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
 from decoupled_diloco.observe.progress import natural
 from decoupled_diloco.observe.summary import percent
@@ -245,8 +246,8 @@ def _steps_at(chronicle: Chronicle, history: RunHistory | None, learner: Learner
 
 def _cause(chronicle: Chronicle, learner: LearnerLog, begin: float, end: float) -> str:
     """What is known to have happened in a gap."""
-    told = [text for at, _, text in chronicle.remarks if begin <= at <= end]
-    own = [text for text in told if learner.name in text]
+    told = [remark for remark in chronicle.remarks if begin <= remark.at <= end]
+    own = [remark.text for remark in told if remark.subject == learner.name]
     ends = [
         f"it was no longer live: {stay.reason}"
         for stays in _stays(chronicle, learner.name).values()
@@ -255,7 +256,7 @@ def _cause(chronicle: Chronicle, learner: LearnerLog, begin: float, end: float) 
     ]
     known = any("no longer live" in text for text in own)
     found = list(_once([*own, *([] if known else ends)]))
-    shards = [text for text in told if text.startswith("shard-") and text not in own]
+    shards = [remark.text for remark in told if is_shard(remark.subject)]
     found += list(_once(shards))
     return "; ".join(found) if found else "nothing on the tape says why"
 

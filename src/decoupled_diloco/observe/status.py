@@ -31,7 +31,8 @@ class LearnerStatus:
 
     Attributes:
         state: ``stepping``, ``quiet`` (live, no step for long), ``joining``, ``out of reach``
-            (live, connection broken), ``down``, ``restarting``, ``left``, ``finished``.
+            (live, connection broken), ``down``, ``restarting``, ``left``, ``finished``, ``ended``
+            (the launcher told it to, before the run was over).
         epoch: Its newest life.
         steps: Own inner steps of all lives; ``tokens`` likewise.
         tokens_per_second: Of the last seconds; ``None`` while it does not step.
@@ -105,7 +106,8 @@ class RunStatus:
 
     Attributes:
         phase: ``starting``, ``waiting for learners``, ``running``, ``closing``, ``finished``,
-            ``silent`` (it was not over, and nothing writes its tape any more), ``empty``.
+            ``interrupted`` (its processes were told to end before), ``silent`` (it was not over,
+            and nothing writes its tape any more), ``empty``.
         virtual: The run is one in virtual time: it ended when its tape did.
         as_of: Wall-clock instant, seconds since the Unix epoch.
         silent_seconds: Since the latest record.
@@ -161,9 +163,9 @@ def status_of(chronicle: Chronicle, now: float, problems: Iterable[str] = ()) ->
     """
     shards = list(chronicle.shards.values())
     silent = max(0.0, now - chronicle.latest) if chronicle.began is not None else 0.0
-    over = bool(shards) and all(shard.phase == "finished" for shard in shards)
-    as_of = chronicle.latest if over or silent > LEASE_SECONDS else now
-    going = not over and silent <= LEASE_SECONDS
+    over = chronicle.finished
+    going = not over and not chronicle.interrupted and silent <= LEASE_SECONDS
+    as_of = now if going else chronicle.latest
     run = settings_fields(chronicle, "run")
     budget_steps, budget_tokens = run.get("budget_steps"), run.get("budget_tokens")
     steps_rate = chronicle.clock_rate.per_second() if going else None
@@ -175,7 +177,7 @@ def status_of(chronicle: Chronicle, now: float, problems: Iterable[str] = ()) ->
     began = chronicle.began
     return RunStatus(
         name=str(run.get("name", "")),
-        phase=_phase(shards, over, silent, began),
+        phase=_phase(chronicle, silent),
         virtual=chronicle.virtual,
         as_of=as_of,
         began=began,
@@ -197,7 +199,7 @@ def status_of(chronicle: Chronicle, now: float, problems: Iterable[str] = ()) ->
         evaluation_loss=chronicle.evaluation.loss if chronicle.evaluation else None,
         learners=statuses,
         shards=tuple(_shard(chronicle, shard, as_of) for shard in shards),
-        remarks=tuple((at - (began or at), text) for at, _, text in chronicle.remarks[-20:]),
+        remarks=tuple((r.at - (began or r.at), r.text) for r in chronicle.remarks[-20:]),
         problems=(*problems, *(f"{n} records left out: {why}" for why, n in _left_out(chronicle))),
     )
 
@@ -206,15 +208,17 @@ def _left_out(chronicle: Chronicle) -> list[tuple[str, int]]:
     return list(chronicle.left_out.items())
 
 
-def _phase(shards: list[ShardLog], over: bool, silent: float, began: float | None) -> str:
-    if began is None:
+def _phase(chronicle: Chronicle, silent: float) -> str:
+    if chronicle.began is None:
         return "empty"
-    if over:
+    if chronicle.finished:
         return "finished"
+    if chronicle.interrupted:
+        return "interrupted"
     if silent > LEASE_SECONDS:
         return "silent"
     order = ("starting", "restoring", "waiting for learners", "running", "closing", "finished")
-    phases = [shard.phase for shard in shards if shard.phase in order]
+    phases = [shard.phase for shard in chronicle.shards.values() if shard.phase in order]
     return min(phases, key=order.index, default="starting")
 
 
@@ -265,6 +269,8 @@ def _learner(
         if learner.name in shard.members
     ]
     state = "finished" if over else _learner_state(learner, [m for _, m in members], as_of)
+    if chronicle.interrupted and state != "finished":
+        state = "ended" if learner.name in chronicle.told_to_end else "out of reach"
     total, recent = sum(learner.reasons.values()), len(learner.recent)
     merged = chronicle.merged
     tally = {reason: learner.recent.count(reason) for reason in sorted(set(learner.recent))}

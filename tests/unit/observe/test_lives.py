@@ -10,15 +10,16 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.chronicle import chronicle_of
 from decoupled_diloco.observe.explain import explain_round
+from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.explain_step import explain_step
 from decoupled_diloco.observe.live import LiveView
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.protocol import wire
-from decoupled_diloco.protocol.effects import Accept, Evict
-from decoupled_diloco.protocol.events import Greeted
-from decoupled_diloco.protocol.messages import Hello
+from decoupled_diloco.protocol.effects import Accept, Evict, Note
+from decoupled_diloco.protocol.events import Greeted, Said
+from decoupled_diloco.protocol.messages import Hello, StepReport
 from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
 
 
@@ -254,3 +255,28 @@ def test_everybody_who_left_during_a_round_was_live_before(chronicle):
     shard.tell(3.0, "effect", result)
     (round,) = chronicle_of(shard.records).shards["shard-1"].finished
     assert set(round.live) == set(names)
+
+
+# ---- what befell whom
+
+
+def test_a_gap_is_not_explained_by_what_befell_a_learner_with_a_longer_name():
+    shard = Shard()
+    for connection, name in enumerate(("learner-1", "learner-11")):
+        shard.join(0.1, connection, name)
+    for step in (*range(1, 11), *range(31, 41)):  # learner-1 takes no step for twenty seconds
+        report = StepReport(step, 8 * step, 1.0)
+        shard.tell(float(step), "event", Said("learner-1", report))
+        if step == 10:
+            why = "its connection broke and its lease ran out"
+            shard.tell(20.0, "effect", Evict("learner-11", why, why))
+            shard.tell(20.0, "effect", Note("learner-11 (epoch 1) is no longer live", why))
+            text = "the copy of fragment 3 from learner-11 is no good"
+            shard.tell(21.0, "effect", Note(text, "its digest"))
+    chronicle = chronicle_of(shard.records)
+    assert {remark.subject for remark in chronicle.remarks} == {"learner-11"}
+    (gap,) = [g for g in explain_learner(chronicle, None, "learner-1") if "on: " in g]
+    assert gap.startswith("- 21 s, ")
+    assert gap.endswith("nothing on the tape says why")
+    shard.tell(41.0, "effect", Note("learner-1 (epoch 1) is no longer live", "told"))
+    assert chronicle_of(shard.records).remarks[-1].subject == "learner-1"
