@@ -32,12 +32,13 @@ from decoupled_diloco.cli.report import report
 from decoupled_diloco.cli.simulate import simulate
 from decoupled_diloco.cli.status import status
 from decoupled_diloco.cli.timing import timing
+from decoupled_diloco.cli.usage import Commands
 from decoupled_diloco.cli.watch import watch
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.errors import Error
 
-app = typer.Typer(
+app = Commands(
     name="ddiloco",
     help="Train on machines that fail, differ and sit far apart (Decoupled DiLoCo).",
     no_args_is_help=True,
