@@ -128,6 +128,7 @@ class Chronicle:
         self.evaluation: Evaluated | None = None
         self.remarks: list[Remark] = []
         self.left_out: Counter[str] = Counter()
+        self.told_to_end: set[str] = set()
         self._rounds_max = rounds_max
         self._keep_steps = keep_steps
 
@@ -213,7 +214,7 @@ class Chronicle:
             self._shard_started(self._shard(record.who), record.wall)
         elif is_learner(record.who):
             learner = self._learner(record.who)
-            learner.has_tape, learner.process = True, "joining"
+            learner.has_tape, learner.process, learner.left = True, "joining", ""
             learner.started_at, learner.own_rate = record.wall, Rate()
 
     def _shard_started(self, shard: ShardLog, at: float) -> None:
@@ -290,7 +291,8 @@ class Chronicle:
                     round.held_at.setdefault(learner, at)
                 self._seen(learner, at)
             case fact.Said(learner, say.Leave(reason)):
-                self._learner(learner).left = reason
+                if self._of(shard, learner, at).epoch in (0, self._learner(learner).epoch):
+                    self._learner(learner).left = reason
             case fact.BodyArrived(learner=learner, nbytes=nbytes):
                 self._learner(learner).bytes_up += nbytes
                 self._seen(learner, at)
@@ -319,7 +321,9 @@ class Chronicle:
         if member is None:
             member = shard.members[hello.learner] = Member(hello.learner, hello.epoch, at)
             shard.stays.append(Stay(hello.learner, hello.epoch, at, why))
-            self._learner(hello.learner).epoch = hello.epoch
+            learner = self._learner(hello.learner)
+            if hello.epoch > learner.epoch:
+                learner.epoch, learner.left = hello.epoch, ""
         member.connected, member.step = True, max(member.step, hello.step)
         member.held = {holding.fragment: holding.version for holding in hello.held}
 
@@ -499,8 +503,8 @@ class Chronicle:
     def _anybody(self, record: Record, value: Any) -> None:
         match value:
             case EndOrdered(names):
-                if not self.told_to_end:
-                    self._remark(record.wall, record.who, "all processes", "told to end")
+                if not self.told_to_end and not self.finished:
+                    self._remark(record, "", "all processes are told to end")
                 self.told_to_end |= set(names)
             case ProcessEnded(name) if name in self.told_to_end:
                 if is_shard(name) and name in self.shards and not self.finished:
@@ -520,7 +524,7 @@ class Chronicle:
             case ProcessStarted(name, _):
                 self.told_to_end.discard(name)
                 if self._is_learner(name):
-                    self._learner(name).process = "joining"
+                    self._learner(name).process, self._learner(name).left = "joining", ""
                 elif is_shard(name):
                     self._shard(name)
             case Evaluated():

@@ -225,7 +225,7 @@ class LearnerLog:
         epoch: Its newest life, counted by the coordinator.
         process: What the launcher and its own tape say of its process: ``""`` (nothing),
             ``joining``, ``training``, ``restarting``, ``down``, ``finished``.
-        left: What it said when it left on purpose.
+        left: What its newest life said when it left on purpose.
         steps_of: Own steps of each epoch, as reported; `tokens_of` and `discarded_of` likewise.
         discarded: Fragment-tokens discarded, by mode and reason, from its own tape.
         reasons: How many merged rounds it was in, or why not.

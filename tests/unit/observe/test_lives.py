@@ -19,7 +19,7 @@ from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import Accept, Evict, Note
 from decoupled_diloco.protocol.events import Greeted, Said
-from decoupled_diloco.protocol.messages import Hello, StepReport
+from decoupled_diloco.protocol.messages import Hello, Leave, StepReport
 from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
 
 
@@ -210,9 +210,11 @@ class Shard:
         record = line(seq, at, kind, name, fields)
         self.records.append(replace(record, wall=at + self.offset))
 
-    def join(self, at, connection, name):
-        self.tell(at, "event", Greeted(connection, Hello(name, 1, "nonce", "learner", 0, 0, 0, ())))
-        self.tell(at, "effect", Accept(connection, name, 1, "joined"))
+    def join(self, at, connection, name, epoch=1):
+        self.tell(
+            at, "event", Greeted(connection, Hello(name, epoch, "nonce", "learner", 0, 0, 0, ()))
+        )
+        self.tell(at, "effect", Accept(connection, name, epoch, "joined"))
 
 
 def test_who_closes_a_window_by_leaving_was_not_live_when_it_closed(chronicle):
@@ -280,3 +282,21 @@ def test_a_gap_is_not_explained_by_what_befell_a_learner_with_a_longer_name():
     assert gap.endswith("nothing on the tape says why")
     shard.tell(41.0, "effect", Note("learner-1 (epoch 1) is no longer live", "told"))
     assert chronicle_of(shard.records).remarks[-1].subject == "learner-1"
+
+
+def test_a_learner_that_left_and_came_back_is_down_when_it_is_killed():
+    def state_of(shard):
+        chronicle = chronicle_of(shard.records)
+        return status_of(chronicle, chronicle.latest).learners[0].state
+
+    shard = Shard()
+    shard.join(0.1, 1, "a")
+    shard.tell(1.0, "event", Said("a", StepReport(1, 8, 1.0)))
+    shard.tell(2.0, "event", Said("a", Leave("its loop has ended")))
+    shard.tell(2.0, "effect", Evict("a", "left", "its loop has ended"))
+    assert state_of(shard) == "left"
+    shard.join(3.0, 2, "a", epoch=2)
+    shard.tell(4.0, "event", Said("a", StepReport(1, 8, 1.0)))
+    assert state_of(shard) == "stepping"
+    shard.tell(9.0, "effect", Evict("a", "gone", "its connection broke and its lease ran out"))
+    assert state_of(shard) == "down"
