@@ -110,7 +110,7 @@ class Reader(threading.Thread):
             return True
         if self.status is None:
             return False
-        if self.status.phase == "finished":
+        if self.status.phase in ("finished", "interrupted"):
             return True
         away = time.monotonic() - self.trouble[0] if self.trouble else 0.0
         return self.near_the_end and away > GONE_SECONDS

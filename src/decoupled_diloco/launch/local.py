@@ -71,7 +71,8 @@ class LocalRun:
         self.secret_file: Path = (
             settings.principals_file or settings.token_file or self.folder.token_file()
         )
-        self._tape = open_tape(self.path, "launcher", {"machine": "launcher"})
+        told = {"machine": "launcher", "settings": read_public(public_text(config))}
+        self._tape = open_tape(self.path, "launcher", told)
         self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
         self._follower: Follower = follow(self.path)
         self._faults = sorted(config.faults, key=lambda fault: fault.at)

@@ -19,6 +19,8 @@ _STYLES = {
     "running": "green",
     "finished": "dim",
     "left": "dim",
+    "ended": "dim",
+    "interrupted": "bold red",
     "down": "bold red",
     "silent": "bold red",
     "out of reach": "bold red",
@@ -84,6 +86,8 @@ def headline(status: RunStatus) -> str:
             return "nothing is on the tape yet"
         case "finished":
             return f"finished: its last record is {silent} old"
+        case "interrupted":
+            return f"interrupted at step {status.step}, {silent} ago"
         case "silent":
             return f"nothing has written this tape for {silent}: the run was not over, and stopped"
         case phase:

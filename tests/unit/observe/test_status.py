@@ -11,9 +11,11 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import SCHEMA
+from decoupled_diloco.observe.samples import EndOrdered, ProcessEnded, ProcessStarted
 from decoupled_diloco.observe.sources import FolderSource
 from decoupled_diloco.observe.status import RunStatus, status_of
 from decoupled_diloco.observe.status_view import headline, render_status
+from decoupled_diloco.observe.tape import TapeWriter
 from unit.observe.worlds import BACK_AT, KILLED_AT, lines_of, write_world
 
 
@@ -125,6 +127,60 @@ def test_a_run_that_nobody_writes_any_more_is_silent(records):
     assert status.silent_seconds == pytest.approx(3600, abs=2)
     assert "stopped" in headline(status)
     assert status.seconds_left is None
+
+
+def interrupted(folder, records, seconds, told, ended=()):
+    """The run up to an instant, at which its launcher ended these processes."""
+    began, chronicle = records[0].wall, Chronicle()
+    tape = TapeWriter(folder, "launcher", {}, clock=lambda: 0.0, wall=lambda: began)
+    for name in told:
+        tape.sample(1.0, ProcessStarted(name, 1))
+    tape.sample(seconds, EndOrdered(tuple(told)))
+    for name in ended:
+        tape.sample(seconds + 1, ProcessEnded(name, 130, None))
+    tape.close()
+    launcher = list(TapeReader(folder))
+    chronicle.take_all(launcher[: 1 + len(told)])
+    chronicle.take_all(r for r in records if r.wall <= began + seconds)
+    chronicle.take_all(launcher[1 + len(told) :])
+    return status_of(chronicle, began + seconds + 2)
+
+
+def test_an_interrupted_run_says_so_at_once_and_promises_no_end(records, tmp_path):
+    told = ("a", "b", "c", "d", "shard-0", "shard-1")
+    status = interrupted(tmp_path, records, 15.0, told, ended=told)
+    assert status.phase == "interrupted"
+    assert status.seconds_left is None and status.tokens_per_second is None
+    assert {learner.state for learner in status.learners} == {"ended"}
+    assert {shard.state for shard in status.shards} == {"ended"}
+    assert f"interrupted at step {status.step}, 1 s ago" in text_of(status)
+    assert "left," not in text_of(status)
+    assert [text for _, text in status.remarks if "ended with exit code" in text] == []
+    assert at(records, 15.0).phase == "running"
+
+
+def test_an_interrupted_syncer_does_not_know_of_learners_elsewhere(records, tmp_path):
+    status = interrupted(tmp_path, records, 15.0, ("shard-0", "shard-1"))
+    assert status.phase == "interrupted"
+    assert {learner.state for learner in status.learners} == {"out of reach"}
+
+
+def test_a_run_that_was_interrupted_before_anybody_wrote(tmp_path):
+    tape = TapeWriter(tmp_path, "launcher", {}, clock=lambda: 0.0, wall=lambda: 1000.0)
+    tape.sample(1.0, ProcessStarted("shard-0", 1))
+    tape.sample(1.0, ProcessStarted("learner-0", 2))
+    tape.sample(2.0, EndOrdered(("learner-0",)))
+    tape.sample(3.0, EndOrdered(("shard-0",)))
+    tape.close()
+    chronicle = chronicle_of(TapeReader(tmp_path))
+    status = status_of(chronicle, 1003.0)
+    assert status.phase == "interrupted"
+    assert [learner.state for learner in status.learners] == ["ended"]
+
+
+def test_what_is_told_to_end_after_the_run_was_finished_interrupts_nothing(records, tmp_path):
+    status = interrupted(tmp_path, records, 1000.0, ("a", "shard-0"))
+    assert status.phase == "finished"
 
 
 def test_discards_are_of_the_tape_or_unknown(folder, records):
