@@ -509,13 +509,6 @@ class Chronicle:
             case ProcessEnded(name) if name in self.told_to_end:
                 if is_shard(name) and name in self.shards and not self.finished:
                     self.shards[name].phase = "ended"
-            case EndOrdered(names):
-                if not self.told_to_end:
-                    self._remark(record.wall, "all processes", "told to end")
-                self.told_to_end |= set(names)
-            case ProcessEnded(name) if name in self.told_to_end:
-                if is_shard(name) and name in self.shards and not self.finished:
-                    self.shards[name].phase = "ended"
             case ProcessEnded(name, code, signal):
                 if self._is_learner(name):
                     learner = self._learner(name)

@@ -150,7 +150,8 @@ def test_an_interrupted_run_says_so_at_once_and_promises_no_end(records, tmp_pat
     told = ("a", "b", "c", "d", "shard-0", "shard-1")
     status = interrupted(tmp_path, records, 15.0, told, ended=told)
     assert status.phase == "interrupted"
-    assert status.seconds_left is None and status.tokens_per_second is None
+    assert status.seconds_left is None
+    assert status.tokens_per_second is None
     assert {learner.state for learner in status.learners} == {"ended"}
     assert {shard.state for shard in status.shards} == {"ended"}
     assert f"interrupted at step {status.step}, 1 s ago" in text_of(status)
