@@ -23,7 +23,8 @@ _MESSAGE = re.compile(rb'"message":\{"type":"(\w+)"')
 _LEARNER = re.compile(rb'"data":\{"learner":"([^"]*)"')
 _FRAGMENT = re.compile(rb'"fragment":(\d+)')
 _AT = re.compile(rb'"at":([-+.\de]+)')
-_NONCE = re.compile(rb'"nonce":"[^"]*"')
+_NONCE = re.compile(rb'"nonce":"(?:[^"\\\n]|\\.)*"?')
+"""With quotes in it, and to the end of a line that is torn."""
 _PRIVATE = ("nonce", "state")
 _THINNED = ("StepReport", "Holding", "Heard")
 

@@ -80,6 +80,18 @@ def test_nonces_and_what_a_restart_needs_are_left_out(folder):
         assert all(not {"state", "nonce"} & start["data"]["header"].keys() for start in starts)
 
 
+@pytest.mark.parametrize("ending", ['","role":"learner"}}}', '"}', '"', "", "\\"])
+@pytest.mark.parametrize("nonce", ["plain-secret", 'a"quoted-secret', "a\\secret", 'x\\"secret'])
+def test_no_part_of_a_nonce_is_served_however_it_is_written_or_torn(nonce, ending):
+    written = json.dumps(nonce)[1:-1]
+    begin = '{"v":1,"at":1.0,"who":"shard-0","seq":1,"kind":"event","type":"Greeted","data":{'
+    greeted = begin + f'"connection":1,"hello":{{"type":"Hello","learner":"a","nonce":"{written}'
+    served = excerpt((greeted + ending + "\n" + greeted + "\n").encode(), detail=True)
+    assert b"secret" not in served
+    assert served.count(b"\n") == 2
+    assert served.count(b'"learner":"a"') == 2
+
+
 def test_torn_lines_pass_so_that_the_reader_can_say_so(tmp_path):
     problems = []
     parser = Parser(tmp_path / "served", problems)
