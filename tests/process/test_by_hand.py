@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from process.runs import (
     health,
     local_run,
     logs,
+    records,
     stopped_at_exit,
     until,
     wait,
@@ -81,6 +83,25 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     weights = load_weights(folder / "weights.safetensors")
     assert weights["0.weight"].shape == (256, 16)
     assert_replays(folder)
+
+
+def test_a_learner_that_is_stopped_does_not_hold_the_shards(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    file = config_file(folder, run={"budget_steps": 100_000}, syncer={"shards": 2})
+    with ExitStack() as stack:
+        syncer = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
+        assert syncer.stdout is not None
+        address = syncer.stdout.readline().split(": ")[1].strip().split(", ")[0]
+        learner = example(address, str(folder / "token"), "a")
+        stack.enter_context(stopped_at_exit(learner))
+        until(lambda: health(address).get("clock", 0) > 20, "the run is under way")
+        learner.send_signal(signal.SIGSTOP)
+        os.killpg(syncer.pid, signal.SIGINT)
+        output, _ = syncer.communicate(timeout=30)
+    assert syncer.returncode == 130, output
+    assert "killing it" not in output
+    ends = [r for r in records(folder, "launcher") if r.type == "ProcessEnded"]
+    assert [r.data["signal"] for r in ends] == [None, None], "no shard was killed"
 
 
 def test_the_options_of_a_syncer_hold_for_all_its_shards(tmp_path: Path) -> None:

@@ -405,9 +405,9 @@ def _processes() -> list[Interval]:
         ),
         row(
             "stop",
-            "from SIGTERM to SIGKILL",
+            f"from SIGTERM to SIGKILL; a shard waits {_s(http_server.STOP_SECONDS)} for peers",
             _s(supervisor.TERMINATE_SECONDS),
-            ("launch.supervisor.TERMINATE_SECONDS",),
+            ("launch.supervisor.TERMINATE_SECONDS", "transport.http_server.STOP_SECONDS"),
             True,
         ),
         row(

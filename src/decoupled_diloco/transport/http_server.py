@@ -54,6 +54,9 @@ RUN = "/run"
 READ_BUFFER_BYTES = 1 << 20
 LINGER_SECONDS = 2.0
 """How long what a refused client still sends is thrown away, so that it can read the refusal."""
+STOP_SECONDS = 0.3
+"""How long a server that stops waits for its peers to take their goodbyes; a peer that has stopped
+reading takes none, and must not keep the process."""
 KEEP_ALIVE_SECONDS = 300.0
 """Data connections outlive the pauses between syncs: a new one begins with slow start."""
 
@@ -157,15 +160,23 @@ class HttpServer:
             return
         self._listener.close()
         channels = [channel for some in self._channels.values() for channel in some]
-        await asyncio.gather(*(channel.close("the server stops") for channel in channels))
         self._bodies.stop("the server stops")
+        cut_off = asyncio.get_running_loop().call_later(STOP_SECONDS, self._cut_off)
+        await asyncio.gather(*(channel.close("the server stops") for channel in channels))
         await asyncio.sleep(0)
         for task in list(self._handlers):
             task.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
         await self._web.shutdown(timeout=0.1)
         await self._listener.wait_closed()
+        cut_off.cancel()
         self._listener = self._web = None
+
+    def _cut_off(self) -> None:
+        """Ends every connection at once: whoever waits for its peer waits no longer."""
+        for connection in self._web.connections if self._web is not None else ():
+            if isinstance(connection.transport, asyncio.WriteTransport):
+                connection.transport.abort()
 
     def _accept(self) -> asyncio.BaseProtocol:
         assert self._web is not None
