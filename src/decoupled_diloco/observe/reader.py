@@ -101,6 +101,7 @@ class Follower:
         self.problems: list[str] = []
         self._parsers: dict[Path, Parser] = {}
         self._offsets: dict[Path, int] = {}
+        self._files: dict[Path, tuple[int, int]] = {}
 
     def poll(self) -> list[Record]:
         """The records that have been added since the last call.
@@ -112,17 +113,23 @@ class Follower:
         records = [record for file in files for record in self._read_on(file)]
         return sorted(records, key=read_on_order)
 
-    def shrunk(self) -> bool:
-        """Whether another run has taken the place: a file is shorter than what was read of it."""
-        return any(
-            path.stat().st_size < offset if path.exists() else True
-            for path, offset in self._offsets.items()
-        )
+    def replaced(self) -> bool:
+        """Whether another run has taken the place: a file is gone, another one, or shorter."""
+        return any(self._is_another(path) for path in self._offsets)
+
+    def _is_another(self, path: Path) -> bool:
+        try:
+            now = path.stat()
+        except OSError:
+            return True
+        return now.st_size < self._offsets[path] or (now.st_dev, now.st_ino) != self._files[path]
 
     def _read_on(self, path: Path) -> Iterator[Record]:
         parser = self._parsers.setdefault(path, Parser(path, self.problems))
         try:
             with path.open("rb") as file:
+                opened = os.fstat(file.fileno())
+                self._files.setdefault(path, (opened.st_dev, opened.st_ino))
                 file.seek(self._offsets.get(path, 0))
                 added = file.read()
         except FileNotFoundError:

@@ -18,6 +18,9 @@ from decoupled_diloco.transport.documents import fetch, read_object
 
 TAPE_PATH = "/tape"
 
+NEW_RUNS_MAX = 3
+"""So often another run may take the place of the one before while a poll reads its tapes."""
+
 
 class Source(Protocol):
     """A run that can be read.
@@ -107,7 +110,7 @@ class FolderSource:
 
     def poll(self) -> list[Record]:
         """See `Source.poll`."""
-        if self._follower.shrunk():
+        if self._follower.replaced():
             self._follower = self._new()
             self.generation += 1
         return self._follower.poll()
@@ -143,12 +146,21 @@ class SyncerSource:
         self._shards: tuple[str, ...] = ()
         self._skew = 0.0
         self._offsets: dict[str, int] = {}
+        self._identities: dict[str, str] = {}
         self._parsers: dict[str, Parser] = {}
         self._torn: list[str] = []
         self._silent: dict[str, str] = {}
 
     def poll(self) -> list[Record]:
-        """See `Source.poll`."""
+        """See `Source.poll`. When another run has taken the place, all of it."""
+        for _ in range(NEW_RUNS_MAX):
+            try:
+                return self._poll()
+            except _AnotherRun:
+                self._begin_anew()
+        return []
+
+    def _poll(self) -> list[Record]:
         if not self._shards:
             self._shards = self._find()
         records: list[Record] = []
@@ -203,9 +215,9 @@ class SyncerSource:
             query = {"who": who, "from": str(start), "detail": self._detail}
             document = fetch(address, TAPE_PATH, query, self._token)
             following, size = _fact(document.facts, "next"), _fact(document.facts, "size")
-            if size < start:
-                self._begin_anew()
-                return []
+            identity = document.facts.get("tape") or self._identities.get(who, "")
+            if size < start or self._identities.setdefault(who, identity) != identity:
+                raise _AnotherRun
             for line in document.body.splitlines():
                 record = parser.parse(line)
                 if record is not None:
@@ -218,6 +230,7 @@ class SyncerSource:
         """Another run answers at this address."""
         self.generation += 1
         self._offsets.clear()
+        self._identities.clear()
         self._parsers.clear()
         self._shards = ()
 
@@ -228,6 +241,10 @@ class SyncerSource:
     def problems(self) -> list[str]:
         """See `Source.problems`."""
         return [*self._silent.values(), *self._torn]
+
+
+class _AnotherRun(Exception):
+    """The tape is not the one that was read so far."""
 
 
 def _fact(facts: dict[str, str], name: str) -> int:

@@ -8,6 +8,7 @@ through in a thread, one at a time, so that a reader costs the event loop nothin
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -62,10 +63,12 @@ def read_piece(path: Path, start: int, *, detail: bool) -> Document:
 
     Returns:
         Lines; ``next`` is where to go on, ``size`` how long the tape is now. When ``next`` is where
-        it began there is no more, perhaps but a line that is being written.
+        it began there is no more, perhaps but a line that is being written. ``tape`` is the same
+        for as long as it is this tape: another run's may be longer.
     """
     try:
         with path.open("rb") as file:
+            identity = _identity(file.readline(LINE_BYTES_MAX))
             size = file.seek(0, 2)
             file.seek(start)
             piece = b""
@@ -79,5 +82,10 @@ def read_piece(path: Path, start: int, *, detail: bool) -> Document:
     if end == 0 and len(piece) >= LINE_BYTES_MAX:
         end, piece = len(piece), b""
     following = start + end
-    facts = {"next": str(following), "size": str(size)}
+    facts = {"next": str(following), "size": str(size), "tape": identity}
     return Document(excerpt(piece[:end], detail=detail), facts)
+
+
+def _identity(first: bytes) -> str:
+    """Of a tape's first line, which tells when it was begun, and by which process."""
+    return hashlib.sha256(first).hexdigest()[:16] if first.endswith(b"\n") else ""

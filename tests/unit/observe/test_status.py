@@ -275,3 +275,19 @@ def test_another_run_in_the_same_place_is_read_anew(folder, tmp_path):
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:100]))
     assert len(source.poll()) == 100 < len(first)
     assert source.generation == 1
+
+
+def test_a_longer_run_in_the_same_place_is_read_anew(folder, tmp_path):
+    whole = (folder / "tape" / "shard-0.jsonl").read_bytes()
+    path = tmp_path / "shard-0.jsonl"
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:100]))
+    source = FolderSource(path)
+    assert len(source.poll()) == 100
+    path.rename(tmp_path / "older")
+    path.write_bytes(whole)
+    assert len(source.poll()) == len(whole.splitlines())
+    assert source.generation == 1
+    with path.open("ab") as file:
+        file.write(whole.splitlines(keepends=True)[-1])
+    assert len(source.poll()) == 1
+    assert source.generation == 1

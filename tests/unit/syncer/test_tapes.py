@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import aiohttp
 import pytest
@@ -27,6 +28,11 @@ def documents_of(folder, shard=0, addresses=("http://127.0.0.1:1", "http://127.0
     names = [f"shard-{shard}", *(["coordinator"] if shard == 0 else [])]
     files = {name: folder / "tape" / f"{name}.jsonl" for name in names}
     return TapeDocuments("causes", shard, addresses, files)
+
+
+def elsewhere(documents, folder, _, *arguments):
+    """The documents of another folder."""
+    return documents(folder, *arguments)
 
 
 def follow(path, *, detail=True):
@@ -141,6 +147,37 @@ async def test_a_shard_that_is_out_of_reach_is_told_and_the_others_are_read(serv
     await servers[1].stop()
     assert await in_thread(source.poll) == []
     assert "shard 1 is out of reach" in source.problems()[0]
+
+
+@pytest.mark.parametrize("longer", ["one", "all"])
+async def test_a_new_run_at_the_same_addresses_is_read_from_its_beginning_once(
+    servers, folder, tmp_path_factory, monkeypatch, longer
+):
+    """Also when its tapes have grown beyond what was read of the old ones, or only some have."""
+    copy = tmp_path_factory.mktemp("served-copy")
+    names = ("shard-0", "shard-1", "coordinator")
+    whole = {name: (folder / "tape" / f"{name}.jsonl").read_bytes() for name in names}
+    (copy / "tape").mkdir()
+
+    def write(name, share, run):
+        lines = whole[name].splitlines(keepends=True)
+        lines[0] = lines[0].replace(b'"pid":', f'"pid":{run}'.encode())
+        (copy / "tape" / f"{name}.jsonl").write_bytes(b"".join(lines[: int(share * len(lines))]))
+
+    for name in names:
+        write(name, 0.5, run=1)
+    monkeypatch.setattr(f"{__name__}.documents_of", partial(elsewhere, documents_of, copy))
+    source = SyncerSource((servers[0].address,), "secret")
+    first = await in_thread(source.poll)
+    assert (source.generation, await in_thread(source.poll)) == (0, [])
+    for name in names:
+        write(name, 0.2 if (name, longer) == ("shard-1", "one") else 0.9, run=2)
+    second = await in_thread(source.poll)
+    assert source.generation == 1
+    fresh = await in_thread(SyncerSource((servers[0].address,), "secret").poll)
+    assert [(r.who, r.seq) for r in second] == [(r.who, r.seq) for r in fresh]
+    assert len(second) > len(first) / 2
+    assert await in_thread(source.poll) == []
 
 
 async def test_a_wrong_token_is_refused(servers):
