@@ -327,10 +327,8 @@ def _folded(history: RunHistory) -> dict[str, list[Folded]]:
 def _tokens(learner: LearnerHistory, fragments: int, folded: list[Folded]) -> TokenAccount:
     """One learner's tokens, all its lives together."""
     total = TokenAccount(fragments)
-    begins = [life.started_at for life in learner.lives[1:]]
-    for life, begin, end in zip(
-        learner.lives, [-math.inf, *begins], [*begins, math.inf], strict=True
-    ):
+    begins = [-math.inf, *(life.started_at for life in learner.lives[1:]), math.inf]
+    for life, (begin, end) in zip(learner.lives, pairwise(begins), strict=False):
         ledger = life.ledger
         own_folded = [each for each in folded if begin <= each.arrived_at < end]
         given_up = sum(entry.tokens for entry in ledger.given_up)
