@@ -63,10 +63,10 @@ ROUND_PARTS = (
 """The parts of a round's time, one after the other."""
 
 
-def color_of(history: RunHistory, name: str) -> str:
-    """The class of a learner's colour."""
-    names = [learner.name for learner in learners_in_order(history)]
-    return f"c{names.index(name) % COLORS}"
+def colors_of(history: RunHistory) -> dict[str, str]:
+    """The class of each learner's colour, by its name, in the order in which people count."""
+    names = (learner.name for learner in learners_in_order(history))
+    return {name: f"c{number % COLORS}" for number, name in enumerate(names)}
 
 
 # ---- losses
@@ -178,6 +178,7 @@ def learner_losses_chart(history: RunHistory, over: Over) -> Markup | None:
         for number, part in enumerate(losses_by_life(learner))
     }
     limits = loss_limits(raw, [value for _, _, line in lines.values() for value in line])
+    colors = colors_of(history)
 
     def draw(canvas: Canvas) -> None:
         frame = _loss_frame(canvas, place, limits)
@@ -187,10 +188,10 @@ def learner_losses_chart(history: RunHistory, over: Over) -> Markup | None:
         if len(learners) <= RAW_LEARNERS_MAX and not canvas.narrow:
             for (name, _), (xs, values, _) in lines.items():
                 thin = list(zip(averaged(xs, 2 * most), averaged(values, 2 * most), strict=True))
-                canvas.line(_within(frame, thin), f"raw {color_of(history, name)}")
+                canvas.line(_within(frame, thin), f"raw {colors[name]}")
         for (name, _), (xs, _, line) in lines.items():
             thin = list(zip(averaged(xs, most), averaged(line, most), strict=True))
-            canvas.line(_within(frame, thin), color_of(history, name), name)
+            canvas.line(_within(frame, thin), colors[name], name)
 
     ends = ", ".join(f"{name} {line[-1]:.3f}" for (name, _), (_, _, line) in lines.items())
     label = f"Training loss of each learner over {place.label}; smoothed, at the end: {ends}."
@@ -271,6 +272,7 @@ def timeline_chart(history: RunHistory, account: RunAccount) -> Markup | None:
     if not count:
         return None
     lane_height = 28.0 if count <= 24 else 16.0
+    colors = colors_of(history)
 
     def draw(canvas: Canvas) -> None:
         letters = 10 if canvas.narrow else 15
@@ -291,7 +293,8 @@ def timeline_chart(history: RunHistory, account: RunAccount) -> Markup | None:
             canvas.text(left - 6, top + lane_height / 2 + 1, shown, "lane", "end")
             at = _Lane(canvas, x, top, lane_height - 6)
             if isinstance(member, LearnerHistory):
-                _draw_learner(at, history, account, member, fastest)
+                color = colors[member.name]
+                _draw_learner(at, history.duration, account, member, fastest, color)
             else:
                 _draw_rounds(at, member)
             _draw_outages(at, history, member)
@@ -322,7 +325,12 @@ class _Lane:
 
 
 def _draw_learner(
-    lane: _Lane, history: RunHistory, account: RunAccount, learner: LearnerHistory, fastest: float
+    lane: _Lane,
+    duration: float,
+    account: RunAccount,
+    learner: LearnerHistory,
+    fastest: float,
+    color: str,
 ) -> None:
     """The rate of stepping as a height; what else it did as a pattern."""
     own = account.learners[learner.name]
@@ -331,7 +339,7 @@ def _draw_learner(
             seconds = format_duration(span.end - span.begin)
             lane.rect(span.begin, span.end, span.doing, f"{learner.name} {span.doing} {seconds}")
     bins = max(1, round((lane.x.end - lane.x.begin) / 3))
-    edges = [history.duration * number / bins for number in range(bins + 1)]
+    edges = [duration * number / bins for number in range(bins + 1)]
     base = lane.top + lane.height
     run: list[tuple[float, float]] = []
     for (begin, end), rate in zip(pairwise(edges), step_rates(learner, edges), strict=True):
@@ -339,9 +347,9 @@ def _draw_learner(
             height = lane.height * min(1.0, rate / fastest if fastest else 1.0)
             run += [(lane.x(begin), base - height), (lane.x(end), base - height)]
         elif run:
-            lane.canvas.area(_corners(run), base, f"steps {color_of(history, learner.name)}")
+            lane.canvas.area(_corners(run), base, f"steps {color}")
             run = []
-    lane.canvas.area(_corners(run), base, f"steps {color_of(history, learner.name)}")
+    lane.canvas.area(_corners(run), base, f"steps {color}")
 
 
 def _corners(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from decoupled_diloco.observe.ledger import Ledger
@@ -196,13 +196,23 @@ class LearnerHistory:
         median = self.step_seconds_median
         if not median:
             return 0
-        gaps = [(a, b) for a, b in self._gaps() if b > since and a < until]
+        gaps, latest_ends = self._long_gaps
+        first = bisect.bisect_right(latest_ends, since)
+        after = bisect.bisect_left(gaps, (until,))
+        found = [(a, b) for a, b in gaps[first:after] if b > since]
         life = self.lives[-1]
         last = life.steps_at[-1:]
         until = until if life.ended_at is None else min(until, life.ended_at)  # it may have left
         if last and last[0] < until and not life.over:
-            gaps.append((max(last[0], since), until))
-        return sum(round((b - a) / median) - 1 for a, b in gaps if b - a > GAP_MEDIANS * median)
+            found.append((max(last[0], since), until))
+        return sum(round((b - a) / median) - 1 for a, b in found if b - a > GAP_MEDIANS * median)
+
+    @cached_property
+    def _long_gaps(self) -> tuple[list[tuple[float, float]], list[float]]:
+        """The gaps that lose steps, by their beginnings, and for each the latest end so far."""
+        limit = GAP_MEDIANS * (self.step_seconds_median or math.inf)
+        gaps = sorted((a, b) for a, b in self._gaps() if b - a > limit)
+        return gaps, list(accumulate((b for _, b in gaps), max))
 
     def _gaps(self) -> Iterator[tuple[float, float]]:
         for life in self.lives:
@@ -308,9 +318,9 @@ class RunHistory:
         every = [outage for member in self.members for outage in member.outages]
         return sorted(every, key=lambda outage: outage.down_at)
 
-    @property
+    @cached_property
     def training_span(self) -> tuple[float, float] | None:
-        """From the first step of anybody to the last step of anybody."""
+        """From the first step of anybody to the last step of anybody, once the tape is read."""
         steps = [at for learner in self.learners.values() for at in learner.steps_at]
         return (min(steps), max(steps)) if steps else None
 

@@ -1,9 +1,12 @@
+import random
 import shutil
+from itertools import accumulate, pairwise
 
 import pytest
 
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.historian import ending_in_words, read_history
+from decoupled_diloco.observe.history import LearnerHistory, Life
 from decoupled_diloco.observe.samples import (
     EndOrdered,
     LossMeasured,
@@ -110,6 +113,24 @@ def test_gaps_of_survivors_count_as_lost_steps(tmp_path):
     assert outage.lost_steps == {"learner-0": 5, "learner-2": 0}
     assert outage.lost_steps_total == 5
     assert read_history(tmp_path).learners["learner-0"].gap_seconds_longest == 6.0
+
+
+def test_lost_steps_are_those_of_every_long_gap_that_reaches_into_the_time():
+    rng = random.Random(3)
+    begin, lives = 0.0, []
+    for _ in range(3):
+        gaps = [rng.choice([1.0, 1.0, 1.0, 1.0, 4.5, 9.0]) for _ in range(60)]
+        steps = list(accumulate(gaps, initial=begin))
+        lives.append(Life(begin, steps[-1], steps))
+        begin = steps[-1] + 20.0
+    lives[-1].over = True
+    learner = LearnerHistory("learner-0", lives)
+    every = [gap for life in lives for gap in pairwise(life.steps_at)]
+    for _ in range(200):
+        since = rng.uniform(-5.0, begin)
+        until = since + rng.choice([0.0, 2.0, 30.0, 500.0])
+        reaching = [b - a for a, b in every if b > since and a < until and b - a > 3.0]
+        assert learner.lost_steps(since, until) == sum(round(gap) - 1 for gap in reaching)
 
 
 def test_a_process_that_came_too_late_to_write_anything_was_started_again(tmp_path):
