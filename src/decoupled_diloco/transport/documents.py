@@ -52,18 +52,12 @@ def fetch(address: str, path: str, query: Mapping[str, str], token: str | None) 
         token: Shown as a bearer token; ``None``: none.
 
     Raises:
+        ConfigError: The address is none, or the token none.
         AccessError: The server refuses the token.
         ProtocolError: It does not know the document.
         TransportError: Nobody answers.
     """
-    parts = urlsplit(address)
-    kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-    if parts.scheme not in kind or not parts.hostname:
-        raise ConfigError(f"{address!r} is no address of a syncer: write http://HOST:PORT")
-    try:
-        connection = kind[parts.scheme](parts.hostname, parts.port, timeout=ANSWER_SECONDS)
-    except ValueError as error:
-        raise ConfigError(f"{address!r} is no address of a syncer: {error}") from None
+    connection = _connection(address)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         connection.request("GET", f"{path}?{urlencode(query)}", headers=headers)
@@ -107,6 +101,20 @@ def read_object(document: Document, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ProtocolError(f"{where} does not answer like a syncer of this version")
     return value
+
+
+def _connection(address: str) -> http.client.HTTPConnection:
+    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    try:
+        parts = urlsplit(address)
+        host = parts.hostname or ""
+        host.encode("idna")  # What no name can be would be found out only when it is looked up.
+        if parts.scheme in kinds and host:
+            return kinds[parts.scheme](host, parts.port, timeout=ANSWER_SECONDS)
+        problem = "write http://HOST:PORT"
+    except (ValueError, http.client.InvalidURL) as error:
+        problem = str(error)
+    raise ConfigError(f"{address!r} is no address of a syncer: {problem}")
 
 
 def _in_words(error: Exception) -> str:

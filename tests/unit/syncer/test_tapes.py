@@ -235,7 +235,22 @@ def test_nobody_there_is_a_sentence_with_a_way_out():
     assert caught.value.exit_code == 4
 
 
-@pytest.mark.parametrize("address", ["ftp://host", "http://", "http://host:port"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ftp://host",
+        "http://",
+        "http://host:port",
+        "http://host:99999",
+        "http://[::1",
+        "http://[::zz]:1",
+        "http://a b",
+        "http://a..b:1",
+        "http://" + "x" * 80 + ":1",
+        "http://ex\u2100mple:80",
+        "http://\u202ex:1",
+    ],
+)
 def test_what_is_no_address_is_said(address):
     with pytest.raises(ConfigError, match="no address of a syncer"):
         fetch(address, TAPE_PATH, {}, None)
