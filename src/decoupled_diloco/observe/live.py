@@ -12,7 +12,9 @@ from decoupled_diloco.observe.historian import ending_in_words, is_learner, is_s
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.samples import (
     Evaluated,
+    FaultEnded,
     FaultInjected,
+    LinkState,
     LossMeasured,
     ProcessEnded,
     ProcessStarted,
@@ -20,8 +22,10 @@ from decoupled_diloco.observe.samples import (
     WeightsSaved,
 )
 from decoupled_diloco.protocol.effects import (
+    Accept,
     ClockAdvanced,
     EndTraining,
+    Evict,
     Expect,
     Note,
     Ready,
@@ -36,17 +40,24 @@ RATE_SECONDS = 15.0
 QUIET_SECONDS = 10.0
 """A learner without a step for this long is shown as quiet."""
 
+CUT_OFF = "cut off"
+"""The state of a learner that steps on while no shard can be heard."""
+
 REPEAT_SECONDS = 5.0
 """The same line, from several processes within this time, is told once."""
 
 _LOOKED_AT = frozenset(
     cls.__name__
     for cls in (
+        Accept,
         ClockAdvanced,
         EndTraining,
         Evaluated,
+        Evict,
         Expect,
+        FaultEnded,
         FaultInjected,
+        LinkState,
         LossMeasured,
         Note,
         ProcessEnded,
@@ -88,7 +99,9 @@ class Rate:
 class LearnerView:
     """One learner, as of now.
 
-    ``state`` is one of starting, joining, training, down, restarting, finished.
+    ``state`` is one of starting, joining, stepping, down, restarting, finished; ``links``: whether
+    its connection to each shard is there; ``cut_at``: since when shards that it lost, ``cut_from``,
+    do not count on it.
     """
 
     name: str
@@ -100,6 +113,9 @@ class LearnerView:
     token_rate: Rate = field(default_factory=Rate)
     loss: float | None = None
     folded: int = 0
+    links: dict[int, bool] = field(default_factory=dict)
+    cut_from: set[str] = field(default_factory=set)
+    cut_at: float = 0.0
 
 
 @dataclass
@@ -146,10 +162,13 @@ class LiveView:
 
     def state_of(self, learner: LearnerView) -> str:
         """A learner's state in words, also that it has not been heard of for a while."""
-        if learner.state == "training" and learner.stepped_at is not None:
+        if learner.state == "stepping" and learner.stepped_at is not None:
             silence = self.now - learner.stepped_at
             if silence > QUIET_SECONDS:
                 return f"quiet for {format_duration(silence)}"
+            nowhere = bool(learner.links) and not any(learner.links.values())
+            if nowhere or (self.shards and learner.cut_from == set(self.shards)):
+                return CUT_OFF
         return learner.state
 
     def take(self, record: Record) -> list[tuple[float, str]]:
@@ -186,10 +205,14 @@ class LiveView:
             learner = self._learner(record.who)
             learner.state = "joining"
             learner.token_rate.clear()
+            learner.links.clear()
+            learner.cut_from.clear()
         elif is_shard(record.who):
             shard = self._shard(record.who)
             shard.state = "running"
             shard.open.clear()
+            for learner in self.learners.values():
+                learner.cut_from.discard(shard.name)
             self.clock_rate.clear()
 
     def _learner(self, name: str) -> LearnerView:
@@ -202,7 +225,7 @@ class LiveView:
         if is_learner(record.who):
             yield from self._learner_said(self._learner(record.who), record.wall, value)
         elif is_shard(record.who):
-            self._shard_said(self._shard(record.who), record.wall, value)
+            yield from self._shard_said(self._shard(record.who), record.wall, value)
 
     def _learner_said(self, learner: LearnerView, wall: float, value: Any) -> Iterator[str]:
         match value:
@@ -216,8 +239,10 @@ class LiveView:
                 learner.loss = loss
                 if loss is None:
                     yield f"the loss of {learner.name} is not finite: it has diverged"
+            case LinkState(shard, connected):
+                learner.links[shard] = connected
             case Ready():
-                learner.state, learner.stepped_at = "training", wall
+                learner.state, learner.stepped_at = "stepping", wall
                 if learner.down_at is None:
                     yield f"{learner.name} joined"
                 else:
@@ -228,8 +253,14 @@ class LiveView:
                 learner.state = "finished"
                 yield "the budget is spent: the closing rounds begin"
 
-    def _shard_said(self, shard: ShardView, wall: float, value: Any) -> None:
+    def _shard_said(self, shard: ShardView, wall: float, value: Any) -> Iterator[str]:
         match value:
+            case Evict(name, why) if name in self.learners and not why.startswith("left"):
+                learner = self.learners[name]
+                learner.cut_at = learner.cut_at if learner.cut_from else wall
+                learner.cut_from.add(shard.name)
+            case Accept(_, name) if name in self.learners:
+                yield from self._heard_again(self.learners[name], shard, wall)
             case ClockAdvanced(clock, _, _):
                 shard.clock, shard.clock_max = clock, max(clock, shard.clock_max)
                 self.clock_rate.add(wall, self.step)
@@ -244,6 +275,13 @@ class LiveView:
                     if value.verdict == "merged" and participant.state == "folded":
                         self._learner(participant.learner).folded += 1
 
+    def _heard_again(self, learner: LearnerView, shard: ShardView, wall: float) -> Iterator[str]:
+        if shard.name in learner.cut_from:
+            learner.cut_from.discard(shard.name)
+            if not learner.cut_from and learner.state == "stepping":
+                away = format_duration(wall - learner.cut_at)
+                yield f"{learner.name} is live again, {away} after it was not"
+
     def _anybody(self, record: Record, value: Any) -> Iterator[str]:
         match value:
             case ProcessStarted(name, _):
@@ -252,6 +290,8 @@ class LiveView:
                 yield from self._process_ended(record.wall, name, code, signal)
             case FaultInjected(kind, target):
                 yield f"fault on purpose: {kind} {target}"
+            case FaultEnded(kind, target):
+                yield f"fault undone: {kind} {target}"
             case RestartScheduled(name, seconds):
                 if name in self.learners:
                     self.learners[name].state = "restarting"

@@ -33,7 +33,8 @@ ROWS_MAX = 16
 """More learners than this are summed up in one row."""
 
 _STYLES = {
-    "training": "green",
+    "stepping": "green",
+    "cut off": "bold yellow",
     "running": "green",
     "finished": "dim",
     "down": "bold red",
@@ -153,7 +154,7 @@ class Progress:
         losses = [x.loss for x in view.learners.values() if x.loss is not None]
         if losses:
             parts.append(f"loss {sum(losses) / len(losses):.3f}")
-        training = sum(x.state == "training" for x in view.learners.values())
+        training = sum(x.state == "stepping" for x in view.learners.values())
         parts.append(f"{training}/{len(view.learners)} learners")
         parts.append(f"{sum(s.merged for s in view.shards.values())} rounds")
         remaining = self.remaining_seconds()
@@ -242,7 +243,7 @@ class Progress:
 
     def _learner_row(self, learner: LearnerView, merged: int) -> Iterable[RenderableType]:
         state = self.view.state_of(learner)
-        rate = learner.token_rate.per_second() if learner.state == "training" else None
+        rate = learner.token_rate.per_second() if learner.state == "stepping" else None
         return (
             Text(learner.name),
             Text(state, style=_STYLES.get(state, "yellow")),

@@ -81,6 +81,14 @@ class FaultInjected:
 
 
 @dataclass(frozen=True, slots=True)
+class FaultEnded:
+    """A fault that was caused on purpose, and lasted, was undone."""
+
+    kind: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class RestartScheduled:
     """The launcher will start a process again, this many seconds from now."""
 
@@ -134,6 +142,7 @@ Sample = (
     | ProcessEnded
     | EndOrdered
     | FaultInjected
+    | FaultEnded
     | RestartScheduled
     | WeightsSaved
     | SampleGenerated

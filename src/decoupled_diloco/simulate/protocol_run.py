@@ -130,8 +130,8 @@ class ProtocolRun:
         self.tapes: VirtualTapes | None = None
         if tape is not None:
             self.tapes = VirtualTapes(tape, self.world, json.loads(public_text(config)))
-        tell = self.tapes.fault if self.tapes else lambda kind, target: None
-        self.script = Script(self.world, scenario, tell)
+        tellers = (self.tapes.fault, self.tapes.fault_ended) if self.tapes else ()
+        self.script = Script(self.world, scenario, *tellers)
         self._watch = Clockwatch(self.world, self.script, scenario)
         self._began = time.perf_counter()
 

@@ -22,7 +22,10 @@ from decoupled_diloco.simulate.shell import Shell
 from decoupled_diloco.simulate.world import World
 
 Teller = Callable[[str, str], None]
-"""Told of every fault when it begins: its kind, and whom it strikes."""
+"""Told of a fault: its kind, and whom it strikes."""
+
+LASTING = ("cut", "pause", "slow", "throttle")
+"""What ends only when it is undone; of others it is told who comes back."""
 
 _NOT_YET = 0
 """Number of what keeps a learner away that is not present from the start."""
@@ -34,7 +37,8 @@ class Script:
     Args:
         world: Where they happen; the script listens to its clock.
         scenario: What happens.
-        tell: For the event tape.
+        tell: Told of every fault when it begins, for the event tape.
+        tell_end: Told of every fault that lasts when it is undone.
 
     Attributes:
         clock: The latest global step of any shard.
@@ -43,13 +47,17 @@ class Script:
     """
 
     def __init__(
-        self, world: World, scenario: Scenario, tell: Teller = lambda kind, target: None
+        self,
+        world: World,
+        scenario: Scenario,
+        tell: Teller = lambda kind, target: None,
+        tell_end: Teller = lambda kind, target: None,
     ) -> None:
         self.world = world
         self.clock = self.tokens = 0
         self.changed_at = 0.0
         self._run = scenario.config.run
-        self._tell = tell
+        self._tell, self._tell_end = tell, tell_end
         self._processes = {process.name: process for process in world.processes}
         self._away: defaultdict[str, set[int]] = defaultdict(set)
         self._pauses: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -192,6 +200,8 @@ class Script:
 
     def _undo(self, happening: Happening, number: int) -> None:
         self.changed_at = self.world.now
+        if happening.kind in LASTING:
+            self._tell_end(happening.kind, happening.target.name)
         match happening.kind:
             case "cut":
                 self._cut(happening, -1)

@@ -130,7 +130,7 @@ class Simulation:
         self.world = self.run.world
         settings = json.loads(public_text(config))
         self.tapes = VirtualTapes(folder, self.world, settings, self.run.losses)
-        self.script = Script(self.world, scenario, self.tapes.fault)
+        self.script = Script(self.world, scenario, self.tapes.fault, self.tapes.fault_ended)
         self._watch = Clockwatch(self.world, self.script, scenario)
         if config.run.evaluator:
             process = self.world.learners[EVALUATOR]

@@ -17,6 +17,7 @@ from decoupled_diloco.observe.open_files import open_files_allowed
 from decoupled_diloco.observe.records import FOLDER_NAME, to_json
 from decoupled_diloco.observe.samples import (
     BytesMoved,
+    FaultEnded,
     FaultInjected,
     LinkState,
     LossMeasured,
@@ -113,6 +114,10 @@ class VirtualTapes:
     def fault(self, kind: str, target: str) -> None:
         """A fault begins."""
         self.sample(FaultInjected(kind, target))
+
+    def fault_ended(self, kind: str, target: str) -> None:
+        """A fault that lasted is undone."""
+        self.sample(FaultEnded(kind, target))
 
     def flush(self) -> None:
         """Brings everything to the files."""

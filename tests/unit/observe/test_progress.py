@@ -9,6 +9,8 @@ from decoupled_diloco.observe.live import LiveView, Rate
 from decoupled_diloco.observe.progress import Progress, SteadyConsole
 from decoupled_diloco.observe.samples import (
     Evaluated,
+    FaultEnded,
+    FaultInjected,
     LossMeasured,
     ProcessEnded,
     ProcessStarted,
@@ -18,6 +20,8 @@ from decoupled_diloco.observe.tape import TapeWriter, read_tape
 from decoupled_diloco.protocol.effects import ClockAdvanced, Expect, Ready
 from decoupled_diloco.protocol.events import StepFinished, TermGranted, Tick
 from decoupled_diloco.protocol.messages import ShardAdmitted
+from decoupled_diloco.simulate.faults import Fault
+from unit.observe.worlds import write_world
 
 WALL = 1_780_000_000.0
 
@@ -49,7 +53,7 @@ def test_display_in_the_middle_of_the_outage(run_folder):
     row = next(line for line in text.splitlines() if line.startswith("learner-1"))
     assert row.split()[1:4] == ["joining", "52", "–"]
     row = next(line for line in text.splitlines() if line.startswith("learner-0"))
-    assert row.split()[1:4] == ["training", "56", "1.02k"]
+    assert row.split()[1:4] == ["stepping", "56", "1.02k"]
     row = next(line for line in text.splitlines() if line.startswith("shard-1"))
     assert row.split() == ["shard-1", "running", "56", "54", "1", "0", "120", "ms"]
     assert "evaluation loss 2.9700 (step 40)" in text
@@ -226,6 +230,33 @@ def test_a_learner_that_has_not_stepped_for_long_is_quiet(tmp_path):
     view, lines = view_of(tmp_path)
     assert view.state_of(view.learners["learner-0"]) == "quiet for 28 s"
     assert lines == ["learner-0 joined", "evaluation at step 1: loss not finite"]
+
+
+def test_who_is_cut_off_and_steps_on_is_to_be_seen(tmp_path):
+    write_world(tmp_path, faults=[Fault(50.0, "cut", "a", 25.0)])
+    view, lines, states = LiveView(), [], {}
+    for record in read_tape(tmp_path):
+        lines += [line for _, line in view.take(record)]
+        states[int(view.elapsed)] = {
+            name: view.state_of(learner) for name, learner in view.learners.items()
+        }
+    assert (states[49]["a"], states[70]["a"], states[80]["a"]) == (
+        "stepping",
+        "cut off",
+        "stepping",
+    )
+    assert states[70]["b"] == "stepping"
+    again = [line for line in lines if "is live again" in line]
+    assert len(again) == 1
+    assert again[0].startswith("a is live again, ")
+
+
+def test_faults_on_purpose_that_last_have_an_end(tmp_path):
+    with writer(tmp_path, "launcher") as tape:
+        tape.sample(1.0, FaultInjected("cut", "pacific"))
+        tape.sample(61.0, FaultEnded("cut", "pacific"))
+    _, lines = view_of(tmp_path)
+    assert lines == ["fault on purpose: cut pacific", "fault undone: cut pacific"]
 
 
 def test_a_diverged_loss_is_told_once_in_a_while(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
@@ -48,6 +49,27 @@ def test_pauses_that_overlap_end_with_the_last(tmp_path: Path) -> None:
     assert learner.paused
     run.world.run(until=31.0)
     assert not learner.paused
+
+
+def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(tmp_path: Path) -> None:
+    text = HEAD
+    for kind, at in (("cut", 10), ("kill", 15)):
+        text += f'[[events]]\nkind = "{kind}"\ntarget = "learner-1"\nat_seconds = {at}\n'
+        text += "for_seconds = 20\n"
+    (tmp_path / "scenario.toml").write_text(text)
+    run = ProtocolRun(load_scenario(tmp_path / "scenario.toml"), tmp_path / "run")
+    run.world.run(until=50.0)
+    run.close()
+    told = [
+        (record.at, record.type, record.data["kind"])
+        for record in read_tape(tmp_path / "run")
+        if record.type in ("FaultInjected", "FaultEnded")
+    ]
+    assert told == [
+        (10.0, "FaultInjected", "cut"),
+        (15.0, "FaultInjected", "kill"),
+        (30.0, "FaultEnded", "cut"),
+    ]
 
 
 def test_who_is_killed_for_good_is_not_started_by_its_supervisor(tmp_path: Path) -> None:
