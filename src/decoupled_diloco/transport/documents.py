@@ -104,7 +104,10 @@ def read_object(document: Document, where: str) -> dict[str, Any]:
 
 
 def _connection(address: str) -> http.client.HTTPConnection:
-    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    kinds: dict[str, type[http.client.HTTPConnection]] = {
+        "http": http.client.HTTPConnection,
+        "https": http.client.HTTPSConnection,
+    }
     try:
         parts = urlsplit(address)
         host = parts.hostname or ""
