@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ LINES_MAX = 24
 
 ABSENT = "–"
 """Stands where there is no number."""
+
+NOT_FINITE = "not finite"
+"""Stands where a number was measured that is none: the training has diverged."""
 
 
 def print_summary(
@@ -101,6 +105,8 @@ def totals(history: RunHistory, account: RunAccount) -> list[Total]:
 def _total(
     name: str, number: float | None, show: Callable[[float], str], detail: str = ""
 ) -> Total:
+    if number is not None and not math.isfinite(number):
+        return Total(name, NOT_FINITE, detail, None, show)
     return Total(name, ABSENT if number is None else show(number), detail, number, show)
 
 
@@ -111,7 +117,8 @@ def _evaluation_totals(history: RunHistory) -> list[Total]:
     number = losses[-1] if losses else None
     rows = [Total("evaluation loss", text, detail, number, "{:.4f}".format)]
     for name, value in history.evaluations[-1].metrics if history.evaluations else ():
-        rows.append(_total(name, value, "{:.4f}".format, "last evaluation"))
+        measured = math.nan if value is None else value  # the tape has no word for such a number
+        rows.append(_total(name, measured, "{:.4f}".format, "last evaluation"))
     return rows
 
 
@@ -119,7 +126,7 @@ def _evaluations(history: RunHistory) -> tuple[str, str]:
     """The first and the last evaluation of the global weights."""
     losses = [e for e in history.evaluations if e.loss is not None]
     if not losses:
-        return ("not finite", "it diverged") if history.evaluations else (ABSENT, "none was made")
+        return (NOT_FINITE, "it diverged") if history.evaluations else (ABSENT, "none was made")
     first, last = losses[0], losses[-1]
     if first is last:
         return (f"{last.loss:.4f}", f"step {last.global_step}")

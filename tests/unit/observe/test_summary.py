@@ -1,4 +1,5 @@
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -104,6 +105,14 @@ def test_evaluations_in_words():
     assert evaluation_line(None) == ("not finite", "it diverged")
     assert evaluation_line(2.5) == ("2.5000", "step 0")
     assert evaluation_line(2.5, None, 1.25) == ("2.5000 → 1.2500", "steps 0 → 2")
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])
+def test_a_metric_that_is_not_finite_is_told_so(value):
+    evaluation = Evaluation(1.0, 1, 2.5, 1, (("accuracy", value),))
+    history = RunHistory(evaluations=[evaluation])
+    (total,) = [t for t in totals(history, account_for(history)) if t.name == "accuracy"]
+    assert (total.text, total.number) == ("not finite", None)
 
 
 def test_a_share_just_below_one_is_not_rounded_up_to_it():
