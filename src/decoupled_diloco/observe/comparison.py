@@ -22,7 +22,7 @@ from decoupled_diloco.observe.report import (
     settings_near,
     settings_of,
     subtitle_of,
-    write_whole,
+    write_page,
 )
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import ABSENT, Total, percent, totals
@@ -61,7 +61,7 @@ def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunHist
         labels = (f"{labels[0]} (first)", f"{labels[1]} (second)")
     sides = [_side(label, path) for label, path in zip(labels, (first, second), strict=True)]
     page = render_comparison(*sides)
-    write_whole(out_html, lambda path: path.write_text(page, encoding="utf-8"))
+    write_page(out_html, page)
     return (sides[0].history, sides[1].history)
 
 

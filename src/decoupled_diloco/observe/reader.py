@@ -72,7 +72,7 @@ def merge_tapes(run_folder: str | Path) -> Path:
     torn = merged.with_name(f".{MERGED_NAME}.{os.getpid()}.part")
     records = read_tape(folder / FOLDER_NAME)
     try:
-        with torn.open("w", encoding="utf-8") as file:
+        with torn.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(format_record(record) for record in records)
         torn.replace(merged)
     except OSError as error:

@@ -58,7 +58,7 @@ def write_report(
     if out_html is not None:
         folder = Path(out_html).parent if isinstance(source, RunHistory) else Path(source)
         page = render_report(history, settings_near(folder))
-        write_whole(Path(out_html), lambda path: path.write_text(page, encoding="utf-8"))
+        write_page(Path(out_html), page)
     return history
 
 
@@ -230,6 +230,15 @@ def settings_near(path: Path) -> str | None:
         return (run / "run.toml").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def write_page(path: Path, page: str) -> None:
+    """Writes a page, whole or not at all; half of a surrogate pair in it becomes a ``?``.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    write_whole(path, lambda torn: torn.write_text(page, encoding="utf-8", errors="replace"))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -11,6 +11,7 @@ from decoupled_diloco.observe.comparison import write_comparison
 from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.history import LearnerHistory, Round, RunHistory
 from decoupled_diloco.observe.report import render_report, write_report
+from decoupled_diloco.observe.samples import SampleGenerated
 from decoupled_diloco.observe.shapes import averaged, rows_of, smoothed, step_rates
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol.effects import Apply, ClockAdvanced, RoundFinished
@@ -255,6 +256,13 @@ def test_sixty_four_learners_and_two_hundred_fragments(tmp_path):
     text = (tmp_path / "report.html").read_text()
     assert "learner-63" in text
     assert len(text) < 500_000
+
+
+def test_half_a_surrogate_pair_in_a_sample_is_a_question_mark(tmp_path):
+    with TapeWriter(tmp_path, "launcher") as tape:
+        tape.sample(1.0, SampleGenerated("left\udc80right"))
+    write_report(tmp_path, tmp_path / "report.html", None)
+    assert "left?right" in (tmp_path / "report.html").read_text()
 
 
 def test_diverged_losses_are_told():

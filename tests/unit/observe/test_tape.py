@@ -53,6 +53,15 @@ def test_round_trip(tmp_path):
     assert {r.who for r in records} == {"learner-0"}
 
 
+def test_half_a_surrogate_pair_comes_through_as_it_was_written(tmp_path):
+    note = Note("a\udc80b", "undecodable")
+    with writer(tmp_path / "tape", who="learner-0") as tape:
+        tape.effects(0.5, tape.event(0.5, StepFinished(1)), [note])
+    merged = merge_tapes(tmp_path)
+    for path in (tmp_path / "tape", merged):
+        assert [r.value() for r in read_tape(path) if r.type == "Note"] == [note]
+
+
 READ_WITHIN = """
 import resource, sys
 from decoupled_diloco.errors import StorageError
