@@ -235,12 +235,50 @@ def halfway(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("keys", [b"q", b"\x03"], ids=["q", "ctrl-c"])
+@pytest.mark.parametrize("keys", [b"q", b"\x03", b"\x1b"], ids=["q", "ctrl-c", "escape"])
 def test_watch_quits_cleanly(halfway: Path, keys: bytes) -> None:
     with terminal("watch", str(halfway)) as screen:
         screen.expect("shard-1")
         screen.press(keys)
         assert screen.ended() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_watch_gives_the_terminal_back_when_it_is_told_to_end(halfway: Path, number: int) -> None:
+    with terminal("watch", str(halfway)) as screen:
+        screen.expect("shard-1")
+        os.kill(screen.process.pid, number)
+        assert screen.ended() == 0
+
+
+def test_arrow_keys_do_not_end_watch(halfway: Path) -> None:
+    with terminal("watch", str(halfway)) as screen:
+        screen.expect("shard-1")
+        for keys in (b"\x1b[A", b"\x1bOB", b"\x1b[1;5C", b"\x1b[5~"):
+            screen.press(keys)
+            screen.read(0.4)
+            assert screen.process.poll() is None, keys
+        screen.press(b"q")
+        assert screen.ended() == 0
+
+
+class Spoilt(FolderSource):
+    """A source in which something goes wrong that nobody has thought of."""
+
+    def poll(self) -> list[Record]:
+        if self.generation:
+            raise RuntimeError("nobody has thought of it")
+        self.generation += 1
+        return super().poll()
+
+
+def test_whatever_ends_the_reading_ends_watch(halfway: Path) -> None:
+    reader = Reader(Spoilt(halfway), every=0.01)
+    reader.start()
+    reader.join(10)
+    assert not reader.is_alive()
+    assert isinstance(reader.failure, RuntimeError)
+    assert reader.over
 
 
 def test_watch_follows_the_size_of_the_terminal(halfway: Path) -> None:

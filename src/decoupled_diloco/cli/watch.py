@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import threading
@@ -17,7 +18,7 @@ import typer
 
 from decoupled_diloco.cli.options import RunSource, TokenFile, fail, make_console
 from decoupled_diloco.cli.status import source_of
-from decoupled_diloco.errors import AccessError, Error, TransportError
+from decoupled_diloco.errors import AccessError, TransportError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -31,6 +32,11 @@ FRAME_SECONDS = 0.25
 GONE_SECONDS = 15.0
 """A syncer that has gone for so long, and was so near its end or in its closing rounds, is done."""
 
+ESCAPE_SECONDS = 0.05
+"""What follows an escape within this time belongs to it: an arrow key is three bytes at once."""
+
+ESCAPE = "\x1b"
+
 
 def watch(
     source: RunSource,
@@ -42,7 +48,7 @@ def watch(
         fail("watch needs a terminal: use ddiloco status, for example with watch(1)")
     reader = Reader(source_of(source, token_file), every)
     console = make_console()
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), _told_to_end():
         _show(reader, console)
     reader.stopping.set()
     if reader.failure is not None:
@@ -66,7 +72,7 @@ class Reader(threading.Thread):
 
         self.status: RunStatus | None = None
         self.trouble: tuple[float, str] | None = None
-        self.failure: Error | None = None
+        self.failure: Exception | None = None
         self.stopping = threading.Event()
         self._source = source
         self._every = every
@@ -86,7 +92,7 @@ class Reader(threading.Thread):
             except TransportError as error:
                 since = self.trouble[0] if self.trouble else time.monotonic()
                 self.trouble = (since, str(error))
-            except Error as error:
+            except Exception as error:  # Who draws would show the last picture for ever.
                 self.failure = error
                 return
 
@@ -132,7 +138,7 @@ def _show(reader: Reader, console: Console) -> None:
         reader.start()
         while not reader.over:
             live.update(_picture(reader, console, rows=console.height), refresh=True)
-            if pressed(FRAME_SECONDS) in ("q", "Q", "\x1b"):
+            if pressed(FRAME_SECONDS) in ("q", "Q", ESCAPE):
                 return
 
 
@@ -157,17 +163,46 @@ def _picture(reader: Reader, console: Console, *, rows: int | None) -> Renderabl
 
 
 @contextlib.contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM and SIGHUP end it as ctrl-c does: the terminal is given back as it was."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def _single_keys() -> Iterator[Callable[[float], str]]:
-    """Keys one by one, without echo; the terminal is as it was afterwards."""
+    """Keys one by one, without echo; the terminal is as it was afterwards.
+
+    A key that sends several bytes, as the arrows do, is all of them.
+    """
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
 
     def pressed(seconds: float) -> str:
-        readable, _, _ = select.select([number], [], [], seconds)
-        return os.read(number, 1).decode(errors="replace") if readable else ""
+        key = _byte(number, seconds)
+        while key.startswith(ESCAPE) and (more := _byte(number, ESCAPE_SECONDS)):
+            key += more
+        return key
 
     try:
         tty.setcbreak(number)
         yield pressed
     finally:
-        termios.tcsetattr(number, termios.TCSADRAIN, before)
+        # The terminal may be gone: its window was closed.
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def _byte(number: int, seconds: float) -> str:
+    """The next byte from the terminal, if it comes within so many seconds."""
+    readable, _, _ = select.select([number], [], [], seconds)
+    return os.read(number, 1).decode(errors="replace") if readable else ""
