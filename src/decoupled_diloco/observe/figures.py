@@ -109,10 +109,17 @@ def place_over(history: RunHistory, over: Over) -> Place:
     tokens_at = (tuple(at for at, _ in steps), tuple(accumulate(tokens for _, tokens in steps)))
     label, high = {
         "time": (f"wall-clock time [{name}]", history.duration / unit),
-        "step": ("global step", float(history.global_step)),
+        "step": ("global step", float(_last_step(history))),
         "tokens": ("tokens, all learners together", float(history.tokens)),
     }[over]
     return Place(over, unit if over == "time" else 1.0, label, high or 1.0, tokens_at)
+
+
+def _last_step(history: RunHistory) -> int:
+    """The last global step of anybody: a learner's can be ahead of what the shards have counted."""
+    losses = (loss.global_step for one in history.learners.values() for loss in one.losses)
+    measured = (evaluation.global_step for evaluation in history.evaluations)
+    return max((history.global_step, *losses, *measured))
 
 
 def evaluation_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Markup | None:

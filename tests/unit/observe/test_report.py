@@ -5,11 +5,18 @@ from html.parser import HTMLParser
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe import plots
+from decoupled_diloco.observe import figures, plots
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.comparison import write_comparison
 from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import LearnerHistory, Round, RunHistory
+from decoupled_diloco.observe.history import (
+    Evaluation,
+    LearnerHistory,
+    Loss,
+    Round,
+    RunHistory,
+    ShardHistory,
+)
 from decoupled_diloco.observe.report import render_report, write_report
 from decoupled_diloco.observe.samples import SampleGenerated
 from decoupled_diloco.observe.shapes import averaged, rows_of, smoothed, step_rates
@@ -256,6 +263,16 @@ def test_sixty_four_learners_and_two_hundred_fragments(tmp_path):
     text = (tmp_path / "report.html").read_text()
     assert "learner-63" in text
     assert len(text) < 500_000
+
+
+def test_the_axis_of_steps_reaches_as_far_as_the_losses():
+    """A learner's step can be ahead of what the shards have counted."""
+    learner = LearnerHistory("learner-0", losses=[Loss(float(at), at, 2.0) for at in range(9)])
+    history = RunHistory(duration=8.0, learners={"learner-0": learner})
+    history.shards["shard-0"] = ShardHistory("shard-0", clock_at=[7.5], clock=[7])
+    assert figures.place_over(history, "step").high == 8.0
+    history.evaluations.append(Evaluation(8.0, 10, 2.0, 1))
+    assert figures.place_over(history, "step").high == 10.0
 
 
 def test_half_a_surrogate_pair_in_a_sample_is_a_question_mark(tmp_path):
