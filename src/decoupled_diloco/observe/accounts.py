@@ -208,7 +208,8 @@ def _spans(learner: LearnerHistory, until: float) -> Iterator[Span]:
     median = _median_step(learner)
     for index, life in enumerate(learner.lives):
         following = learner.lives[index + 1] if index + 1 < len(learner.lives) else None
-        end = max(until, life.started_at) if life.ended_at is None else life.ended_at
+        latest = max(until, life.started_at)
+        end = latest if life.ended_at is None else min(life.ended_at, latest)
         if following is not None:
             end = min(end, following.began_at)
         yield from _spans_of_life(life, end, median)

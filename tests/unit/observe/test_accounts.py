@@ -137,6 +137,13 @@ def test_the_cut_at_the_end():
     assert stalled.time.seconds("waiting") == 6.0
 
 
+def test_a_short_rest_is_no_wait_however_late_the_process_ends():
+    late = steps(0.25, 9.25, ended_at=30.0)
+    account = account_for(run_of(steps(0, 9.5, 0.5), b=[late])).learners["b"]
+    assert seconds_of(account)["other"] == 0.25
+    assert account.time.waiting == 0
+
+
 def test_nobody_steps_for_a_while():
     history = run_of(steps(0, 4, ended_at=4.0, crashed=True), steps(6, 11))
     assert account_for(history).uptime == pytest.approx(8 / 10)
