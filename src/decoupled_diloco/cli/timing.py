@@ -58,15 +58,26 @@ def timing(
     print_intervals(intervals(found, chronicle=chronicle), make_console())
 
 
-def print_essential(config: RunConfig, console: Console) -> None:
+def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
     """The short table for the start of a run."""
+    from rich.table import Table
+    from rich.text import Text
+
     from decoupled_diloco.config.method import options_of, public_text, read_public
     from decoupled_diloco.launch.timing import intervals
 
     options = options_of(read_public(public_text(config)))
     rows = intervals(options, give_up_seconds=config.learner.give_up_seconds)
-    print_intervals([row for row in rows if row.essential], console)
-    console.print("(all of them: ddiloco timing)\n", style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim")
+    for row in rows:
+        if row.essential:
+            value = row.value.replace("not measured yet", "measured")
+            table.add_row(Text(row.name), Text(value), Text(row.essential))
+    console.print(table)
+    console.print(f"all of them: ddiloco timing {folder}\n", style="dim", soft_wrap=True)
 
 
 def print_intervals(rows: Sequence[Interval], console: Console) -> None:
@@ -79,9 +90,8 @@ def print_intervals(rows: Sequence[Interval], console: Console) -> None:
     table.add_column("derived from")
     table.add_column("now", style="bold")
     group = ""
-    essential = all(row.essential for row in rows)
     for row in rows:
-        if row.group != group and not essential:
+        if row.group != group:
             table.add_row(Text(row.group, style="dim italic"), "", "")
         group = row.group
         table.add_row(Text(row.name), Text(row.rule), Text(row.value))

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from decoupled_diloco.cli.beginning import tell_beginning
 from decoupled_diloco.cli.options import INTERRUPTED
 from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
-from decoupled_diloco.cli.timing import print_essential
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
@@ -22,7 +22,7 @@ def train_locally(config: RunConfig, console: Console) -> int:
     run = LocalRun(config)
     budget = (config.run.budget_steps, config.run.budget_tokens)
     with reader_may_be_gone():
-        print_essential(config, console)
+        tell_beginning(config, run.path, run.folder.moved_to, console)
     try:
         with _termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
             run.start()
@@ -46,29 +46,17 @@ def train_locally(config: RunConfig, console: Console) -> int:
 def serve_locally(config: RunConfig, console: Console) -> int:
     """Runs all shards on this machine, for learners that are started elsewhere."""
     run = LocalRun(config, learners=False)
+    budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
         with _termination_as_interrupt():
             run.start()
             run.wait_for_shards()
-            reached = [from_elsewhere(address) for address in run.addresses]
-            each = config.syncer.principals_file is not None
-            secret = "FILE_WITH_ITS_OWN" if each else run.secret_file
-            more = (
-                "" if reached == list(run.addresses) else ", or any other address of this machine"
-            )
-            console.print(
-                f"syncer of {config.run.name}: {', '.join(reached)}{more}\n"
-                f"secret: {run.secret_file}\n"
-                "join with:\n"
-                f'  dd.Learner(model, syncer="{reached[0]}", token=…)\n'
-                f"  ddiloco learner {run.path}/run.toml --index 0 "
-                f"--syncer {reached[0]} --token-file {secret}",
-                soft_wrap=True,
-            )
             with reader_may_be_gone():
-                console.print()
-                print_essential(config, console)
-            outcome = run.wait(lambda: None)
+                _tell_how_to_join(config, run, console)
+                tell_beginning(config, run.path, run.folder.moved_to, console, here=False)
+            with Progress(run.path, *budget, console=console) as progress:
+                outcome = run.wait(progress.poll)
+                progress.poll()
     except KeyboardInterrupt:
         outcome = Outcome(False, "interrupted", None)
     finally:
@@ -78,6 +66,23 @@ def serve_locally(config: RunConfig, console: Console) -> int:
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
+
+
+def _tell_how_to_join(config: RunConfig, run: LocalRun, console: Console) -> None:
+    reached = [from_elsewhere(address) for address in run.addresses]
+    more = "" if reached == list(run.addresses) else ", or any other address of this machine"
+    each, own = config.syncer.principals_file is not None, config.syncer.token_file is not None
+    secret = "FILE_WITH_ITS_OWN" if each else run.secret_file
+    new = "" if each or own else "\n  (new in each run: learners of an earlier one need it again)"
+    console.print(
+        f"syncer of {config.run.name}: {', '.join(reached)}{more}\n"
+        f"secret: {run.secret_file}{new}\n"
+        "join with:\n"
+        f'  dd.Learner(model, syncer="{reached[0]}", token=…)\n'
+        f"  ddiloco learner {run.path}/run.toml --index 0 "
+        f"--syncer {reached[0]} --token-file {secret}\n",
+        soft_wrap=True,
+    )
 
 
 @contextlib.contextmanager

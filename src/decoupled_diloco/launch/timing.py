@@ -37,7 +37,7 @@ class Interval:
         rule: What it is derived from: a formula with its constants, or a constant.
         value: What it is now; where only a run can tell, what is known before.
         sources: The constants it rests on, ``module.NAME``.
-        essential: Shown at the start of a run.
+        essential: What it means in plain words, for the start of a run; empty: not shown there.
     """
 
     group: str
@@ -45,7 +45,7 @@ class Interval:
     rule: str
     value: str
     sources: tuple[str, ...]
-    essential: bool = False
+    essential: str = ""
 
 
 def intervals(
@@ -93,28 +93,26 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
             f"{round(limits.lost_seconds / limits.ping_seconds)} pings unanswered",
             _s(limits.lost_seconds),
             ("transport.base.Limits.lost_seconds",),
-            True,
         ),
         row(
             "learner's lease",
             f"{pings} pings; any byte renews it",
             _s(lease),
             ("protocol.membership.LEASE_SECONDS",),
-            True,
+            "silent for longer, a learner has to join again",
         ),
         row(
             "reconnect",
             "what a broken connection leaves of it",
             _s(reconnect),
             ("protocol.membership.RECONNECT_SECONDS",),
-            True,
+            "a broken connection may come back within it",
         ),
         row(
             "lateness correction",
             f"of leases, if a tick is over {_s(late)} late",
             f"lateness + {_s(reconnect)}",
             ("protocol.syncer.LATENESS_SECONDS_MIN", "protocol.membership.RECONNECT_SECONDS"),
-            True,
         ),
         row(
             "who was heard",
@@ -133,7 +131,6 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
             "doubling, with full jitter",
             f"{_s(floor)} to {_s(cap)}",
             ("transport.backoff.FLOOR_SECONDS", "transport.backoff.CAP_SECONDS"),
-            True,
         ),
         row(
             "learner gives up",
@@ -161,7 +158,7 @@ def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
             formula if margin else "grace_margin = 0",
             _grace(chronicle) if margin else "none",
             (),
-            True,
+            _grace_in_words(options),
         ),
         row(
             "ξ_step, ξ_quorum, …",
@@ -177,7 +174,7 @@ def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
                 "protocol.membership.UPLOAD_SECONDS_UNKNOWN",
                 "protocol.membership.UPLOAD_SECONDS_MIN",
             ),
-            True,
+            "for a fragment; then it follows the uploads",
         ),
         row(
             "after a missed one",
@@ -190,7 +187,6 @@ def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
             f"max({_s(patience)}, {options.period} ξ_step) after the quorum's bodies",
             rest,
             ("protocol.syncer_rounds.SOFT_DEADLINE_SECONDS_MIN",),
-            True,
         ),
         row(
             "who is always late",
@@ -208,6 +204,12 @@ def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
             ),
         ),
     ]
+
+
+def _grace_in_words(options: Options) -> str:
+    if not options.grace_margin:
+        return "a round is closed once its quorum is there"
+    return f"{100 * options.grace_margin:.0f} % of the spare time, for more than a quorum"
 
 
 def _step_seconds(chronicle: Chronicle | None) -> float | None:
@@ -307,7 +309,6 @@ def _transfers() -> list[Interval]:
             f"no byte for max({_s(stall)}, {rtts} round trips)",
             f"{_s(stall)} or more",
             ("transport.base.Limits.stall_seconds", "transport.http_client.STALL_RTTS"),
-            True,
         ),
         row(
             "server's patience",
@@ -401,14 +402,13 @@ def _processes() -> list[Interval]:
             f"{len(delays)} times in a row; {_s(supervisor.HEALTHY_SECONDS)} of life forgive",
             f"{_s(delays[0])} to {_s(delays[-1])}",
             ("launch.supervisor.RESTART_SECONDS", "launch.supervisor.HEALTHY_SECONDS"),
-            True,
+            "pause before an ended process starts again",
         ),
         row(
             "stop",
             f"from SIGTERM to SIGKILL; a shard waits {_s(http_server.STOP_SECONDS)} for peers",
             _s(supervisor.TERMINATE_SECONDS),
             ("launch.supervisor.TERMINATE_SECONDS", "transport.http_server.STOP_SECONDS"),
-            True,
         ),
         row(
             "after the end",

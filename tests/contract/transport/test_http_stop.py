@@ -31,7 +31,7 @@ async def test_a_peer_that_reads_nothing_does_not_hold_it(messages: int) -> None
 
     server = HttpServer(on_channel=say_much)
     await server.start()
-    reader, writer = await asyncio.open_connection(
+    _, writer = await asyncio.open_connection(
         "127.0.0.1", int(server.address.rsplit(":", 1)[1]), limit=1 << 16
     )
     writer.write(UPGRADE.encode())

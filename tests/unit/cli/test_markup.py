@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ class Served:
 
     def __init__(self, config: RunConfig, *, learners: bool) -> None:
         self.path = config.run.folder
+        self.folder = SimpleNamespace(moved_to=Path("runs/a[b].1"))
         self.addresses = ("http://127.0.0.1:7070",)
         self.secret_file = Path(config.run.folder) / "token"
 
@@ -40,6 +42,8 @@ def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyP
     text = console.file.getvalue()
     assert "syncer of small: http" in text
     assert "secret: runs/a[b]/token" in text
+    assert "the earlier run is kept in runs/a[b].1" in text
+    assert "ddiloco timing runs/a[b]\n" in text
     assert "ddiloco learner runs/a[b]/run.toml" in text
     assert "no [/data] here; no weights" in text
 

@@ -2,14 +2,18 @@
 
 import ast
 import importlib
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import decoupled_diloco
+from decoupled_diloco.cli.timing import print_essential
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.timing import intervals, upload_estimate
 from decoupled_diloco.observe.chronicle import chronicle_of
+from decoupled_diloco.observe.progress import SteadyConsole
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.transport.base import Limits
@@ -82,10 +86,15 @@ def test_settings_go_into_the_formulas():
     assert row(intervals(Options(grace_margin=0.0)), "grace window").value == "none"
 
 
-def test_the_essential_part_fits_a_small_terminal():
-    essential = [row for row in intervals(Options()) if row.essential]
-    assert 8 <= len(essential) <= 12
-    assert all(len(row.name) <= 20 for row in essential)
+def test_the_start_of_a_run_takes_six_lines_of_a_small_terminal():
+    config = RunConfig(run={"budget_steps": 8, "folder": "runs/small"})
+    console = SteadyConsole(file=io.StringIO(), width=80)
+    print_essential(config, Path("runs/small"), console)
+    lines = console.file.getvalue().strip().splitlines()
+    assert len(lines) == 6, lines
+    assert [line[:9] for line in lines[:2]] == ["learner's", "reconnect"]
+    assert lines[-1] == "all of them: ddiloco timing runs/small"
+    assert not any("ξ" in line for line in lines)
 
 
 def test_a_run_tells_the_measured_values(tmp_path):
