@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.errors import ProtocolError, StorageError
+from decoupled_diloco.observe.cuts import cuts_of
 from decoupled_diloco.observe.history import (
     Evaluation,
     LearnerHistory,
@@ -38,6 +39,7 @@ from decoupled_diloco.observe.samples import (
     WeightsSaved,
 )
 from decoupled_diloco.protocol.effects import (
+    Accept,
     Apply,
     ClockAdvanced,
     EndTraining,
@@ -64,6 +66,7 @@ PROBLEMS_MAX = 10
 _LOOKED_AT = frozenset(
     cls.__name__
     for cls in (
+        Accept,
         Apply,
         BytesMoved,
         ClockAdvanced,
@@ -172,6 +175,8 @@ class _Historian:
         self._orders: dict[str, list[float]] = {}
         self._spawns: dict[str, float] = {}
         self._evictions: dict[str, list[tuple[float, str]]] = {}
+        self._gone: dict[str, dict[str, list[tuple[float, str]]]] = {}
+        self._accepted: dict[str, dict[str, list[float]]] = {}
         self._bytes: dict[str, dict[int, BytesMoved]] = {}
 
     def take(self, record: Record) -> None:
@@ -221,6 +226,10 @@ class _Historian:
             member.outages = self._outages(member)
         for member in run.members:
             member.outages = [self._with_lost_steps(outage) for outage in member.outages]
+        for name, gone in self._gone.items():
+            if name in run.learners:
+                learner, accepted = run.learners[name], self._accepted.get(name, {})
+                learner.cuts = cuts_of(run, learner, gone, accepted)
         run.bytes_moved = {
             who: BytesMoved(*map(sum, zip(*map(dataclasses.astuple, lives.values()), strict=True)))
             for who, lives in self._bytes.items()
@@ -312,6 +321,10 @@ class _Historian:
                 shard.terms.append(admitted.term)
             case Evict(learner, reason, _):
                 self._evictions.setdefault(learner, []).append((at, reason))
+                own = self._gone.setdefault(learner, {})
+                own.setdefault(shard.name, []).append((at, reason))
+            case Accept(learner=learner):
+                self._accepted.setdefault(learner, {}).setdefault(shard.name, []).append(at)
 
     def _anybody(self, record: Record, at: float, value: Any) -> None:
         run, who = self.run, record.who

@@ -96,6 +96,33 @@ class Outage:
         return sum(self.lost_steps.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A learner that lived and stepped on while shards did not hear of it.
+
+    Attributes:
+        who: The learner.
+        cut_at: When a shard had last heard of it.
+        back_at: When every shard counted on it again; ``None``: none did before its end.
+        steps: Its own steps meanwhile.
+        rounds_merged: The rounds that were merged meanwhile; ``rounds_missed``: without it.
+        lost_steps: For each other learner that lived: steps that it lost meanwhile.
+    """
+
+    who: str
+    cut_at: float
+    back_at: float | None
+    steps: int
+    rounds_merged: int
+    rounds_missed: int
+    lost_steps: dict[str, int]
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it was cut off; ``None``: to its end."""
+        return None if self.back_at is None else self.back_at - self.cut_at
+
+
 @dataclass(slots=True)
 class Life:
     """One life of a process, from its start record to its last record.
@@ -155,6 +182,7 @@ class LearnerHistory:
     discarded_tokens: float = 0.0
     applied: Counter[str] = field(default_factory=Counter)
     outages: list[Outage] = field(default_factory=list)
+    cuts: list[Cut] = field(default_factory=list)
     rounds_asked: int = 0
     rounds_folded: int = 0
     rounds_merged_in_run: int = 0
@@ -317,6 +345,12 @@ class RunHistory:
         """The outages of all learners and shards, in order of time."""
         every = [outage for member in self.members for outage in member.outages]
         return sorted(every, key=lambda outage: outage.down_at)
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """When learners were out of the syncer's reach, in order of time."""
+        every = [cut for learner in self.learners.values() for cut in learner.cuts]
+        return sorted(every, key=lambda cut: (cut.cut_at, cut.who))
 
     @cached_property
     def training_span(self) -> tuple[float, float] | None:

@@ -21,7 +21,7 @@ from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.history import RunHistory
 from decoupled_diloco.observe.records import FOLDER_NAME
 from decoupled_diloco.observe.shapes import learners_in_order
-from decoupled_diloco.observe.summary import outage_line, totals
+from decoupled_diloco.observe.summary import absences, totals
 
 LEGEND_MAX = 12
 """More learners than this are not named beside the plot of their losses."""
@@ -81,7 +81,7 @@ def render_report(history: RunHistory, settings: str | None = None) -> str:
             else "Decoupled DiLoCo run",
             subtitle=subtitle_of(history),
             problems=problems_of(history),
-            outages=[outage_line(history, outage) for outage in history.outages],
+            outages=absences(history),
             totals=totals(history, account),
             losses=_losses(history),
             legend=list(figures.colors_of(history).items())[:LEGEND_MAX],

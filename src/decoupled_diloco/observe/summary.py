@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
-from decoupled_diloco.observe.history import LearnerHistory, Outage, RunHistory, ShardHistory
+from decoupled_diloco.observe.history import Cut, LearnerHistory, Outage, RunHistory, ShardHistory
 from decoupled_diloco.observe.progress import SteadyConsole, natural
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
@@ -44,9 +44,12 @@ def print_summary(
             console.print(_table(title, rows[: 1 + LINES_MAX]))
         if len(rows) > 1 + LINES_MAX:
             console.print(f"… and {len(rows) - 1 - LINES_MAX} more: the report has them")
-    lines = [outage_line(history, outage) for outage in history.outages[:LINES_MAX]]
-    if len(history.outages) > LINES_MAX:
-        lines.append(f"… and {len(history.outages) - LINES_MAX} more outages: the report has them")
+    lines = absences(history)
+    if len(lines) > LINES_MAX:
+        lines = [
+            *lines[:LINES_MAX],
+            f"… and {len(lines) - LINES_MAX} more absences: the report has them",
+        ]
     lines += [f"the tape is not whole: {problem}" for problem in history.problems]
     for line in lines:
         console.print()
@@ -158,6 +161,26 @@ def _discarded(account: RunAccount) -> tuple[float, Callable[[float], str], str]
     return (tokens.tokens("discarded"), format_count, share)
 
 
+def absences(history: RunHistory) -> list[str]:
+    """Who was away, down or cut off, a sentence each, in order of time."""
+    told = [(outage.down_at, outage_line(history, outage)) for outage in history.outages]
+    told += [(cut.cut_at, cut_line(history, cut)) for cut in history.cuts]
+    return [line for _, line in sorted(told, key=lambda entry: entry[0])]
+
+
+def cut_line(history: RunHistory, cut: Cut) -> str:
+    """What it meant that a learner was cut off, in one sentence."""
+    until = "the end" if cut.back_at is None else f"{cut.back_at:.1f} s"
+    line = f"{cut.who} was cut off from {cut.cut_at:.1f} s (step "
+    line += f"{history.global_step_by(cut.cut_at)}) to {until}, trained on alone for "
+    line += f"{cut.steps} steps and missed {cut.rounds_missed} of {cut.rounds_merged} merged rounds"
+    if not cut.lost_steps:
+        return line
+    losers = [f"{name} {count}" for name, count in cut.lost_steps.items() if count]
+    line += f"; steps lost by the others: {sum(cut.lost_steps.values())}"
+    return line + (f" ({', '.join(losers)})" if losers else "")
+
+
 def outage_line(history: RunHistory, outage: Outage) -> str:
     """What an outage did, in one sentence."""
     was = "was " if outage.how.startswith("killed") else ""
@@ -221,7 +244,7 @@ def _learner_row(learner: LearnerHistory, account: RunAccount) -> list[str]:
         (ABSENT if loss is None else f"{loss:.3f}") + not_finite,
         percent(learner.participation),
         percent(account.learners[learner.name].tokens.discarded_share if learner.tokens else None),
-        _away(learner.outages),
+        _away([*learner.outages, *learner.cuts]),
         _seconds(learner.gap_seconds_longest),
         _seconds(learner.step_seconds_median),
     ]
@@ -239,13 +262,13 @@ def _shard_row(shard: ShardHistory) -> list[str]:
     ]
 
 
-def _away(outages: list[Outage]) -> str:
-    """How often and how long, or that it never came back."""
-    if not outages:
+def _away(times: Sequence[Outage | Cut]) -> str:
+    """How often and how long it was down or cut off, or that it never came back."""
+    if not times:
         return ABSENT
-    seconds = [outage.seconds for outage in outages if outage.seconds is not None]
-    times = f"{len(outages)}×, " if len(outages) > 1 else ""
-    return times + (f"{sum(seconds):.1f} s" if len(seconds) == len(outages) else "for good")
+    seconds = [each.seconds for each in times if each.seconds is not None]
+    often = f"{len(times)}×, " if len(times) > 1 else ""
+    return often + (f"{sum(seconds):.1f} s" if len(seconds) == len(times) else "for good")
 
 
 def _median(values: list[float]) -> float | None:

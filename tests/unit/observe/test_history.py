@@ -13,8 +13,11 @@ from decoupled_diloco.observe.samples import (
     ProcessEnded,
     ProcessStarted,
 )
+from decoupled_diloco.observe.summary import absences
 from decoupled_diloco.observe.tape import TapeWriter, merge_tapes
 from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.simulate.faults import Fault
+from unit.observe.worlds import lines_of, write_world
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +219,58 @@ def test_records_of_another_version_are_left_out_and_told(tmp_path):
         "2 records that this version cannot read were left out: learner-0: StepFinished: unknown "
         "fields ['words'], missing ['tokens']"
     ]
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory):
+    """The learner `a` steps a second and is cut off from 50.3 s to 75.3 s."""
+    folder = tmp_path_factory.mktemp("cut")
+    write_world(folder, faults=[Fault(50.3, "cut", "a", 25.0)])
+    return folder, read_history(folder)
+
+
+def test_who_is_cut_off_trains_on_and_misses_rounds(cut):
+    folder, history = cut
+    [one] = history.cuts
+    assert (one.who, history.learners["a"].outages) == ("a", [])
+    assert one.cut_at == pytest.approx(50.3, abs=1.5)  # the last ping
+    back = [
+        record["at"]
+        for shard in (0, 1)
+        for record in lines_of(folder / "tape" / f"shard-{shard}.jsonl")
+        if record["type"] == "Accept" and record["data"]["learner"] == "a" and record["at"] > 60
+    ]
+    assert one.back_at == pytest.approx(max(back), abs=1e-5)
+    assert one.steps == pytest.approx(one.seconds, abs=1)
+    rounds = [
+        record["data"]
+        for shard in (0, 1)
+        for record in lines_of(folder / "tape" / f"shard-{shard}.jsonl")
+        if record["type"] == "RoundFinished" and one.cut_at < record["at"] <= one.back_at
+    ]
+    merged = [each for each in rounds if each["verdict"] == "merged"]
+    missed = [each for each in merged if not folded(each, "a")]
+    assert (one.rounds_merged, one.rounds_missed) == (len(merged), len(missed))
+    assert len(missed) > 0
+
+
+def folded(result, name):
+    states = {each["learner"]: each["state"] for each in result["participants"]}
+    return states.get(name) == "folded"
+
+
+def test_a_cut_is_told_in_one_sentence(cut):
+    _, history = cut
+    [one] = history.cuts
+    step = history.global_step_by(one.cut_at)
+    others = f"{sum(one.lost_steps.values())}"
+    assert set(one.lost_steps) == {"b", "c", "d"}
+    line = (
+        f"a was cut off from {one.cut_at:.1f} s (step {step}) to {one.back_at:.1f} s, trained on "
+        f"alone for {one.steps} steps and missed {one.rounds_missed} of {one.rounds_merged} merged "
+        f"rounds; steps lost by the others: {others}"
+    )
+    assert next(told for told in absences(history) if "cut off" in told).startswith(line)
 
 
 def test_endings_in_words():

@@ -61,7 +61,7 @@ def test_summary_of_many_learners_is_cut_short():
         history.learners[name] = LearnerHistory(name, outages=[outage(name)])
     lines = summary(history).splitlines()
     assert "… and 76 more: the report has them" in lines
-    assert "… and 76 more outages: the report has them" in lines
+    assert "… and 76 more absences: the report has them" in lines
     assert len(lines) < 100
 
 
