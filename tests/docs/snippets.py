@@ -15,6 +15,8 @@ differs from a reader:
 | `test: file NAME` | the block is a file that the reader writes |
 | `test: with syncer` | `http://syncer:7070` and the loop's names (model, loader, …) are there |
 | `test: on another loopback address` | SYNCER is an address of this machine |
+| `test: once for all pages` | the same block of another page has left its `runs` here already |
+| `test: interrupted after N batches` | the loop ends early, and the block runs a second time |
 | `test: not a run` | TOML that is not a run's file |
 | `test: not run: REASON` | nobody runs it |
 """
@@ -22,6 +24,7 @@ differs from a reader:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -52,9 +55,11 @@ WORDS = (
     "end of the background",
     "fails",
     "file",
+    "interrupted after",
     "not a run",
     "not run",
     "on another loopback address",
+    "once for all pages",
     "output",
     "set",
     "wait for",
@@ -122,6 +127,7 @@ class Reader:
     """Somebody who does what a page says, in a folder of their own."""
 
     folder: Path
+    kept: Path
     background: list[Background] = field(default_factory=list)
     last_output: str = ""
 
@@ -157,7 +163,22 @@ class Reader:
         if "background until" in directives:
             self.background.append(self._start(block))
             self.background[-1].until(directives["background until"])
-            return
+        elif "once for all pages" in directives:
+            self._run_once(block)
+        else:
+            self._run(block)
+
+    def _run_once(self, block: Block) -> None:
+        """Runs a block for the first page that has it; the others get what it has left."""
+        what = f"{block.text}{block.directives}".encode()
+        kept = self.kept / hashlib.sha256(what).hexdigest()
+        if not kept.exists():
+            self._run(block)
+            shutil.copytree(self.folder / "runs", kept)
+        else:
+            shutil.copytree(kept, self.folder / "runs", dirs_exist_ok=True)
+
+    def _run(self, block: Block) -> None:
         done = subprocess.run(
             self._command(block),
             cwd=self.folder,
@@ -168,7 +189,9 @@ class Reader:
             timeout=SECONDS_MAX,
         )
         self.last_output = done.stdout
-        assert done.returncode == int(directives.get("fails", 0)), f"{block.where}:\n{done.stdout}"
+        assert done.returncode == int(block.directives.get("fails", 0)), (
+            f"{block.where}:\n{done.stdout}"
+        )
 
     def _command(self, block: Block) -> list[str]:
         text = block.text.replace("7070", str(self._port)).replace("7071", str(self._port + 1))
@@ -215,9 +238,9 @@ class Reader:
 
 
 @contextlib.contextmanager
-def reader(folder: Path) -> Iterator[Reader]:
-    """A reader who leaves nothing running."""
-    somebody = Reader(folder)
+def reader(folder: Path, kept: Path) -> Iterator[Reader]:
+    """A reader who leaves nothing running; what several pages need is kept for the next reader."""
+    somebody = Reader(folder, kept)
     try:
         yield somebody
     finally:

@@ -34,9 +34,15 @@ def pages_with_commands() -> list[Any]:
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What runs that several pages begin with have left."""
+    return tmp_path_factory.mktemp("kept")
+
+
 @pytest.mark.parametrize("page", pages_with_commands())
-def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
-    with reader(tmp_path) as somebody:
+def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, kept: Path) -> None:
+    with reader(tmp_path, kept) as somebody:
         for block in blocks_of(page):
             if "not run" in block.directives:
                 continue
@@ -83,6 +89,16 @@ class Model(nn.Module):
         return loss
 
 
+class Loader(list[torch.Tensor]):
+    """Batches, of which a loop takes those from where it was."""
+
+    began_at = -1
+
+    def __getitem__(self, which: Any) -> Any:
+        self.began_at = which.start
+        return super().__getitem__(which)
+
+
 def names(run: LocalRun) -> dict[str, Any]:
     """What a snippet may take as given."""
     torch.set_num_threads(1)
@@ -112,7 +128,17 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run.start()
         given = names(run)
         text = block.text.replace("http://syncer:7070", run.addresses[0])
-        exec(compile(text, block.where, "exec"), given)
+        code = compile(text, block.where, "exec")
+        if "interrupted after" in block.directives:
+            after = int(block.directives["interrupted after"].split()[0])
+            given["loader"], loader = Loader(given["loader"][:after]), given["loader"]
+            exec(code, given)
+            assert given["going_on"], "the run goes on without it"
+            given |= {**names(run), "loader": Loader(loader)}
+        exec(code, given)
+        if isinstance(given["loader"], Loader):
+            assert given["loader"].began_at > 0
+            assert given["learner"].steps == given["position"]
 
 
 COMMAND = re.compile(r"(?:`|^|\| )ddiloco ([a-z]+)((?: [^`\n]*)?)", re.MULTILINE)
