@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 CONTROL = "/control"
 RUN = "/run"
 READ_BUFFER_BYTES = 1 << 20
+QUERIES_MAX = 16
+"""Queries that are answered at once, of all peers together: an answer may be a few MiB."""
 LINGER_SECONDS = 2.0
 """How long what a refused client still sends is thrown away, so that it can read the refusal."""
 STOP_SECONDS = 0.3
@@ -105,6 +107,7 @@ class HttpServer:
         self._health = health
         self._about = about
         self._probes = Probes()
+        self._open_queries = 0
         self._limits = limits or Limits()
         self._congestion = congestion
         self._pool = ReceivePool(pool_bytes)
@@ -223,12 +226,42 @@ class HttpServer:
         raise Refusal(404, f"nothing is served at {path[:200]}")
 
     async def _query(self, query: Query, request: web.BaseRequest) -> web.StreamResponse:
+        if self._open_queries >= QUERIES_MAX:
+            raise Refusal(429, f"{QUERIES_MAX} queries are under way, the limit: try again")
+        self._open_queries += 1
         try:
             document = await query(dict(request.rel_url.query))
+            headers = {f"{FACT_PREFIX}{name}": value for name, value in document.facts.items()}
+            response = web.StreamResponse(headers=headers)
+            response.content_type = "application/octet-stream"
+            response.content_length = len(document.body)
+            await self._give(request, response, memoryview(document.body))
+            return response
         except NoSuchDocumentError as error:
             raise Refusal(404, str(error)) from None
-        headers = {f"{FACT_PREFIX}{name}": value for name, value in document.facts.items()}
-        return web.Response(body=document.body, headers=headers)
+        finally:
+            self._open_queries -= 1
+
+    async def _give(
+        self,
+        request: web.BaseRequest,
+        response: web.StreamResponse,
+        body: memoryview,
+        sent: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Writes a response, and gives up on who takes nothing of it for long."""
+        await response.prepare(request)
+        guard = _WriteGuard(request, 3 * self._limits.stall_seconds)
+        try:
+            for position in range(0, len(body), PIECE_BYTES):
+                piece = body[position : position + PIECE_BYTES]
+                await response.write(piece)
+                sent(len(piece))
+            await response.write_eof()
+        except ConnectionError as error:
+            logger.debug("GET %s ended: %s", request.rel_url.raw_path, error)
+        finally:
+            guard.cancel()
 
     async def _control(self, request: web.BaseRequest, principal: str) -> web.StreamResponse:
         role = request.headers.get("X-Role", "")
@@ -334,19 +367,11 @@ class HttpServer:
         response.headers["X-Congestion"] = ask_for_congestion(
             request.transport, self._congestion if self._far(principal) else None
         )
-        await response.prepare(request)
-        guard = _WriteGuard(request, 3 * self._limits.stall_seconds)
-        try:
-            for position in range(start, stop, PIECE_BYTES):
-                piece = offer.body[position : min(position + PIECE_BYTES, stop)]
-                await response.write(piece)
-                self.stats.data_bytes_sent += len(piece)
-            await response.write_eof()
-        except ConnectionError as error:
-            logger.debug("GET %s by %s ended: %s", key, principal, error)
-        finally:
-            guard.cancel()
+        await self._give(request, response, memoryview(offer.body)[start:stop], self._count_sent)
         return response
+
+    def _count_sent(self, count: int) -> None:
+        self.stats.data_bytes_sent += count
 
     def _far(self, principal: str) -> bool:
         rtts = [channel.rtt for channel in self._channels.get(principal, ()) if channel.rtt]
