@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
@@ -106,17 +107,33 @@ def _title(learner: LearnerLog) -> str:
 def _lives(chronicle: Chronicle, learner: LearnerLog) -> list[str]:
     lines = []
     for epoch, stays in sorted(_stays(chronicle, learner.name).items()):
-        since = min(stay.since for stay in stays)
         steps = learner.steps_of.get(epoch, 0)
-        text = f"epoch {epoch}: live from {when(since, chronicle.began)} ({stays[0].why})"
-        ends = [stay for stay in stays if stay.until is not None]
-        if len(ends) == len(stays):
-            last = max(ends, key=lambda stay: stay.until or 0.0)
-            text += f" to {when(last.until or 0.0, chronicle.began)} ({last.reason})"
-        else:
-            text += ", and still is"
+        told = []
+        for first, last in _unbroken(stays):
+            text = f"live from {when(first.since, chronicle.began)} ({first.why})"
+            if last.until is None:
+                text += ", and still is"
+            else:
+                text += f" to {when(last.until, chronicle.began)} ({last.reason})"
+            told.append(text)
+        text = f"epoch {epoch}: {', then again '.join(told)}"
         lines.append(f"{BULLET}{text}; {many(steps, 'step')} reported.")
     return lines or [BULLET + "it has never joined a shard."]
+
+
+def _unbroken(stays: list[Stay]) -> list[tuple[Stay, Stay]]:
+    """The times in which a shard counted on it: the stays that begin and end each of them."""
+    times: list[tuple[Stay, Stay]] = []
+    for stay in sorted(stays, key=lambda stay: stay.since):
+        if times and stay.since <= _until(times[-1][1]):
+            times[-1] = (times[-1][0], max(times[-1][1], stay, key=_until))
+        else:
+            times.append((stay, stay))
+    return times
+
+
+def _until(stay: Stay) -> float:
+    return math.inf if stay.until is None else stay.until
 
 
 def _stays(chronicle: Chronicle, name: str) -> dict[int, list[Stay]]:

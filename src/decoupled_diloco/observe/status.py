@@ -18,6 +18,7 @@ from decoupled_diloco.observe.chronicle_data import (
     RoundLog,
     ShardLog,
 )
+from decoupled_diloco.observe.live import CUT_OFF
 from decoupled_diloco.observe.progress import natural
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
 
@@ -30,9 +31,10 @@ class LearnerStatus:
     """One learner.
 
     Attributes:
-        state: ``stepping``, ``quiet`` (live, no step for long), ``joining``, ``out of reach``
-            (live, connection broken), ``down``, ``restarting``, ``left``, ``finished``, ``ended``
-            (the launcher told it to, before the run was over).
+        state: ``stepping``, ``quiet`` (live, no step for long), ``joining``, ``cut off``
+            (no shard hears of it, and it steps on), ``out of reach`` (its connection is broken,
+            and what it does is not known), ``down``, ``restarting``, ``left``, ``finished``,
+            ``ended`` (the launcher told it to, before the run was over).
         epoch: Its newest life.
         steps: Own inner steps of all lives; ``tokens`` likewise.
         tokens_per_second: Of the last seconds; ``None`` while it does not step.
@@ -313,20 +315,26 @@ def _learner_state(learner: LearnerLog, members: list[Member], as_of: float) -> 
     if not members:
         if learner.left:
             return "left"
-        alone = learner.process == "training" and learner.stepped_at is not None
-        if alone and as_of - (learner.stepped_at or 0.0) <= LEASE_SECONDS:
-            return "out of reach"
+        if _steps(learner, as_of):
+            return CUT_OFF
         return "joining" if learner.process == "joining" or not learner.epoch else "down"
     if learner.process == "down":
         return "down"
     if not any(member.connected for member in members):
-        return "out of reach"
+        return CUT_OFF if _steps(learner, as_of) else "out of reach"
     reported = [member.reported_at for member in members if member.reported_at is not None]
     if not reported:
         return "joining"
     step_seconds = max(member.step_seconds for member in members)
     patience = max(LEASE_SECONDS, QUIET_STEPS * step_seconds)
     return "quiet" if as_of - max(reported) > patience else "stepping"
+
+
+def _steps(learner: LearnerLog, as_of: float) -> bool:
+    """Whether its own tape says that it steps, whatever the shards hear of it."""
+    if learner.process != "training" or learner.stepped_at is None:
+        return False
+    return as_of - learner.stepped_at <= LEASE_SECONDS
 
 
 def _rounds_behind(chronicle: Chronicle, learner: LearnerLog) -> int:

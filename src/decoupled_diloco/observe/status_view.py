@@ -23,6 +23,7 @@ _STYLES = {
     "interrupted": "bold red",
     "down": "bold red",
     "silent": "bold red",
+    "cut off": "bold yellow",
     "out of reach": "bold red",
 }
 

@@ -16,6 +16,7 @@ from decoupled_diloco.observe.historian import build_history
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.summary import percent
 from decoupled_diloco.observe.words import wrapped
+from decoupled_diloco.simulate.faults import Fault
 from decoupled_diloco.units import format_duration
 from unit.observe.worlds import KILLED_AT, lines_of, write_world
 
@@ -238,6 +239,23 @@ def test_a_learners_time_and_tokens_are_those_of_the_accounts(records, chronicle
     assert "epoch 1" in text
     assert "epoch 2" in text
     assert "killed (SIGKILL)" in text
+
+
+def test_the_lives_of_a_learner_that_was_cut_off_have_a_gap(tmp_path):
+    write_world(tmp_path, faults=[Fault(50.0, "cut", "a", 25.0)])
+    records = list(TapeReader(tmp_path))
+    lines = explain_learner(chronicle_of(records), None, "a")
+    [life] = [line for line in lines if "epoch 1:" in line]
+    began = records[0].wall
+    times = {"Accept": [], "Evict": []}
+    for record in records:
+        if record.type in times and record.data["learner"] == "a":
+            times[record.type].append(record.wall - began)
+    assert f"live from {min(times['Accept']):.2f} s (joined) to" in life
+    gone = max(at for at in times["Evict"] if at < 75)
+    back = min(at for at in times["Accept"] if at > 75)
+    assert f"to {gone:.2f} s (nothing was heard and its lease ran out), then again live" in life
+    assert f"live from {back:.2f} s (came back) to" in life
 
 
 def test_a_learners_participation_adds_up(folder, chronicle):

@@ -16,6 +16,7 @@ from decoupled_diloco.observe.sources import FolderSource
 from decoupled_diloco.observe.status import RunStatus, status_of
 from decoupled_diloco.observe.status_view import headline, render_status
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import BACK_AT, KILLED_AT, lines_of, write_world
 
 
@@ -96,6 +97,18 @@ def test_a_killed_learner_is_down_and_comes_back(records):
     assert list(states.values()) == ["stepping", "down", "down", "stepping"]
     c = next(x for x in at(records, BACK_AT + 5).learners if x.name == "c")
     assert c.epoch == 2
+
+
+def test_who_is_cut_off_and_steps_on_is_to_be_seen(tmp_path):
+    write_world(tmp_path, faults=[Fault(50.0, "cut", "a", 25.0)])
+    records = list(TapeReader(tmp_path))
+    states = [
+        learner.state
+        for seconds in (45.0, 65.0, 81.0)
+        for learner in at(records, seconds).learners
+        if learner.name == "a"
+    ]
+    assert states == ["stepping", "cut off", "stepping"]
 
 
 def test_a_running_run_tells_its_rate_and_its_end(records):
