@@ -23,11 +23,11 @@ PACE = {"learner-0": 0.4, "learner-1": 0.4, "learner-2": 0.2, "learner-3": 0.1}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipe, shortened to 8 outer rounds of every fragment."""
+    """The recipe, shortened to 6 outer rounds of every fragment."""
     folder = tmp_path_factory.mktemp("speeds") / "run"
     overrides = [
         f'run.folder="{folder}"',
-        "run.budget_steps=192",
+        "run.budget_steps=144",
         "run.evaluator=false",
         "workload.options.layers=1",
         "workload.options.width=32",
