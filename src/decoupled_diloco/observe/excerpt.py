@@ -21,6 +21,7 @@ REPORT_SECONDS = 1.0
 _KIND = re.compile(rb'"kind":"(\w+)","type":"(\w+)"')
 _MESSAGE = re.compile(rb'"message":\{"type":"(\w+)"')
 _LEARNER = re.compile(rb'"data":\{"learner":"([^"]*)"')
+_LEARNERS = re.compile(rb'"learners":\[([^\]]*)\]')
 _FRAGMENT = re.compile(rb'"fragment":(\d+)')
 _AT = re.compile(rb'"at":([-+.\de]+)')
 _NONCE = re.compile(rb'"nonce":"(?:[^"\\\n]|\\.)*"?')
@@ -38,13 +39,14 @@ def excerpt(piece: bytes, *, detail: bool) -> bytes:
     """
     lines = piece.splitlines(keepends=True)
     keys = [_key(line) for line in lines]
-    last = {key: number for number, key in enumerate(keys)}
+    last = {topic: number for number, key in enumerate(keys) for topic in _topics(key)}
     reported = dict[Hashable, float]()
     kept = []
     for number, (line, key) in enumerate(zip(lines, keys, strict=True)):
         if key is None:
             continue
-        if not detail and key[0] in _THINNED and last[key] != number:
+        is_last = any(last[topic] == number for topic in _topics(key))
+        if not detail and key[0] in _THINNED and not is_last:
             at = _number(_AT, line)
             if key[0] != "StepReport" or at < reported.get(key, -math.inf) + REPORT_SECONDS:
                 continue
@@ -68,12 +70,22 @@ def _key(line: bytes) -> tuple[Hashable, ...] | None:
         if message is None or message[1].decode() not in MESSAGES[name]:
             return None
         name = message[1].decode()
+    if name == "Heard":
+        learners = _LEARNERS.search(line)
+        return (name, *(learners[1].split(b",") if learners else ()))
     learner = _LEARNER.search(line)
     who = learner[1] if learner else b""
     if name == "Holding":
         fragment = _FRAGMENT.search(line)
         return (name, who, fragment[1] if fragment else b"")
     return (name, who)
+
+
+def _topics(key: tuple[Hashable, ...] | None) -> list[Hashable]:
+    """What of a line's must be the newest to be worth sending: of pings, anybody's."""
+    if key is None:
+        return []
+    return [("Heard", name) for name in key[1:]] if key[0] == "Heard" else [key]
 
 
 def _number(pattern: re.Pattern[bytes], line: bytes) -> float:

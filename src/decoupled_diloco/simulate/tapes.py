@@ -85,7 +85,7 @@ class VirtualTapes:
         self._control: dict[str, list[int]] = {}
         self._stats_at: dict[str, float] = {}
         self._started = 0
-        self._launcher = self.open(LAUNCHER, {"machine": LAUNCHER, "virtual": True})
+        self._launcher = self.open(LAUNCHER, {"machine": LAUNCHER})
         world.recorders.append(self._record)
         world.watchers.append(self)
 
@@ -98,7 +98,7 @@ class VirtualTapes:
         writer = TapeWriter(
             self._folder,
             who,
-            {**header, "versions": self._versions},
+            {**header, "virtual": True, "versions": self._versions},
             clock=lambda: now,
             wall=lambda: EPOCH + now,
             pid=self._lives.get(who, 0),

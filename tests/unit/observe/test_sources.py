@@ -44,12 +44,28 @@ def test_a_thinned_excerpt_tells_the_same_state_in_less(tape, tmp_path):
     a, b = (status_of(chronicle_of(records_of(t, tmp_path)), 0.0) for t in (detailed, thinned))
     assert a.to_json()["shards"] == b.to_json()["shards"]
     for one, other in zip(a.learners, b.learners, strict=True):
+        assert one.seen_seconds is not None
         assert (one.steps, one.tokens, one.reasons_recent, one.versions_behind) == (
             other.steps,
             other.tokens,
             other.reasons_recent,
             other.versions_behind,
         )
+
+
+def test_a_thinned_excerpt_says_of_everybody_when_it_was_last_heard(tape, tmp_path):
+    lines = tape.splitlines(keepends=True)
+    heard = [n for n, each in enumerate(lines) if b'"type":"Heard"' in each]
+    assert len(heard) > 5
+    for end in (*heard[2::3], len(lines)):
+        piece = b"".join(lines[: end + 1])
+        whole, thinned = (
+            chronicle_of(records_of(excerpt(piece, detail=detail), tmp_path))
+            for detail in (True, False)
+        )
+        for name, learner in whole.learners.items():
+            assert thinned.learners[name].seen_at == learner.seen_at, name
+    assert excerpt(tape, detail=False).count(b'"Heard"') <= 4
 
 
 def test_steps_within_a_second_are_thinned_to_one_and_the_last():
@@ -62,6 +78,17 @@ def test_steps_within_a_second_are_thinned_to_one_and_the_last():
     kept = [json.loads(line)["seq"] for line in excerpt(piece, detail=False).splitlines()]
     assert kept == [0, 10, 20, 30, 34]
     assert len(excerpt(piece, detail=True).splitlines()) == 35
+
+
+def test_of_pings_the_last_of_everybody_is_kept():
+    def heard(at, *learners):
+        fields = {"v": 1, "at": float(at), "who": "shard-0", "seq": at, "kind": "event"}
+        data = {"type": "Heard", "data": {"learners": learners}}
+        return json.dumps({**fields, **data}, separators=(",", ":")).encode() + b"\n"
+
+    piece = heard(1, "a", "b") + heard(2, "a", "b") + heard(3, "a") + heard(4, "c") + heard(5, "a")
+    kept = [json.loads(line)["seq"] for line in excerpt(piece, detail=False).splitlines()]
+    assert kept == [2, 4, 5]
 
 
 def test_nonces_and_what_a_restart_needs_are_left_out(folder):
@@ -90,6 +117,11 @@ def test_no_part_of_a_nonce_is_served_however_it_is_written_or_torn(nonce, endin
     assert b"secret" not in served
     assert served.count(b"\n") == 2
     assert served.count(b'"learner":"a"') == 2
+
+
+def test_one_tape_of_a_run_in_virtual_time_says_that_it_is_one(tape, tmp_path):
+    for text in (tape, excerpt(tape, detail=False)):
+        assert chronicle_of(records_of(text, tmp_path)).virtual
 
 
 def test_torn_lines_pass_so_that_the_reader_can_say_so(tmp_path):
