@@ -32,6 +32,7 @@ from decoupled_diloco.observe.shapes import (
     shards_in_order,
     smoothed,
     step_rates,
+    time_name,
     time_unit,
 )
 from decoupled_diloco.units import format_count, format_duration
@@ -108,7 +109,7 @@ def place_over(history: RunHistory, over: Over) -> Place:
     )
     tokens_at = (tuple(at for at, _ in steps), tuple(accumulate(tokens for _, tokens in steps)))
     label, high = {
-        "time": (f"wall-clock time [{name}]", history.duration / unit),
+        "time": (f"{time_name(history)} [{name}]", history.duration / unit),
         "step": ("global step", float(_last_step(history))),
         "tokens": ("tokens, all learners together", float(history.tokens)),
     }[over]
@@ -147,6 +148,7 @@ def evaluation_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Mark
         frame = _loss_frame(canvas, widest, limits)
         if len(runs) == 1 and over == "time":
             _shade_outages(canvas, frame, runs[0][1])
+        ends = []
         for number, (name, place, own) in enumerate(lines):
             css = "ink" if number == 0 else "second"
             points = [(x * place.unit / widest.unit, loss) for x, loss in own]
@@ -155,8 +157,8 @@ def evaluation_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Mark
                 for point, (x, loss) in zip(frame.points(points), points, strict=True):
                     title = f"{name + ': ' if len(runs) > 1 else ''}{loss:.4f} at {widest.show(x)}"
                     canvas.dot(point, css, title)
-            x, y = frame.points(points[-1:])[0]
-            canvas.text(x - 2, y + (18 if number else -9), f"{points[-1][1]:.3f}", "value", "end")
+            ends.append((*frame.points(points[-1:])[0], f"{points[-1][1]:.3f}", css))
+        _label_ends(canvas, ends, frame.y.begin)
 
     told = "; ".join(
         f"{name + ' ' if len(runs) > 1 else ''}from {points[0][1]:.4f} to {points[-1][1]:.4f} "
@@ -166,6 +168,20 @@ def evaluation_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Mark
     return in_both_widths(
         f"Loss of the global weights over {widest.label}: {told}.", _loss_height, draw
     )
+
+
+def _label_ends(
+    canvas: Canvas, ends: Sequence[tuple[float, float, str, str]], bottom: float
+) -> None:
+    """Writes at a line's end, or at those of two lines, where it ends: in its colour, above it.
+
+    Of two, the lower one is written below its own line, so that neither is on the other.
+    """
+    ordered = sorted(ends, key=lambda end: end[1])
+    below = min(ordered[-1][1] + 18, bottom - 4)
+    for number, (x, y, text, css) in enumerate(ordered):
+        above = y - 9 if len(ordered) == 1 else min(y - 9, below - 16)
+        canvas.text(x - 2, below if number else above, text, f"value {css}", "end")
 
 
 def learner_losses_chart(history: RunHistory, over: Over) -> Markup | None:
@@ -291,7 +307,7 @@ def timeline_chart(history: RunHistory, account: RunAccount) -> Markup | None:
         for tick in round_numbers(0.0, history.duration / unit, 4 if canvas.narrow else 9):
             canvas.add("path", d=f"M{x(tick * unit):.1f} 6V{bottom:.1f}", css="grid")
             canvas.text(x(tick * unit), bottom + 16, f"{tick:g}", "tick", "middle")
-        label = f"wall-clock time [{name}]"
+        label = f"{time_name(history)} [{name}]"
         canvas.text((left + canvas.width - 12) / 2, bottom + 32, label, "name", "middle")
         fastest = max(map(rate_typical, learners), default=0.0)
         for lane, member in enumerate(members):
@@ -489,7 +505,7 @@ def round_parts_chart(history: RunHistory) -> Markup | None:
         high = max((sum(parts) for parts in stacks if parts), default=0.0) or 1.0
         factor, unit = (1000.0, "ms") if high < 1 else (1.0, "s")
         seconds, name = time_unit(history.duration)
-        x_axis = (0.0, history.duration / seconds or 1.0, f"wall-clock time [{name}]")
+        x_axis = (0.0, history.duration / seconds or 1.0, f"{time_name(history)} [{name}]")
         frame = framed(canvas, x_axis, (0.0, 1.05 * high * factor, f"mean round [{unit}]"))
         width = (frame.x.end - frame.x.begin) / bins
         for part, (css, _) in enumerate(ROUND_PARTS):

@@ -37,6 +37,7 @@ from decoupled_diloco.observe.shapes import (
     rows_of,
     shards_in_order,
     smoothed,
+    time_name,
     time_unit,
 )
 
@@ -319,7 +320,7 @@ def _style(theme: Theme) -> Any:
 def _frame(axes: Axes, history: RunHistory, title: str, unit_name: str) -> None:
     unit, _ = time_unit(history.duration)
     axes.set_title(title)
-    axes.set_xlabel(f"wall-clock time [{unit_name}]")
+    axes.set_xlabel(f"{time_name(history)} [{unit_name}]")
     axes.set_xlim(0, max(history.duration, 1e-9) / unit)
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))

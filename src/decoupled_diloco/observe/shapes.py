@@ -46,6 +46,12 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return (60.0, "min") if seconds < 3 * 3600 else (3600.0, "h")
 
 
+def time_name(history: RunHistory) -> str:
+    """Which time the run's seconds are of."""
+    virtual = any(header.get("virtual") for header in history.headers.values())
+    return "virtual time" if virtual else "wall-clock time"
+
+
 def losses_by_life(learner: LearnerHistory) -> Iterator[list[Loss]]:
     """The losses of each life, so that no line is drawn across an outage."""
     ends = [life.started_at for life in learner.lives[1:]] + [math.inf]

@@ -315,6 +315,47 @@ def test_what_cannot_be_written_is_an_error(run_folder, tmp_path):
 # ---- two runs
 
 
+def evaluated(*losses, virtual=False):
+    """A run of ten seconds with these losses of the global weights."""
+    every = [Evaluation(10 * n / (len(losses) - 1), n, x, 1) for n, x in enumerate(losses)]
+    headers = {"launcher": {"virtual": virtual}}
+    return RunHistory(duration=10.0, evaluations=every, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(2.2, 3.0), (3.0, 2.2), (2.2, 2.21), (2.21, 2.2), (2.2, 2.2)]
+)
+def test_the_last_losses_stand_at_their_own_lines(first, second):
+    runs = [("a", evaluated(4.0, first)), ("b", evaluated(4.0, second))]
+    for drawing in figures.evaluation_chart(runs, "time").split("</svg>")[:-1]:
+        labels = {
+            css: (float(y), text)
+            for y, css, text in re.findall(
+                r'<text x="[^"]*" y="([^"]*)" text-anchor="end" class="value (\w+)">([^<]*)<',
+                drawing,
+            )
+        }
+        ends = {
+            css: float(points.split()[-1].split(",")[1])
+            for points, css in re.findall(r'<polyline points="([^"]*)" class="line (\w+)"', drawing)
+        }
+        assert labels["ink"][1] == f"{first:.3f}"
+        assert labels["second"][1] == f"{second:.3f}"
+        ys = {css: y for css, (y, _) in labels.items()}
+        assert abs(ys["ink"] - ys["second"]) >= 16
+        if ends["ink"] != ends["second"]:
+            assert (ys["ink"] < ys["second"]) == (ends["ink"] < ends["second"])
+        assert all(abs(ys[css] - ends[css]) < 30 for css in ys)
+
+
+@pytest.mark.parametrize(("virtual", "name"), [(True, "virtual time"), (False, "wall-clock time")])
+def test_the_axis_of_time_says_which_time_it_is(virtual, name):
+    history = evaluated(4.0, 2.0, virtual=virtual)
+    history.shards["shard-0"] = ShardHistory("shard-0")
+    assert f"{name} [s]" in figures.evaluation_chart([("a", history)], "time")
+    assert f"{name} [s]" in figures.timeline_chart(history, account_for(history))
+
+
 def test_two_runs_side_by_side(run_folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run_folder, other)
