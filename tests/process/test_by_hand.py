@@ -79,6 +79,9 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     for name, text in zip("ab", outputs, strict=True):
         assert f"{name}: " in text
         assert "the model holds the run's final weights" in text
+    for name in ("a", "b"):
+        assert output.count(f"{name} joined") == output.count(f"{name} is done") == 1, output
+    assert "step 0/300" in output, "its progress is shown"
     assert f"the budget is spent; {folder / 'weights.safetensors'}" in output
     weights = load_weights(folder / "weights.safetensors")
     assert weights["0.weight"].shape == (256, 16)

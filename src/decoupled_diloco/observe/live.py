@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +101,8 @@ class LearnerView:
 
     ``state`` is one of starting, joining, stepping, down, restarting, finished; ``links``: whether
     its connection to each shard is there; ``cut_at``: since when shards that it lost, ``cut_from``,
-    do not count on it.
+    do not count on it. ``afar``: it writes its tape elsewhere, and the shards alone tell of it;
+    ``epoch``: of its latest join, ``before``: its steps and tokens until then.
     """
 
     name: str
@@ -116,6 +117,9 @@ class LearnerView:
     links: dict[int, bool] = field(default_factory=dict)
     cut_from: set[str] = field(default_factory=set)
     cut_at: float = 0.0
+    afar: bool = False
+    epoch: int = 0
+    before: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -144,6 +148,7 @@ class LiveView:
         self.clock_rate = Rate()
         self.token_rate = Rate()
         self._told: dict[str, float] = {}
+        self._own: set[str] = set()
 
     @property
     def step(self) -> int:
@@ -182,6 +187,9 @@ class LiveView:
         if record.kind == "start":
             self._started(record)
             return []
+        if record.type in ("Greeted", "Said"):
+            lines = list(self._from_afar(record))
+            return [(self._since(record), line) for line in lines]
         if record.type not in _LOOKED_AT:
             return []
         try:
@@ -200,7 +208,42 @@ class LiveView:
         self._told[line] = wall
         return told is None or wall - told > REPEAT_SECONDS
 
+    def _from_afar(self, record: Record) -> Iterator[str]:
+        """A learner whose own tape is elsewhere: what the shards hear of it.
+
+        There are many of these records, so that nothing is made of those of other learners.
+        """
+        said = record.data.get("hello") or record.data.get("message") or {}
+        name = str(record.data.get("learner") or said.get("learner"))
+        if name in self._own or not is_shard(record.who):
+            return
+        known = self.learners.get(name)
+        if said.get("type") == "Hello" and said.get("role") == "learner":
+            if known is None or known.state != "stepping":
+                self._learner(name).state = "joining"
+            self.learners[name].afar = True
+        elif said.get("type") == "StepReport":
+            if known is None:
+                known = self.learners[name] = LearnerView(name, "joining", afar=True)
+            yield from self._stepped(known, record.wall, said)
+
+    def _stepped(
+        self, learner: LearnerView, wall: float, report: Mapping[str, Any]
+    ) -> Iterator[str]:
+        if learner.state == "joining":
+            learner.state = "stepping"
+            yield _joined(learner, wall)
+        if learner.state != "stepping":
+            return  # of before it left, told by another shard
+        steps, tokens = learner.before
+        learner.steps = max(learner.steps, steps + report["step"])
+        learner.tokens = max(learner.tokens, tokens + report["tokens"])
+        learner.stepped_at = wall
+        learner.token_rate.add(wall, learner.tokens)
+        self.token_rate.add(self.now, self.tokens)
+
     def _started(self, record: Record) -> None:
+        self._own.add(record.who)
         if is_learner(record.who):
             learner = self._learner(record.who)
             learner.state = "joining"
@@ -243,23 +286,22 @@ class LiveView:
                 learner.links[shard] = connected
             case Ready():
                 learner.state, learner.stepped_at = "stepping", wall
-                if learner.down_at is None:
-                    yield f"{learner.name} joined"
-                else:
-                    away = format_duration(wall - learner.down_at)
-                    yield f"{learner.name} is back, {away} after it went down"
-                learner.down_at = None
+                yield _joined(learner, wall)
             case EndTraining():
                 learner.state = "finished"
                 yield "the budget is spent: the closing rounds begin"
 
     def _shard_said(self, shard: ShardView, wall: float, value: Any) -> Iterator[str]:
         match value:
-            case Evict(name, why) if name in self.learners and not why.startswith("left"):
+            case Evict(name, why) if name in self.learners and why.startswith("left"):
+                if self.learners[name].afar:
+                    self.learners[name].state = "finished"
+            case Evict(name) if name in self.learners:
                 learner = self.learners[name]
                 learner.cut_at = learner.cut_at if learner.cut_from else wall
                 learner.cut_from.add(shard.name)
-            case Accept(_, name) if name in self.learners:
+            case Accept(_, name, epoch) if name in self.learners:
+                self._entered(self.learners[name], epoch)
                 yield from self._heard_again(self.learners[name], shard, wall)
             case ClockAdvanced(clock, _, _):
                 shard.clock, shard.clock_max = clock, max(clock, shard.clock_max)
@@ -270,10 +312,14 @@ class LiveView:
                 shard.open.discard(value.round)
                 shard.grace_seconds = value.grace_seconds
                 shard.merged += value.verdict == "merged"
-                shard.abandoned += value.verdict == "abandoned"
+                shard.abandoned += value.given_up
                 for participant in value.participants:
                     if value.verdict == "merged" and participant.state == "folded":
                         self._learner(participant.learner).folded += 1
+
+    def _entered(self, learner: LearnerView, epoch: int) -> None:
+        if learner.afar and epoch > learner.epoch:
+            learner.epoch, learner.before = epoch, (learner.steps, learner.tokens)
 
     def _heard_again(self, learner: LearnerView, shard: ShardView, wall: float) -> Iterator[str]:
         if shard.name in learner.cut_from:
@@ -306,9 +352,10 @@ class LiveView:
             case WeightsSaved(path):
                 yield f"weights saved: {path}"
             case Note(text, why):
-                yield f"{text}: {why}"
+                yield from _note(record.who, text, why)
 
     def _process_started(self, name: str) -> None:
+        self._own.add(name)
         if is_learner(name):
             self._learner(name).state = "starting"
         elif is_shard(name):
@@ -326,6 +373,28 @@ class LiveView:
         if code != 0:
             was = "" if signal is None else "was "
             yield f"{name} {was}{ending_in_words(code, signal)} at step {self.step}"
+
+
+def _joined(learner: LearnerView, wall: float) -> str:
+    down_at, learner.down_at = learner.down_at, None
+    if down_at is None:
+        return f"{learner.name} joined"
+    return f"{learner.name} is back, {format_duration(wall - down_at)} after it went down"
+
+
+def _note(who: str, text: str, why: str) -> Iterator[str]:
+    """A remark of the protocol, for whoever watches the run."""
+    learner, _, left = text.partition(" (epoch ")
+    if left.endswith("is no longer live") and why.startswith("left: "):
+        reason = why.removeprefix("left: ")
+        done = reason == "the run is over"
+        yield f"{learner} is done" if done else f"{learner} left: {reason}"
+    elif text.endswith("could not be had"):
+        # A newer copy was there before this one was fetched, or it is fetched again: no harm done.
+        if "digest" in why:
+            yield f"{who} takes a copy again that came spoilt: {why}"
+    else:
+        yield f"{text}: {why}"
 
 
 def _number(value: float | None) -> str:

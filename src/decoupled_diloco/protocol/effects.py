@@ -161,6 +161,10 @@ class Tell:
     why: str
 
 
+NOTHING_NEW = "nothing new"
+"""Why a learner declines that was not trained since it last reported a fragment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Participant:
     """One learner's part in a round, for observers."""
@@ -224,6 +228,12 @@ class RoundFinished:
     merge_average_seconds: float | None = None
     broadcast_average_seconds: float | None = None
     quorum_learner: str = ""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it failed; one in which everybody had nothing new, as at the end, did not."""
+        idle = all(p.state == "declined" and p.reason == NOTHING_NEW for p in self.participants)
+        return self.verdict == "abandoned" and not (idle and self.participants)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyP
     assert "syncer of small: http" in text
     assert "secret: runs/a[b]/token" in text
     assert "the earlier run is kept in runs/a[b].1" in text
+    assert "new in each run" in text
     assert "ddiloco timing runs/a[b]\n" in text
     assert "ddiloco learner runs/a[b]/run.toml" in text
     assert "no [/data] here; no weights" in text

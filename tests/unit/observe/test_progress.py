@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.live import LiveView, Rate
+from decoupled_diloco.observe.live import LiveView, Rate, _note
 from decoupled_diloco.observe.progress import Progress, SteadyConsole
 from decoupled_diloco.observe.samples import (
     Evaluated,
@@ -100,6 +100,39 @@ def test_plain_lines_tell_what_matters(run_folder):
     assert lines.count(gone) == 1
     assert [line for line in lines if "step 120/120" in line] == [
         "01:06  step 120/120, 219k tokens, 3.79k tok/s, loss 2.009, 0/4 learners, 234 rounds"
+    ]
+
+
+def test_learners_whose_tapes_are_elsewhere_are_known_from_the_shards(run_folder, tmp_path):
+    """As at `ddiloco syncer`: only the shards and the coordinator write in this folder."""
+    shutil.copytree(run_folder / "tape", tmp_path / "tape")
+    for tape in (tmp_path / "tape").glob("learner-*.jsonl"):
+        tape.unlink()
+    (tmp_path / "tape" / "launcher.jsonl").unlink()
+    out = console()
+    with Progress(tmp_path, 120, console=out) as progress:
+        progress.poll()
+    lines = out.file.getvalue().splitlines()
+    assert sum(line.endswith("learner-0 joined") for line in lines) == 1
+    assert any("learner-1 (epoch 1) is no longer live: its conn" in line for line in lines)
+    learner = progress.view.learners["learner-0"]
+    assert learner.steps > 100
+    assert learner.tokens == 512 * learner.steps
+
+
+def test_remarks_are_told_in_harmless_words():
+    remarks = [
+        ("learner-1 (epoch 1) is no longer live", "left: the run is over"),
+        ("learner-2 (epoch 1) is no longer live", "left: goodbye"),
+        ("version 1.6 of fragment 6 could not be had", "gone"),
+        ("version 1.6 of fragment 6 could not be had", "http://h/9/1.13 was withdrawn (410)"),
+        ("version 1.6 of fragment 6 could not be had", "its digest is wrong"),
+    ]
+    told = [line for text, why in remarks for line in _note("learner-0", text, why)]
+    assert told == [
+        "learner-1 is done",
+        "learner-2 left: goodbye",
+        "learner-0 takes a copy again that came spoilt: its digest is wrong",
     ]
 
 
