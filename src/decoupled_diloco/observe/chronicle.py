@@ -110,7 +110,8 @@ class Chronicle:
     """Everything that is known of a run as of its latest record; ``tokens``: of all learners.
 
     Args:
-        rounds_max: Finished rounds to keep a shard; ``None``: all.
+        rounds_max: Finished rounds to keep a shard, and ticks; of stays then only those that go on.
+            ``None``: all.
         keep_steps: Keep when every learner reported each of its steps.
     """
 
@@ -221,7 +222,9 @@ class Chronicle:
         """A new life: it knows nobody, and what was open is nobody's any more."""
         for member in shard.members.values():
             self._leave(shard, member, at, f"{shard.name} was started again")
+        shard.greeting = None
         shard.lost += list(shard.open.values())
+        self._forget(shard.lost)
         shard.members.clear()
         shard.open.clear()
         shard.paths.clear()
@@ -247,9 +250,10 @@ class Chronicle:
                 self.observers.add(name)
                 self.learners.pop(name, None)
             case fact.Greeted(connection, hello):
-                shard.greeting[connection] = hello
+                shard.greeting = (connection, hello)
             case do.Accept(connection, _, _, why):
-                self._accepted(shard, at, shard.greeting.pop(connection, None), why)
+                if shard.greeting is not None and shard.greeting[0] == connection:
+                    self._accepted(shard, at, shard.greeting[1], why)
             case fact.Disconnected(learner):
                 self._of(shard, learner, at).connected = False
             case fact.Heard(learners):
@@ -310,8 +314,8 @@ class Chronicle:
             return Member(name, 0, at)
         return shard.members[name]
 
-    def _accepted(self, shard: ShardLog, at: float, hello: say.Hello | None, why: str) -> None:
-        if hello is None or hello.role != "learner":
+    def _accepted(self, shard: ShardLog, at: float, hello: say.Hello, why: str) -> None:
+        if hello.role != "learner":
             return
         self._seen(hello.learner, at)
         member = shard.members.get(hello.learner)
@@ -337,6 +341,8 @@ class Chronicle:
             if stay.learner == member.learner and stay.until is None:
                 stay.until, stay.reason = at, reason
                 break
+        if self._rounds_max is not None:
+            shard.stays = [stay for stay in shard.stays if stay.until is None]
 
     def _seen(self, name: str, at: float) -> None:
         learner = self._learner(name)
@@ -382,10 +388,16 @@ class Chronicle:
         known = shard.life == 1 or any(tick.life == shard.life for tick in shard.ticks[-1:])
         before = shard.clock if known else None
         shard.ticks.append(TickLog(record.wall, clock, before, live, setter, why, shard.life))
+        self._forget(shard.ticks)
         shard.clock, shard.clock_max = clock, max(clock, shard.clock_max)
         self.clock_rate.add(record.wall, self.step)
         if shard.phase not in ("closing", "finished"):
             shard.phase = "running"
+
+    def _forget(self, logs: list[Any]) -> None:
+        """All but the newest, if not all are to be kept."""
+        if self._rounds_max is not None:
+            del logs[: -self._rounds_max]
 
     # ---- rounds
 
@@ -428,14 +440,12 @@ class Chronicle:
         round.live |= {m.learner: m.reported_at for m in there if m.connected}
         round.unreachable = tuple(m.learner for m in there if not m.connected)
         shard.finished.append(round)
-        if self._rounds_max is not None:
-            del shard.finished[: -self._rounds_max]
+        self._forget(shard.finished)
         self._note_lateness(shard, round)
         if result.verdict == "abandoned":
             shard.abandoned += 1
             return
         shard.merged += 1
-        shard.merges.append(result.tick)
         if result.version is not None:
             shard.versions[result.fragment] = result.version
         shard.last_merged[result.fragment] = round
@@ -468,7 +478,7 @@ class Chronicle:
             if participant.state == "folded":
                 learner.count(TOOK_PART)
                 learner.accepted_at, learner.accepted_step = at, result.tick
-                learner.accepted[shard.name] = len(shard.merges)
+                learner.accepted[shard.name] = shard.merged
             else:
                 learner.count(LATE if participant.state == "late" else participant.state)
         asked = {participant.learner for participant in result.participants}

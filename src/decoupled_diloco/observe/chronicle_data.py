@@ -148,8 +148,8 @@ class ShardLog:
         clock: As its present life tells; one that was started again may be behind.
         clock_max: The furthest that any life told: what the coordinator counts of a budget.
         lives: When each life of its process began.
-        merges: The tick of every merged round, in order.
         reports: For each learner the run steps that it reported, and when.
+        greeting: The latest connection that was greeted, accepted or refused at once.
         moved: Whose run steps the latest reports moved, from where to where; before it, the
             number of the record that told them.
         unreported: Finished rounds that wait for the next report of a learner not in them.
@@ -174,7 +174,6 @@ class ShardLog:
     open: dict[int, RoundLog] = field(default_factory=dict)
     finished: list[RoundLog] = field(default_factory=list)
     lost: list[RoundLog] = field(default_factory=list)
-    merges: list[int] = field(default_factory=list)
     ticks: list[TickLog] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     reports: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -182,7 +181,7 @@ class ShardLog:
     last_merged: dict[int, RoundLog] = field(default_factory=dict)
     unreported: dict[str, list[RoundLog]] = field(default_factory=dict)
     paths: dict[str, tuple[int, str]] = field(default_factory=dict)
-    greeting: dict[int, Hello] = field(default_factory=dict)
+    greeting: tuple[int, Hello] | None = None
     bytes_moved: BytesMoved | None = None
 
     @property

@@ -339,8 +339,7 @@ def _steps(learner: LearnerLog, as_of: float) -> bool:
 
 def _rounds_behind(chronicle: Chronicle, learner: LearnerLog) -> int:
     return sum(
-        len(shard.merges) - learner.accepted.get(shard.name, 0)
-        for shard in chronicle.shards.values()
+        shard.merged - learner.accepted.get(shard.name, 0) for shard in chronicle.shards.values()
     )
 
 

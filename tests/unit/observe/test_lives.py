@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.chronicle import chronicle_of
+from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
 from decoupled_diloco.observe.explain import explain_round
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.explain_step import explain_step
@@ -17,7 +17,7 @@ from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.protocol import wire
-from decoupled_diloco.protocol.effects import Accept, Evict, Note
+from decoupled_diloco.protocol.effects import Accept, Evict, Note, Reject
 from decoupled_diloco.protocol.events import Greeted, Said
 from decoupled_diloco.protocol.messages import Hello, Leave, StepReport
 from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
@@ -300,3 +300,30 @@ def test_a_learner_that_left_and_came_back_is_down_when_it_is_killed():
     assert state_of(shard) == "stepping"
     shard.tell(9.0, "effect", Evict("a", "gone", "its connection broke and its lease ran out"))
     assert state_of(shard) == "down"
+
+
+# ---- what is kept
+
+
+def test_a_watched_run_is_told_the_same_and_nothing_of_it_grows(records):
+    whole, watched = chronicle_of(records), Chronicle(rounds_max=3)
+    watched.take_all(records)
+    assert status_of(watched, records[-1].wall) == status_of(whole, records[-1].wall)
+    for name, shard in watched.shards.items():
+        kept = (shard.ticks, shard.finished, shard.lost)
+        assert max(len(logs) for logs in kept) <= 3 < len(whole.shards[name].ticks)
+        assert all(stay.until is None for stay in shard.stays)
+        assert len(shard.stays) == len(shard.members)
+
+
+def test_connections_that_were_refused_are_not_kept():
+    shard = Shard()
+    for connection in range(50):
+        hello = Hello("a", 1, "another nonce", "learner", 0, 0, 0, ())
+        shard.tell(connection, "event", Greeted(connection, hello))
+        shard.tell(connection, "effect", Reject(connection, "no", True, "it is another's"))
+    shard.join(60.0, 60, "a")
+    log = chronicle_of(shard.records).shards["shard-1"]
+    assert set(log.members) == {"a"}
+    assert log.greeting is not None
+    assert log.greeting[0] == 60
