@@ -317,7 +317,7 @@ def _rows(run: ProtocolRun) -> list[tuple[str, str]]:
     waited = f"{len(tally.quorum_seconds)} rounds"
     if tally.quorum_seconds:
         waited += f", {spread(tally.quorum_seconds)}"
-    abandoned = [f"{count} {reason}" for reason, count in tally.reasons.most_common(3)]
+    abandoned = [f"{count} {why}" for why, count in tally.reasons.most_common(3) if count]
     return [
         ("global step", str(run.script.clock)),
         ("tokens", format_count(run.tokens)),

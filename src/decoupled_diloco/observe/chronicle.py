@@ -442,7 +442,7 @@ class Chronicle:
         shard.finished.append(round)
         self._forget(shard.finished)
         self._note_lateness(shard, round)
-        if result.verdict == "abandoned":
+        if result.given_up:
             shard.abandoned += 1
             return
         shard.merged += 1

@@ -276,8 +276,8 @@ class ShardHistory:
 
     @property
     def abandoned(self) -> int:
-        """Rounds that were given up."""
-        return len(self.rounds) - self.merged
+        """Rounds that were given up; not those in which nobody had anything new."""
+        return sum(r.result.given_up for r in self.rounds)
 
     def clock_by(self, at: float) -> int:
         """The shard's global step at an instant."""

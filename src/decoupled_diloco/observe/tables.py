@@ -21,6 +21,7 @@ from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
 from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import learner_rows, percent, shard_rows
+from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 REMARKS_MAX = 200
@@ -226,13 +227,18 @@ def _quantiles(values: Sequence[float]) -> list[Cell]:
     return [Cell(format_duration(value), value) for value in chosen]
 
 
+def _verdict(result: RoundFinished) -> str:
+    if result.given_up:
+        return "given up"
+    return "merged" if result.verdict == "merged" else "had nothing to merge"
+
+
 def verdict_table(history: RunHistory) -> Table:
     """How rounds ended."""
     results = [r.result for shard in history.shards.values() for r in shard.rounds]
-    rounds = Counter((result.verdict, result.reason) for result in results)
-    words = {"merged": "merged", "abandoned": "given up"}
+    rounds = Counter((_verdict(result), result.reason) for result in results)
     rows = [
-        [Cell(words[verdict]), Cell(str(count), count), Cell("" if why == verdict else why)]
+        [Cell(verdict), Cell(str(count), count), Cell("" if why == verdict else why)]
         for (verdict, why), count in rounds.most_common(12)
     ]
     return Table(

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Literal, assert_never
 
 from decoupled_diloco.protocol.effects import (
+    NOTHING_NEW,
     Apply,
     EndTraining,
     Expelled,
@@ -287,7 +288,7 @@ class LearnerMachine:
         pull = view.pull
         if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
             if steps == 0 and pull.final:
-                return self._decline(index, view, "nothing new", nothing_new=True)
+                return self._decline(index, view, NOTHING_NEW, nothing_new=True)
             if steps > 0:
                 effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
                 return effects + self._send(index, view, pull)

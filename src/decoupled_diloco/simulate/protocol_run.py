@@ -70,7 +70,7 @@ class Tally:
     def take(self, round: RoundFinished) -> None:
         """One more round is over."""
         if round.verdict != "merged":
-            self.reasons[round.reason] += 1
+            self.reasons[round.reason] += round.given_up
             return
         self.merged += 1
         self.asked += len(round.participants)
