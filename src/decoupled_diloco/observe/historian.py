@@ -399,7 +399,7 @@ class _Historian:
                     down_at=down_at,
                     how=how,
                     global_step=self.run.global_step_by(down_at),
-                    restarted_at=following.started_at if following else None,
+                    restarted_at=following.began_at if following else None,
                     back_at=back_at,
                     lost_steps={},
                 )

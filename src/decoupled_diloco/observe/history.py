@@ -72,7 +72,7 @@ class Outage:
         down_at: When it ended.
         how: In words: ``killed (SIGKILL)``, ``ended with exit code 4``, ``fell silent``.
         global_step: The run's global step at that time.
-        restarted_at: When its next life began; ``None``: it had none.
+        restarted_at: When its next process was started; ``None``: none was.
         back_at: When it took part again; ``None``: it did not.
         lost_steps: For each learner that lived: steps it lost between ``down_at`` and ``back_at``.
     """
@@ -89,6 +89,11 @@ class Outage:
     def seconds(self) -> float | None:
         """How long it was away."""
         return None if self.back_at is None else self.back_at - self.down_at
+
+    @property
+    def down_seconds(self) -> float | None:
+        """How long there was no process, before the next one that then had to join."""
+        return None if self.restarted_at is None else self.restarted_at - self.down_at
 
     @property
     def lost_steps_total(self) -> int:

@@ -188,6 +188,10 @@ def outage_line(history: RunHistory, outage: Outage) -> str:
     line = f"{outage.who} {was}{how} at {outage.down_at:.1f} s (step {outage.global_step})"
     if outage.seconds is not None:
         line += f", back after {outage.seconds:.1f} s"
+        if outage.down_seconds is not None:
+            then = "starting" if outage.who in history.shards else "joining"
+            rest = format_duration(max(0.0, outage.seconds - outage.down_seconds))
+            line += f" (down {format_duration(outage.down_seconds)}, {then} {rest})"
     elif outage.restarted_at is not None:
         line += ", started again but not back before the end"
     else:

@@ -15,7 +15,8 @@ from decoupled_diloco.observe.samples import (
 )
 from decoupled_diloco.observe.summary import absences
 from decoupled_diloco.observe.tape import TapeWriter, merge_tapes
-from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.protocol.effects import Ready
+from decoupled_diloco.protocol.events import StepFinished, Tick
 from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import lines_of, write_world
 
@@ -180,6 +181,24 @@ def test_two_learners_down_at_once_lose_nothing_for_each_other(tmp_path):
         tape.sample(10.6, ProcessEnded("learner-0", None, 9))
     for outage in read_history(tmp_path).outages:
         assert outage.lost_steps == {"learner-2": 0}
+
+
+def test_an_outage_is_down_only_until_the_next_process_is_started(tmp_path):
+    """It takes a while until that one writes anything, and longer until it takes part."""
+    write_steps(tmp_path, "learner-0", [1.0, 2.0, 3.0])
+    write_steps(tmp_path, "learner-1", [float(at) for at in range(1, 31)])
+    with TapeWriter(tmp_path, "learner-0", clock=lambda: 0.0, wall=lambda: 1012.0) as tape:
+        tape.effects(3.0, tape.event(3.0, Tick()), [Ready("every fragment is held")])
+        tape.event(4.0, StepFinished(1))
+    with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        tape.sample(3.5, ProcessEnded("learner-0", None, 9))
+        tape.sample(4.0, ProcessStarted("learner-0", 2))
+    history = read_history(tmp_path)
+    (outage,) = history.outages
+    assert (outage.down_at, outage.restarted_at, outage.back_at) == (3.5, 4.0, 15.0)
+    time = account_for(history).learners["learner-0"].time
+    assert time.seconds("down") == pytest.approx(outage.down_seconds) == pytest.approx(0.5)
+    assert "back after 11.5 s (down 500 ms, joining 11 s)" in absences(history)[0]
 
 
 def test_restart_without_a_launcher_is_an_outage_since_the_last_record(tmp_path):

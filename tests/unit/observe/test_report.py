@@ -106,7 +106,8 @@ def test_report_needs_no_network(page):
 def test_report_tells_the_numbers(page, written):
     parsed = Page(page)
     for text in (
-        "learner-1 was killed at 30.2 s (step 52), back after 5.8 s; steps lost by the others: 0.",
+        "learner-1 was killed at 30.2 s (step 52), back after 5.8 s (down 1 s, joining 4.8 s); "
+        "steps lost by the others: 0.",
         "Decoupled DiLoCo: made-up",
         "4.8139 → 2.1519",
         "1 min 6 s",

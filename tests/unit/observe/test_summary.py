@@ -35,7 +35,8 @@ def test_summary_tells_the_run(history):
         "learner-1 108 55.3k 2.115 89 % 1 % 5.8 s 500 ms 500 ms",
         "learner-3 80 41k 2.162 67 % 0.3 % – 750 ms 750 ms",
         "shard-0 120 117 3 300 ms 120 ms 1",
-        "learner-1 was killed at 30.2 s (step 52), back after 5.8 s; steps lost by the others: 0",
+        "learner-1 was killed at 30.2 s (step 52), back after 5.8 s (down 1 s, joining 4.8 s); "
+        "steps lost by the others: 0",
         "written report.html",
     ):
         assert line in lines
@@ -82,6 +83,11 @@ def outage(who="learner-0", **changes):
             outage(how="ended with exit code 4", back_at=12.5, lost_steps={"learner-1": 3}),
             "learner-0 ended with exit code 4 at 10.0 s (step 7), back after 2.5 s; "
             "steps lost by the learners: 3 (learner-1 3)",
+        ),
+        (
+            outage(restarted_at=10.5, back_at=21.5),
+            "learner-0 fell silent at 10.0 s (step 7), back after 11.5 s (down 500 ms, "
+            "joining 11 s)",
         ),
         (
             outage("shard-0", how="killed (SIGTERM)"),
