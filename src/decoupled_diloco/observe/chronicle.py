@@ -442,8 +442,8 @@ class Chronicle:
         shard.finished.append(round)
         self._forget(shard.finished)
         self._note_lateness(shard, round)
-        if result.given_up:
-            shard.abandoned += 1
+        if result.verdict == "abandoned":
+            shard.abandoned += result.given_up
             return
         shard.merged += 1
         if result.version is not None:

@@ -2,13 +2,14 @@
 
 import io
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
+from decoupled_diloco.observe.historian import build_history
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import SCHEMA
 from decoupled_diloco.observe.samples import EndOrdered, ProcessEnded, ProcessStarted
@@ -16,6 +17,8 @@ from decoupled_diloco.observe.sources import FolderSource
 from decoupled_diloco.observe.status import RunStatus, status_of
 from decoupled_diloco.observe.status_view import headline, render_status
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.protocol.effects import NOTHING_NEW, Participant, RoundFinished
+from decoupled_diloco.protocol.events import Tick
 from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import BACK_AT, KILLED_AT, lines_of, write_world
 
@@ -62,7 +65,8 @@ def test_a_finished_run_says_so_with_the_numbers_of_its_tape(folder, records):
     rounds = shard_values(folder, "RoundFinished")
     merged = [r for r in rounds if r["verdict"] == "merged"]
     assert status.rounds_merged == len(merged)
-    assert status.rounds_abandoned == len(rounds) - len(merged)
+    idle = [r for r in rounds if r["reason"] == "nobody is left who has anything new"]
+    assert status.rounds_abandoned == len(rounds) - len(merged) - len(idle)
     for learner in status.learners:
         own = [r["data"] for r in lines_of(folder / "tape" / f"{learner.name}.jsonl")]
         steps = [data for data in own if set(data) == {"tokens"}]
@@ -75,6 +79,24 @@ def test_a_finished_run_says_so_with_the_numbers_of_its_tape(folder, records):
         )
         assert learner.participation == folded / len(merged)
         assert learner.state == "finished"
+
+
+def test_a_round_in_which_nobody_had_anything_new_is_neither_merged_nor_given_up(tmp_path):
+    """Status counts the rounds as the summary does."""
+    idle = Participant("a", "declined", 0, 0, 0.0, None, NOTHING_NEW)
+    gone = replace(idle, state="gone", reason="its lease ran out")
+    last = {"quorum_seconds": None, "grace_seconds": 0.0, "closed_seconds": None, "why": ""}
+    last |= {"uploaded_seconds": None, "finished_seconds": 0.1, "step_seconds": 1.0}
+    with TapeWriter(tmp_path, "shard-0", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        for number, one in enumerate((idle, idle, gone)):
+            finished = RoundFinished(
+                number, 0, 8, None, "abandoned", "", (one,), slack_seconds=0.0, **last
+            )
+            tape.effects(float(number), tape.event(float(number), Tick()), [finished])
+    status = status_of(chronicle_of(TapeReader(tmp_path)), 1003.0)
+    history = build_history(TapeReader(tmp_path))
+    assert (status.rounds_merged, status.rounds_abandoned) == (0, 1)
+    assert (history.rounds_merged, history.rounds_abandoned) == (0, 1)
 
 
 def test_live_but_not_taking_part_is_to_be_seen(records):
