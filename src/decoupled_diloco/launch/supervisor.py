@@ -20,7 +20,7 @@ from pathlib import Path
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.samples import (
-    EndOrdered,
+    EndRequested,
     ProcessEnded,
     ProcessStarted,
     RestartScheduled,
@@ -110,7 +110,7 @@ class Supervisor:
         self._sample(ProcessStarted(child.name, child.process.pid))
 
     def _sample(
-        self, sample: ProcessStarted | ProcessEnded | EndOrdered | RestartScheduled
+        self, sample: ProcessStarted | ProcessEnded | EndRequested | RestartScheduled
     ) -> None:
         self.tape.sample(time.monotonic(), sample)
         self.tape.flush()
@@ -172,7 +172,7 @@ class Supervisor:
                 child.process.send_signal(signal.SIGTERM)
                 told.append(child.name)
         if told:  # after the signals: nobody lives on because the tape cannot be written
-            self._sample(EndOrdered(tuple(told)))
+            self._sample(EndRequested(tuple(told)))
         deadline = time.monotonic() + TERMINATE_SECONDS
         while any(child.running for child in chosen) and time.monotonic() < deadline:
             time.sleep(0.05)

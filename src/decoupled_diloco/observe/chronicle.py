@@ -33,7 +33,7 @@ from decoupled_diloco.observe.live import REPEAT_SECONDS, Rate
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.samples import (
     BytesMoved,
-    EndOrdered,
+    EndRequested,
     Evaluated,
     LossMeasured,
     ProcessEnded,
@@ -86,7 +86,7 @@ LOOKED_AT = frozenset(
         fact.StepFinished,
         fact.TermGranted,
         BytesMoved,
-        EndOrdered,
+        EndRequested,
         Evaluated,
         LossMeasured,
         ProcessEnded,
@@ -512,7 +512,7 @@ class Chronicle:
 
     def _anybody(self, record: Record, value: Any) -> None:
         match value:
-            case EndOrdered(names):
+            case EndRequested(names):
                 if not self.told_to_end and not self.finished:
                     self._remark(record, "", "all processes are told to end")
                 self.told_to_end |= set(names)

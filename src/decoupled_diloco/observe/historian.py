@@ -29,7 +29,7 @@ from decoupled_diloco.observe.records import SECONDS_MAX, Record
 from decoupled_diloco.observe.samples import (
     BytesMoved,
     CorpusDescribed,
-    EndOrdered,
+    EndRequested,
     Evaluated,
     FaultInjected,
     LossMeasured,
@@ -71,7 +71,7 @@ _LOOKED_AT = frozenset(
         BytesMoved,
         ClockAdvanced,
         CorpusDescribed,
-        EndOrdered,
+        EndRequested,
         EndTraining,
         Evaluated,
         Evict,
@@ -340,7 +340,7 @@ class _Historian:
                 if code != 0:
                     how = ending_in_words(code, signal_number)
                     run.remarks.append(Remark(at, who, f"{name} {how}"))
-            case EndOrdered(names):
+            case EndRequested(names):
                 for name in names:
                     self._orders.setdefault(name, []).append(at)
                 told = names[0] if len(names) == 1 else f"{len(names)} processes"

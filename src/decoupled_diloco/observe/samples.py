@@ -66,7 +66,7 @@ class ProcessEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class EndOrdered:
+class EndRequested:
     """The launcher tells these running processes to end: that they do is no failure."""
 
     names: tuple[str, ...]
@@ -140,7 +140,7 @@ Sample = (
     | Evaluated
     | ProcessStarted
     | ProcessEnded
-    | EndOrdered
+    | EndRequested
     | FaultInjected
     | FaultEnded
     | RestartScheduled

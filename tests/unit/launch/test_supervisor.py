@@ -82,8 +82,8 @@ def test_who_is_told_to_end_is_named_on_the_tape_before_it_ends(supervisor: Supe
     supervisor.stop()
     supervisor.stop()
     records = [r for r in read_tape(supervisor.tape.path) if r.kind == "sample"]
-    assert [r.type for r in records[-2:]] == ["EndOrdered", "ProcessEnded"]
-    assert [list(r.data["names"]) for r in records if r.type == "EndOrdered"] == [["runs"]]
+    assert [r.type for r in records[-2:]] == ["EndRequested", "ProcessEnded"]
+    assert [list(r.data["names"]) for r in records if r.type == "EndRequested"] == [["runs"]]
 
 
 def test_nothing_is_started_again_after_retiring(supervisor: Supervisor) -> None:

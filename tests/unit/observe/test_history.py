@@ -8,7 +8,7 @@ from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.historian import ending_in_words, read_history
 from decoupled_diloco.observe.history import LearnerHistory, Life
 from decoupled_diloco.observe.samples import (
-    EndOrdered,
+    EndRequested,
     LossMeasured,
     ProcessEnded,
     ProcessStarted,
@@ -158,7 +158,7 @@ def test_who_was_told_to_end_has_not_crashed(tmp_path):
         write_steps(tmp_path, name, [float(at) for at in range(1, 11)])
     with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
         tape.sample(10.1, ProcessEnded("learner-2", None, 9))
-        tape.sample(10.5, EndOrdered(("learner-0", "learner-1", "shard-0")))
+        tape.sample(10.5, EndRequested(("learner-0", "learner-1", "shard-0")))
         tape.sample(10.6, ProcessEnded("learner-0", 130, None))
         tape.sample(10.7, ProcessEnded("learner-1", None, 15))
         tape.sample(13.5, ProcessEnded("shard-0", None, 9))

@@ -12,7 +12,7 @@ from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
 from decoupled_diloco.observe.historian import build_history
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import SCHEMA
-from decoupled_diloco.observe.samples import EndOrdered, ProcessEnded, ProcessStarted
+from decoupled_diloco.observe.samples import EndRequested, ProcessEnded, ProcessStarted
 from decoupled_diloco.observe.sources import FolderSource
 from decoupled_diloco.observe.status import RunStatus, status_of
 from decoupled_diloco.observe.status_view import headline, render_status
@@ -170,7 +170,7 @@ def interrupted(folder, records, seconds, told, ended=()):
     tape = TapeWriter(folder, "launcher", {}, clock=lambda: 0.0, wall=lambda: began)
     for name in told:
         tape.sample(1.0, ProcessStarted(name, 1))
-    tape.sample(seconds, EndOrdered(tuple(told)))
+    tape.sample(seconds, EndRequested(tuple(told)))
     for name in ended:
         tape.sample(seconds + 1, ProcessEnded(name, 130, None))
     tape.close()
@@ -205,8 +205,8 @@ def test_a_run_that_was_interrupted_before_anybody_wrote(tmp_path):
     tape = TapeWriter(tmp_path, "launcher", {}, clock=lambda: 0.0, wall=lambda: 1000.0)
     tape.sample(1.0, ProcessStarted("shard-0", 1))
     tape.sample(1.0, ProcessStarted("learner-0", 2))
-    tape.sample(2.0, EndOrdered(("learner-0",)))
-    tape.sample(3.0, EndOrdered(("shard-0",)))
+    tape.sample(2.0, EndRequested(("learner-0",)))
+    tape.sample(3.0, EndRequested(("shard-0",)))
     tape.close()
     chronicle = chronicle_of(TapeReader(tmp_path))
     status = status_of(chronicle, 1003.0)
