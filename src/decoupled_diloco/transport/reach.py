@@ -59,6 +59,7 @@ Cause = Literal[
     "stranger",  # something else answers
     "token",  # it does not accept the token
     "older",  # it does not know the question
+    "busy",  # it answers others, and says so
     "broken",  # the connection broke
 ]
 
@@ -133,7 +134,10 @@ async def listens(address: str) -> Trouble | None:
 
 async def _find(seen: Seen) -> None:
     """Name and TCP."""
-    url = URL(seen.address)
+    try:
+        url = URL(seen.address)
+    except ValueError as error:
+        raise Trouble("name", "name", f"{seen.address!r}: {error}") from None
     host, port = url.host or "", url.port or 80
     loop = asyncio.get_running_loop()
     try:
@@ -141,8 +145,9 @@ async def _find(seen: Seen) -> None:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except TimeoutError:
         raise Trouble("name", "name", f"{host!r}: no name server answers") from None
-    except OSError as error:
-        raise Trouble("name", "name", f"{host!r}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # No name has an empty part, or one that long.
+        reason = getattr(error, "strerror", None) or error
+        raise Trouble("name", "name", f"{host!r}: {reason}") from None
     seen.ip = str(found[0][4][0])
     begun = time.monotonic()
     try:
@@ -194,6 +199,8 @@ class _Look:
         except TimeoutError:
             text = f"no answer within {ANSWER_SECONDS:g} s"
             raise Trouble(name, "silent", text) from None
+        except _Busy as busy:
+            raise Trouble(name, "busy", str(busy)) from None
         except (aiohttp.ClientSSLError, ssl.SSLError) as error:
             raise Trouble(name, "tls", str(error)) from None
         except aiohttp.WSServerHandshakeError as error:
@@ -285,11 +292,11 @@ class _Look:
         async with self._session.put(
             self._url.with_path(PROBE), data=body, headers=self._headers
         ) as response:
-            _require(response.status == 204, await response.text())
+            await _require_status(response, 204)
 
     async def _receive(self, count: int) -> None:
         async with self._get(f"{PROBE}?bytes={count}", self._headers) as response:
-            _require(response.status == 200, "" if response.ok else await _text(response))
+            await _require_status(response, 200)
             async for _ in response.content.iter_any():
                 pass
 
@@ -301,6 +308,16 @@ async def _text(response: aiohttp.ClientResponse) -> str:
         pieces += piece
         _require(len(pieces) <= ANSWER_BYTES_MAX, "its answer does not end")
     return pieces.decode(errors="replace")
+
+
+class _Busy(Exception):
+    """The server has as many measurements under way as it lets be."""
+
+
+async def _require_status(response: aiohttp.ClientResponse, status: int) -> None:
+    if response.status == 429:
+        raise _Busy(await _text(response))
+    _require(response.status == status, "" if response.ok else await _text(response))
 
 
 def _require(condition: bool, text: str) -> None:

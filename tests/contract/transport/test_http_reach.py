@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from decoupled_diloco.transport import reach
+from decoupled_diloco.transport import probe, reach
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http import HttpServer
 from decoupled_diloco.transport.reach import Seen, listens, look
@@ -114,6 +114,25 @@ async def test_nobody_and_no_such_host() -> None:
     assert refused is not None
     assert refused.cause == "refused"
     assert trouble(await look("http://no-such-host.invalid:1", None)) == ("name", "name")
+
+
+@pytest.mark.parametrize("host", ["[::1", "a..b", "x" * 80, "[::zz]"])
+async def test_what_no_name_can_be(host: str) -> None:
+    assert trouble(await look(f"http://{host}:1", None)) == ("name", "name")
+    refused = await listens(f"http://{host}:1")
+    assert refused is not None
+    assert refused.cause == "name"
+
+
+async def test_a_server_that_measures_with_others_is_busy_not_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe, "PROBES_MAX", 0)
+    async with shard() as (server, _):
+        seen = await look(server.address, None)
+    assert trouble(seen) == ("up", "busy")
+    assert seen.upgraded
+    assert "measurements are under way" in str(seen.trouble)
 
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: "

@@ -20,10 +20,11 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch.doctor import Finding, facts, machine, syncer
-from decoupled_diloco.launch.doctor.examine import limited
+from decoupled_diloco.launch.doctor.examine import limited, look_at_all
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.observe.progress import SteadyConsole
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.reach import Seen, Trouble
 from decoupled_diloco.units import GIB, MIB
 
@@ -156,6 +157,9 @@ def test_each_trouble_has_its_line_and_a_way_out() -> None:
     assert trouble("health", "silent").check == "health"
     assert trouble("up", "broken").check == "bandwidth"
     assert trouble("run", "older").level == "warning"
+    busy = trouble("up", "busy")
+    assert (busy.check, busy.level) == ("bandwidth", "warning")
+    assert "firewall" not in busy.advice
     assert len({*syncer.ADVICE.values()}) == len(syncer.ADVICE)
 
 
@@ -203,6 +207,25 @@ def test_a_shard_that_cannot_be_reached_is_named() -> None:
     assert finding.level == "error"
     assert "1 of 2" in finding.text
     assert "http://a:2: nothing listens" in finding.text
+
+
+@pytest.mark.parametrize("named", [None, 5, {"a": 1}, "http://a:1", ["http://[::1", 7]])
+async def test_a_strange_server_may_name_anything_as_addresses(named: object) -> None:
+    async def nothing(channel: object) -> None:
+        """No learner comes."""
+
+    server = HttpServer(
+        on_channel=nothing, health=lambda: {"shard": 0}, about=lambda: {"addresses": named}
+    )
+    await server.start()
+    try:
+        seen, shards = await look_at_all((server.address,), None, 5.0)
+    finally:
+        await server.stop()
+    assert seen.trouble is None
+    assert shards.pop(server.address) is None
+    assert all(trouble.cause == "name" for trouble in shards.values() if trouble is not None)
+    assert len(shards) == (2 if isinstance(named, list) else 0)
 
 
 def told(config: RunConfig, model: ModelFacts | None) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def _here(config: RunConfig) -> Iterator[Finding]:
 def _syncer(case: Case, model: facts.ModelFacts | None) -> Iterator[Finding]:
     # At least a moment: this machine may have been slow, and the syncer is what was asked about.
     seconds = max(5.0, case.left_seconds - 0.5)
-    seen, shards = asyncio.run(_look(case.syncer, case.token, seconds))
+    seen, shards = asyncio.run(look_at_all(case.syncer, case.token, seconds))
     yield from judge.judge_seen(seen, __version__)
     config = case.config
     yield from judge.judge_rates(seen, model, config.sync.overlap if config else 0)
@@ -180,13 +180,14 @@ def _syncer(case: Case, model: facts.ModelFacts | None) -> Iterator[Finding]:
         yield from judge.judge_run(seen.run, config, model)
 
 
-async def _look(
+async def look_at_all(
     addresses: tuple[str, ...], token: str | None, seconds: float
 ) -> tuple[Seen, dict[str, Trouble | None]]:
     """The first of the addresses in depth, and whether all shards can be reached."""
     seen = await look(addresses[0], token, seconds)
-    named = seen.run.get("addresses", ()) if seen.run is not None else ()
-    told = [reached_by(str(address), addresses[0]) for address in named]
+    named = seen.run.get("addresses") if seen.run is not None else None
+    known_to_it = named if isinstance(named, list) else []  # It may be anybody's server.
+    told = [reached_by(str(address), addresses[0]) for address in known_to_it]
     others = [a for a in dict.fromkeys([*told, *addresses[1:]]) if a != addresses[0]]
     troubles = await asyncio.gather(*(listens(address) for address in others))
     known = {} if seen.run is None else {addresses[0]: cast("Trouble | None", None)}

@@ -32,6 +32,7 @@ ADVICE = {
     "machine trusts",
     "stranger": "something else listens there: correct the address (the syncer prints its own)",
     "token": "give the run's secret with --token-file: `ddiloco syncer` prints where it is",
+    "busy": "others measure just now: ask again in a while",
     "older": "install the same version here and there",
     "broken": "look for a proxy or firewall on the way that ends connections, or passes no "
     "WebSockets",
@@ -74,6 +75,8 @@ def judge_trouble(trouble: Trouble, address: str) -> Finding:
     if trouble.cause == "older":
         text = f"{address} knows nothing of it: {trouble.text}"
         return warning("version", text, ADVICE["older"])
+    if trouble.cause == "busy":
+        return warning(check, f"not measured: {address}: {trouble.text}", ADVICE["busy"])
     return error(check, f"{address}: {trouble.text}", ADVICE[trouble.cause])
 
 
