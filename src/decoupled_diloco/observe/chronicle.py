@@ -217,6 +217,7 @@ class Chronicle:
             learner = self._learner(record.who)
             learner.has_tape, learner.process, learner.left = True, "joining", ""
             learner.started_at, learner.own_rate = record.wall, Rate()
+            learner.begin_process()
 
     def _shard_started(self, shard: ShardLog, at: float) -> None:
         """A new life: it knows nobody, and what was open is nobody's any more."""

@@ -226,6 +226,10 @@ class LearnerLog:
             ``joining``, ``training``, ``restarting``, ``down``, ``finished``.
         left: What its newest life said when it left on purpose.
         steps_of: Own steps of each epoch, as reported; `tokens_of` and `discarded_of` likewise.
+        began: Its own steps and tokens when its present process began.
+        told: The most that the shards heard of that process.
+        unrecorded: Steps and tokens that shards heard of, and that earlier processes did not live
+            to write down: a process that is killed takes its last records with it.
         discarded: Fragment-tokens discarded, by mode and reason, from its own tape.
         reasons: How many merged rounds it was in, or why not.
         tokens_counted: Of its tokens, what the total of the run holds.
@@ -248,6 +252,9 @@ class LearnerLog:
     tokens_counted: int = 0
     own_steps: int = 0
     own_tokens: int = 0
+    began: tuple[int, int] = (0, 0)
+    told: tuple[int, int] = (0, 0)
+    unrecorded: tuple[int, int] = (0, 0)
     own_rate: Rate = field(default_factory=Rate)
     stepped_at: float | None = None
     loss: float | None = None
@@ -268,6 +275,17 @@ class LearnerLog:
             (self.discarded_of, report.discarded_tokens),
         ):
             table[epoch] = max(value, table.get(epoch, 0))
+        self.told = (max(self.told[0], report.step), max(self.told[1], report.tokens))
+
+    def begin_process(self) -> None:
+        """A process of it has begun: what the one before has not written down stays unrecorded."""
+        self.unrecorded = self._unrecorded()
+        self.began, self.told = (self.own_steps, self.own_tokens), (0, 0)
+
+    def _unrecorded(self) -> tuple[int, int]:
+        own = (self.own_steps - self.began[0], self.own_tokens - self.began[1])
+        steps, tokens = (max(0, told - mine) for told, mine in zip(self.told, own, strict=True))
+        return (self.unrecorded[0] + steps, self.unrecorded[1] + tokens)
 
     def count(self, reason: str) -> None:
         """One more merged round."""
@@ -277,12 +295,12 @@ class LearnerLog:
     @property
     def steps(self) -> int:
         """Own steps of all lives, as far as the syncer or its own tape knows."""
-        return max(sum(self.steps_of.values()), self.own_steps)
+        return max(sum(self.steps_of.values()), self.own_steps + self._unrecorded()[0])
 
     @property
     def tokens(self) -> int:
         """Tokens of all lives, as far as the syncer or its own tape knows."""
-        return max(sum(self.tokens_of.values()), self.own_tokens)
+        return max(sum(self.tokens_of.values()), self.own_tokens + self._unrecorded()[1])
 
     @property
     def discarded_fragment_tokens(self) -> int:

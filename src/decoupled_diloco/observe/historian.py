@@ -197,6 +197,8 @@ class _Historian:
         if record.type not in _LOOKED_AT:
             if record.type == "SendBody" and life is not None:
                 self._sent(life, record)
+            elif record.type in ("Said", "Reported") and is_shard(who):
+                self._told(record)
             return
         try:
             value = record.value()
@@ -224,6 +226,8 @@ class _Historian:
         self._add_lives_without_records()
         for member in run.members:
             member.outages = self._outages(member)
+        for learner in run.learners.values():
+            self._add_unrecorded(learner)
         for member in run.members:
             member.outages = [self._with_lost_steps(outage) for outage in member.outages]
         for name, gone in self._gone.items():
@@ -236,6 +240,16 @@ class _Historian:
         }
         run.remarks.sort(key=lambda remark: remark.at)
         return run
+
+    def _add_unrecorded(self, learner: LearnerHistory) -> None:
+        """The last steps of a process that was killed before it had written them down."""
+        for life in learner.lives:
+            steps = life.told[0] - len(life.steps_at)
+            tokens = life.told[1] - sum(life.step_tokens)
+            if life.crashed and steps > 0 and tokens >= 0:
+                life.unrecorded = (steps, tokens)
+                life.ledger.stepped(tokens)
+                learner.tokens += tokens
 
     def _add_lives_without_records(self) -> None:
         """A process that was started again, but not in time to write anything."""
@@ -302,6 +316,21 @@ class _Historian:
             life.ledger.sent(int(record.data["fragment"]), version, int(record.data["tokens"]))
         except (KeyError, TypeError, ValueError) as error:
             self._left_out[f"{record.who}: SendBody: {error!r}"] += 1
+
+    def _told(self, record: Record) -> None:
+        """How far a shard has heard that learners are; these records are too many to decode."""
+        data = record.data
+        try:
+            said: list[Any] = [(data["learner"], data["message"])] if record.type == "Said" else []
+            for name, report in said or data["reports"]:
+                learner = self.run.learners.get(name)
+                if learner is None or not learner.lives or report.get("type") != "StepReport":
+                    continue
+                life = learner.lives[-1]
+                steps, tokens = int(report["step"]), int(report["tokens"])
+                life.told = (max(life.told[0], steps), max(life.told[1], tokens))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._left_out[f"{record.who}: {record.type}: {error!r}"] += 1
 
     def _shard(self, shard: ShardHistory, life: Life | None, at: float, value: Any) -> None:
         assert life is not None

@@ -140,6 +140,8 @@ class Life:
         step_tokens: Tokens of each step.
         holds: From ``Hold`` to ``Release`` (infinity: never); synchronous baselines only.
         ledger: What became of the tokens that it was trained on.
+        told: The most steps and tokens of it that a shard heard of.
+        unrecorded: Of these, what the process was killed too early to write down.
     """
 
     started_at: float
@@ -153,6 +155,8 @@ class Life:
     step_tokens: list[int] = field(default_factory=list)
     holds: list[tuple[float, float]] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
+    told: tuple[int, int] = (0, 0)
+    unrecorded: tuple[int, int] = (0, 0)
 
     @property
     def began_at(self) -> float:
@@ -195,7 +199,12 @@ class LearnerHistory:
     @property
     def steps(self) -> int:
         """Inner steps of all lives."""
-        return sum(len(life.steps_at) for life in self.lives)
+        return sum(len(life.steps_at) + life.unrecorded[0] for life in self.lives)
+
+    @property
+    def steps_unrecorded(self) -> int:
+        """Those that only the shards have heard of: their process was killed."""
+        return sum(life.unrecorded[0] for life in self.lives)
 
     @property
     def steps_at(self) -> list[float]:

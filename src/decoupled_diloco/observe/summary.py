@@ -50,6 +50,7 @@ def print_summary(
             *lines[:LINES_MAX],
             f"… and {len(lines) - LINES_MAX} more absences: the report has them",
         ]
+    lines += [line for learner in history.learners.values() for line in unrecorded_line(learner)]
     lines += [f"the tape is not whole: {problem}" for problem in history.problems]
     for line in lines:
         console.print()
@@ -166,6 +167,18 @@ def absences(history: RunHistory) -> list[str]:
     told = [(outage.down_at, outage_line(history, outage)) for outage in history.outages]
     told += [(cut.cut_at, cut_line(history, cut)) for cut in history.cuts]
     return [line for _, line in sorted(told, key=lambda entry: entry[0])]
+
+
+def unrecorded_line(learner: LearnerHistory) -> list[str]:
+    """Where a number of steps is from that its own tape does not have, in a sentence; or none."""
+    steps = learner.steps_unrecorded
+    if not steps:
+        return []
+    count = "1 step" if steps == 1 else f"{steps} steps"
+    return [
+        f"{count} of {learner.name} known from the shards alone: a process that is killed takes "
+        "its last records with it"
+    ]
 
 
 def cut_line(history: RunHistory, cut: Cut) -> str:

@@ -1,22 +1,28 @@
+import io
 import random
 import shutil
 from itertools import accumulate, pairwise
 
 import pytest
+from rich.console import Console
 
 from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe.chronicle import chronicle_of
 from decoupled_diloco.observe.historian import ending_in_words, read_history
 from decoupled_diloco.observe.history import LearnerHistory, Life
+from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.samples import (
     EndRequested,
     LossMeasured,
     ProcessEnded,
     ProcessStarted,
 )
-from decoupled_diloco.observe.summary import absences
+from decoupled_diloco.observe.status import status_of
+from decoupled_diloco.observe.summary import absences, print_summary
 from decoupled_diloco.observe.tape import TapeWriter, merge_tapes
-from decoupled_diloco.protocol.effects import Ready
-from decoupled_diloco.protocol.events import StepFinished, Tick
+from decoupled_diloco.protocol.effects import Accept, Ready
+from decoupled_diloco.protocol.events import Reported, Said, StepFinished, Tick
+from decoupled_diloco.protocol.messages import StepReport
 from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import lines_of, write_world
 
@@ -199,6 +205,47 @@ def test_an_outage_is_down_only_until_the_next_process_is_started(tmp_path):
     time = account_for(history).learners["learner-0"].time
     assert time.seconds("down") == pytest.approx(outage.down_seconds) == pytest.approx(0.5)
     assert "back after 11.5 s (down 500 ms, joining 11 s)" in absences(history)[0]
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """A learner's tape ends at step 3 of 5, its shard heard of all, and its next life of 2 more."""
+    write_steps_from(tmp_path, "learner-0", 0.0, [1.0, 2.0, 3.0])
+    with TapeWriter(tmp_path, "shard-0", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        tape.effects(0.5, tape.event(0.5, Tick()), [Accept(1, "learner-0", 1, "joined")])
+        for step in (1, 2, 3, 4, 5):
+            at = step + 0.01
+            tape.event(at, Reported((("learner-0", StepReport(step, 10 * step, 1.0)),)))
+        tape.event(12.01, Said("learner-0", StepReport(1, 10, 1.0)))
+        tape.event(13.01, Said("learner-0", StepReport(2, 20, 1.0)))
+    write_steps_from(tmp_path, "learner-0", 10.0, [12.0, 13.0])
+    with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        tape.sample(5.5, ProcessEnded("learner-0", None, 9))
+    return tmp_path
+
+
+def write_steps_from(folder, name, began, instants):
+    with TapeWriter(folder, name, clock=lambda: 0.0, wall=lambda: 1000.0 + began) as tape:
+        for at in instants:
+            tape.event(at - began, StepFinished(10))
+
+
+def test_steps_that_a_killed_process_did_not_write_down_are_counted(killed):
+    history = read_history(killed)
+    learner = history.learners["learner-0"]
+    assert (learner.steps, learner.steps_unrecorded) == (7, 2)
+    assert learner.tokens == 50 + 20
+    account = account_for(history).learners["learner-0"].tokens
+    assert account.tokens("trained") == 70
+    assert account.tokens("crashed") == 50
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(history, console=console)
+    assert "2 steps of learner-0 known from the shards alone" in console.file.getvalue()
+
+
+def test_status_counts_the_steps_of_a_killed_process_as_the_summary_does(killed):
+    (learner,) = status_of(chronicle_of(TapeReader(killed)), 1014.0).learners
+    assert (learner.steps, learner.tokens) == (7, 70)
 
 
 def test_restart_without_a_launcher_is_an_outage_since_the_last_record(tmp_path):
