@@ -30,9 +30,9 @@ Make = Callable[..., System]
 def test_a_wrong_token_is_refused_at_once(make: Make) -> None:
     system = make(tokens=Tokens("right"))
     system.start()
-    with pytest.raises(AccessError, match="the token is not this run's: check token="):
+    with pytest.raises(AccessError, match="the token is not this run's: a syncer that began"):
         system.learner(Model(), "learner-0", token="wrong")
-    with pytest.raises(AccessError, match="this server wants a token: pass token="):
+    with pytest.raises(AccessError, match="the syncer wants the run's secret"):
         system.learner(Model(), "learner-0")
     with system.learner(Model(), "learner-0", token="right") as learner:
         assert learner.epoch == 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -106,7 +109,7 @@ class HttpClient:
                 f"{address} did not answer within {self._limits.lost_seconds:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise TransportError(f"cannot reach {address}: {error}") from error
+            raise TransportError(f"cannot reach {address}: {_in_words(error)}") from error
         channel = WebSocketChannel(
             socket, Peer(principal, role, str(origin)), self._limits, self.stats
         )
@@ -226,7 +229,7 @@ class HttpClient:
                     raise refusal_error(response.status, reason, str(target))
                 yield response
         except (aiohttp.ClientError, OSError) as error:
-            raise TransportError(f"{method} {target} failed: {error!r}") from error
+            raise TransportError(f"{method} {target} failed: {_in_words(error)}") from error
 
     def heard(self, target: URL) -> None:
         """Note that bytes came from a server."""
@@ -450,3 +453,12 @@ class _StallWatch:
 def _reason(status: int, headers: Any) -> str:
     reason = (headers or {}).get("X-Reason")
     return str(reason) if reason else f"the server answered {status}"
+
+
+def _in_words(error: Exception) -> str:
+    """What went wrong, in the system's words; the library's name its own settings."""
+    cause = getattr(error, "os_error", error)
+    number = getattr(cause, "errno", None)
+    if isinstance(cause, ssl.SSLError | socket.gaierror) or not number or number < 0:
+        return getattr(cause, "strerror", None) or str(cause) or type(error).__name__
+    return os.strerror(number)

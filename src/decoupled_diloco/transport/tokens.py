@@ -13,6 +13,13 @@ ROLES = ("learner", "observer", "shard")
 PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 
+_STRANGER = (
+    "the token is not this run's: a syncer that began a new run has a new secret: read its token "
+    "file again"
+)
+_NO_TOKEN = "the syncer wants the run's secret: give its token file (--token-file)"
+
+
 class Refusal(Exception):
     """A request that is answered with an HTTP status and a sentence; never leaves the transport."""
 
@@ -86,14 +93,14 @@ class Tokens:
             return principal
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise Refusal(401, "this server wants a token: pass token=… or set it in the run file")
+            raise Refusal(401, _NO_TOKEN)
         if self._run_token is not None:
             if not _same(token, self._run_token):
-                raise Refusal(401, "the token is not this run's: check token=…")
+                raise Refusal(401, _STRANGER)
             return principal
         bound = self._bound(token)
         if bound is None:
-            raise Refusal(401, "the token is not known to this run: check token=…")
+            raise Refusal(401, "the token is not known to this run: check the token file")
         if bound != principal:
             raise Refusal(
                 403,

@@ -87,7 +87,7 @@ async def test_health_needs_no_token(target: Target) -> None:
         ({"Content-Encoding": "gzip"}, b"x" * MIB, 415, "without Content-Encoding"),
         ({}, b"", 413, "expects exactly"),
         ({"Authorization": "Bearer wrong"}, b"x" * MIB, 401, "not this run's"),
-        ({"Authorization": "Basic c2VjcmV0"}, b"x" * MIB, 401, "wants a token"),
+        ({"Authorization": "Basic c2VjcmV0"}, b"x" * MIB, 401, "wants the run's secret"),
         ({"X-Principal": "learner-1"}, b"x" * MIB, 403, "is not for 'learner-1' to write"),
         ({"X-Principal": "é"}, b"x" * MIB, 400, "is not a name"),
         ({"Origin": "http://evil.example"}, b"x" * MIB, 403, "browsers may not speak here"),
