@@ -8,7 +8,9 @@ Start a syncer, then as many learners as you like, each with a name of its own:
 """
 
 import argparse
+import sys
 import sysconfig
+import time
 import zlib
 from pathlib import Path
 
@@ -17,36 +19,49 @@ from torch import nn
 
 import decoupled_diloco as dd
 
-CONTEXT, BATCH = 32, 16
+CONTEXT, BATCH = 64, 256
 
 parser = argparse.ArgumentParser(description="Train a small byte model as one learner.")
 parser.add_argument("--syncer", required=True, help="address of a shard, as http://host:port")
 parser.add_argument("--token-file", type=Path, help="file with the run's secret")
 parser.add_argument("--name", required=True, help="this learner's name, the same across restarts")
-arguments = parser.parse_args()
-token = arguments.token_file.read_text().strip() if arguments.token_file else None
 
-files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
-seed = zlib.crc32(arguments.name.encode())  # of its own: every learner reads elsewhere
-rng = torch.Generator().manual_seed(seed)
 
-model = nn.Sequential(
-    nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 64), nn.GELU(), nn.Linear(64, 256)
-)
-optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+def train(syncer: str, token_file: Path | None, name: str) -> None:
+    """Trains until the run is over."""
+    token = token_file.read_text().strip() if token_file else None
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+    seed = zlib.crc32(name.encode())  # of its own: every learner reads elsewhere
+    rng = torch.Generator().manual_seed(seed)
 
-learner = dd.Learner(model, arguments.syncer, token=token, learner_id=arguments.name)
-going_on = True
-while going_on:
-    starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=rng)
-    window = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
-    loss = nn.functional.cross_entropy(model(window[:, :-1]), window[:, -1])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    going_on = learner.step(tokens=BATCH, loss=loss.item())
-    if learner.steps % 100 == 0:
-        print(f"step {learner.global_step}: loss {loss.item():.3f}")
-learner.close()
-print(f"{arguments.name}: {learner.steps} steps; the model holds the run's final weights")
+    model = nn.Sequential(
+        *(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 512), nn.GELU()),
+        nn.Linear(512, 256),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    learner = dd.Learner(model, syncer, token=token, learner_id=name)
+    going_on, smoothed, tell_at = True, 0.0, 0.0
+    while going_on:
+        starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=rng)
+        window = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
+        loss = nn.functional.cross_entropy(model(window[:, :-1]), window[:, -1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        going_on = learner.step(tokens=BATCH, loss=loss.item())
+        smoothed += max(0.02, 1 / learner.steps) * (loss.item() - smoothed)
+        if time.monotonic() > tell_at:
+            tell_at = time.monotonic() + 5
+            print(f"step {learner.global_step}: loss {smoothed:.3f}", flush=True)
+    learner.close()
+    print(f"{name}: {learner.steps} steps; the model holds the run's final weights")
+
+
+try:
+    train(**vars(parser.parse_args()))
+except (dd.Error, OSError) as error:
+    sys.exit(f"error: {error}")
+except KeyboardInterrupt:
+    sys.exit(130)

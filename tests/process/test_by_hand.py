@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # A quorum of both: one alone would have spent the budget before the other is there.
     sync = {"quorum": 2}
-    file = config_file(folder, run={"budget_steps": 300}, syncer={"shards": 2}, sync=sync)
+    file = config_file(folder, run={"budget_steps": 120}, syncer={"shards": 2}, sync=sync)
     with ExitStack() as stack:
         syncer = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
         assert syncer.stdout is not None
@@ -81,11 +82,47 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
         assert "the model holds the run's final weights" in text
     for name in ("a", "b"):
         assert output.count(f"{name} joined") == output.count(f"{name} is done") == 1, output
-    assert "step 0/300" in output, "its progress is shown"
+    assert re.search(r"step \d+/120, ", output), "its progress is shown"
     assert f"the budget is spent; {folder / 'weights.safetensors'}" in output
     weights = load_weights(folder / "weights.safetensors")
     assert weights["0.weight"].shape == (256, 16)
     assert_replays(folder)
+
+
+@pytest.mark.parametrize("mistake", ["address", "no file", "wrong token", "nobody there"])
+def test_the_example_tells_a_mistake_in_one_line(tmp_path: Path, mistake: str) -> None:
+    folder, secret = tmp_path / "run", tmp_path / "secret"
+    secret.write_text("guessed\n")
+    with ExitStack() as stack:
+        address = f"http://127.0.0.1:{free_ports(1)[0]}"
+        if mistake == "wrong token":
+            file = str(config_file(folder))
+            syncer = stack.enter_context(stopped_at_exit(command("syncer", file)))
+            assert syncer.stdout is not None
+            address = syncer.stdout.readline().split(": ")[1].strip()
+        if mistake == "address":
+            address = address.removeprefix("http://")
+        file = str(tmp_path / "none" if mistake == "no file" else secret)
+        learner = stack.enter_context(stopped_at_exit(example(address, file, "a")))
+        if mistake == "nobody there":
+            assert learner.stdout is not None
+            line = learner.stdout.readline()
+            assert f"cannot reach {address}: Connection refused" in line
+            learner.send_signal(signal.SIGINT)
+        output, _ = learner.communicate(timeout=30)
+        if mistake == "wrong token":
+            os.killpg(syncer.pid, signal.SIGINT)
+            syncer.communicate(timeout=30)
+    assert "Traceback" not in output
+    assert learner.returncode == (130 if mistake == "nobody there" else 1), output
+    if mistake != "nobody there":
+        sentence = {
+            "address": "is not a URL: write it as",
+            "no file": "No such file",
+            "wrong token": "the token is not this run's: a syncer that began a new run has a new",
+        }[mistake]
+        assert output.startswith("error: "), output
+        assert sentence in output
 
 
 def test_a_learner_that_is_stopped_does_not_hold_the_shards(tmp_path: Path) -> None:
