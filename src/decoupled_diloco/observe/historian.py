@@ -52,7 +52,7 @@ from decoupled_diloco.protocol.effects import (
     RoundFinished,
     RunOver,
 )
-from decoupled_diloco.protocol.events import StepFinished, TermGranted
+from decoupled_diloco.protocol.events import Greeted, StepFinished, TermGranted
 
 OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
 """Processes that are neither learners nor shards."""
@@ -76,6 +76,7 @@ _LOOKED_AT = frozenset(
         Evaluated,
         Evict,
         FaultInjected,
+        Greeted,
         Hold,
         LossMeasured,
         Note,
@@ -223,6 +224,7 @@ class _Historian:
             learner.rounds_merged_in_run = run.rounds_merged
             for shard in run.shards.values():
                 self._count_rounds(learner, shard)
+        run.heard_of -= self._observers | OTHERS
         self._add_lives_without_records()
         for member in run.members:
             member.outages = self._outages(member)
@@ -352,7 +354,10 @@ class _Historian:
                 self._evictions.setdefault(learner, []).append((at, reason))
                 own = self._gone.setdefault(learner, {})
                 own.setdefault(shard.name, []).append((at, reason))
+            case Greeted(_, hello) if hello.role == "observer":
+                self._observers.add(hello.learner)
             case Accept(learner=learner):
+                self.run.heard_of.add(learner)
                 self._accepted.setdefault(learner, {}).setdefault(shard.name, []).append(at)
 
     def _anybody(self, record: Record, at: float, value: Any) -> None:

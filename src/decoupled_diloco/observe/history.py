@@ -301,7 +301,11 @@ class ShardHistory:
 
 @dataclass
 class RunHistory:
-    """A whole run; ``records`` counts what could be read of its tape."""
+    """A whole run.
+
+    ``records`` counts what could be read of its tape; ``heard_of``: learners that shards took in,
+    also those that have their tapes elsewhere.
+    """
 
     records: int = 0
     started_wall: float = 0.0
@@ -316,6 +320,7 @@ class RunHistory:
     headers: dict[str, dict[str, Any]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     weights: list[str] = field(default_factory=list)
+    heard_of: set[str] = field(default_factory=set)
     corpus: dict[str, Any] | None = None
     sample_text: str | None = None
     problems: list[str] = field(default_factory=list)

@@ -19,9 +19,11 @@ from decoupled_diloco.observe import figures, tables
 from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
 from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.history import RunHistory
+from decoupled_diloco.observe.progress import natural
 from decoupled_diloco.observe.records import FOLDER_NAME
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import absences, totals
+from decoupled_diloco.observe.words import listing
 
 LEGEND_MAX = 12
 """More learners than this are not named beside the plot of their losses."""
@@ -186,9 +188,15 @@ def _counted(count: int, what: str) -> str:
 def problems_of(history: RunHistory) -> list[str]:
     """What the reader of a report should know before its numbers, one sentence each."""
     problems = list(history.problems)
-    if not history.learners:
+    elsewhere = sorted(history.heard_of - history.learners.keys(), key=natural)
+    if elsewhere:
+        problems.append(
+            f"The tapes of {listing(elsewhere)} are not here but where they ran: what only they "
+            "know is missing (losses, steps, where their time and tokens went)."
+        )
+    elif not history.learners:
         problems.append("No learner is on the tape: none got as far as its first record.")
-    elif not any(learner.steps for learner in history.learners.values()):
+    if history.learners and not any(learner.steps for learner in history.learners.values()):
         problems.append("No step is on the tape: no learner got as far as training.")
     if history.shards and not any(shard.rounds for shard in history.shards.values()):
         problems.append("No round was finished: the learners trained on their own, unmerged.")

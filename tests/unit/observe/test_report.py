@@ -17,13 +17,13 @@ from decoupled_diloco.observe.history import (
     RunHistory,
     ShardHistory,
 )
-from decoupled_diloco.observe.report import render_report, write_report
+from decoupled_diloco.observe.report import problems_of, render_report, write_report
 from decoupled_diloco.observe.samples import SampleGenerated
 from decoupled_diloco.observe.shapes import averaged, rows_of, smoothed, step_rates
 from decoupled_diloco.observe.tape import TapeWriter
-from decoupled_diloco.protocol.effects import Apply, ClockAdvanced, RoundFinished
-from decoupled_diloco.protocol.events import StepFinished, TermGranted, Tick
-from decoupled_diloco.protocol.messages import ShardAdmitted, Version
+from decoupled_diloco.protocol.effects import Accept, Apply, ClockAdvanced, RoundFinished
+from decoupled_diloco.protocol.events import Greeted, StepFinished, TermGranted, Tick
+from decoupled_diloco.protocol.messages import Hello, ShardAdmitted, Version
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +209,17 @@ def test_the_launcher_alone(run_folder, tmp_path):
     assert "No learner is on the tape" in page
     assert "learner-1 killed (SIGKILL)" in page
     assert "Neither a learner nor a shard is on the tape." in page
+
+
+def test_learners_whose_tapes_are_elsewhere(tmp_path):
+    with TapeWriter(tmp_path, "shard-0", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
+        accepted = [Accept(n, f"learner-{n}", 1, "joined") for n in (10, 9)]
+        observer = Hello("watcher", 1, "x", "observer", 0, 0, None, ())
+        tape.event(0.4, Greeted(3, observer))
+        tape.effects(0.5, tape.event(0.5, Tick()), [*accepted, Accept(3, "watcher", 1, "joined")])
+    told = problems_of(read_history(tmp_path))
+    assert any("The tapes of learner-9 and learner-10 are not here" in line for line in told)
+    assert not any("No learner is on the tape" in line for line in told)
 
 
 def test_one_learner_s_own_tape(run_folder, tmp_path):
