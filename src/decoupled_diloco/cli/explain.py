@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,7 +25,12 @@ class What(StrEnum):
 
 
 def explain(
-    what: Annotated[What, typer.Argument(metavar="round|learner|step", help="What to explain.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="round|learner|step", help="What to explain.", autocompletion=lambda: list(What)
+        ),
+    ],
     which: Annotated[
         str, typer.Argument(metavar="WHICH", help="Its number, or the learner's name.")
     ],
@@ -33,9 +39,10 @@ def explain(
         typer.Option(
             "--of",
             metavar="SOURCE",
-            help="A run folder, a tape, or a running syncer: http://HOST:PORT.",
+            help="A run folder, a tape, or a running syncer: http://HOST:PORT. Default: the newest "
+            "run in runs/.",
         ),
-    ],
+    ] = "",
     token_file: TokenFile = None,
     shard: Annotated[
         int | None, typer.Option(help="Of this shard only: each counts its own rounds.")
@@ -52,6 +59,9 @@ def explain(
     from decoupled_diloco.observe.historian import build_history
     from decoupled_diloco.observe.words import wrapped
 
+    if what not in list(What):
+        raise ConfigError(f"{what!r} cannot be explained: choose one of {', '.join(What)}")
+    of = of or _newest(what, which)
     source = source_of(of, token_file, detail=True)
     chronicle = Chronicle(keep_steps=True)
     records = source.poll()
@@ -68,6 +78,23 @@ def explain(
     lines += [f"The tape is not whole: {problem}" for problem in source.problems()]
     console = make_console()
     typer.echo(wrapped(lines, min(WIDTH_MAX, console.width)))
+
+
+def _newest(what: str, which: str) -> str:
+    """The run folder in runs/ that was begun last; says which it is.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    begun = {path.parent: path.stat().st_mtime for path in Path("runs").glob("*/run.toml")}
+    if not begun:
+        raise ConfigError(
+            f"there is no run in runs/ here: say which one, as in ddiloco explain {what} {which} "
+            "--of runs/quickstart"
+        )
+    newest = str(max(begun, key=lambda path: begun[path]))
+    typer.echo(f"of {newest}, the newest run here (--of names another)", err=True)
+    return newest
 
 
 def _number(text: str) -> int:

@@ -104,7 +104,7 @@ class Parser:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             self._problems.append(
                 f"{self._path}: line {self._number} is torn and was left out "
-                f"({len(line)} bytes: {line[:40].decode(errors='replace')!r})"
+                f"({len(line)} bytes{_shown(line[:40])})"
             )
             return None
         raise StorageError(
@@ -136,6 +136,12 @@ class Parser:
             wall=at + offset,
             life=life,
         )
+
+
+def _shown(line: bytes) -> str:
+    """The beginning of a line that can be read by people."""
+    text = line.decode(errors="replace")
+    return f": {text!r}" if text.isprintable() and "\ufffd" not in text else ", not text"
 
 
 @cache

@@ -84,6 +84,7 @@ class FolderSource:
         self.name = str(path)
         self.path = path
         self.generation = 0
+        self._records = 0
         if not path.exists():
             raise StorageError(
                 f"{path} does not exist: give a run folder, a tape, or the address of a running "
@@ -113,7 +114,16 @@ class FolderSource:
         if self._follower.replaced():
             self._follower = self._new()
             self.generation += 1
-        return self._follower.poll()
+            self._records = 0
+        records = self._follower.poll()
+        self._records += len(records)
+        if not self._records and self._follower.problems:
+            first = self._follower.problems[0]
+            raise StorageError(
+                f"{self.path} is no event tape: none of its lines can be read, the first one: "
+                f"{first}"
+            )
+        return records
 
     def now(self) -> float:
         """See `Source.now`."""

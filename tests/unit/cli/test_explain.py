@@ -1,0 +1,57 @@
+"""What `ddiloco explain` and `ddiloco status` say when they are asked for what is not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.errors import Error
+from unit.observe.worlds import write_world
+
+
+def refusal(*arguments: str) -> str:
+    error = CliRunner().invoke(app, list(arguments)).exception
+    assert isinstance(error, Error)
+    return str(error)
+
+
+def test_what_cannot_be_explained() -> None:
+    assert refusal("explain", "foo", "1") == (
+        "'foo' cannot be explained: choose one of round, learner, step"
+    )
+
+
+def test_no_run_is_named_and_none_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal("explain", "round", "40") == (
+        "there is no run in runs/ here: say which one, as in ddiloco explain round 40 --of "
+        "runs/quickstart"
+    )
+
+
+def test_the_newest_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("new", "old")):
+        folder = Path("runs") / name
+        folder.mkdir(parents=True)
+        write_world(folder, until=20.0)
+        (folder / "run.toml").touch()
+        os.utime(folder / "run.toml", (1000 - number, 1000 - number))
+    result = CliRunner().invoke(app, ["explain", "round", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "of runs/new, the newest run here (--of names another)\n"
+    assert "of runs" not in result.stdout
+
+
+def test_noise_is_no_tape(tmp_path: Path) -> None:
+    noise = tmp_path / "garbage.jsonl"
+    noise.write_bytes(b"\x00\x03S\xc6\n\x19\x8f\xff\n")
+    for command in ("status", "report"):
+        assert refusal(command, str(noise)) == (
+            f"{noise} is no event tape: none of its lines can be read, the first one: "
+            f"{noise}: line 1 is torn and was left out (5 bytes, not text)"
+        )
