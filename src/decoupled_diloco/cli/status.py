@@ -22,14 +22,19 @@ def status(
     """How a run is doing: phase, clock, every learner and shard; live or from its tape."""
     import json
 
+    from decoupled_diloco.observe.accounts import account_for
     from decoupled_diloco.observe.chronicle import Chronicle
+    from decoupled_diloco.observe.historian import build_history
     from decoupled_diloco.observe.status import status_of
     from decoupled_diloco.observe.status_view import render_status
 
     opened = source_of(source, token_file)
     chronicle = Chronicle(rounds_max=1)
-    chronicle.take_all(opened.poll())
-    found = status_of(chronicle, opened.now(), opened.problems())
+    records = opened.poll()
+    chronicle.take_all(records)
+    at_hand = any(learner.has_tape for learner in chronicle.learners.values())
+    account = account_for(build_history(records)) if at_hand else None
+    found = status_of(chronicle, opened.now(), opened.problems(), account)
     if as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
         return

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from decoupled_diloco.observe.accounts import RunAccount
 from decoupled_diloco.observe.chronicle import Chronicle, settings_fields
 from decoupled_diloco.observe.chronicle_data import (
     TOOK_PART,
@@ -115,7 +116,10 @@ class RunStatus:
         silent_seconds: Since the latest record.
         seconds_left: To the end of the budget at the present rate; ``None``: not known.
         left_by: Which budget ends it: ``steps`` or ``tokens``.
-        bytes_up: What the syncer has received, bodies and messages; ``None``: nobody has told.
+        bytes_up: What the syncer has received, bodies and messages, also an evaluator's; ``None``:
+            nobody has told.
+        bytes_of: Who has counted these bytes: ``syncer``, or ``learners``.
+        discarded_whole: Whether the discards are all there are; else there are at least so many.
         discarded_known: Whether the discards' reasons are known (the learners' tapes are at hand).
         remarks: The last things worth a line, each with seconds since the run's beginning.
     """
@@ -139,7 +143,9 @@ class RunStatus:
     rounds_abandoned: int
     bytes_up: int | None
     bytes_down: int | None
+    bytes_of: str
     discarded_tokens: float
+    discarded_whole: bool
     evaluation_loss: float | None
     learners: tuple[LearnerStatus, ...]
     shards: tuple[ShardStatus, ...]
@@ -154,7 +160,12 @@ class RunStatus:
         return plain
 
 
-def status_of(chronicle: Chronicle, now: float, problems: Iterable[str] = ()) -> RunStatus:
+def status_of(
+    chronicle: Chronicle,
+    now: float,
+    problems: Iterable[str] = (),
+    account: RunAccount | None = None,
+) -> RunStatus:
     """How a run is doing.
 
     Args:
@@ -162,7 +173,11 @@ def status_of(chronicle: Chronicle, now: float, problems: Iterable[str] = ()) ->
         now: Wall-clock seconds. A run that nothing has been heard of for longer than a lease is
             looked at as it was at its latest record.
         problems: What could not be read or reached, one sentence each.
+        account: What became of all tokens, where every learner's own tape is at hand. Shards hear
+            only of those that were overwritten, so that without it the discards are a lower bound.
     """
+    if not all(learner.has_tape for learner in chronicle.learners.values()):
+        account = None
     shards = list(chronicle.shards.values())
     silent = max(0.0, now - chronicle.latest) if chronicle.began is not None else 0.0
     over = chronicle.finished
@@ -173,9 +188,12 @@ def status_of(chronicle: Chronicle, now: float, problems: Iterable[str] = ()) ->
     steps_rate = chronicle.clock_rate.per_second() if going else None
     tokens_rate = chronicle.token_rate.per_second() if going else None
     left, left_by = _left(chronicle, budget_steps, budget_tokens, steps_rate, tokens_rate)
-    up, down = _bytes(chronicle)
+    up, down, bytes_of = _bytes(chronicle)
     learners = sorted(chronicle.learners.values(), key=lambda learner: natural(learner.name))
-    statuses = tuple(_learner(chronicle, learner, as_of, over, going) for learner in learners)
+    statuses = tuple(
+        _with_account(_learner(chronicle, learner, as_of, over, going), account)
+        for learner in learners
+    )
     began = chronicle.began
     return RunStatus(
         name=str(run.get("name", "")),
@@ -197,7 +215,9 @@ def status_of(chronicle: Chronicle, now: float, problems: Iterable[str] = ()) ->
         rounds_abandoned=sum(shard.abandoned for shard in shards),
         bytes_up=up,
         bytes_down=down,
+        bytes_of=bytes_of,
         discarded_tokens=sum(learner.discarded_tokens for learner in statuses),
+        discarded_whole=account is not None,
         evaluation_loss=chronicle.evaluation.loss if chronicle.evaluation else None,
         learners=statuses,
         shards=tuple(_shard(chronicle, shard, as_of) for shard in shards),
@@ -242,21 +262,23 @@ def _left(
     return min(found, default=(None, ""))
 
 
-def _bytes(chronicle: Chronicle) -> tuple[int | None, int | None]:
+def _bytes(chronicle: Chronicle) -> tuple[int | None, int | None, str]:
     """Up and down as the syncer counts them, else as the learners' own tapes do."""
     at_shards = [s.bytes_moved for s in chronicle.shards.values() if s.bytes_moved is not None]
     if at_shards:
         return (
             sum(b.data_received + b.control_received for b in at_shards),
             sum(b.data_sent + b.control_sent for b in at_shards),
+            "syncer",
         )
     own = [b for learner in chronicle.learners.values() for b in learner.bytes_moved.values()]
     if own:
         return (
             sum(b.data_sent + b.control_sent for b in own),
             sum(b.data_received + b.control_received for b in own),
+            "learners",
         )
-    return None, None
+    return None, None, ""
 
 
 # ---- learners
@@ -306,6 +328,14 @@ def _learner(
         bytes_up=learner.bytes_up,
         loss=learner.loss,
     )
+
+
+def _with_account(learner: LearnerStatus, account: RunAccount | None) -> LearnerStatus:
+    """With all that was discarded of it, also what died with a process or was left behind."""
+    if account is None or learner.name not in account.learners:
+        return learner
+    tokens = account.learners[learner.name].tokens.tokens("discarded")
+    return dataclasses.replace(learner, discarded_tokens=tokens)
 
 
 def _learner_state(learner: LearnerLog, members: list[Member], as_of: float) -> str:

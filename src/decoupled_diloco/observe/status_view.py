@@ -54,11 +54,13 @@ def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None
         parts += [Text(""), _learner_table(status, width, room)]
     if status.shards:
         parts += [Text(""), _shard_table(status, width)]
-    told = [*map(_problem, status.problems), *map(_dim, _open_lines(status))]
+    told = [*map(_problem, status.problems), *(_dim(line) for line in _open_lines(status))]
     count = REMARKS_MAX if rows is None else max(0, rows - used - len(told) - 1)
     told += _remarks(status, count)
     if rows is not None:
         told = told[: max(0, rows - used - 1)]
+        for line in told:  # one line each: the terminal has no more
+            line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*parts, *([Text("")] if told else []), *told)
 
 
@@ -67,7 +69,7 @@ def _problem(text: str) -> Text:
 
 
 def _dim(text: str) -> Text:
-    return Text(text, style="dim", overflow="ellipsis", no_wrap=True)
+    return Text(text, style="dim", overflow="fold")
 
 
 def _remarks(status: RunStatus, count: int) -> list[Text]:
@@ -159,10 +161,17 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
         tokens += f" ({format_count(status.tokens_per_second)}/s)"
     if status.tokens:
         share = percent(status.discarded_tokens / status.tokens)
-        tokens += f", {share} discarded"
+        least = "" if status.discarded_whole else "at least "
+        tokens += f", {least}{share} discarded"
     parts = [tokens, f"{status.rounds_merged} rounds merged, {status.rounds_abandoned} given up"]
     if status.bytes_up is not None and status.bytes_down is not None:
-        parts.append(f"{format_bytes(status.bytes_up)} up, {format_bytes(status.bytes_down)} down")
+        up, down = format_bytes(status.bytes_up), format_bytes(status.bytes_down)
+        of_syncer = status.bytes_of == "syncer"
+        parts.append(
+            f"syncer received {up}, sent {down}"
+            if of_syncer
+            else f"learners sent {up}, received {down}"
+        )
     if status.evaluation_loss is not None:
         parts.append(f"evaluation loss {status.evaluation_loss:.4f}")
     lines, line = [], ""
@@ -178,12 +187,12 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
 
 
 def _learner_table(status: RunStatus, width: int, room: int) -> Table:
-    wide, narrow = width >= 76, width < 56
-    names = ["learner", "state", "steps", "tok/s", "took\npart", "last\n50"]
+    wide, narrow = width >= 80, width < 56
+    names = ["learner", "state", "steps", "tok/s", "took\npart", "lately"]
     if wide:
-        names += ["rounds\nbehind", "copies\nbehind", "tokens\nlost", "last\nseen"]
+        names += ["rounds\nbehind", "stale\ncopies", "discarded", "silent"]
     elif not narrow:
-        names += ["rounds\nbehind", "last\nseen"]
+        names += ["rounds\nbehind", "silent"]
     table = _table(names)
     learners = list(status.learners)
     shown = learners if len(learners) <= room else _most_interesting(learners, room - 1)
@@ -231,7 +240,7 @@ def _number(value: int | None) -> str:
 def _ago(seconds: float | None) -> str:
     if seconds is None:
         return ABSENT
-    return "now" if seconds < 2.5 else format_duration(round(seconds))
+    return "no" if seconds < 2.5 else format_duration(round(seconds))
 
 
 # ---- shards

@@ -2,12 +2,14 @@
 
 import io
 import json
+import re
 from dataclasses import fields, replace
 
 import pytest
 from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
 from decoupled_diloco.observe.historian import build_history
 from decoupled_diloco.observe.reader import TapeReader
@@ -241,6 +243,29 @@ def test_json_has_every_field(records):
     plain = json.loads(json.dumps(at(records, 50.0).to_json(), allow_nan=False))
     assert set(plain) == {field.name for field in fields(RunStatus)}
     assert {learner["name"] for learner in plain["learners"]} == {"a", "b", "c", "d"}
+
+
+def test_discards_are_those_of_the_account_or_a_lower_bound(records):
+    chronicle = chronicle_of(records)
+    now, account = records[-1].wall, account_for(build_history(records))
+    known, alone = (status_of(chronicle, now, (), each) for each in (account, None))
+    assert known.discarded_tokens == pytest.approx(account.tokens.tokens("discarded"))
+    assert account.tokens.crashed > 0
+    assert alone.discarded_tokens < known.discarded_tokens
+    assert " % discarded" in text_of(known)
+    assert "at least" not in text_of(known)
+    assert re.search(r", at least [\d.]+ % discarded", text_of(alone))
+    some = chronicle_of(r for r in records if r.who != "a")
+    assert not status_of(some, now, (), account).discarded_whole
+
+
+def test_a_long_remark_is_wrapped_and_not_cut(records):
+    status = at(records, 50.0)
+    text = "shard-1 cannot write its tape any more: " + "why and wherefore, " * 8
+    status = replace(status, remarks=((1.0, text),))
+    assert " ".join(text.split()) in " ".join(text_of(status).split())
+    assert max(map(len, text_of(status, rows=24).splitlines())) <= 80
+    assert len(text_of(status, rows=24).splitlines()) < 24
 
 
 @pytest.mark.parametrize("width", [40, 55, 80, 120])
