@@ -10,7 +10,7 @@ from rich.console import Console
 
 from decoupled_diloco.cli.beginning import tell_beginning
 from decoupled_diloco.cli.options import INTERRUPTED
-from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
+from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_remains
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
@@ -38,6 +38,7 @@ def train_locally(config: RunConfig, console: Console) -> int:
         tell_outcome(run.path, outcome.weights, console)
         if not outcome.finished:
             console.print(f"the run did not finish: {outcome.reason}", style="bold red")
+            console.print(what_remains(run.path, config.syncer.shards), soft_wrap=True)
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
@@ -62,7 +63,8 @@ def serve_locally(config: RunConfig, console: Console) -> int:
     finally:
         with _undisturbed():
             run.close()
-    console.print(f"{outcome.reason}; {outcome.weights or 'no weights were written'}")
+    remains = outcome.weights or what_remains(run.path, config.syncer.shards)
+    console.print(f"{outcome.reason}; {remains}", soft_wrap=True)
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
