@@ -23,7 +23,7 @@ def write_text(path: Path, text: str) -> None:
         part.replace(path)
         force_to_disk(path.parent)
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def force_to_disk(path: Path) -> None:
