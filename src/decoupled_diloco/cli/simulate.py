@@ -130,7 +130,7 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
         budget = (config.run.budget_steps, config.run.budget_tokens)
         weights: Path | None = None
         try:
-            with Progress(folder.path, *budget, console=console) as progress:
+            with Progress(folder.path, *budget, console=console, virtual=True) as progress:
                 poll = _now_and_then(progress.poll, simulation.tapes.flush)
                 while not interrupted() and simulation.advance():
                     poll()
@@ -299,7 +299,7 @@ def _summarise(run: ProtocolRun, console: Console) -> None:
 
 
 def _rows(run: ProtocolRun) -> list[tuple[str, str]]:
-    from decoupled_diloco.observe.summary import percent
+    from decoupled_diloco.observe.words import percent
     from decoupled_diloco.units import format_bytes, format_count, format_duration
 
     tally, world, config = run.tally, run.world, run.scenario.config

@@ -22,6 +22,7 @@ from rich.text import Text
 from decoupled_diloco.errors import Error
 from decoupled_diloco.observe.live import LearnerView, LiveView, ShardView
 from decoupled_diloco.observe.reader import Follower
+from decoupled_diloco.observe.words import percent
 from decoupled_diloco.units import format_count, format_duration
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Progress:
         budget_tokens: The run ends after this many tokens; ``None``: no limit.
         console: Where to show it; a `SteadyConsole` on standard output by default.
         clock: Seconds, for the distance of plain lines.
+        virtual: The run is simulated: its time is not that of whoever waits for its end.
     """
 
     def __init__(
@@ -79,12 +81,13 @@ class Progress:
         budget_tokens: int | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        virtual: bool = False,
     ) -> None:
         self.view = LiveView()
         self.budget_steps = budget_steps
         self.budget_tokens = budget_tokens
         self.console = console or SteadyConsole()
-        self._clock = clock
+        self._clock, self._since, self._virtual = clock, clock(), virtual
         self._follower = Follower(run_folder)
         self._live: Live | None = None
         self._line_at = clock() + LINE_SECONDS
@@ -157,10 +160,7 @@ class Progress:
         training = sum(x.state == "stepping" for x in view.learners.values())
         parts.append(f"{training}/{len(view.learners)} learners")
         parts.append(f"{sum(s.merged for s in view.shards.values())} rounds")
-        remaining = self.remaining_seconds()
-        if remaining is not None:
-            parts.append(f"{format_duration(remaining)} left")
-        return ", ".join(parts)
+        return ", ".join([*parts, *self._left()])
 
     def _position(self) -> str:
         view = self.view
@@ -192,6 +192,16 @@ class Progress:
                 remaining.append(max(0.0, (budget - spent) / rate))
         return min(remaining, default=None)
 
+    def _left(self) -> list[str]:
+        """In words, and in the time of whoever waits; nothing when it is too early to tell."""
+        remaining, elapsed = self.remaining_seconds(), self.view.elapsed
+        if remaining is None or (self._virtual and not elapsed):
+            return []
+        if self._virtual:
+            real = (self._clock() - self._since) / elapsed
+            return [f"{format_duration(remaining * real)} left in real time"]
+        return [f"{format_duration(remaining)} left"]
+
     # ---- on a terminal
 
     def render(self) -> RenderableType:
@@ -212,7 +222,7 @@ class Progress:
         return Group(*parts)
 
     def _budget_bar(self) -> RenderableType:
-        fraction, remaining = self.fraction(), self.remaining_seconds()
+        fraction = self.fraction()
         grid = Table.grid(padding=(0, 2))
         cells: list[RenderableType] = [Text(self._position(), style="bold")]
         if fraction is not None:
@@ -226,8 +236,7 @@ class Progress:
             )
             cells += [bar, Text(f"{100 * fraction:.0f} %")]
         cells.append(Text(clock_face(self.view.elapsed)))
-        if remaining is not None:
-            cells.append(Text(f"{format_duration(remaining)} left", style="dim"))
+        cells += [Text(left, style="dim") for left in self._left()]
         grid.add_row(*cells)
         return grid
 
@@ -250,7 +259,7 @@ class Progress:
             Text(str(learner.steps)),
             Text("–" if rate is None else format_count(rate)),
             Text("–" if learner.loss is None else f"{learner.loss:.3f}"),
-            Text(f"{100 * learner.folded / merged:.0f} %" if merged else "–"),
+            Text(percent(learner.folded / merged if merged else None)),
         )
 
     def _shard_table(self) -> Table:

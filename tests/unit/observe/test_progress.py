@@ -5,7 +5,8 @@ import pytest
 from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.live import LiveView, Rate, _note
+from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.live import LearnerView, LiveView, Rate, ShardView, _note
 from decoupled_diloco.observe.progress import Progress, SteadyConsole
 from decoupled_diloco.observe.samples import (
     Evaluated,
@@ -73,6 +74,20 @@ def test_time_that_is_left(run_folder):
     assert progress.remaining_seconds() == pytest.approx(1.0, rel=0.1)
     assert until(run_folder, 66.0).remaining_seconds() is None
     assert Progress(run_folder).fraction() is None
+
+
+def test_time_that_is_left_of_a_simulation_is_real(run_folder):
+    seconds = [100.0]
+    real = Progress(run_folder, 120, console=console(), clock=lambda: seconds[0])
+    virtual = Progress(run_folder, 120, console=console(), clock=lambda: seconds[0], virtual=True)
+    for record in read_tape(run_folder):
+        if record.wall - WALL <= 34.0:
+            real.view.take(record)
+            virtual.view.take(record)
+    seconds[0] += virtual.view.elapsed / 10
+    assert "30 s left" in real.line()
+    assert "3 s left in real time" in virtual.line()
+    assert "left in real time" in text_of(virtual.render())
 
 
 def test_plain_lines_tell_what_matters(run_folder):
@@ -282,6 +297,28 @@ def test_who_is_cut_off_and_steps_on_is_to_be_seen(tmp_path):
     again = [line for line in lines if "is live again" in line]
     assert len(again) == 1
     assert again[0].startswith("a is live again, ")
+
+
+def test_the_step_at_which_a_process_ends_is_that_of_the_furthest_shard(tmp_path):
+    """As the summary says it."""
+    for shard, clock in ((0, 7), (1, 8)):
+        with writer(tmp_path, f"shard-{shard}") as tape:
+            tape.effects(1.0, tape.event(1.0, Tick()), [ClockAdvanced(clock, 1, "x")])
+    with writer(tmp_path, "learner-0") as tape:
+        tape.event(1.0, StepFinished(1))
+    with writer(tmp_path, "launcher") as tape:
+        tape.sample(5.0, ProcessEnded("learner-0", None, 9))
+    _, lines = view_of(tmp_path)
+    assert lines == ["learner-0 was killed (SIGKILL) at step 8"]
+    (outage,) = read_history(tmp_path).outages
+    assert outage.global_step == 8
+
+
+def test_who_took_part_in_nearly_all_is_not_said_to_have_been_in_all(run_folder):
+    progress = Progress(run_folder, console=console())
+    progress.view.learners["learner-0"] = LearnerView("learner-0", folded=999)
+    progress.view.shards["shard-0"] = ShardView("shard-0", merged=1000)
+    assert "99.9 %" in text_of(progress.render())
 
 
 def test_faults_on_purpose_that_last_have_an_end(tmp_path):
