@@ -25,8 +25,9 @@ from decoupled_diloco.observe.report import (
     write_page,
 )
 from decoupled_diloco.observe.shapes import learners_in_order
-from decoupled_diloco.observe.summary import ABSENT, Total, percent, totals
+from decoupled_diloco.observe.summary import Total, totals
 from decoupled_diloco.observe.tables import Cell, Table
+from decoupled_diloco.observe.words import ABSENT, percent
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from decoupled_diloco.merge import token_weight
 from decoupled_diloco.observe.chronicle import Chronicle, settings_fields
 from decoupled_diloco.observe.chronicle_data import RoundLog, ShardLog
 from decoupled_diloco.observe.progress import natural
-from decoupled_diloco.observe.summary import percent
-from decoupled_diloco.observe.words import BULLET, after, listing, many, numbers, when
+from decoupled_diloco.observe.words import BULLET, after, listing, many, numbers, percent, when
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.units import format_count, format_duration

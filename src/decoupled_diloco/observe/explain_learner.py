@@ -29,8 +29,7 @@ from decoupled_diloco.observe.chronicle_data import (
 from decoupled_diloco.observe.historian import is_shard
 from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
 from decoupled_diloco.observe.progress import natural
-from decoupled_diloco.observe.summary import percent
-from decoupled_diloco.observe.words import BULLET, listing, many, when
+from decoupled_diloco.observe.words import BULLET, listing, many, percent, when
 from decoupled_diloco.units import format_count, format_duration
 
 GAPS_MAX = 5

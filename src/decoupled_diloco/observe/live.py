@@ -151,6 +151,11 @@ class LiveView:
         self._own: set[str] = set()
 
     @property
+    def furthest(self) -> int:
+        """The latest clock of any shard: the step at which something happens."""
+        return max((shard.clock for shard in self.shards.values()), default=0)
+
+    @property
     def step(self) -> int:
         """How far the slowest shard has come: what a budget of steps is measured by."""
         return min((shard.clock_max for shard in self.shards.values()), default=0)
@@ -372,7 +377,7 @@ class LiveView:
             self.shards[name].state = how
         if code != 0:
             was = "" if signal is None else "was "
-            yield f"{name} {was}{ending_in_words(code, signal)} at step {self.step}"
+            yield f"{name} {was}{ending_in_words(code, signal)} at step {self.furthest}"
 
 
 def _joined(learner: LearnerView, wall: float) -> str:

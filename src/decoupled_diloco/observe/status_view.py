@@ -11,7 +11,7 @@ from rich.text import Text
 
 from decoupled_diloco.observe.progress import clock_face
 from decoupled_diloco.observe.status import LearnerStatus, OpenRound, RunStatus, ShardStatus
-from decoupled_diloco.observe.summary import ABSENT, percent
+from decoupled_diloco.observe.words import ABSENT, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 _STYLES = {

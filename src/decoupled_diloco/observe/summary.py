@@ -14,13 +14,11 @@ from rich.text import Text
 from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
 from decoupled_diloco.observe.history import Cut, LearnerHistory, Outage, RunHistory, ShardHistory
 from decoupled_diloco.observe.progress import SteadyConsole, natural
+from decoupled_diloco.observe.words import ABSENT, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 LINES_MAX = 24
 """The terminal shows no more learners, and no more outages, than this; the report has all."""
-
-ABSENT = "–"
-"""Stands where there is no number."""
 
 NOT_FINITE = "not finite"
 """Stands where a number was measured that is none: the training has diverged."""
@@ -230,19 +228,6 @@ def shard_rows(history: RunHistory) -> list[list[str]]:
     header = ["", "clock", "merged", "given up", "median round", "median grace", "terms"]
     shards = sorted(history.shards.values(), key=lambda shard: natural(shard.name))
     return [header, *(_shard_row(shard) for shard in shards)]
-
-
-def percent(share: float | None) -> str:
-    """A share as a whole per cent; rounded neither up to 100 % nor down to nothing.
-
-    >>> percent(0.25), percent(0.999), percent(0.004), percent(0.0001), percent(None)
-    ('25 %', '99.9 %', '0.4 %', '<0.1 %', '–')
-    """
-    if share is None:
-        return ABSENT
-    if 0 < share < 0.0095:
-        return "<0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
-    return f"{100 * share:.0f} %" if share == 1 or share < 0.99 else f"{int(1000 * share) / 10} %"
 
 
 def last_loss(learner: LearnerHistory) -> float | None:

@@ -20,7 +20,8 @@ from decoupled_diloco.observe.figures import ROUND_PARTS, round_parts
 from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
 from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.observe.shapes import learners_in_order
-from decoupled_diloco.observe.summary import learner_rows, percent, shard_rows
+from decoupled_diloco.observe.summary import learner_rows, shard_rows
+from decoupled_diloco.observe.words import percent
 from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 

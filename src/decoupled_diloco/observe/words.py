@@ -9,6 +9,9 @@ from decoupled_diloco.units import format_duration
 
 BULLET = "- "
 
+ABSENT = "–"
+"""Stands where there is no number."""
+
 
 def wrapped(lines: Iterable[str], width: int) -> str:
     """Paragraphs and bullets as text of at most so many columns; long words stay whole."""
@@ -78,3 +81,16 @@ def after(seconds: float) -> str:
 def when(at: float, began: float | None) -> str:
     """An instant of the run in seconds since its first record."""
     return f"{at - (began or 0.0):.2f} s"
+
+
+def percent(share: float | None) -> str:
+    """A share as a whole per cent; rounded neither up to 100 % nor down to nothing.
+
+    >>> percent(0.25), percent(0.999), percent(0.004), percent(0.0001), percent(None)
+    ('25 %', '99.9 %', '0.4 %', '<0.1 %', '–')
+    """
+    if share is None:
+        return ABSENT
+    if 0 < share < 0.0095:
+        return "<0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
+    return f"{100 * share:.0f} %" if share == 1 or share < 0.99 else f"{int(1000 * share) / 10} %"

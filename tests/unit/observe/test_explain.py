@@ -14,8 +14,7 @@ from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.explain_step import explain_step
 from decoupled_diloco.observe.historian import build_history
 from decoupled_diloco.observe.reader import TapeReader
-from decoupled_diloco.observe.summary import percent
-from decoupled_diloco.observe.words import wrapped
+from decoupled_diloco.observe.words import percent, wrapped
 from decoupled_diloco.simulate.faults import Fault
 from decoupled_diloco.units import format_duration
 from unit.observe.worlds import KILLED_AT, lines_of, write_world

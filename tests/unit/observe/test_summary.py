@@ -7,7 +7,8 @@ from rich.console import Console
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.history import Evaluation, LearnerHistory, Outage, RunHistory
-from decoupled_diloco.observe.summary import outage_line, percent, print_summary, totals
+from decoupled_diloco.observe.summary import outage_line, print_summary, totals
+from decoupled_diloco.observe.words import percent
 
 
 @pytest.fixture(scope="module")
