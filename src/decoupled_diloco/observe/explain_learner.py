@@ -36,21 +36,21 @@ GAPS_MAX = 5
 """Gaps that are told, the longest."""
 
 _TIME = {
-    "useful": "stepping, and what it trained is in the result or on the way",
-    "discarded": "stepping, and what it trained was thrown away",
-    "waiting": "alive without a step",
+    "useful": "useful: stepping, and what it trained is in the result or on the way",
+    "discarded": "discarded: stepping, and what it trained was thrown away",
+    "waiting": "waiting: alive without a step",
     "down": "down",
     "joining": "joining: until it held the global weights and began its first step",
-    "other": "steps that the end cut short",
+    "other": "other: steps that the end cut short",
 }
 _TOKENS = {
     "merged": "merged",
-    "in_flight": "overwritten: trained between the snapshot and the merged copy",
-    "missed": "overwritten by versions that it had no part in",
-    "given_up": "sent, and the outcome was lost with the link",
-    "crashed": "lost with a process that ended",
+    "in_flight": "in flight: trained between the snapshot and the merged copy that overwrote it",
+    "missed": "missed: overwritten by versions that it had no part in",
+    "given_up": "given up: sent, and the outcome was lost with the link",
+    "crashed": "crashed: lost with a process that ended",
     "left_behind": "left behind: not merged when it left or its run was over",
-    "unsent": "not merged yet when the tape ends, and it still lives",
+    "unsent": "unsent: not merged yet when the tape ends, and it still lives",
 }
 _REASONS = {
     TOOK_PART: "it was in",

@@ -262,8 +262,8 @@ def learner_table(history: RunHistory, account: RunAccount) -> Table:
         [list(map(Cell, row)) for row in rows],
         "No learner is on the tape.",
         "Last loss: mean of its last 20 steps. Away: from the end of its process until it held "
-        "the global weights again. Longest gap: the longest time from one step to the "
-        "next while the process lived. Lost steps are those that would have fitted into gaps "
+        "the global weights again, or cut off: without a shard that heard of it. Longest gap: "
+        "the longest time from one step to the next while the process lived. Lost steps are those that would have fitted into gaps "
         f"longer than {GAP_MEDIANS:.0f} median steps.",
     )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe import explain_learner as explain_learner_module
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
 from decoupled_diloco.observe.chronicle_data import ShardLog
@@ -269,6 +270,11 @@ def test_a_learners_participation_adds_up(folder, chronicle):
         assert f"It was in {took} of {len(merged)} merged rounds" in text
         counts = [int(n) for n in re.findall(r"- (\d+): ", text.split("Why:")[1])]
         assert sum(counts) == len(merged)
+
+
+def test_parts_have_the_names_that_the_report_gives_them():
+    for part, words in (explain_learner_module._TIME | explain_learner_module._TOKENS).items():
+        assert words.split(":")[0] == part.replace("_", " ")
 
 
 def test_the_syncer_does_not_know_a_learners_time(records):
