@@ -263,8 +263,8 @@ def learner_table(history: RunHistory, account: RunAccount) -> Table:
         "No learner is on the tape.",
         "Last loss: mean of its last 20 steps. Away: from the end of its process until it held "
         "the global weights again, or cut off: without a shard that heard of it. Longest gap: "
-        "the longest time from one step to the next while the process lived. Lost steps are those that would have fitted into gaps "
-        f"longer than {GAP_MEDIANS:.0f} median steps.",
+        "the longest time from one step to the next while the process lived. Lost steps "
+        f"are those that would have fitted into gaps longer than {GAP_MEDIANS:.0f} median steps.",
     )
 
 
