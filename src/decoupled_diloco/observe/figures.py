@@ -175,10 +175,12 @@ def _label_ends(
 ) -> None:
     """Writes at a line's end, or at those of two lines, where it ends: in its colour, above it.
 
-    Of two, the lower one is written below its own line, so that neither is on the other.
+    Of two, the lower one is written below its own line, so that neither is on the other; where
+    there is no room, at the bottom, one stands above the other.
     """
     ordered = sorted(ends, key=lambda end: end[1])
-    below = min(ordered[-1][1] + 18, bottom - 4)
+    lowest = ordered[-1][1]
+    below = lowest + 18 if lowest + 22 <= bottom else lowest - 9
     for number, (x, y, text, css) in enumerate(ordered):
         above = y - 9 if len(ordered) == 1 else min(y - 9, below - 16)
         canvas.text(x - 2, below if number else above, text, f"value {css}", "end")

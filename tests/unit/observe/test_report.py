@@ -357,7 +357,7 @@ def test_the_last_losses_stand_at_their_own_lines(first, second):
         assert abs(ys["ink"] - ys["second"]) >= 16
         if ends["ink"] != ends["second"]:
             assert (ys["ink"] < ys["second"]) == (ends["ink"] < ends["second"])
-        assert all(abs(ys[css] - ends[css]) < 30 for css in ys)
+        assert all(8 < abs(ys[css] - ends[css]) < 30 for css in ys)
 
 
 @pytest.mark.parametrize(("virtual", "name"), [(True, "virtual time"), (False, "wall-clock time")])
