@@ -377,11 +377,15 @@ class SyncerMachine:
         self, now: float, reports: tuple[tuple[str, StepReport], ...]
     ) -> list[SyncerEffect]:
         effects: list[SyncerEffect] = []
+        members, until = self.state.members, now + LEASE_SECONDS
+        self._look_at_leases(until)
         for learner, report in reports:
-            member = self.state.members.get(learner)
-            if member is not None:
-                self._renew_lease(member, now)
-                effects += self._reported(now, member, report)
+            member = members.get(learner)
+            if member is None:
+                continue
+            if member.connected and member.lease_until < until:
+                member.lease_until = until
+            effects += self._reported(now, member, report)
         return effects
 
     def _reported(self, now: float, member: Member, report: StepReport) -> list[SyncerEffect]:

@@ -7,7 +7,7 @@ name, so that one more draw in the network does not change when a fault strikes.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -27,6 +27,8 @@ class Choices:
         self.seed = str(seed)
         number = int.from_bytes(blake2b(self.seed.encode(), digest_size=8).digest(), "big")
         self._random = random.Random(number)
+        self.normal: Callable[[float, float], float] = self._random.gauss
+        """``normal(mean, deviation)``: a normally distributed number."""
 
     def fork(self, name: str) -> Choices:
         """An independent stream that depends on this one's seed and the name, on no draw."""
@@ -43,10 +45,6 @@ class Choices:
     def exponential(self, mean: float) -> float:
         """A waiting time of a Poisson process."""
         return self._random.expovariate(1.0 / mean)
-
-    def normal(self, mean: float, deviation: float) -> float:
-        """A normally distributed number."""
-        return self._random.gauss(mean, deviation)
 
     def integer(self, low: int, high: int) -> int:
         """An integer between the two, both included."""

@@ -87,7 +87,10 @@ class Clockwork:
         self, process: Process, instant: float, function: Callable[..., None], *arguments: Any
     ) -> None:
         """Plans a callback in this life of a process that its own clock brings about."""
-        self.at(instant, process.run, process.life, True, function, arguments)
+        self._planned += 1
+        callback = (process.life, True, function, arguments)
+        instant = instant if instant > self.now else self.now
+        heapq.heappush(self._queue, (instant, self._planned, process.run, callback))
 
     @property
     def next(self) -> float | None:

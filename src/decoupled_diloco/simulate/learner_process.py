@@ -199,8 +199,29 @@ class LearnerProcess(Shell):
 
     def _finish_step(self) -> None:
         self.stepping = False
+        if self.world.inbox_seconds and not (self.recorders or self.world.checks):
+            self._finish_step_of_many()
+            return
         self.tell(StepFinished(self.bodies.step()))
         if self.alive and self.machine is not None:
+            self._start_step()
+
+    def _finish_step_of_many(self) -> None:
+        """As `tell`, by the shortest way: with thousands of learners this is nearly all."""
+        world, life, machine = self.world, self.life, self.machine
+        if machine is None:
+            return
+        world.events += 1
+        for effect in machine.handle(world.clockwork.now, StepFinished(self.bodies.step())):
+            if type(effect) is Say and type(effect.message) is StepReport:
+                connection = self.shards.get(effect.shard)
+                if connection is not None and connection.open[self.name]:
+                    world.shards[effect.shard].post(connection, effect.message)
+            elif self.alive and self.life == life:
+                self.carry_out(effect)
+        if self.alive and self.life == life:
+            if machine.state.retrying:
+                self._plan_tick(False)
             self._start_step()
 
     def after(self, event: Any) -> None:

@@ -31,7 +31,7 @@ BYTES = {"fp32": 4, "bf16": 2}
 
 
 MANY = 256
-INBOX_SECONDS = 0.01
+INBOX_SECONDS = 0.05
 """With so many learners a shard takes the reports of this much time at once, and the invariants of
 its whole state are not asserted after each event: both would cost more than all the rest."""
 
