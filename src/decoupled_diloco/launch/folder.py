@@ -43,7 +43,9 @@ class RunFolder:
         try:
             self._take()
         except OSError as error:
-            raise StorageError(f"the run folder {path} cannot be made: {error.strerror or error}") from error
+            raise StorageError(
+                f"the run folder {path} cannot be made: {error.strerror or error}"
+            ) from error
 
     def _take(self) -> None:
         if self.path.exists():
@@ -128,7 +130,9 @@ def read_token(path: Path | None) -> str | None:
     try:
         token = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"token_file={str(path)!r} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(
+            f"token_file={str(path)!r} cannot be read: {error.strerror or error}"
+        ) from error
     if not token:
         raise ConfigError(f"token_file={str(path)!r} is empty: put the run's secret into it")
     return token

@@ -65,7 +65,7 @@ def test_a_lock_that_went_away_with_its_folder_is_no_lock(
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_storage(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be made: Not a directory$"):
+    with pytest.raises(StorageError, match=r"cannot be made: Not a directory$"):
         RunFolder(tmp_path / "file" / "run")
 
 
@@ -82,7 +82,7 @@ def test_the_secret_is_new_for_each_run_and_for_this_user_only(tmp_path: Path) -
 
 def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
     assert read_token(None) is None
-    with pytest.raises(ConfigError, match="cannot be read: No such file or directory$"):
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory$"):
         read_token(tmp_path / "none")
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="is empty: put the run's secret into it"):
