@@ -33,9 +33,9 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
         folder,
-        run={"learners": 3, "budget_steps": 120},
+        run={"learners": 3, "budget_steps": 300},
         syncer={"shards": 2},
-        faults=[{"at": 0.4, "kill": "learner-1"}],
+        faults=[{"at": 0.2, "kill": "learner-1"}],
     )
     with local_run(config) as run:
         run.start()
