@@ -1,0 +1,145 @@
+"""A write-ahead journal: records that are on the disk before anybody hears of them.
+
+One file, only ever appended to. A record is a small JSON object and a body of bytes, with a digest
+over both, so that after a crash every record is whole or not there: a torn one can only be the
+last, and is cut off when the file is opened again.
+
+Layout of a record, little-endian::
+
+    magic 4 B | bytes of the JSON 4 B | bytes of the body 8 B | xxh3-128 of JSON and body 16 B |
+    JSON, UTF-8 | body
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.storage.files import force_to_disk
+
+MAGIC = b"DDJ1"
+_HEAD = struct.Struct("<4sIQ16s")
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRecord:
+    """One record: what it says (plain JSON values) and its body."""
+
+    fields: dict[str, Any]
+    body: bytes
+
+
+class Journal:
+    """A journal that is open for writing.
+
+    A write that fails (the disk is full) leaves the file as it was: the next one may succeed.
+
+    Args:
+        path: The file; made if it does not exist, and cut back to its last whole record.
+
+    Attributes:
+        nbytes: Size of the file.
+
+    Raises:
+        StorageError: The file cannot be opened or is no journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.nbytes = _whole_bytes(path) if path.exists() else 0
+            self._file: BinaryIO = path.open("r+b" if path.exists() else "x+b", buffering=0)
+            self._file.truncate(self.nbytes)
+            self._file.seek(self.nbytes)
+            force_to_disk(path.parent)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
+
+    def append(self, fields: Mapping[str, Any], body: memoryview | bytes = b"") -> None:
+        """Writes a record and waits until the disk has it.
+
+        Args:
+            fields: JSON values.
+            body: Any bytes.
+
+        Raises:
+            StorageError: It cannot be written; the record is not in the journal.
+        """
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        body = memoryview(body).cast("B")
+        head = _HEAD.pack(MAGIC, len(text), body.nbytes, _digest(text, body))
+        try:
+            for part in (head + text, body):
+                self._write(part)
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._undo()
+            raise StorageError(
+                f"{self.path} cannot be written: {error.strerror}: free disk space"
+            ) from error
+        self.nbytes += len(head) + len(text) + body.nbytes
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _write(self, part: bytes | memoryview) -> None:
+        view = memoryview(part)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def _undo(self) -> None:
+        self._file.truncate(self.nbytes)
+        self._file.seek(self.nbytes)
+
+
+def read_journal(path: Path) -> Iterator[JournalRecord]:
+    """The whole records of a journal, in order; what follows the last whole one is left out.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            while (record := _read(file)) is not None:
+                yield record
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _whole_bytes(path: Path) -> int:
+    with path.open("rb") as file:
+        end = 0
+        while _read(file) is not None:
+            end = file.tell()
+    return end
+
+
+def _read(file: BinaryIO) -> JournalRecord | None:
+    """The next record, or ``None`` at the end of what is whole."""
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return None
+    magic, text_bytes, body_bytes, digest = _HEAD.unpack(head)
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    if magic != MAGIC or text_bytes + body_bytes > left:
+        return None
+    text, body = file.read(text_bytes), file.read(body_bytes)
+    if _digest(text, body) != digest:
+        return None
+    return JournalRecord(json.loads(text), body)
+
+
+def _digest(text: bytes, body: memoryview | bytes) -> bytes:
+    state = xxhash.xxh3_128(text)
+    state.update(body)
+    return state.digest()
