@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from decoupled_diloco import Learner
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
 from decoupled_diloco.merge import Layout, digest, layout_of
@@ -60,6 +62,62 @@ def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make) -> N
     for trainer in trainers:
         trainer.end()
     assert [t.learner.epoch for t in trainers] == [1, 1], "nobody had to join anew"
+
+
+class Mortal(Trainer):
+    """A training loop that dies when it is told to, and takes no leave."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.dies = threading.Event()
+
+    def _step(self, learner: Learner, rng: random.Random) -> bool:
+        if self.dies.is_set():
+            raise InterruptedError
+        return super()._step(learner, rng)
+
+
+def momenta(system: System) -> dict[int, torch.Tensor]:
+    """The outer optimizers' momentum of every fragment."""
+    found = {}
+    for shard in system.shards.values():
+        assert shard._tensors is not None
+        for p, entry in shard._tensors.fragments.items():
+            found[p] = entry.outer.state_dict()["momentum"].clone()
+    return found
+
+
+def test_all_shards_and_all_learners_are_gone_and_no_version_is_lost(make: Make) -> None:
+    """Every version that any learner received survives, and the momentum, on the shards' disks."""
+    system = make(run=LONG, syncer={"shards": 2})
+    system.start()
+    first = [Mortal(system, f"learner-{i}", Model(seed=i)) for i in range(2)]
+    with training(*first):
+        until(lambda: system.rounds() > 16, "rounds")
+        system.stop()
+        for trainer in first:
+            trainer.dies.set()
+    entries = [e for s in system.shards.values() for e in s.machine.state.fragments.items()]
+    before = {p: entry.version for p, entry in entries}
+    momentum = momenta(system)
+    system.start()
+    second = [Trainer(system, f"learner-{i}", Model(seed=7 + i)) for i in range(2)]
+    states = [shard.machine.state for shard in system.shards.values()]
+    with training(*second):
+        until(lambda: all(state.phase == "running" for state in states), "restored")
+        rounds = system.rounds()
+        until(lambda: system.rounds() > rounds + 8, "rounds go on")
+    recovered = [
+        r.value()
+        for shard in range(2)
+        for r in read_tape(system.folder / "tape" / f"shard-{shard}.jsonl")
+        if r.type == "Recovered"
+    ]
+    copies = {copy.fragment: copy for event in recovered for copy in event.copies}
+    for p, version in before.items():
+        assert copies[p].version >= version, "the disk has it"
+    assert momentum.keys() == copies.keys()
+    assert all(buffer.abs().sum() > 0 for buffer in momentum.values())
 
 
 def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(make: Make) -> None:

@@ -279,6 +279,12 @@ class SyncerSettings(Settings):
     Relative to where the command is started. A learner elsewhere gets its own one in a token_file.
     Default: one secret for all."""
 
+    durable: bool = True
+    """Whether each shard keeps its fragments on disk, in the run folder: a checkpoint and a journal
+    of merges, so that every version that anybody has received survives a crash; 12 to 120 bytes a
+    parameter, and 4 bytes an element written for each merge. false: a shard that starts again takes
+    its fragments from what its learners hold, and its momentum starts afresh."""
+
     pool_mib: int = Field(default=256, ge=1)
     """Memory for bodies on their way in and out of one shard, MiB, at least 1. A shard needs room
     for about learners × rounds in flight × the encoded size of a fragment."""

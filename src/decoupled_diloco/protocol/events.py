@@ -33,6 +33,22 @@ class TermGranted:
 
 
 @dataclass(frozen=True, slots=True)
+class DurableCopy:
+    """A fragment's published copy as the shard's own disk has it, whole."""
+
+    fragment: int
+    version: Version
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What an earlier life of this shard has left on its disk; told before ``TermGranted``."""
+
+    copies: tuple[DurableCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ordered:
     """The coordinator said something."""
 
@@ -152,6 +168,7 @@ class MergeFailed:
 
 SyncerEvent = (
     Tick
+    | Recovered
     | TermGranted
     | Ordered
     | Greeted

@@ -29,6 +29,16 @@ class Version:
     def __str__(self) -> str:
         return f"{self.term}.{self.counter}"
 
+    @classmethod
+    def read(cls, text: str) -> Version:
+        """The version that is written like this.
+
+        >>> Version.read("2.57")
+        Version(term=2, counter=57)
+        """
+        term, counter = text.split(".")
+        return cls(int(term), int(counter))
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:

@@ -43,6 +43,7 @@ from decoupled_diloco.protocol.events import (
     Merged,
     MergeFailed,
     Ordered,
+    Recovered,
     Reported,
     Said,
     SyncerEvent,
@@ -197,6 +198,9 @@ class SyncerMachine:
         match event:
             case Tick():
                 return self._ticked(now)
+            case Recovered(copies):
+                state.durable = {c.fragment: c for c in copies if c.fragment in self._owned_set}
+                return []
             case TermGranted(admitted):
                 if state.phase == "swept":
                     return [Tell(Swept(), "the coordinator may not have heard it")]

@@ -3,7 +3,8 @@
 *Seeding*: the coordinator names one learner (or the run's file); its parameters become version
 (term, 0) once every shard has its whole share. *Restoring*: a shard that starts again while the run
 is under way asks its learners which versions they hold, waits a moment so that the newest are among
-them, and takes each fragment from a holder of the newest. It may have died in the moment after the
+them, and takes each fragment from its own disk, or from the holder of a newer version, which the
+disk can only lack if it was lost or has lied. It may have died in the moment after the
 run began, before any learner held a copy; then nobody can have trained a step (a learner begins
 with all fragments), and the initial weights are as good as they were. It says so.
 """
@@ -212,11 +213,17 @@ def progress(state: SyncerState, owned: tuple[int, ...], now: float) -> list[Syn
         if fragment in fill.digests or fragment in fill.asked:
             continue
         holder = _newest_holder(state, fragment, fill.refused.get(fragment, set()))
-        if holder is not None:
+        durable = state.durable.get(fragment)
+        if durable is not None and (holder is None or durable.version >= holder.held[fragment]):
+            fill.digests[fragment] = durable.digest
+            fill.asked_version[fragment] = durable.version
+        elif holder is not None:
             version = holder.held[fragment]
             effects += _want(state, fragment, holder, version, f"it holds {version}, the newest")
         elif _nobody_has_trained(state, fill, now):
             effects += _from_the_start(state, fill, fragment)
+    if complete(state, owned):
+        return effects + _install(state, owned)
     fill.settle_at = now + SETTLE_SECONDS
     fill.refused.clear()
     return effects
@@ -268,8 +275,10 @@ def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
     fill.settle_at = None
     effects: list[SyncerEffect] = []
     seeding = state.phase == "seeding"
-    why = "the initial weights are complete" if seeding else "restored from its holder"
     for fragment in owned:
+        kept = not seeding and _is_from_disk(state, fragment)
+        source = "this shard's own disk" if kept else "its holder"
+        why = "the initial weights are complete" if seeding else f"restored from {source}"
         entry = state.fragments[fragment]
         held = None if seeding else fill.asked_version[fragment]
         if held is None:
@@ -283,5 +292,12 @@ def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
         effects.append(Install(fragment, entry.version, why))
     if seeding:
         state.phase = "ready"
-        effects.append(Tell(ShardReady(fill.attempt), why))
+        effects.append(Tell(ShardReady(fill.attempt), "the initial weights are complete"))
     return effects
+
+
+def _is_from_disk(state: SyncerState, fragment: int) -> bool:
+    """Whether a restored fragment is what the disk had, momentum and all."""
+    fill, durable = state.fill, state.durable.get(fragment)
+    assert fill is not None
+    return durable is not None and fragment not in fill.asked

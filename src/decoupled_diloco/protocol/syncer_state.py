@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from decoupled_diloco.protocol.events import DurableCopy
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.membership import Identity, Member
 from decoupled_diloco.protocol.messages import Published, Version
@@ -88,7 +89,7 @@ class SyncerState:
 
     ``queue``: the tick at which a fragment that waits was due. ``step_seconds``: ξ_step, that of
     the fastest live learner, found anew at every tick; 0 while unknown. ``members_stepping``: live
-    learners that have reported a step.
+    learners that have reported a step. ``durable``: what this life has found on its disk.
     """
 
     phase: Phase = "starting"
@@ -110,6 +111,7 @@ class SyncerState:
     rounds_opened: int = 0
     asks: int = 0
     timing: Timing = field(default_factory=Timing)
+    durable: dict[int, DurableCopy] = field(default_factory=dict)
     fill: Fill | None = None
     closing: set[int] = field(default_factory=set)
     lease_check_at: float | None = None

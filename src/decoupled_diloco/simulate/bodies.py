@@ -73,6 +73,12 @@ class ShardBodies(Protocol):
         Returns the digest of what was installed.
         """
 
+    def keep(self, fragment: int) -> Any:
+        """What the disk is given of a fragment."""
+
+    def recover(self, fragment: int, kept: Any) -> str:
+        """A fragment from the disk of an earlier life; the digest of its published copy."""
+
     def fold(
         self, round: int, fragment: int, learner: str, body: Body, steps: float, tokens: float
     ) -> None:
@@ -321,6 +327,15 @@ class LineageShard:
         self.versions[fragment] = version
         self.before.pop(fragment, None)
         return self.values[fragment].digest
+
+    def keep(self, fragment: int) -> Value:
+        """See `ShardBodies.keep`."""
+        return self.values[fragment]
+
+    def recover(self, fragment: int, kept: Value) -> str:
+        """See `ShardBodies.recover`."""
+        self.received[fragment] = kept
+        return kept.digest
 
     def fold(
         self, round: int, fragment: int, learner: str, body: Body, steps: float, tokens: float

@@ -126,6 +126,8 @@ def draw(seed: int) -> Scenario:
         spoil=often,
         merge_fails=often,
         crash_after_persist=choices.pick([0.0, 0.0, 0.2]),
+        disk_lies=choices.fork("lies").pick([0.0, 0.0, 0.1]),
+        disk_lost=choices.fork("disks").pick([0.0, 0.3, 1.0]),
     )
     world = World(
         options,

@@ -34,11 +34,13 @@ from decoupled_diloco.protocol.events import (
     CopyArrived,
     CopySpoiled,
     Disconnected,
+    DurableCopy,
     Greeted,
     Heard,
     Merged,
     MergeFailed,
     Ordered,
+    Recovered,
     Reported,
     Said,
     TermGranted,
@@ -52,6 +54,7 @@ from decoupled_diloco.protocol.messages import (
     ShardHello,
     StepReport,
     Upload,
+    Version,
 )
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.simulate.bodies import Body, ShardBodies
@@ -76,6 +79,14 @@ class Expected:
     body: Body | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A fragment as the disk has it."""
+
+    copy: DurableCopy
+    content: Any
+
+
 class ShardProcess(Shell):
     """Runs one `SyncerMachine`, with its merge worker and its data plane."""
 
@@ -93,9 +104,10 @@ class ShardProcess(Shell):
         self.inboxes: dict[float, list[tuple[Connection, StepReport]]] = {}
         self.bodies_here: dict[tuple[int, str], Body] = {}
         self.worker_free_at = 0.0
+        self.disk: dict[int, Kept] = {}
 
     def begin(self) -> None:
-        """Starts with nothing."""
+        """Starts with nothing but its disk."""
         super().begin()
         self.bound.clear()
         self.who.clear()
@@ -106,6 +118,7 @@ class ShardProcess(Shell):
         options = self.world.options
         self.machine = SyncerMachine(options, self.shard)
         self.bodies = self.world.bodies.shard(self.shard, options.owned(self.shard))
+        self._recover()
         self.dial_coordinator()
         self.later(HEARD_SECONDS, self._hear)
 
@@ -289,6 +302,7 @@ class ShardProcess(Shell):
             case Install(fragment, version):
                 digest = self.bodies.install(fragment, version)
                 assert digest == self.machine.state.fragments[fragment].digest
+                self._keep(fragment, version, digest)
             case LoadWeights():
                 self._work(self._load)
             case Evict(learner):
@@ -329,7 +343,23 @@ class ShardProcess(Shell):
             self.tell(MergeFailed(order.round, order.fragment, "the worker failed"))
             return
         digest = self.bodies.merge(order.round, order.fragment, order.version, order.base)
+        self._keep(order.fragment, order.version, digest)
         self.tell(Merged(order.round, order.fragment, digest))
+
+    def _keep(self, fragment: int, version: Version, digest: str) -> None:
+        """Brings a version to the disk, before anybody hears of it."""
+        if not self.choices.chance(self.world.disk_lies):
+            self.disk[fragment] = Kept(
+                DurableCopy(fragment, version, digest), self.bodies.keep(fragment)
+            )
+
+    def _recover(self) -> None:
+        if self.choices.chance(self.world.disk_lost):
+            self.disk.clear()
+        for fragment, kept in self.disk.items():
+            assert self.bodies.recover(fragment, kept.content) == kept.copy.digest
+        if self.disk:
+            self.tell(Recovered(tuple(kept.copy for kept in self.disk.values())))
 
     def _load(self) -> None:
         owned = self.world.options.owned(self.shard)

@@ -20,7 +20,7 @@ from decoupled_diloco.merge import digest
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.simulate.bodies import Body
-from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
+from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
 
 
 class Trainee(Protocol):
@@ -130,6 +130,15 @@ class TensorShard:
         self.versions[fragment] = version
         self.copies.pop(fragment, None)
         return digest(self.tensors.whole(fragment))
+
+    def keep(self, fragment: int) -> FragmentTensors:
+        """See `ShardBodies.keep`; a step makes new tensors, so these stay as they are."""
+        return self.tensors.fragments[fragment]
+
+    def recover(self, fragment: int, kept: FragmentTensors) -> str:
+        """See `ShardBodies.recover`."""
+        self.tensors.fragments[fragment] = kept
+        return digest(kept.published)
 
     def fold(
         self, round: int, fragment: int, learner: str, body: Body, steps: float, tokens: float

@@ -47,12 +47,16 @@ class Mishaps:
         spoil: that a body is wrong when it arrives.
         merge_fails: that the merge worker fails.
         crash_after_persist: that the coordinator dies right after it has written its state.
+        disk_lies: that a shard's disk says that it has a version and has not.
+        disk_lost: that a shard that starts again finds its disk empty.
     """
 
     spurious_ticks: float = 0.0
     spoil: float = 0.0
     merge_fails: float = 0.0
     crash_after_persist: float = 0.0
+    disk_lies: float = 0.0
+    disk_lost: float = 0.0
 
 
 class World:
@@ -103,6 +107,7 @@ class World:
         self.spoil = mishaps.spoil
         self.merge_fails = mishaps.merge_fails
         self.crash_after_persist = mishaps.crash_after_persist
+        self.disk_lies, self.disk_lost = mishaps.disk_lies, mishaps.disk_lost
         self.events = 0
         self.shards_finished = 0
         self.may_restart: Callable[[Shell], bool] = lambda process: True

@@ -53,6 +53,21 @@ class PublishedCopy:
     digest: str
 
 
+@dataclass(frozen=True)
+class OuterStep:
+    """An outer step that is not taken over yet.
+
+    Attributes:
+        after: The fragment's tensors after it.
+        gradient: Δ, fp32 [N]: with the fragment before it, all that `after` follows from.
+        copy: What everybody is given.
+    """
+
+    after: FragmentTensors
+    gradient: Tensor
+    copy: PublishedCopy
+
+
 class ShardTensors:
     """The tensors of the fragments that one shard owns.
 
@@ -132,7 +147,13 @@ class ShardTensors:
             del self._arrived[key]
 
     def merge(self, fragment: int, number: int) -> PublishedCopy:
-        """Merges a round: outer gradient, outer step, new published copy.
+        """Merges a round and takes the result over; see `prepare` and `commit`."""
+        step = self.prepare(fragment, number)
+        self.commit(fragment, step)
+        return step.copy
+
+    def prepare(self, fragment: int, number: int) -> OuterStep:
+        """Merges a round: outer gradient, outer step, new published copy; nothing changes yet.
 
         The outer gradient is minus the merged contribution (Algorithm 2, and rule 6).
 
@@ -140,24 +161,27 @@ class ShardTensors:
             MergeError: no weight, or a result that is not finite; the fragment is as it was.
         """
         try:
-            return self._step(self.fragments[fragment], self._accumulators[number])
+            return self.step(fragment, self._accumulators[number].result().neg_())
         finally:
             self.abandon(number)
 
-    def _step(self, entry: FragmentTensors, accumulator: Accumulator) -> PublishedCopy:
-        gradient = accumulator.result().neg_()
-        master = entry.master.clone()
-        state = {name: value.clone() for name, value in entry.outer.state_dict().items()}
-        published = entry.published.clone()
-        try:
-            entry.outer.step(master, gradient)
-            body = publish(master, published, self.plan.downlink)
-        except MergeError:
-            entry.outer = self.plan.outer(master.numel())
-            entry.outer.load_state_dict(state)
-            raise
-        entry.master, entry.published = master, published
-        return PublishedCopy(body, published, digest(published))
+    def step(self, fragment: int, gradient: Tensor) -> OuterStep:
+        """The outer step that a merged outer gradient (fp32 [N], kept) leads to.
+
+        The same state and gradient give the same bits, so that a journal need only keep gradients.
+        """
+        entry = self.fragments[fragment]
+        master, published = entry.master.clone(), entry.published.clone()
+        outer = self.plan.outer(master.numel())
+        outer.load_state_dict(entry.outer.state_dict())
+        outer.step(master, gradient)
+        body = publish(master, published, self.plan.downlink)
+        copy = PublishedCopy(body, published, digest(published))
+        return OuterStep(FragmentTensors(master, published, outer), gradient, copy)
+
+    def commit(self, fragment: int, step: OuterStep) -> None:
+        """The fragment is from now on what the step has led to."""
+        self.fragments[fragment] = step.after
 
     def whole(self, fragment: int) -> Tensor:
         """The published copy Θ̂, fp32 [N]; never written to again."""

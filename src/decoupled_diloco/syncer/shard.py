@@ -23,11 +23,9 @@ from typing import Any, TypeVar, assert_never, cast, get_args
 import torch
 
 from decoupled_diloco import __version__
-from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import (
-    ConfigError,
     Error,
     MergeError,
     ProtocolError,
@@ -43,10 +41,11 @@ from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
+from decoupled_diloco.syncer.durable import DURABLE, ShardDisk
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.intake import Intake, Offers
+from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.result import initial_values, save_share
-from decoupled_diloco.transport.backoff import Backoff, reconnecting
 from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,6 @@ HEARD_SECONDS = 1.0
 
 _T = TypeVar("_T")
 _FROM_LEARNER = get_args(say.FromLearner)
-_TO_SHARD = (say.ShardAdmitted, say.JoinRefused, *get_args(say.ToShard))
 
 ServerFactory = Callable[[Callable[[Channel], Coroutine[Any, Any, None]]], Server]
 
@@ -124,10 +122,18 @@ class Shard:
             if coordinator_tape is not None
             else None
         )
-        self._nonce = uuid.uuid4().hex
-        self._tell: Callable[[say.FromShard], None] = lambda message: None
+        self._coordinator = CoordinatorLink(
+            say.ShardHello(shard, uuid.uuid4().hex, json.dumps(self._public)),
+            self._ordered,
+            host=self._host,
+            client=client,
+            address=addresses[0],
+            fail=self._fail,
+        )
         self._layout: Layout | None = None
         self._tensors: ShardTensors | None = None
+        self._disk: ShardDisk | None = None
+        self._admitted: say.ShardAdmitted | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge")
         self._tasks: set[asyncio.Task[None]] = set()
         self._sessions: dict[str, Session] = {}
@@ -160,7 +166,7 @@ class Shard:
         torch.set_num_threads(self.config.syncer.threads)
         await self._server.start()
         logger.info("shard %d listens on %s", self.shard, self.address)
-        self._spawn(self._coordinate())
+        self._spawn(self._coordinator.run())
         self._spawn(self._listen())
         self._spawn(self._write_tapes())
         self._spawn(self._count_bytes())
@@ -186,6 +192,8 @@ class Shard:
         await self._server.stop()
         await self._client.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._disk is not None:
+            self._disk.close()
         await asyncio.to_thread(self._flush)
 
     def _flush(self) -> None:
@@ -463,15 +471,21 @@ class Shard:
         if isinstance(message, say.Swept):
             self._spawn(self._hand_in_share(message))
         else:
-            self._tell(message)
+            self._coordinator.tell(message)
 
     # ---- bodies
 
     async def _merge(self, tensors: ShardTensors, effect: do.Merge) -> None:
-        number, fragment = effect.round, effect.fragment
+        number, fragment, disk = effect.round, effect.fragment, self._disk
+
+        def merge() -> PublishedCopy:
+            if disk is None:
+                return tensors.merge(fragment, number)
+            return disk.merge(fragment, number, effect.version)
+
         try:
-            published = await self._in_worker(lambda: tensors.merge(fragment, number))
-        except MergeError as error:
+            published = await self._in_worker(merge)
+        except (MergeError, StorageError) as error:
             logger.warning("round %d of fragment %d: %s", number, fragment, error)
             self._handle(fact.MergeFailed(number, fragment, str(error)))
             return
@@ -482,6 +496,15 @@ class Shard:
         whole = tensors.whole(fragment)
         digest = self.machine.state.fragments[fragment].digest
         self._offers.offer(fragment, version, PublishedCopy(torch.empty(0), whole, digest))
+        if fragment == self.machine.owned[-1] and self._disk is not None:
+            self._spawn(self._keep_installed(self._disk))
+
+    async def _keep_installed(self, disk: ShardDisk) -> None:
+        versions = {p: f.version for p, f in self.machine.state.fragments.items() if f.version}
+        try:
+            await self._in_worker(lambda: disk.installed(versions))
+        except StorageError as error:
+            logger.error("%s: nothing is merged until it can", error)
 
     async def _load_weights(self, tensors: ShardTensors) -> None:
         path = self.config.sync.initial_weights
@@ -500,7 +523,9 @@ class Shard:
         if tensors is not None:
             versions = {p: str(f.version) for p, f in self.machine.state.fragments.items()}
             await self._in_worker(lambda: save_share(self._folder, self.shard, tensors, versions))
-        self._tell(message)
+        if self._disk is not None:
+            await self._in_worker(self._disk.finish)
+        self._coordinator.tell(message)
 
     # ---- the worker
 
@@ -512,59 +537,32 @@ class Shard:
 
     # ---- the coordinator
 
-    async def _coordinate(self) -> None:
-        """Keeps this shard in touch with the coordinator; rounds go on without it."""
-        hello = say.ShardHello(self.shard, self._nonce, json.dumps(self._public))
-        if self._host is not None:
-            host, loop = self._host, asyncio.get_running_loop()
-
-            def link(message: say.ToShard | say.ShardAdmitted) -> None:
-                # Not at once: the orders of one event are carried out before the next event.
-                loop.call_soon(self._obey, message)
-
-            self._tell = lambda message: host.shard_said(self.shard, message)
-            host.shard_greeted(hello, link)
-            return
-        backoff, address = Backoff(), on_this_machine(self._addresses[0])
-        while True:
-            channel = await reconnecting(
-                self._client,
-                address,
-                "shard",
-                f"shard-{self.shard}",
-                backoff,
-                on_failure=lambda error, delay: logger.warning(
-                    "the coordinator is out of reach, trying again in %.1f s: %s", delay, error
-                ),
-            )
-            self._tell = lambda message, channel=channel: channel.send(encode(message))  # type: ignore[misc]
-            channel.send(encode(hello))
-            with contextlib.suppress(TransportError):
-                while True:
-                    message: Any = decode(await channel.receive(), _TO_SHARD)
-                    if isinstance(message, say.JoinRefused):
-                        raise ConfigError(message.reason)
-                    self._ordered(message)
-                    backoff.reset()
-            logger.warning("the coordinator is out of reach: rounds go on, joins do not")
-            await asyncio.sleep(backoff.next())
-
-    def _obey(self, message: say.ToShard | say.ShardAdmitted) -> None:
-        """What the coordinator in this same process said."""
-        if self._stopping.is_set():
-            return
-        try:
-            self._ordered(message)
-        except Exception as error:
-            self._fail(error)
-
     def _ordered(self, message: say.ToShard | say.ShardAdmitted) -> None:
-        if isinstance(message, say.ShardAdmitted):
-            self._handle(fact.TermGranted(message))
+        if self._stopping.is_set():
             return
         if isinstance(message, say.LayoutSet):
             self._set_layout(message.layout)
-        self._handle(fact.Ordered(message))
+            if self._admitted is not None and self._disk is not None:
+                self._coordinator.hold_back()
+                self._spawn(self._recover(self._disk, self._admitted))
+                self._admitted = None
+        if not isinstance(message, say.ShardAdmitted):
+            self._handle(fact.Ordered(message))
+        elif message.begun and self._tensors is None and self.config.syncer.durable:
+            self._admitted = message  # the disk is read first, and that takes the layout
+        else:
+            self._handle(fact.TermGranted(message))
+
+    async def _recover(self, disk: ShardDisk, admitted: say.ShardAdmitted) -> None:
+        """Reads the disk; then the machine hears of it, and that it may begin."""
+        found = await self._in_worker(disk.recover)
+        for problem in disk.problems:
+            logger.warning("%s", problem)
+        copies = [fact.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
+        if copies:
+            self._handle(fact.Recovered(tuple(copies)))
+        self._handle(fact.TermGranted(admitted))
+        self._coordinator.let_go()
 
     def _set_layout(self, text: str) -> None:
         if self._tensors is not None:
@@ -572,6 +570,10 @@ class Shard:
         self._layout = Layout.from_json(json.loads(text))
         plan = plan_of(self._layout, self._public)
         self._tensors = ShardTensors(plan, self.machine.owned)
+        if self.config.syncer.durable:
+            identity = f"{self._public['digest']} {self._layout.fingerprint}"
+            folder = self._folder / DURABLE / f"shard-{self.shard}"
+            self._disk = ShardDisk(folder, identity, self._tensors)
         self._intake = Intake(
             self._tensors,
             self._server.bodies,

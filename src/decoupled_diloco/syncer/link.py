@@ -1,0 +1,128 @@
+"""A shard's link to the coordinator, which is in this process (shard 0) or in another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, get_args
+
+from decoupled_diloco.config.addresses import on_this_machine
+from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.syncer.coordinator import CoordinatorHost
+from decoupled_diloco.transport.backoff import Backoff, reconnecting
+from decoupled_diloco.transport.base import Client
+
+logger = logging.getLogger(__name__)
+
+FromCoordinator = say.ToShard | say.ShardAdmitted
+_FROM_COORDINATOR = (say.ShardAdmitted, say.JoinRefused, *get_args(say.ToShard))
+
+
+class CoordinatorLink:
+    """Keeps a shard in touch with the coordinator; rounds go on without it.
+
+    Args:
+        hello: How the shard greets.
+        ordered: Told each message, in order.
+        host: The coordinator, if it is in this process.
+        client: Dials it, if it is not.
+        address: Where.
+        fail: Told of an error of ``ordered`` that came outside `run`.
+    """
+
+    def __init__(
+        self,
+        hello: say.ShardHello,
+        ordered: Callable[[FromCoordinator], None],
+        *,
+        host: CoordinatorHost | None,
+        client: Client,
+        address: str,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._hello = hello
+        self._ordered = ordered
+        self._host = host
+        self._client = client
+        self._address = address
+        self._fail = fail
+        self._held_back: list[FromCoordinator] | None = None
+        self._tell: Callable[[say.FromShard], None] = lambda message: None
+
+    def tell(self, message: say.FromShard) -> None:
+        """Sends a message, if the coordinator is there."""
+        self._tell(message)
+
+    def hold_back(self) -> None:
+        """What comes from now on waits."""
+        self._held_back = []
+
+    def let_go(self) -> None:
+        """What has waited is handed on."""
+        waiting, self._held_back = self._held_back or [], None
+        for message in waiting:
+            self._hand_on(message)
+
+    async def run(self) -> None:
+        """Greets the coordinator, and again whenever the link has broken.
+
+        Raises:
+            ConfigError: the coordinator is of a run with other settings.
+        """
+        if self._host is not None:
+            self._greet_host(self._host)
+            return
+        backoff = Backoff()
+        while True:
+            await self._dial(backoff)
+            logger.warning("the coordinator is out of reach: rounds go on, joins do not")
+            await asyncio.sleep(backoff.next())
+
+    def _greet_host(self, host: CoordinatorHost) -> None:
+        loop, shard = asyncio.get_running_loop(), self._hello.shard
+
+        def link(message: FromCoordinator) -> None:
+            # Not at once: the orders of one event are carried out before the next event.
+            loop.call_soon(self._obey, message)
+
+        self._tell = lambda message: host.shard_said(shard, message)
+        host.shard_greeted(self._hello, link)
+
+    async def _dial(self, backoff: Backoff) -> None:
+        shard = self._hello.shard
+        channel = await reconnecting(
+            self._client,
+            on_this_machine(self._address),
+            "shard",
+            f"shard-{shard}",
+            backoff,
+            on_failure=lambda error, delay: logger.warning(
+                "the coordinator is out of reach, trying again in %.1f s: %s", delay, error
+            ),
+        )
+        self._tell = lambda message: channel.send(encode(message))
+        channel.send(encode(self._hello))
+        with contextlib.suppress(TransportError):
+            while True:
+                message: Any = decode(await channel.receive(), _FROM_COORDINATOR)
+                if isinstance(message, say.JoinRefused):
+                    raise ConfigError(message.reason)
+                self._hand_on(message)
+                backoff.reset()
+
+    def _obey(self, message: FromCoordinator) -> None:
+        """What the coordinator in this same process said."""
+        try:
+            self._hand_on(message)
+        except Exception as error:
+            self._fail(error)
+
+    def _hand_on(self, message: FromCoordinator) -> None:
+        if self._held_back is not None:
+            self._held_back.append(message)
+        else:
+            self._ordered(message)

@@ -1,0 +1,222 @@
+"""What a shard keeps on disk: checkpoint, journal, and the way back from them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.merge import digest, layout_of, make_outer
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol import Version
+from decoupled_diloco.syncer.durable import JOURNAL_CHECKPOINTS_MAX, Durable, ShardDisk
+from decoupled_diloco.syncer.fragments import ShardTensors
+
+FRAGMENTS = (0, 1)
+Lives = Callable[..., "Life"]
+
+
+def tensors_of_a_shard() -> ShardTensors:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    plan = MergePlan.make(
+        layout_of(model),
+        fragments=2,
+        strategy="balanced",
+        uplink="bf16",
+        downlink="bf16",
+        method="rda",
+        weighting="tokens",
+        outer=make_outer("nesterov", 0.7, 0.5),
+    )
+    return ShardTensors(plan, FRAGMENTS)
+
+
+class Life:
+    """One life of a shard, with its disk."""
+
+    def __init__(self, folder: Path, identity: str = "run layout") -> None:
+        self.tensors = tensors_of_a_shard()
+        self.disk = ShardDisk(folder, identity, self.tensors)
+        self.versions = {p: Version(1, 0) for p in FRAGMENTS}
+        self.rounds = 0
+
+    def begin(self) -> Life:
+        for p in FRAGMENTS:
+            self.tensors.install(p, torch.linspace(-1, 1, self.numel(p)))
+        self.disk.installed(self.versions)
+        return self
+
+    def numel(self, fragment: int) -> int:
+        return self.tensors.plan.fragments[fragment].numel
+
+    def merge(self, fragment: int) -> None:
+        """A round in which one learner contributes something that no other round has."""
+        self.rounds += 1
+        rng = torch.Generator().manual_seed(self.rounds)
+        body = self.tensors.plan.uplink.encode(torch.randn(self.numel(fragment), generator=rng))
+        self.tensors.verify(fragment, self.rounds, "a", body, digest(body))
+        self.tensors.fold(fragment, self.rounds, "a", 1, 1)
+        version = Version(1, self.versions[fragment].counter + 1)
+        self.disk.merge(fragment, self.rounds, version)
+        self.versions[fragment] = version
+
+    def values(self) -> list[Tensor]:
+        entries = [self.tensors.fragments[p] for p in FRAGMENTS]
+        state = [value for e in entries for _, value in sorted(e.outer.state_dict().items())]
+        return [t.clone() for e in entries for t in (e.master, e.published)] + state
+
+    def durable(self) -> dict[int, Durable]:
+        fragments = self.tensors.fragments
+        return {p: Durable(v, digest(fragments[p].published)) for p, v in self.versions.items()}
+
+
+@pytest.fixture
+def life_of(tmp_path: Path) -> Iterator[Callable[..., Life]]:
+    """Makes lives on one disk; their files are closed in the end."""
+    lives: list[Life] = []
+
+    def make(identity: str = "run layout") -> Life:
+        lives.append(Life(tmp_path, identity))
+        return lives[-1]
+
+    yield make
+    for life in lives:
+        life.disk.close()
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def test_nothing_is_found_where_nothing_was_kept(tmp_path: Path, life_of: Lives) -> None:
+    life = life_of()
+    assert life.disk.recover() == {}
+    assert life.disk.problems == []
+
+
+@pytest.mark.parametrize("merges", [0, 1, 7, 40])
+def test_the_next_life_has_the_same_bits_momentum_and_all(life_of: Lives, merges: int) -> None:
+    life = life_of().begin()
+    for number in range(merges):
+        life.merge(number % 2)
+    after = life_of()
+    assert after.disk.recover() == life.durable()
+    assert after.disk.problems == []
+    assert same(after.values(), life.values())
+    for each in (life, after):
+        each.rounds, each.versions = 100, dict(life.versions)
+    after.disk.installed(after.versions)
+    for each in (life, after):
+        each.merge(0)
+    assert same(after.values(), life.values()), "and goes on the same way"
+
+
+def test_the_disk_has_a_merge_before_the_tensors_take_it_over(
+    life_of: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = life_of().begin()
+    life.merge(0)
+    before = life.values()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StorageError, match="No space left"):
+            life.merge(1)
+    assert same(life.values(), before)
+    assert life_of().disk.recover() == life.durable()
+    life.merge(1)
+    assert life_of().disk.recover() == life.durable(), "space again: it goes on"
+
+
+def test_cut_anywhere_in_the_journal_the_merges_before_are_there(
+    tmp_path: Path, life_of: Lives
+) -> None:
+    life = life_of().begin()
+    known = [life.durable()]
+    (journal,) = tmp_path.glob("*.journal")
+    ends = [0]
+    for number in range(4):
+        life.merge(number % 2)
+        known.append(life.durable())
+        ends.append(journal.stat().st_size)
+    content = journal.read_bytes()
+    for length in range(0, len(content) + 1, 37):
+        journal.write_bytes(content[:length])
+        whole = max(index for index, end in enumerate(ends) if end <= length)
+        assert life_of().disk.recover() == known[whole]
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_leads_to_the_same_bits(
+    tmp_path: Path, life_of: Lives
+) -> None:
+    life = life_of().begin()
+    for number in range(5):
+        life.merge(number % 2)
+    life.disk.checkpoint()
+    life.merge(0)
+    newest = max(tmp_path.glob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-20])
+    after = life_of()
+    assert after.disk.recover() == life.durable()
+    assert same(after.values(), life.values())
+    (problem,) = after.disk.problems
+    assert newest.name in problem
+    assert "torn" in problem
+
+
+def test_the_folder_stays_bounded_and_the_journal_is_cut(tmp_path: Path, life_of: Lives) -> None:
+    life = life_of().begin()
+    sizes = []
+    for number in range(300):
+        life.merge(number % 2)
+        sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+    checkpoints = list(tmp_path.glob("*.safetensors"))
+    assert len(checkpoints) == 2
+    size = max(path.stat().st_size for path in checkpoints)
+    record = 4 * life.numel(0) + 300
+    assert max(sizes) <= 2 * ((1 + JOURNAL_CHECKPOINTS_MAX) * size + record)
+    assert life_of().disk.recover() == life.durable()
+
+
+def test_a_version_that_the_journal_does_not_lead_to_is_not_claimed(
+    tmp_path: Path, life_of: Lives
+) -> None:
+    """As after an update of torch that computes other bits: learners may hold the true ones."""
+    life = life_of().begin()
+    life.merge(0)
+    known = life.durable()
+    life.merge(1)
+    life.merge(0)
+    other = life_of()
+    other.tensors.plan = life.tensors.plan
+    outer = make_outer("nesterov", 0.7000001, 0.5)
+    object.__setattr__(other.tensors.plan, "outer", outer)
+    found = other.disk.recover()
+    assert found == {p: Durable(Version(1, 0), d.digest) for p, d in found.items()}
+    assert len(other.disk.problems) == 2
+    assert "version 1.1 of fragment 0" in other.disk.problems[0]
+    assert known[0] != found[0]
+
+
+def test_another_runs_folder_is_refused(tmp_path: Path, life_of: Lives) -> None:
+    life_of().begin()
+    with pytest.raises(ConfigError, match="of a run with other settings or another model"):
+        life_of("another").disk.recover()
+
+
+def test_when_the_run_is_over_only_the_last_state_is_kept(tmp_path: Path, life_of: Lives) -> None:
+    life = life_of().begin()
+    for number in range(6):
+        life.merge(number % 2)
+    life.disk.finish()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert life_of().disk.recover() == life.durable()
