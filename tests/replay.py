@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from pydantic import TypeAdapter
-
-from decoupled_diloco.config.method import options_of
 from decoupled_diloco.observe.tape import TapeReader, replay
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
-from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.syncer import SyncerMachine
-
-Machine = SyncerMachine | LearnerMachine | CoordinatorMachine
-
-
-def machine_of(header: Mapping[str, Any]) -> Machine:
-    """The machine of a life, as it was when its start record was written."""
-    options = options_of(header["settings"])
-    match header["machine"]:
-        case "shard":
-            return SyncerMachine(options, header["shard"])
-        case "learner":
-            return LearnerMachine(
-                options, header["learner"], header["epoch"], header["nonce"], header["role"]
-            )
-        case "coordinator":
-            machine = CoordinatorMachine(options, weights_from_file=header["weights_from_file"])
-            if header["state"] is not None:
-                state = TypeAdapter(CoordinatorState).validate_python(header["state"])
-                machine.restore(state)
-            return machine
-        case other:
-            raise AssertionError(f"the tape is of a {other!r}")
+from decoupled_diloco.simulate.replay import MACHINES, machine_of
 
 
 def assert_replays(run_folder: Path) -> int:
@@ -45,7 +16,7 @@ def assert_replays(run_folder: Path) -> int:
         reader = TapeReader(path)
         records = list(reader)
         starts = [r for r in records if r.kind == "start"]
-        if starts[0].data["header"].get("machine") not in ("shard", "learner", "coordinator"):
+        if starts[0].data["header"].get("machine") not in MACHINES:
             continue
         # A torn line can only be the last one of a life that was killed.
         assert len(reader.problems) < len(starts), reader.problems

@@ -28,6 +28,7 @@ from decoupled_diloco.cli.options import (
     make_console,
 )
 from decoupled_diloco.cli.recipes import recipes, scenarios
+from decoupled_diloco.cli.replay import replay
 from decoupled_diloco.cli.report import report
 from decoupled_diloco.cli.simulate import simulate
 from decoupled_diloco.cli.status import status
@@ -165,6 +166,7 @@ app.command()(watch)
 app.command()(timing)
 app.command()(explain)
 app.command()(report)
+app.command()(replay)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,98 @@
+"""`ddiloco replay`: does the tape explain the run exactly, and where do two runs part?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from decoupled_diloco.cli.options import exit_with, make_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from decoupled_diloco.simulate.replay import Divergence, ProcessReplay
+
+SHOWN_MAX = 3
+"""Differences of a process that are shown; the first one is what matters."""
+
+TEXT_MAX = 300
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or a tape.")],
+    until: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="SECONDS", help="Only the run's first seconds."),
+    ] = None,
+    diff: Annotated[
+        Path | None, typer.Option(metavar="OTHER", help="Where this run and another one part.")
+    ] = None,
+) -> None:
+    """Tells fresh state machines what is on the tape: they must order what is on it.
+
+    Exit code 1: they did not, or the two runs part.
+    """
+    from decoupled_diloco.simulate.replay import divergences, replay_run
+
+    console = make_console()
+    results, problems = replay_run(run, until)
+    for problem in problems:
+        console.print(f"note: {problem}", markup=False, highlight=False)
+    if not results:
+        console.print(f"nothing on the tape of {run} has a state machine: there is no replay")
+    _show(results, console)
+    different = any(result.differences for result in results)
+    if diff is not None:
+        parted = divergences(run, diff)
+        _show_divergences(parted, diff, console)
+        different = different or bool(parted)
+    exit_with(1 if different else 0)
+
+
+def _show(results: list[ProcessReplay], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("process", "lives", "events", "orders", "replay"):
+        table.add_column(title, justify="left" if title in ("process", "replay") else "right")
+    for each in results:
+        count = len(each.differences)
+        says = "the same" if not count else f"{count} differ"
+        table.add_row(each.who, str(each.lives), str(each.events), str(each.effects), says)
+    if results:
+        console.print(table)
+    for each in results:
+        for difference in each.differences[:SHOWN_MAX]:
+            where = f"{each.who}, life {difference.life}, event {difference.cause}"
+            console.print(
+                f"\n{where} ({difference.event}):\n"
+                f"  on the tape: {_short(difference.taped)}\n"
+                f"  replayed:    {_short(difference.replayed)}",
+                markup=False,
+                highlight=False,
+            )
+
+
+def _show_divergences(parted: list[Divergence], other: Path, console: Console) -> None:
+    if not parted:
+        console.print(f"{other} tells the same of every process")
+    for each in parted:
+        console.print(
+            f"\n{each.who} parts after {each.after} records:\n"
+            f"  here:  {_record(each.left)}\n  there: {_record(each.right)}",
+            markup=False,
+            highlight=False,
+        )
+
+
+def _record(record: tuple[str, Mapping[str, Any]] | None) -> str:
+    return "its tape ends" if record is None else f"{record[0]} {_short(record[1])}"
+
+
+def _short(value: Mapping[str, Any] | None) -> str:
+    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= TEXT_MAX else text[:TEXT_MAX] + "…"

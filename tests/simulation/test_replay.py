@@ -1,0 +1,102 @@
+"""`ddiloco replay`: a tape explains its run exactly; one that was changed, or cut, is found out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def ddiloco(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command of the tool."""
+    command = [sys.executable, "-m", "decoupled_diloco", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three virtual runs: two of the same seed, one of another."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, seed in (("a", 1), ("same", 1), ("other", 2)):
+        arguments = ["simulate", "flaky-link", "--protocol-only", "--tape", name, "--seed", seed]
+        done = ddiloco(*map(str, arguments), "--set", "run.budget_steps=40", cwd=folder)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def edited(source: Path, target: Path, edit: Callable[[list[str]], list[str]]) -> Path:
+    """A copy of a run whose first learner's tape is changed."""
+    (target / "tape").mkdir(parents=True)
+    for path in (source / "tape").iterdir():
+        lines = path.read_text().splitlines(keepends=True)
+        if path.name == "learner-0.jsonl":
+            lines = edit(lines)
+        (target / "tape" / path.name).write_text("".join(lines))
+    return target
+
+
+def test_every_process_of_a_run_replays_exactly(runs: Path) -> None:
+    done = ddiloco("replay", "a", cwd=runs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert {row[0] for row in rows} >= {"coordinator", "shard-0", "learner-0"}
+    assert all(row[-2:] == ["the", "same"] for row in rows)
+    events = {row[0]: int(row[2]) for row in rows}
+    lines = (runs / "a" / "tape" / "shard-0.jsonl").read_text().splitlines()
+    assert events["shard-0"] == sum('"kind":"event"' in line for line in lines) > 100
+
+
+def test_until_replays_only_the_beginning(runs: Path) -> None:
+    def events(*options: str) -> int:
+        done = ddiloco("replay", "a", *options, cwd=runs)
+        assert done.returncode == 0
+        return sum(int(line.split()[2]) for line in done.stdout.splitlines()[1:])
+
+    assert 0 < events("--until", "10") < events("--until", "20") < events()
+
+
+def test_an_order_that_the_machines_do_not_give_is_named(runs: Path, tmp_path: Path) -> None:
+    def lie(lines: list[str]) -> list[str]:
+        index = next(i for i, line in enumerate(lines) if '"type":"Apply"' in line)
+        record = json.loads(lines[index])
+        record["data"]["discarded_tokens"] += 1
+        lines[index] = json.dumps(record) + "\n"
+        return lines
+
+    folder = edited(runs / "a", tmp_path / "lie", lie)
+    done = ddiloco("replay", folder, cwd=runs)
+    assert done.returncode == 1
+    assert "1 differ" in done.stdout
+    assert "on the tape: " in done.stdout
+    assert '"discarded_tokens"' in done.stdout
+
+
+def test_a_tape_that_is_cut_replays_as_far_as_it_goes(runs: Path, tmp_path: Path) -> None:
+    def cut(lines: list[str]) -> list[str]:
+        return [*lines[:200], lines[200][:30]]
+
+    folder = edited(runs / "a", tmp_path / "cut", cut)
+    done = ddiloco("replay", folder, cwd=runs)
+    assert done.returncode == 0, done.stdout
+    assert "line 201 is torn" in done.stdout
+
+
+def test_two_runs_of_one_seed_tell_the_same_and_another_seed_parts(runs: Path) -> None:
+    alike = ddiloco("replay", "a", "--diff", "same", cwd=runs)
+    assert alike.returncode == 0, alike.stdout
+    assert "same tells the same of every process" in alike.stdout
+    parted = ddiloco("replay", "a", "--diff", "other", cwd=runs)
+    assert parted.returncode == 1
+    assert "learner-0 parts after " in parted.stdout
+    assert "here:" in parted.stdout
+
+
+def test_what_is_no_run_is_one_sentence(runs: Path, tmp_path: Path) -> None:
+    done = ddiloco("replay", tmp_path / "missing", cwd=runs)
+    assert done.returncode == 6
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
