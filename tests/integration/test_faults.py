@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -30,8 +31,10 @@ Make = Callable[..., System]
 LONG = {"budget_steps": 100_000}
 
 
-def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make) -> None:
-    system = make(run=LONG, syncer={"shards": 2})
+@pytest.mark.parametrize("disk", ["kept", "gone", "none"])
+def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make, disk: str) -> None:
+    """From its disk; or, where that is gone or never was, from the copies that learners hold."""
+    system = make(run=LONG, syncer={"shards": 2, "durable": disk != "none"})
     system.start()
     trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(2)]
     with training(*trainers):
@@ -49,6 +52,8 @@ def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make) -> N
                 "they train on alone",
             )
             assert not system.errors
+            if disk == "gone":
+                shutil.rmtree(system.folder / "durable" / f"shard-{shard}")
             system.start(shard)
             until(lambda s=shard: system.shards[s].machine.state.phase == "running", "restored")
             after = system.shards[shard].machine.state
@@ -59,6 +64,7 @@ def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make) -> N
             until(lambda a=after, r=rounds: a.rounds_opened > r + 4, "its rounds go on")
         owned = [p for s in system.shards.values() for p in s.machine.state.fragments]
         assert sorted(owned) == [0, 1, 2, 3]
+        assert (system.folder / "durable").exists() == (disk != "none")
     for trainer in trainers:
         trainer.end()
     assert [t.learner.epoch for t in trainers] == [1, 1], "nobody had to join anew"
