@@ -88,6 +88,8 @@ def options_of(public: Public) -> Options:
         apply=sync.apply,
         wait=sync.wait,
         counter_cap_periods=sync.counter_cap_periods,
+        norm_gate=sync.norm_gate,
+        oversized=sync.oversized,
         uplink_codec=sync.uplink_codec,
         budget_steps=public["run"].get("budget_steps"),
         budget_tokens=public["run"].get("budget_tokens"),

@@ -159,6 +159,15 @@ class SyncSettings(Settings):
     """A learner's counters are capped at this many periods of steps, at least 1, so that one that
     was lost for long cannot dominate the merge (ours)."""
 
+    norm_gate: float = Field(default=10.0, ge=0)
+    """k: a contribution whose norm exceeds median + k·MAD of its fragment's last 32, each brought
+    to its number of steps, is too large to be true; MAD counts as at least a tenth of the median,
+    so 10 is twice the median or more. 0: no gate. Raise it if training you trust is refused."""
+
+    oversized: Literal["refuse", "clip"] = "refuse"
+    """What happens to a contribution above the limit: "refuse" leaves it out of the merge, "clip"
+    scales it down to the limit."""
+
     initial_weights: Path | None = Field(default=None, strict=False)
     """safetensors file to start from, relative to where the command is started. Default: the
     workload's own, from the seed."""
@@ -175,6 +184,8 @@ class SyncSettings(Settings):
             ignored["blend_alpha"] = f"with alignment={self.alignment!r}"
         if self.weighting == "uniform":
             ignored["counter_cap_periods"] = "with weighting='uniform'"
+        if self.norm_gate == 0:
+            ignored["oversized"] = "with norm_gate=0"
         return ignored
 
     @field_validator("uplink_codec", "downlink_codec")

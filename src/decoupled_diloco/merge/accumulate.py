@@ -256,6 +256,7 @@ class Contribution:
         self.segments = tuple(segments)
         self.parts: list[tuple[int, Tensor]] = []
         self._squares = [0.0] * len(self.segments)
+        self._squares_of_means = 0.0
 
     def add(self, start: int, part: Tensor) -> None:
         """Take the slice `start … start + len(part) - 1`.
@@ -277,17 +278,18 @@ class Contribution:
                     f"slice {start}:{stop} overlaps slice {other}:{other + earlier.numel()}, "
                     "which came before: send every element once"
                 )
-        squares = list(self._squares)
+        squares, of_means = list(self._squares), self._squares_of_means
         for index, low, high in _overlaps(self.segments, start, part.numel()):
             values = part[low - start : high - start]
             if self.segments[index].merge == "rda":
                 squares[index] += squares_of(values)
                 finite = math.isfinite(squares[index])
             else:
-                finite = is_finite(values)
+                of_means += squares_of(values)
+                finite = math.isfinite(of_means)
             if not finite:
                 raise MergeError(f"elements {low}:{high} hold a value that is not finite")
-        self._squares = squares
+        self._squares, self._squares_of_means = squares, of_means
         self.parts.append((start, part))
 
     @property
@@ -308,6 +310,17 @@ class Contribution:
                 f"contribution has {arrived} of {self.numel} elements: parts are missing"
             )
         return tuple(math.sqrt(square) for square in self._squares)
+
+    @property
+    def norm(self) -> float:
+        """The norm of all that has arrived, mean segments and all."""
+        return math.sqrt(math.fsum(self._squares) + self._squares_of_means)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies every element; slices that were handed in are left as they are."""
+        self.parts = [(start, part * factor) for start, part in self.parts]
+        self._squares = [square * factor * factor for square in self._squares]
+        self._squares_of_means *= factor * factor
 
 
 def merge(

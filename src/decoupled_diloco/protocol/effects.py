@@ -88,7 +88,10 @@ class Unexpect:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Fold a verified body into the round's accumulator. The order of these is the fold order."""
+    """Fold a verified body into the round's accumulator. The order of these is the fold order.
+
+    ``scale``: what its values are multiplied by first; less than 1 where its norm was clipped.
+    """
 
     round: int
     fragment: int
@@ -96,6 +99,7 @@ class Fold:
     steps: float
     tokens: float
     why: str
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

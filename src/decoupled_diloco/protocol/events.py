@@ -97,7 +97,7 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class BodyArrived:
-    """A contribution's body is here, whole, with the announced digest, finite."""
+    """A contribution's body is here, whole, with the announced digest, finite; ``norm`` is ‖d‖."""
 
     learner: str
     epoch: int
@@ -108,6 +108,7 @@ class BodyArrived:
     steps: int
     tokens: int
     nbytes: int
+    norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

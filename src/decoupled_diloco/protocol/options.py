@@ -13,6 +13,7 @@ Alignment = Literal["overwrite", "carry", "blend"]
 Missed = Literal["overwrite", "rebase"]
 ApplyAt = Literal["on_arrival", "at_tau"]
 Wait = Literal["never", "at_overlap"]
+Oversized = Literal["refuse", "clip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Options:
             baselines only).
         counter_cap_periods: counters are capped at this many H, so that one long-lost learner
             cannot dominate a merge.
+        norm_gate: k of the norm gate; 0: there is none.
+        oversized: what happens to a contribution above its limit: ``"refuse"`` or ``"clip"``.
         uplink_codec: name of the wire format of contributions.
         budget_steps: the run ends when the slowest shard's clock reaches it; ``None``: no limit.
         budget_tokens: the run ends when this many tokens were trained; ``None``: no limit.
@@ -52,6 +55,8 @@ class Options:
     apply: ApplyAt = "on_arrival"
     wait: Wait = "never"
     counter_cap_periods: int = 4
+    norm_gate: float = 0.0
+    oversized: Oversized = "refuse"
     uplink_codec: str = "bf16"
     budget_steps: int | None = None
     budget_tokens: int | None = None

@@ -23,6 +23,7 @@ from decoupled_diloco.protocol.effects import (
     Unexpect,
 )
 from decoupled_diloco.protocol.events import BodyArrived, BodySpoiled
+from decoupled_diloco.protocol.gate import norm_limit, remember
 from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import Decline, Outcome, Pull, Verdict, Version
 from decoupled_diloco.protocol.options import Options
@@ -203,8 +204,13 @@ def body_arrived(
         _move(state, round, ask, "refused")
         ask.reason = f"{event.tokens} tokens in {event.steps} steps"
         return _drop(event, "refused", ask.reason)
+    scale, verdict = _gate(state, options, event)
+    if scale == 0.0:
+        _move(state, round, ask, "refused")
+        ask.reason = verdict
+        return _drop(event, "refused", verdict)
     _move(state, round, ask, "folded")
-    ask.delivered_at = now
+    ask.delivered_at, ask.reason = now, verdict
     ask.steps, ask.tokens = event.steps, event.tokens
     if round.quorum_delivered_at is None and round.count("folded") >= options.quorum:
         round.quorum_delivered_at = now
@@ -217,16 +223,25 @@ def body_arrived(
     if event.steps > cap:
         steps, tokens = float(cap), event.tokens * cap / event.steps
         why = f"counters capped at {cap} steps"
-    return [
-        Fold(
-            event.round,
-            event.fragment,
-            event.learner,
-            steps,
-            tokens,
-            why,
-        )
-    ]
+    if verdict:
+        why = f"{why}; {verdict}"
+    return [Fold(event.round, event.fragment, event.learner, steps, tokens, why, scale)]
+
+
+def _gate(state: SyncerState, options: Options, event: BodyArrived) -> tuple[float, str]:
+    """What the norm gate makes of a contribution: its scale, 0 if it is refused, and why."""
+    norms = state.fragments[event.fragment].norms
+    limit = norm_limit(norms, event.steps, options.norm_gate)
+    remember(norms, event.norm, event.steps)
+    if limit is None or event.norm <= limit:
+        return (1.0, "")
+    text = (
+        f"its norm {event.norm:.3g} in {event.steps} steps exceeds {limit:.3g}, "
+        f"median + {options.norm_gate:g} · MAD of the fragment's last ones"
+    )
+    if options.oversized == "clip":
+        return (limit / event.norm, f"clipped: {text}")
+    return (0.0, text)
 
 
 def _move(state: SyncerState, round: Round, ask: Ask, ask_state: AskState) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from decoupled_diloco.protocol.events import DurableCopy
+from decoupled_diloco.protocol.gate import Sample
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.membership import Identity, Member
 from decoupled_diloco.protocol.messages import Published, Version
@@ -34,6 +35,7 @@ class FragmentState:
     renamed: bool = False
     sweep_tries: int = 0
     awaited: set[str] = field(default_factory=set)
+    norms: list[Sample] = field(default_factory=list)
 
     def announcement(self, fragment: int, clock: int) -> Published:
         """The message that tells of the newest published copy."""

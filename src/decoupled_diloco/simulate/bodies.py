@@ -73,6 +73,9 @@ class ShardBodies(Protocol):
         Returns the digest of what was installed.
         """
 
+    def norm(self, fragment: int, body: Body) -> float:
+        """The norm of a contribution that has arrived."""
+
     def keep(self, fragment: int) -> Any:
         """What the disk is given of a fragment."""
 
@@ -80,7 +83,14 @@ class ShardBodies(Protocol):
         """A fragment from the disk of an earlier life; the digest of its published copy."""
 
     def fold(
-        self, round: int, fragment: int, learner: str, body: Body, steps: float, tokens: float
+        self,
+        round: int,
+        fragment: int,
+        learner: str,
+        body: Body,
+        steps: float,
+        tokens: float,
+        scale: float,
     ) -> None:
         """Effect ``Fold``: a contribution goes into the round's accumulator."""
 
@@ -328,6 +338,11 @@ class LineageShard:
         self.before.pop(fragment, None)
         return self.values[fragment].digest
 
+    def norm(self, fragment: int, body: Body) -> float:
+        """See `ShardBodies.norm`: as if each step went one unit in the same direction."""
+        delta: Delta = body.payload
+        return float(delta.last - delta.first)
+
     def keep(self, fragment: int) -> Value:
         """See `ShardBodies.keep`."""
         return self.values[fragment]
@@ -338,9 +353,17 @@ class LineageShard:
         return kept.digest
 
     def fold(
-        self, round: int, fragment: int, learner: str, body: Body, steps: float, tokens: float
+        self,
+        round: int,
+        fragment: int,
+        learner: str,
+        body: Body,
+        steps: float,
+        tokens: float,
+        scale: float,
     ) -> None:
         """See `ShardBodies.fold`."""
+        assert 0.0 < scale <= 1.0, "a contribution is only ever scaled down"
         delta: Delta = body.payload
         value = self.values[fragment]
         assert delta.life[0] == learner

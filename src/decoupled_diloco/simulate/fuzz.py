@@ -64,6 +64,8 @@ def random_options(choices: Choices, learners: int) -> Options:
         apply=choices.pick(["on_arrival", "at_tau"]),
         wait="at_overlap" if wait else "never",
         counter_cap_periods=choices.integer(1, 4),
+        norm_gate=choices.fork("gate").pick([0.0, 10.0]),
+        oversized=choices.fork("oversized").pick(["refuse", "clip"]),
     )
 
 
@@ -126,6 +128,7 @@ def draw(seed: int) -> Scenario:
         spoil=often,
         merge_fails=often,
         crash_after_persist=choices.pick([0.0, 0.0, 0.2]),
+        poison=choices.fork("poison").pick([0.0, 0.0, 0.02]),
         disk_lies=choices.fork("lies").pick([0.0, 0.0, 0.1]),
         disk_lost=choices.fork("disks").pick([0.0, 0.3, 1.0]),
     )

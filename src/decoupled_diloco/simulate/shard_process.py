@@ -245,6 +245,7 @@ class ShardProcess(Shell):
                     steps=announced.steps,
                     tokens=announced.tokens,
                     nbytes=body.nbytes,
+                    norm=self._norm(order.fragment, body),
                 )
             )
         else:
@@ -290,9 +291,9 @@ class ShardProcess(Shell):
                     self.paths[_key(learner, effect)] = path
             case Unexpect(path):
                 self._no_longer_expected(path)
-            case Fold(number, fragment, learner, steps, tokens):
+            case Fold(number, fragment, learner, steps, tokens, scale=scale):
                 body = self.bodies_here.pop((number, learner))
-                self.bodies.fold(number, fragment, learner, body, steps, tokens)
+                self.bodies.fold(number, fragment, learner, body, steps, tokens, scale)
             case Drop(number, _, learner):
                 del self.bodies_here[(number, learner)]
             case Merge():
@@ -345,6 +346,10 @@ class ShardProcess(Shell):
         digest = self.bodies.merge(order.round, order.fragment, order.version, order.base)
         self._keep(order.fragment, order.version, digest)
         self.tell(Merged(order.round, order.fragment, digest))
+
+    def _norm(self, fragment: int, body: Body) -> float:
+        poisoned = self.choices.chance(self.world.poison)
+        return self.bodies.norm(fragment, body) * (1e6 if poisoned else 1.0)
 
     def _keep(self, fragment: int, version: Version, digest: str) -> None:
         """Brings a version to the disk, before anybody hears of it."""

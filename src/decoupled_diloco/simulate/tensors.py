@@ -6,6 +6,7 @@ of `bodies`. Everything is one process and one thread, so a run is bit-exact by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,7 @@ from decoupled_diloco.errors import MergeError
 from decoupled_diloco.learner.exchange import LearnerTensors, verified
 from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.merge import digest
+from decoupled_diloco.merge.blocks import squares_of
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.simulate.bodies import Body
@@ -131,6 +133,11 @@ class TensorShard:
         self.copies.pop(fragment, None)
         return digest(self.tensors.whole(fragment))
 
+    def norm(self, fragment: int, body: Body) -> float:
+        """See `ShardBodies.norm`."""
+        numel = self.tensors.plan.fragments[fragment].numel
+        return math.sqrt(squares_of(self.tensors.plan.uplink.decode(body.payload, numel)))
+
     def keep(self, fragment: int) -> FragmentTensors:
         """See `ShardBodies.keep`; a step makes new tensors, so these stay as they are."""
         return self.tensors.fragments[fragment]
@@ -141,11 +148,18 @@ class TensorShard:
         return digest(kept.published)
 
     def fold(
-        self, round: int, fragment: int, learner: str, body: Body, steps: float, tokens: float
+        self,
+        round: int,
+        fragment: int,
+        learner: str,
+        body: Body,
+        steps: float,
+        tokens: float,
+        scale: float,
     ) -> None:
         """See `ShardBodies.fold`."""
         self.tensors.verify(fragment, round, learner, body.payload, body.digest)
-        self.tensors.fold(fragment, round, learner, steps, tokens)
+        self.tensors.fold(fragment, round, learner, steps, tokens, scale)
 
     def abandon(self, round: int, fragment: int) -> None:
         """See `ShardBodies.abandon`."""

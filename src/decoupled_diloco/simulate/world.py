@@ -47,6 +47,7 @@ class Mishaps:
         spoil: that a body is wrong when it arrives.
         merge_fails: that the merge worker fails.
         crash_after_persist: that the coordinator dies right after it has written its state.
+        poison: that a contribution looks a million times too large.
         disk_lies: that a shard's disk says that it has a version and has not.
         disk_lost: that a shard that starts again finds its disk empty.
     """
@@ -55,6 +56,7 @@ class Mishaps:
     spoil: float = 0.0
     merge_fails: float = 0.0
     crash_after_persist: float = 0.0
+    poison: float = 0.0
     disk_lies: float = 0.0
     disk_lost: float = 0.0
 
@@ -107,6 +109,7 @@ class World:
         self.spoil = mishaps.spoil
         self.merge_fails = mishaps.merge_fails
         self.crash_after_persist = mishaps.crash_after_persist
+        self.poison = mishaps.poison
         self.disk_lies, self.disk_lost = mishaps.disk_lies, mishaps.disk_lost
         self.events = 0
         self.shards_finished = 0

@@ -102,7 +102,7 @@ class ShardTensors:
         self.fragments[fragment] = FragmentTensors(values.clone(), values, self.plan.outer(numel))
         return digest(values)
 
-    def verify(self, fragment: int, number: int, learner: str, body: Body, announced: str) -> None:
+    def verify(self, fragment: int, number: int, learner: str, body: Body, announced: str) -> float:
         """Checks a contribution whole and keeps it decoded until it is folded or dropped.
 
         Args:
@@ -111,6 +111,9 @@ class ShardTensors:
             learner: Whose it is.
             body: [B] in the uplink codec.
             announced: The digest that the learner gave.
+
+        Returns:
+            Its norm.
 
         Raises:
             ProtocolError: another digest, or another size.
@@ -123,10 +126,21 @@ class ShardTensors:
         contribution = Contribution(numel, self.plan.segments(fragment))
         contribution.add(0, self.plan.uplink.decode(body, numel))
         self._arrived[number, learner] = contribution
+        return contribution.norm
 
-    def fold(self, fragment: int, number: int, learner: str, steps: float, tokens: float) -> None:
-        """Folds a verified contribution into its round's accumulator."""
+    def fold(
+        self,
+        fragment: int,
+        number: int,
+        learner: str,
+        steps: float,
+        tokens: float,
+        scale: float = 1.0,
+    ) -> None:
+        """Folds a verified contribution, scaled, into its round's accumulator."""
         contribution = self._arrived.pop((number, learner))
+        if scale != 1.0:
+            contribution.scale(scale)
         if number not in self._accumulators:
             memory = self._free.pop() if self._free else torch.empty(self._numel_max)
             self._used[number] = memory

@@ -130,8 +130,11 @@ class Intake:
     ) -> None:
         learner, number, fragment = effect.learner, effect.round, effect.fragment
 
+        norm = 0.0
+
         def verify(body: Body, message: say.Upload) -> None:
-            self._tensors.verify(fragment, number, learner, body.buffer, message.digest)
+            nonlocal norm
+            norm = self._tensors.verify(fragment, number, learner, body.buffer, message.digest)
 
         try:
             message = await self._take(upload, announced, verify)
@@ -151,6 +154,7 @@ class Intake:
                 steps=message.steps,
                 tokens=message.tokens,
                 nbytes=upload.nbytes,
+                norm=norm,
             )
         )
 

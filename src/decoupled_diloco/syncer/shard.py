@@ -429,8 +429,8 @@ class Shard:
                 intake.expect(effect)
             case do.Unexpect(path, why):
                 intake.unexpect(path, why)
-            case do.Fold(number, fragment, learner, steps, tokens):
-                self._work(lambda: tensors.fold(fragment, number, learner, steps, tokens))
+            case do.Fold(number, fragment, learner, steps, tokens, scale=scale):
+                self._work(lambda: tensors.fold(fragment, number, learner, steps, tokens, scale))
             case do.Drop(number, _, learner):
                 self._work(lambda: tensors.drop(number, learner))
             case do.Abandon(number):
