@@ -227,6 +227,8 @@ class Shard:
     # ---- telling the machine
 
     def _handle(self, event: fact.SyncerEvent) -> None:
+        if self._stopping.is_set():
+            return  # peers may still talk; what they say belongs to the next life
         for effect in self._recorder.handle(time.monotonic(), event):
             self._do(effect)
         self._arm()
