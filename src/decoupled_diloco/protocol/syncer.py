@@ -533,11 +533,7 @@ class SyncerMachine:
 
     def _renew(self, now: float, learner: str) -> None:
         member = self.state.members.get(learner)
-        if member is not None:
-            self._renew_lease(member, now)
-
-    def _renew_lease(self, member: Member, now: float) -> None:
-        if member.connected:
+        if member is not None and member.connected:
             if member.lease_until < now + LEASE_SECONDS:
                 member.lease_until = now + LEASE_SECONDS
             self._look_at_leases(member.lease_until)
