@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from decoupled_diloco.launch import local, roles, supervisor
-from decoupled_diloco.learner import background
+from decoupled_diloco.learner import background, joining
 from decoupled_diloco.learner import learner as learner_process
 from decoupled_diloco.observe import writer
 from decoupled_diloco.observe.chronicle import Chronicle
 from decoupled_diloco.observe.chronicle_data import Member, ShardLog
-from decoupled_diloco.protocol import grace, membership, syncer, syncer_fill, syncer_rounds
-from decoupled_diloco.protocol import learner as learner_machine
+from decoupled_diloco.protocol import (
+    grace,
+    learner_copies,
+    membership,
+    syncer,
+    syncer_fill,
+    syncer_rounds,
+)
 from decoupled_diloco.protocol.effects import RoundOpened
 from decoupled_diloco.protocol.membership import UploadEstimate
 from decoupled_diloco.protocol.options import Options
@@ -134,9 +140,9 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
         ),
         row(
             "learner gives up",
-            f"learner.give_up_seconds; attempts at most {_s(background.JOIN_SECONDS_MAX)} apart",
+            f"learner.give_up_seconds; attempts at most {_s(joining.JOIN_SECONDS_MAX)} apart",
             forever,
-            ("learner.background.JOIN_SECONDS_MAX",),
+            ("learner.joining.JOIN_SECONDS_MAX",),
         ),
     ]
 
@@ -325,8 +331,8 @@ def _transfers() -> list[Interval]:
         row(
             "copy not had",
             "a learner asks again after",
-            _s(learner_machine.RETRY_SECONDS),
-            ("protocol.learner.RETRY_SECONDS",),
+            _s(learner_copies.RETRY_SECONDS),
+            ("protocol.learner_copies.RETRY_SECONDS",),
         ),
         row(
             "idle connections",

@@ -40,6 +40,7 @@ from decoupled_diloco.errors import (
 )
 from decoupled_diloco.learner.checks import layout_text
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
+from decoupled_diloco.learner.joining import Coordinations, CoordinatorLink, Identity
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.merge import Layout, as_bytes, digest
@@ -60,9 +61,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TO_LEARNER = get_args(say.ToLearner)
 
-JOIN_SECONDS_MAX = 5.0
-"""Longest pause between two attempts to join."""
-
 _OF_THE_BOUNDARY = (do.Snapshot, do.Apply, do.Hold, do.Release, do.EndTraining)
 
 FETCHES_PER_SHARD = 4
@@ -71,15 +69,6 @@ turn, each over as many connections as the link rewards, in bounded memory."""
 
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this process is in the run."""
-
-    name: str
-    nonce: str
-    role: say.Role
 
 
 class Unrecorded:
@@ -151,6 +140,19 @@ class Background:
         self._stop: asyncio.Event | None = None
         self._stop_asked = threading.Event()
         self._client: Client | None = None
+        self._coordinator = CoordinatorLink(
+            identity,
+            layout_text(store.layout),
+            addresses,
+            Coordinations(
+                admitted=self._admitted,
+                linked=lambda: self._told(fact.CoordinatorLinked()),
+                told=lambda message: self._told(fact.CoordinatorTold(message)),
+                unlinked=lambda: self._told(fact.CoordinatorUnlinked()),
+                check_patience=self._check_patience,
+            ),
+            give_up_seconds,
+        )
         self._thread = threading.Thread(target=self._run, name="ddiloco", daemon=True)
 
     # ---- called by the trainer
@@ -279,6 +281,8 @@ class Background:
         match effect:
             case do.Say(shard, message):
                 self._say(shard, message)
+            case do.TellCoordinator(message):
+                self._coordinator.tell(message)
             case do.SendBody():
                 self._spawn(self._send_body(effect, captured))
             case do.SendCopy():
@@ -329,13 +333,13 @@ class Background:
         self._client = self._make_client()
         stopped = self._loop.create_task(self._stop.wait())
         try:
-            joining = self._loop.create_task(self._join())
+            joining = self._loop.create_task(self._coordinator.join(self._client))
             await asyncio.wait({joining, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not joining.done():
                 joining.cancel()
                 return
             channel = joining.result()
-            self._spawn(self._stay_joined(channel))
+            self._spawn(self._coordinator.stay(self._client, channel))
             for shard, address in enumerate(self._shards):
                 self._spawn(self._follow(shard, address))
             self._spawn(self._watch())
@@ -392,56 +396,6 @@ class Background:
                 f"its address ({', '.join(self._addresses)}), or leave give_up_seconds out"
             )
 
-    # ---- joining
-
-    async def _join(self) -> Channel:
-        """Asks the coordinator to be let in, for as long as it takes."""
-        backoff, told = Backoff(), ""
-        while True:
-            for address in self._addresses:
-                try:
-                    return await self._join_once(address)
-                except _TryAgainError as error:
-                    problem = str(error)
-                except AccessError:
-                    raise
-                except TransportError as error:
-                    problem = str(error)
-                if problem != told:
-                    logger.warning("%s is not in the run yet: %s", self.identity.name, problem)
-                    told = problem
-            self._check_patience(f"the run could not be joined ({told})")
-            await asyncio.sleep(min(backoff.next(), self._give_up_seconds or JOIN_SECONDS_MAX))
-
-    async def _join_once(self, address: str) -> Channel:
-        assert self._client is not None
-        channel = await self._client.connect(address, self.identity.role, self.identity.name)
-        try:
-            return await self._ask_to_join(channel, address)
-        except BaseException:
-            await channel.close("not in the run")
-            raise
-
-    async def _ask_to_join(self, channel: Channel, address: str) -> Channel:
-        layout = layout_text(self._store.layout)
-        identity = self.identity
-        join = say.Join(identity.name, identity.nonce, identity.role, layout)
-        channel.send(encode(join))
-        kinds: tuple[type[Any], ...] = (say.Admitted, say.JoinRefused, say.Referred)
-        answer: Any = decode(await channel.receive(), kinds)
-        if isinstance(answer, say.Referred):
-            await channel.close("going to the coordinator")
-            coordinator = reached_by(answer.address, address)
-            if address == coordinator:
-                raise TransportError(f"{address} refers to itself for the coordinator")
-            return await self._join_once(coordinator)
-        if isinstance(answer, say.JoinRefused):
-            if answer.retry:
-                raise _TryAgainError(answer.reason)
-            raise ConfigError(answer.reason)
-        self._admitted(answer, address)
-        return channel
-
     def _admitted(self, admitted: say.Admitted, dialled: str) -> None:
         with self.lock:
             if self.shared is not None:
@@ -471,17 +425,6 @@ class Background:
         logger.info(
             "%s has joined %s, epoch %d", self.identity.name, public["run"]["name"], admitted.epoch
         )
-
-    async def _stay_joined(self, channel: Channel) -> None:
-        """The coordinator knows by this connection that the id is taken."""
-        while True:
-            try:
-                while True:
-                    await channel.receive()
-            except TransportError:
-                pass
-            await asyncio.sleep(Backoff().next())
-            channel = await self._join()
 
     # ---- shards
 
@@ -590,7 +533,3 @@ class Background:
         with self.lock:
             tensors.stage(fragment, values)
             self._told(fact.Fetched(fragment, effect.version))
-
-
-class _TryAgainError(Exception):
-    """The coordinator refuses for a reason that may pass."""

@@ -26,8 +26,9 @@ from typing import Any, Literal, Self
 import torch
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.background import Background, Identity, Shared
+from decoupled_diloco.learner.background import Background, Shared
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
+from decoupled_diloco.learner.joining import Identity
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.observe.tape import TapeWriter

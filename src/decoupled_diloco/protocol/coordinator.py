@@ -19,6 +19,7 @@ from decoupled_diloco.protocol.effects import (
     AdoptLayout,
     CoordinatorEffect,
     Deny,
+    Inform,
     Note,
     Order,
     Persist,
@@ -27,6 +28,7 @@ from decoupled_diloco.protocol.events import (
     CoordinatorEvent,
     JoinAsked,
     LearnerGone,
+    MemberSaid,
     ShardGone,
     ShardGreeted,
     ShardSaid,
@@ -34,9 +36,12 @@ from decoupled_diloco.protocol.events import (
 )
 from decoupled_diloco.protocol.messages import (
     Begin,
+    DonorWanted,
     EndOrdered,
     FinishOrdered,
+    FromMember,
     FromShard,
+    NoDonor,
     Progress,
     SeedFailed,
     SeedNamed,
@@ -102,6 +107,8 @@ class CoordinatorMachine:
                 return []
             case JoinAsked():
                 return self._join_asked(event)
+            case MemberSaid(learner, nonce, message):
+                return self._member_said(learner, nonce, message)
             case LearnerGone(learner, nonce):
                 return self._learner_gone(learner, nonce)
             case ShardGreeted(shard, nonce):
@@ -184,6 +191,19 @@ class CoordinatorMachine:
             reason = "no learner has joined yet, so the run has no layout"
             return [Deny(event.connection, reason, True, reason)]
         return [Admit(event.connection, event.learner, 0, "an observer needs no epoch")]
+
+    def _member_said(
+        self, learner: str, nonce: str, message: FromMember
+    ) -> list[CoordinatorEffect]:
+        known = self.state.learners.get(learner)
+        if known is None or known.nonce != nonce:
+            return []  # another process bears this id by now
+        match message:
+            case DonorWanted():
+                reason = "nobody here gives state away"
+                return [Inform(learner, NoDonor(reason), reason)]
+            case _:
+                assert_never(message)
 
     def _learner_gone(self, learner: str, nonce: str) -> list[CoordinatorEffect]:
         state = self.state

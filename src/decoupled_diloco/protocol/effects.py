@@ -7,9 +7,11 @@ from typing import Literal
 
 from decoupled_diloco.protocol.messages import (
     FromLearner,
+    FromMember,
     FromShard,
     Hello,
     ToLearner,
+    ToMember,
     ToShard,
     Version,
 )
@@ -339,6 +341,14 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
+class TellCoordinator:
+    """Send a message to the coordinator, if it is there."""
+
+    message: FromMember
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class SendBody:
     """Encode the snapshot against its base, announce it and deliver the body."""
 
@@ -427,6 +437,7 @@ LearnerEffect = (
     | Apply
     | Relabel
     | Say
+    | TellCoordinator
     | SendBody
     | SendCopy
     | Fetch
@@ -459,6 +470,15 @@ class Deny:
     connection: int
     reason: str
     retry: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inform:
+    """Send a message to a learner that has been let in, if it is still connected."""
+
+    learner: str
+    message: ToMember
     why: str
 
 
@@ -497,4 +517,4 @@ class Persist:
     why: str
 
 
-CoordinatorEffect = Admit | Deny | AdoptLayout | AdmitShard | Order | Persist | Note
+CoordinatorEffect = Admit | Deny | Inform | AdoptLayout | AdmitShard | Order | Persist | Note

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from decoupled_diloco.protocol.messages import (
     FromLearner,
+    FromMember,
     FromShard,
     Hello,
     Role,
     ShardAdmitted,
     StepReport,
     ToLearner,
+    ToMember,
     ToShard,
     Version,
 )
@@ -225,6 +227,23 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
+class CoordinatorLinked:
+    """The coordinator has let this process in, or in again: it can be told things."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorTold:
+    """The coordinator said something."""
+
+    message: ToMember
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorUnlinked:
+    """The connection to the coordinator is gone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fetched:
     """A published copy is here, its digest verified, staged for the next step boundary."""
 
@@ -268,6 +287,9 @@ LearnerEvent = (
     | Linked
     | Unlinked
     | Told
+    | CoordinatorLinked
+    | CoordinatorTold
+    | CoordinatorUnlinked
     | Fetched
     | FetchFailed
     | UploadFailed
@@ -292,6 +314,15 @@ class JoinAsked:
     role: Role
     fingerprint: str
     difference: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSaid:
+    """A learner that has been let in said something to the coordinator."""
+
+    learner: str
+    nonce: str
+    message: FromMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,4 +356,6 @@ class ShardSaid:
     message: FromShard
 
 
-CoordinatorEvent = Tick | JoinAsked | LearnerGone | ShardGreeted | ShardGone | ShardSaid
+CoordinatorEvent = (
+    Tick | JoinAsked | MemberSaid | LearnerGone | ShardGreeted | ShardGone | ShardSaid
+)

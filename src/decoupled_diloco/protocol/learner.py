@@ -21,12 +21,9 @@ from decoupled_diloco.protocol.effects import (
     Apply,
     EndTraining,
     Expelled,
-    Fetch,
     Hold,
     LearnerEffect,
     Note,
-    Ready,
-    Relabel,
     Release,
     RunOver,
     Say,
@@ -35,6 +32,9 @@ from decoupled_diloco.protocol.effects import (
     Snapshot,
 )
 from decoupled_diloco.protocol.events import (
+    CoordinatorLinked,
+    CoordinatorTold,
+    CoordinatorUnlinked,
     CopyFailed,
     Fetched,
     FetchFailed,
@@ -48,6 +48,7 @@ from decoupled_diloco.protocol.events import (
     UploadFailed,
 )
 from decoupled_diloco.protocol.foresight import due_ahead
+from decoupled_diloco.protocol.learner_copies import fetch_failed, fetched, published, retry
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState, ShardView, Taken
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
@@ -57,6 +58,7 @@ from decoupled_diloco.protocol.messages import (
     Finished,
     Hello,
     Holding,
+    NoDonor,
     Outcome,
     Published,
     Pull,
@@ -65,6 +67,7 @@ from decoupled_diloco.protocol.messages import (
     Shifted,
     StepReport,
     ToLearner,
+    ToMember,
     Version,
     Welcome,
 )
@@ -85,9 +88,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("held < base", "Pull", "keep it until the copy is applied"),
     ("held > base", "Pull", "decline: behind"),
 )
-
-RETRY_SECONDS = 1.0
-"""A whole copy that could not be had is asked for again after this."""
 
 
 class LearnerMachine:
@@ -110,7 +110,7 @@ class LearnerMachine:
         """Takes one fact in; see `SyncerMachine.handle`."""
         match event:
             case Tick():
-                return self._retry(now)
+                return retry(self.state, self.options, now)
             case StepFinished(tokens):
                 return self._stepped(now, tokens)
             case Paused():
@@ -125,10 +125,14 @@ class LearnerMachine:
                 return effects + self._over_if_done()
             case Told(shard, message):
                 return self._told(now, shard, message)
+            case CoordinatorLinked() | CoordinatorUnlinked():
+                return []
+            case CoordinatorTold(message):
+                return self._coordinator_told(message)
             case Fetched(fragment, version):
-                return self._fetched(now, fragment, version)
+                return fetched(self.state, self.options, fragment, version)
             case FetchFailed(fragment, version, reason):
-                return self._fetch_failed(now, fragment, version, reason)
+                return fetch_failed(self.state, self.options, now, fragment, version, reason)
             case UploadFailed(number, fragment, ask, reason):
                 # It may have arrived all the same: the outcome will tell.
                 why = f"upload failed: {reason}"
@@ -333,6 +337,13 @@ class LearnerMachine:
         decline = Decline(pull.round, index, pull.ask, nothing_new, reason)
         return [Say(self.options.owner(index), decline, reason)]
 
+    def _coordinator_told(self, message: ToMember) -> list[LearnerEffect]:
+        match message:
+            case NoDonor(reason):
+                return [Note("it begins with a fresh optimizer", reason)]
+            case _:
+                assert_never(message)
+
     # ---- synchronous baselines
 
     def _owe(self) -> None:
@@ -413,7 +424,7 @@ class LearnerMachine:
                 return self._outcome(message)
             case Published():
                 self._hear_clock(now, link, message.clock)
-                return self._published(now, message)
+                return published(self.state, self.options, message)
             case Shifted(by):
                 if link.offset is not None:
                     link.offset += by
@@ -483,89 +494,6 @@ class LearnerMachine:
             reason = f"I hold {held}, not {version}"
             return [Say(shard, CopyDeclined(fragment, attempt, reason), reason)]
         return [SendCopy(shard, fragment, attempt, version, path, "the shard asked for it")]
-
-    # ---- published copies
-
-    def _published(self, now: float, message: Published) -> list[LearnerEffect]:
-        view = self.state.fragments[message.fragment]
-        if view.latest is not None and view.latest.version >= message.version:
-            return []
-        view.latest, view.retry_at = message, None
-        return self._fetch_next(message.fragment, view)
-
-    def _fetch_next(self, index: int, view: FragmentView) -> list[LearnerEffect]:
-        latest = view.latest
-        if latest is None or view.fetching is not None:
-            return []
-        newest = view.newest
-        if newest is not None and latest.version <= newest:
-            return []
-        follows = newest is not None and latest.base == newest
-        if follows and not latest.difference:
-            return self._relabel(index, view, latest.version)
-        whole = not follows or view.fetch_whole
-        if newest is not None and not follows:
-            view.behind = True
-        view.fetching, view.fetch_whole = latest.version, whole
-        why = "it follows what is here" if not whole else f"what is here is {newest}"
-        path = latest.whole if whole else latest.difference
-        shard = self.options.owner(index)
-        return [Fetch(shard, index, latest.version, path, whole, latest.digest, why)]
-
-    def _relabel(self, index: int, view: FragmentView, version: Version) -> list[LearnerEffect]:
-        why = "its values are the same"
-        if view.staged is not None:
-            if view.accepted is not None and view.accepted[0] == view.staged:
-                view.accepted = (version, view.accepted[1])
-            view.staged = version
-            return [Relabel(index, version, why, staged=True)]
-        # What was sent to the shard's earlier life went with it.
-        view.held, view.snapshot, view.accepted = version, None, None
-        view.sent = None
-        holding = Say(self.options.owner(index), Holding(index, version), why)
-        return [Relabel(index, version, why), holding]
-
-    def _fetched(self, now: float, index: int, version: Version) -> list[LearnerEffect]:
-        view = self.state.fragments[index]
-        if view.fetching != version:
-            return []
-        view.fetching, view.fetch_whole, view.staged = None, False, version
-        self.state.attention.add(index)
-        effects = self._fetch_next(index, view)
-        if not self.state.ready and all(v.newest is not None for v in self.state.fragments):
-            self.state.ready = True
-            effects.append(Ready("every fragment is here"))
-        return effects
-
-    def _fetch_failed(
-        self, now: float, index: int, version: Version, reason: str
-    ) -> list[LearnerEffect]:
-        view = self.state.fragments[index]
-        if view.fetching != version:
-            return []
-        was_whole = view.fetch_whole
-        view.fetching, view.fetch_whole = None, False
-        assert view.latest is not None
-        note = Note(f"version {version} of fragment {index} could not be had", reason)
-        if view.latest.version > version:
-            return [note, *self._fetch_next(index, view)]
-        view.fetch_whole = True
-        if not was_whole:
-            return [note, *self._fetch_next(index, view)]
-        view.retry_at = now + RETRY_SECONDS
-        self.state.retrying.add(index)
-        return [note]
-
-    def _retry(self, now: float) -> list[LearnerEffect]:
-        effects: list[LearnerEffect] = []
-        for index in sorted(self.state.retrying):
-            view = self.state.fragments[index]
-            if view.retry_at is not None and now >= view.retry_at:
-                view.retry_at = None
-                effects += self._fetch_next(index, view)
-            if view.retry_at is None:
-                self.state.retrying.discard(index)
-        return effects
 
     def _fragments_of(self, shard: int) -> list[FragmentView]:
         return [self.state.fragments[p] for p in self.options.owned(shard)]

@@ -276,6 +276,18 @@ class JoinRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class DonorWanted:
+    """Learner → coordinator: I begin with nothing; whose optimizer state may I take?"""
+
+
+@dataclass(frozen=True, slots=True)
+class NoDonor:
+    """Coordinator → learner: nobody can give you its state, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Referred:
     """Shard → learner: I do not host the coordinator, this address does."""
 
@@ -370,6 +382,10 @@ FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Le
 ToLearner = (
     Welcome | Refusal | Pull | Outcome | Published | Shifted | CopyWanted | Ending | Finished
 )
+FromMember = DonorWanted
+ToMember = NoDonor
+FROM_MEMBER: tuple[type[FromMember], ...] = (DonorWanted,)
+TO_MEMBER: tuple[type[ToMember], ...] = (NoDonor,)
 FromShard = ShardReady | SeedFailed | Progress | Swept
 ToShard = LayoutSet | SeedNamed | Begin | EndOrdered | FinishOrdered
 Message = (
@@ -379,6 +395,8 @@ Message = (
     | Join
     | Admitted
     | JoinRefused
+    | FromMember
+    | ToMember
     | Referred
     | ShardHello
     | ShardAdmitted

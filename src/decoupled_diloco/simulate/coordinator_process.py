@@ -12,6 +12,7 @@ from decoupled_diloco.protocol.effects import (
     AdoptLayout,
     CoordinatorEffect,
     Deny,
+    Inform,
     Note,
     Order,
     Persist,
@@ -19,6 +20,7 @@ from decoupled_diloco.protocol.effects import (
 from decoupled_diloco.protocol.events import (
     JoinAsked,
     LearnerGone,
+    MemberSaid,
     ShardGone,
     ShardGreeted,
     ShardSaid,
@@ -30,6 +32,7 @@ from decoupled_diloco.protocol.messages import (
     LayoutSet,
     ShardAdmitted,
     ShardHello,
+    ToMember,
 )
 from decoupled_diloco.simulate.network import Connection
 from decoupled_diloco.simulate.shell import Shell
@@ -81,7 +84,9 @@ class CoordinatorProcess(Shell):
             self.tell(ShardGreeted(message.shard, message.nonce))
         else:
             hello = self.guests.get(connection.number)
-            if isinstance(hello, ShardHello) and self.shards.get(hello.shard) is connection:
+            if isinstance(hello, Join):
+                self.tell(MemberSaid(hello.learner, hello.nonce, message))
+            elif isinstance(hello, ShardHello) and self.shards.get(hello.shard) is connection:
                 self.tell(ShardSaid(hello.shard, message))
 
     def lost(self, connection: Connection) -> None:
@@ -116,6 +121,8 @@ class CoordinatorProcess(Shell):
                     self._uncount(guest)
                 if connection is not None:
                     connection.close(self)
+            case Inform(learner, message):
+                self._inform(learner, message)
             case AdmitShard(shard, term, begun):
                 self._order(shard, ShardAdmitted(term, begun))
                 self._order(shard, LayoutSet(LAYOUT))
@@ -123,6 +130,12 @@ class CoordinatorProcess(Shell):
                 self._order(shard, message)
             case AdoptLayout() | Note():
                 pass
+
+    def _inform(self, learner: str, message: ToMember) -> None:
+        for number, guest in reversed(self.guests.items()):
+            if isinstance(guest, Join) and guest.learner == learner:
+                self._answer(number, message)
+                return
 
     def _uncount(self, guest: Join) -> None:
         self.visits[guest.learner, guest.nonce] -= 1

@@ -21,8 +21,12 @@ from decoupled_diloco.protocol.effects import (
     SendBody,
     SendCopy,
     Snapshot,
+    TellCoordinator,
 )
 from decoupled_diloco.protocol.events import (
+    CoordinatorLinked,
+    CoordinatorTold,
+    CoordinatorUnlinked,
     CopyFailed,
     Fetched,
     FetchFailed,
@@ -140,8 +144,11 @@ class LearnerProcess(Shell):
         if isinstance(message, Admitted):
             if not self.joined:
                 self._join(message.epoch)
+            self.tell(CoordinatorLinked())
         elif isinstance(message, JoinRefused):
             pass  # the coordinator closes the connection, which dials again
+        elif connection is self.coordinator_link:
+            self.tell(CoordinatorTold(message))
         else:
             shard = next((s for s, c in self.shards.items() if c is connection), None)
             if shard is not None:
@@ -174,6 +181,7 @@ class LearnerProcess(Shell):
         """A connection is gone."""
         if connection is self.coordinator_link:
             self.coordinator_lost()
+            self.tell(CoordinatorUnlinked())
             return
         for shard, mine in list(self.shards.items()):
             if mine is connection:
@@ -238,6 +246,9 @@ class LearnerProcess(Shell):
             case Say(shard, message):
                 if shard in self.shards:
                     self._say(shard, message)
+            case TellCoordinator(message):
+                if self.coordinator_link is not None:
+                    self.coordinator_link.send(self, message)
             case Snapshot(fragment, base, step):
                 self.bodies.snapshot(fragment, base, step)
             case Apply(fragment, version, mode, discarded):

@@ -38,6 +38,7 @@ from decoupled_diloco.protocol.events import (
     CoordinatorEvent,
     JoinAsked,
     LearnerGone,
+    MemberSaid,
     ShardGone,
     ShardGreeted,
     ShardSaid,
@@ -126,7 +127,8 @@ class CoordinatorHost:
         )
         try:
             while True:
-                await channel.receive()
+                message = decode(await channel.receive(), say.FROM_MEMBER)
+                self._handle(MemberSaid(join.learner, join.nonce, message))
         finally:
             del self._joining[connection]
             # Who has joined again before its old connection was found dead is not gone.
@@ -260,6 +262,8 @@ class CoordinatorHost:
                 )
             case do.Deny(connection, reason, retry):
                 self._answer(connection, say.JoinRefused(reason, retry))
+            case do.Inform(learner, message):
+                self._inform(learner, message)
             case do.AdoptLayout():
                 for link in self._shards.values():
                     link(say.LayoutSet(self._layout_text()))
@@ -279,6 +283,12 @@ class CoordinatorHost:
     def _answer(self, connection: int, message: say.Message) -> None:
         if connection in self._joining:
             self._joining[connection][0].send(encode(message))
+
+    def _inform(self, learner: str, message: say.ToMember) -> None:
+        for channel, join, _ in reversed(self._joining.values()):
+            if join.learner == learner:
+                channel.send(encode(message))
+                return
 
     def _tell(self, shard: int, message: say.ToShard | say.ShardAdmitted) -> None:
         link = self._shards.get(shard)

@@ -1,0 +1,110 @@
+"""How a learner comes by published copies: which it fetches, and in which form (rules 5 and 7).
+
+Functions of its state. Who holds what a new copy follows takes the difference, everybody else the
+whole; one fetch of a fragment is under way at a time, and what is newer by then comes next.
+"""
+
+from __future__ import annotations
+
+from decoupled_diloco.protocol.effects import Fetch, LearnerEffect, Note, Ready, Relabel, Say
+from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState
+from decoupled_diloco.protocol.messages import Holding, Published, Version
+from decoupled_diloco.protocol.options import Options
+
+RETRY_SECONDS = 1.0
+"""A whole copy that could not be had is asked for again after this."""
+
+
+def published(state: LearnerState, options: Options, message: Published) -> list[LearnerEffect]:
+    """A shard has told of a new copy."""
+    view = state.fragments[message.fragment]
+    if view.latest is not None and view.latest.version >= message.version:
+        return []
+    view.latest, view.retry_at = message, None
+    return _fetch_next(options, message.fragment, view)
+
+
+def _fetch_next(options: Options, index: int, view: FragmentView) -> list[LearnerEffect]:
+    latest = view.latest
+    if latest is None or view.fetching is not None:
+        return []
+    newest = view.newest
+    if newest is not None and latest.version <= newest:
+        return []
+    follows = newest is not None and latest.base == newest
+    if follows and not latest.difference:
+        return _relabel(options, index, view, latest.version)
+    whole = not follows or view.fetch_whole
+    if newest is not None and not follows:
+        view.behind = True
+    view.fetching, view.fetch_whole = latest.version, whole
+    why = "it follows what is here" if not whole else f"what is here is {newest}"
+    path = latest.whole if whole else latest.difference
+    shard = options.owner(index)
+    return [Fetch(shard, index, latest.version, path, whole, latest.digest, why)]
+
+
+def _relabel(
+    options: Options, index: int, view: FragmentView, version: Version
+) -> list[LearnerEffect]:
+    why = "its values are the same"
+    if view.staged is not None:
+        if view.accepted is not None and view.accepted[0] == view.staged:
+            view.accepted = (version, view.accepted[1])
+        view.staged = version
+        return [Relabel(index, version, why, staged=True)]
+    # What was sent to the shard's earlier life went with it.
+    view.held, view.snapshot, view.accepted = version, None, None
+    view.sent = None
+    holding = Say(options.owner(index), Holding(index, version), why)
+    return [Relabel(index, version, why), holding]
+
+
+def fetched(
+    state: LearnerState, options: Options, index: int, version: Version
+) -> list[LearnerEffect]:
+    """A copy is here, and waits for the next step boundary."""
+    view = state.fragments[index]
+    if view.fetching != version:
+        return []
+    view.fetching, view.fetch_whole, view.staged = None, False, version
+    state.attention.add(index)
+    effects = _fetch_next(options, index, view)
+    if not state.ready and all(v.newest is not None for v in state.fragments):
+        state.ready = True
+        effects.append(Ready("every fragment is here"))
+    return effects
+
+
+def fetch_failed(
+    state: LearnerState, options: Options, now: float, index: int, version: Version, reason: str
+) -> list[LearnerEffect]:
+    """A copy could not be had."""
+    view = state.fragments[index]
+    if view.fetching != version:
+        return []
+    was_whole = view.fetch_whole
+    view.fetching, view.fetch_whole = None, False
+    assert view.latest is not None
+    note = Note(f"version {version} of fragment {index} could not be had", reason)
+    if view.latest.version > version:
+        return [note, *_fetch_next(options, index, view)]
+    view.fetch_whole = True
+    if not was_whole:
+        return [note, *_fetch_next(options, index, view)]
+    view.retry_at = now + RETRY_SECONDS
+    state.retrying.add(index)
+    return [note]
+
+
+def retry(state: LearnerState, options: Options, now: float) -> list[LearnerEffect]:
+    """Asks again for the copies whose time has come."""
+    effects: list[LearnerEffect] = []
+    for index in sorted(state.retrying):
+        view = state.fragments[index]
+        if view.retry_at is not None and now >= view.retry_at:
+            view.retry_at = None
+            effects += _fetch_next(options, index, view)
+        if view.retry_at is None:
+            state.retrying.discard(index)
+    return effects
