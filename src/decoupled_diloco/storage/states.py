@@ -1,0 +1,187 @@
+"""Nested plain state (of optimizers, schedulers, data loaders) as tensors and JSON, never pickle.
+
+`pack` takes a state apart into named tensors, which safetensors can hold, and a JSON text that says
+where each belongs; `unpack` puts it together again. In the JSON, what JSON has itself stands for
+itself; everything else is an object with one key that names its kind:
+
+```
+{"dict": [[key, value], …]}   {"tuple": […]}   {"tensor": name}   {"array": name}
+{"complex": name}   {"bytes": hex}   {"float": "inf" | "-inf" | "nan"}
+```
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError, StorageError
+
+DEPTH_MAX = 100
+"""Nesting beyond this is a state that contains itself."""
+
+
+def pack(state: Any) -> tuple[dict[str, Tensor], str]:
+    """Take a state apart; its tensors are neither copied nor moved.
+
+    A tensor that is there more than once (the same memory, shape and strides) is kept once, and is
+    one tensor again after `unpack`.
+
+    Args:
+        state: dicts (keys: text or integers), lists, tuples, numbers, `None`, text, bytes, tensors
+            of any dtype and device, NumPy arrays and scalars.
+
+    Returns:
+        Name to tensor, and the JSON text.
+
+    Raises:
+        ConfigError: Something in it is of another kind; the message names where it is.
+
+    Examples:
+        >>> tensors, text = pack({"step": 3, 0: (torch.ones(2), float("inf"))})
+        >>> text
+        '{"dict": [["step", 3], [0, {"tuple": [{"tensor": "0"}, {"float": "inf"}]}]]}'
+        >>> unpack(tensors, text)
+        {'step': 3, 0: (tensor([1., 1.]), inf)}
+    """
+    packer = _Packer()
+    text = json.dumps(packer.plain(state, "state", 0), allow_nan=False)
+    return packer.tensors, text
+
+
+def unpack(tensors: Mapping[str, Tensor], text: str) -> Any:
+    """Put a state together again.
+
+    Args:
+        tensors: As from `pack`; the state refers to them.
+        text: As from `pack`.
+
+    Raises:
+        StorageError: The text is not one of `pack`, or a tensor is missing.
+    """
+    try:
+        return _unpacked(json.loads(text), tensors)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StorageError(f"a packed state cannot be read: {error!r}") from error
+
+
+def on_host(state: Any) -> Any:
+    """Copy a state: its tensors to new memory on the host, everything else by value.
+
+    Raises:
+        ConfigError: See `pack`.
+    """
+    tensors, text = pack(state)
+    return unpack({name: host_copy(tensor) for name, tensor in tensors.items()}, text)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor to contiguous memory of its own on the host."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+class _Packer:
+    """Collects the tensors of one state."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[object, str] = {}
+
+    def plain(self, value: Any, where: str, depth: int) -> Any:
+        """The JSON of a value; ``where`` is its place in the state."""
+        if depth > DEPTH_MAX:
+            raise ConfigError(f"{where[:80]}… is nested more than {DEPTH_MAX} deep, or in itself")
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if isinstance(value, np.generic):
+            return {"array": self._keep(torch.from_numpy(_known(np.asarray(value), where)))}
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        if type(value) is bytes:
+            return {"bytes": value.hex()}
+        if isinstance(value, np.ndarray):
+            return {"array": self._keep(torch.from_numpy(_known(value, where)))}
+        return self._collection(value, where, depth + 1)
+
+    def _collection(self, value: Any, where: str, depth: int) -> Any:
+        if type(value) is list:
+            return [self.plain(item, f"{where}[{i}]", depth) for i, item in enumerate(value)]
+        if type(value) in (tuple, torch.Size):
+            return {"tuple": self.plain(list(value), where, depth)}
+        if type(value) not in (dict, OrderedDict):
+            raise ConfigError(
+                f"{where} is a {type(value).__name__}, which cannot be kept without pickle: let "
+                "state_dict() give dicts, lists, tuples, numbers, text, bytes, tensors and arrays"
+            )
+        for key in value:
+            if type(key) not in (str, int):
+                raise ConfigError(f"{where} has the key {key!r}: only text and integers are kept")
+        return {"dict": [[k, self.plain(v, f"{where}[{k!r}]", depth)] for k, v in value.items()]}
+
+    def _tensor(self, tensor: Tensor, where: str) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = f"{tensor.layout} {tensor.dtype} tensor on {tensor.device}"
+            raise ConfigError(f"{where} is a {kind}, which cannot be kept: make it a dense one")
+        tensor = tensor.detach()
+        if tensor.is_complex():
+            return {"complex": self._keep(torch.view_as_real(tensor.resolve_conj()))}
+        return {"tensor": self._keep(tensor)}
+
+    def _keep(self, tensor: Tensor) -> str:
+        place: object = (
+            (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if tensor.numel()
+            else len(self.tensors)
+        )
+        name = self._names.setdefault(place, str(len(self.tensors)))
+        # The one that is kept keeps its memory alive, so no other can get the same place.
+        self.tensors.setdefault(name, tensor)
+        return name
+
+
+def _known(array: np.ndarray, where: str) -> np.ndarray:
+    """An array of a dtype that torch has, in memory that torch can take."""
+    try:
+        if array.dtype.kind == "c":
+            raise TypeError
+        torch.from_numpy(np.empty(0, array.dtype))
+    except TypeError:
+        raise ConfigError(
+            f"{where} is a NumPy array of {array.dtype}, which cannot be kept: use numbers"
+        ) from None
+    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
+
+
+def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    return _KINDS[kind](content, tensors)
+
+
+_KINDS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "dict": lambda pairs, tensors: {key: _unpacked(item, tensors) for key, item in pairs},
+    "tuple": lambda items, tensors: tuple(_unpacked(item, tensors) for item in items),
+    "tensor": lambda name, tensors: tensors[name],
+    "complex": lambda name, tensors: torch.view_as_complex(tensors[name]),
+    "array": lambda name, tensors: _array(tensors[name]),
+    "bytes": lambda text, tensors: bytes.fromhex(text),
+    "float": lambda text, tensors: float(text),
+}
+
+
+def _array(tensor: Tensor) -> Any:
+    """An array in memory of its own; a NumPy scalar comes back as one."""
+    array = tensor.numpy().copy()
+    return array if array.ndim else array[()]

@@ -1,0 +1,128 @@
+"""A learner's checkpoints: whole or named, the newest first, those of cuts apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.learner.checkpoint import CheckpointFolder, HeldFragment, LearnerCheckpoint
+from decoupled_diloco.merge import digest
+from decoupled_diloco.protocol.messages import Version
+
+
+def checkpoint(steps: int = 7, cut: int | None = None) -> LearnerCheckpoint:
+    torch.manual_seed(steps)
+    published = [torch.randn(5), torch.randn(3)]
+    tied = torch.randn(2, 2)
+    return LearnerCheckpoint(
+        learner="a",
+        run="run-1",
+        epoch=2,
+        steps=steps,
+        tokens=8 * steps,
+        discarded_tokens=3,
+        global_step=steps + 1,
+        fragments=tuple(
+            HeldFragment(Version(1, index), digest(tensor), 4, 32, tensor)
+            for index, tensor in enumerate(published)
+        ),
+        model={"embedding": tied, "head": tied, "buffer": torch.tensor(True)},
+        state={"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}, "data": {"batch": steps}},
+        cut=cut,
+    )
+
+
+def assert_same(one: LearnerCheckpoint | None, other: LearnerCheckpoint) -> None:
+    assert one is not None
+    numbers = {"fragments": (), "model": {}, "state": {}}
+    assert replace(one, **numbers) == replace(other, **numbers)
+    for mine, theirs in zip(one.fragments, other.fragments, strict=True):
+        assert replace(mine, published=theirs.published) == theirs
+        assert torch.equal(mine.published, theirs.published)
+    assert one.model.keys() == other.model.keys()
+    assert all(torch.equal(one.model[name], other.model[name]) for name in one.model)
+    assert str(one.state) == str(other.state)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "new" / "a")
+    assert folder.newest() is None
+    folder.save(checkpoint())
+    assert_same(folder.newest(), checkpoint())
+    assert folder.problems == []
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    (tmp_path / ".00000009.safetensors.17.part").touch()
+    for steps in range(1, 6):
+        folder.save(checkpoint(steps))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "00000004.safetensors",
+        "00000005.safetensors",
+    ]
+    assert_same(folder.newest(), checkpoint(5))
+
+
+@pytest.mark.parametrize("harm", ["torn", "changed", "empty", "other"])
+def test_one_that_is_not_whole_is_named_and_the_one_before_is_used(
+    tmp_path: Path, harm: str
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(checkpoint(1))
+    path = folder.save(checkpoint(2))
+    whole = path.read_bytes()
+    harmed = {
+        "torn": whole[:-4],
+        "changed": whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:],
+        "empty": b"",
+        "other": b"not a checkpoint",
+    }[harm]
+    path.write_bytes(harmed)
+    assert_same(folder.newest(), checkpoint(1))
+    (problem,) = folder.problems
+    assert str(path) in problem
+    assert "the one before it is used" in problem
+    folder.save(checkpoint(3))
+    assert_same(CheckpointFolder(tmp_path).newest(), checkpoint(3))
+
+
+def test_those_of_cuts_stay_until_they_are_forgotten(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(checkpoint(1, cut=1))
+    folder.save(checkpoint(2))
+    folder.save(checkpoint(3, cut=2))
+    folder.save(checkpoint(4))
+    folder.save(checkpoint(5))
+    assert folder.cuts == (1, 2)
+    assert_same(folder.at_cut(1), checkpoint(1, cut=1))
+    assert_same(folder.newest(), checkpoint(5))
+    folder.save(checkpoint(6, cut=3))
+    assert_same(folder.newest(), checkpoint(6, cut=3))
+    folder.forget_cuts(lambda cut: cut < 3)
+    assert folder.cuts == (3,)
+    assert folder.at_cut(1) is None
+    assert folder.problems == []
+
+
+def test_one_that_belongs_to_a_newer_format_is_not_guessed_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from decoupled_diloco.learner import checkpoint as module
+
+    monkeypatch.setattr(module, "FORMAT", 2)
+    path = CheckpointFolder(tmp_path).save(checkpoint())
+    monkeypatch.undo()
+    with pytest.raises(StorageError, match="format 2, this reads 1"):
+        LearnerCheckpoint.read(path)
+
+
+def test_a_folder_that_cannot_be_written_says_so_and_keeps_what_is_there(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "file" / "a")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError):
+        folder.save(checkpoint())
