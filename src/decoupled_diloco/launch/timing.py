@@ -22,6 +22,7 @@ from decoupled_diloco.protocol import (
     membership,
     syncer,
     syncer_fill,
+    syncer_members,
     syncer_rounds,
 )
 from decoupled_diloco.protocol.effects import RoundOpened
@@ -82,7 +83,7 @@ def _s(seconds: float) -> str:
 
 def _liveness(give_up_seconds: float | None) -> list[Interval]:
     limits, lease = Limits(), membership.LEASE_SECONDS
-    reconnect, late = membership.RECONNECT_SECONDS, syncer.LATENESS_SECONDS_MIN
+    reconnect, late = membership.RECONNECT_SECONDS, syncer_members.LATENESS_SECONDS_MIN
     pings = round(lease / limits.ping_seconds)
     floor, cap = backoff.FLOOR_SECONDS, backoff.CAP_SECONDS
     forever = "never" if give_up_seconds is None else _s(give_up_seconds)
@@ -118,7 +119,10 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
             "lateness correction",
             f"of leases, if a tick is over {_s(late)} late",
             f"lateness + {_s(reconnect)}",
-            ("protocol.syncer.LATENESS_SECONDS_MIN", "protocol.membership.RECONNECT_SECONDS"),
+            (
+                "protocol.syncer_members.LATENESS_SECONDS_MIN",
+                "protocol.membership.RECONNECT_SECONDS",
+            ),
         ),
         row(
             "who was heard",

@@ -18,14 +18,12 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import syncer_fill, syncer_rounds
-from decoupled_diloco.protocol.clock import advanced, shift_after_leave
+from decoupled_diloco.protocol import syncer_fill, syncer_members, syncer_rounds
+from decoupled_diloco.protocol.clock import advanced
 from decoupled_diloco.protocol.effects import (
     Accept,
     Broadcast,
     ClockAdvanced,
-    Evict,
-    Note,
     Reject,
     Send,
     Stop,
@@ -53,13 +51,8 @@ from decoupled_diloco.protocol.events import (
 )
 from decoupled_diloco.protocol.membership import (
     CLOCK_MAX,
-    LEASE_SECONDS,
-    RECONNECT_SECONDS,
-    Identity,
-    Member,
     credible,
     identity_problem,
-    report_problem,
 )
 from decoupled_diloco.protocol.messages import (
     Begin,
@@ -76,7 +69,6 @@ from decoupled_diloco.protocol.messages import (
     Leave,
     Progress,
     SeedNamed,
-    Shifted,
     StepReport,
     Swept,
     ToShard,
@@ -102,9 +94,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("sweeping", "every fragment closed", "swept"),
     ("swept", "FinishOrdered", "finished"),
 )
-
-LATENESS_SECONDS_MIN = 0.5
-"""A tick later than this was held up by a pause of the process, not by the scheduler."""
 
 LINGER_SECONDS = 20.0
 """How long a finished shard waits for learners and observers to take the last copies."""
@@ -197,7 +186,7 @@ class SyncerMachine:
         state, options = self.state, self.options
         match event:
             case Tick():
-                return self._ticked(now)
+                return syncer_members.ticked(state, options, now)
             case Recovered(copies):
                 state.durable = {c.fragment: c for c in copies if c.fragment in self._owned_set}
                 return []
@@ -211,17 +200,17 @@ class SyncerMachine:
                 return self._greeted(now, connection, hello)
             case Heard(learners):
                 for learner in learners:
-                    self._renew(now, learner)
+                    syncer_members.renew(state, now, learner)
                 return []
             case Said(learner, message):
-                self._renew(now, learner)
+                syncer_members.renew(state, now, learner)
                 return self._said(now, learner, message)
             case Reported(reports):
-                return self._reported_together(now, reports)
+                return syncer_members.reported_together(state, options, now, reports)
             case Disconnected(learner):
-                return self._disconnected(now, learner)
+                return syncer_members.disconnected(state, now, learner)
             case BodyArrived():
-                self._renew(now, event.learner)
+                syncer_members.renew(state, now, event.learner)
                 return syncer_rounds.body_arrived(state, options, now, event)
             case BodySpoiled():
                 return syncer_rounds.body_spoiled(state, event)
@@ -269,7 +258,8 @@ class SyncerMachine:
             why = "an observer counts for nothing"
             return [Accept(connection, hello.learner, 0, why), *self._welcome(hello, 0, 0, why)]
         known = state.identities.get(hello.learner)
-        problem = identity_problem(known, hello.epoch, hello.nonce) or self._steps_problem(hello)
+        problem = identity_problem(known, hello.epoch, hello.nonce)
+        problem = problem or syncer_members.steps_problem(state, hello)
         if problem is not None:
             return [Reject(connection, f"{hello.learner}: {problem}", True, problem)]
         effects: list[SyncerEffect] = []
@@ -279,53 +269,26 @@ class SyncerMachine:
             # The pulls, and perhaps the announcements, went with the old connection.
             effects += syncer_rounds.ask_again(state, hello.learner)
         if member is not None and member.epoch < hello.epoch:
-            effects += self._remove(now, hello.learner, "a newer epoch has joined", evict=False)
+            why_gone = "a newer epoch has joined"
+            effects += syncer_members.remove(
+                state, self.options, now, hello.learner, why_gone, evict=False
+            )
             member = None
         if state.phase == "restoring":
             state.clock = max(state.clock, min(hello.clock, CLOCK_MAX))
         if member is None:
             why = "joined" if hello.step == 0 else "came back"
-            member = self._admit(now, hello)
+            member = syncer_members.admit(state, now, hello)
         member.connected = True
         member.held = credible(hello.held, self._owned_set)
-        self._advance_step(member, hello.step)
-        self._renew(now, hello.learner)
+        syncer_members.advance_step(state, member, hello.step)
+        syncer_members.renew(state, now, hello.learner)
         effects.append(Accept(connection, hello.learner, hello.epoch, why))
         effects += self._welcome(hello, member.step, member.run_step, why)
         effects += syncer_fill.member_connected(state, self.owned, now, member)
         for round in state.rounds.values():
             effects += syncer_rounds.ask_if_qualified(state, self.options, now, round, member)
         return effects
-
-    def _steps_problem(self, hello: Hello) -> str | None:
-        """Why the steps that a greeting names cannot be true, as far as this life knows."""
-        member, run_step = self.state.members.get(hello.learner), hello.run_step or 0
-        if member is not None and member.epoch == hello.epoch:
-            return report_problem(member.step, hello.step, 0, 0)
-        if self.state.phase in ("starting", "restoring"):
-            return None if run_step <= CLOCK_MAX else f"run step {run_step} is out of reach"
-        return report_problem(self.state.clock, run_step, 0, 0)
-
-    def _admit(self, now: float, hello: Hello) -> Member:
-        state = self.state
-        known = state.identities.get(hello.learner)
-        if known is None or known.epoch < hello.epoch:
-            state.tokens_retired += known.tokens if known else 0
-            state.identities[hello.learner] = Identity(hello.epoch, hello.nonce)
-        member = Member(
-            learner=hello.learner,
-            epoch=hello.epoch,
-            offset=(state.clock if hello.run_step is None else hello.run_step) - hello.step,
-            step=hello.step,
-            lease_until=now + LEASE_SECONDS,
-            reported_at=now if hello.step > 0 else None,  # it came back: its steps count
-        )
-        state.members[hello.learner] = member
-        state.members_stepping += member.reported_at is not None
-        for round in state.rounds.values():
-            round.came(hello.learner, stepping=member.reported_at is not None)
-        state.ahead += member.run_step > state.clock
-        return member
 
     def _welcome(self, hello: Hello, step: int, run_step: int, why: str) -> list[SyncerEffect]:
         state = self.state
@@ -350,7 +313,7 @@ class SyncerMachine:
             return []
         match message:
             case StepReport():
-                return self._reported(now, member, message)
+                return syncer_members.reported(state, self.options, now, member, message)
             case Upload() | Copy():
                 return []  # the shell joins it with its body
             case CopyDeclined(fragment, attempt, reason):
@@ -359,71 +322,13 @@ class SyncerMachine:
             case Decline():
                 return syncer_rounds.declined(state, learner, message)
             case Holding():
-                self._holding(now, member, message)
+                syncer_members.holding(state, self._owned_set, now, member, message)
                 return []
             case Leave(reason):
-                return self._remove(now, learner, f"left: {reason}", evict=True)
+                why = f"left: {reason}"
+                return syncer_members.remove(state, self.options, now, learner, why, evict=True)
             case _:
                 raise AssertionError(message)
-
-    def _holding(self, now: float, member: Member, message: Holding) -> None:
-        held = credible((message,), self._owned_set)
-        member.held |= held
-        for fragment, version in held.items():
-            entry = self.state.fragments[fragment]
-            if entry.version != version or member.learner not in entry.awaited:
-                continue
-            assert entry.published_at is not None
-            entry.awaited.discard(member.learner)
-            self.state.timing.broadcast.update(now - entry.published_at)
-
-    def _reported_together(
-        self, now: float, reports: tuple[tuple[str, StepReport], ...]
-    ) -> list[SyncerEffect]:
-        effects: list[SyncerEffect] = []
-        members, until = self.state.members, now + LEASE_SECONDS
-        self._look_at_leases(until)
-        for learner, report in reports:
-            member = members.get(learner)
-            if member is None:
-                continue
-            if member.connected and member.lease_until < until:
-                member.lease_until = until
-            effects += self._reported(now, member, report)
-        return effects
-
-    def _reported(self, now: float, member: Member, report: StepReport) -> list[SyncerEffect]:
-        state, known = self.state, self.state.identities[member.learner]
-        problem = report_problem(member.step, report.step, known.tokens, report.tokens)
-        if problem is not None:
-            return self._remove(now, member.learner, f"it reported {problem}", evict=True)
-        if member.reported_at is None:
-            state.members_stepping += 1
-            for round in state.rounds.values():
-                round.first_step(member.learner)
-        member.reported_at = now
-        if report.seconds > 0.0:  # nothing is known after a first step
-            member.step_seconds = report.seconds
-            state.hear_step_seconds(report.seconds)
-        if report.tokens > known.tokens:
-            known.tokens = report.tokens
-        self._advance_step(member, report.step)
-        effects: list[SyncerEffect] = []
-        for round in state.rounds.values():
-            effects += syncer_rounds.ask_if_qualified(state, self.options, now, round, member)
-        return effects
-
-    def _disconnected(self, now: float, learner: str) -> list[SyncerEffect]:
-        self.state.observers.discard(learner)
-        member = self.state.members.get(learner)
-        if member is None:
-            return []
-        member.connected = False
-        for entry in self.state.fragments.values():
-            entry.awaited.discard(learner)
-        member.lease_until = min(member.lease_until, now + RECONNECT_SECONDS)
-        self._look_at_leases(member.lease_until)
-        return syncer_fill.member_gone(self.state, learner)
 
     def _merged(self, now: float, number: int, fragment: int, digest: str) -> list[SyncerEffect]:
         effects = syncer_rounds.merged(self.state, now, number, fragment, digest)
@@ -503,15 +408,6 @@ class SyncerMachine:
 
     # ---- the clock
 
-    def _advance_step(self, member: Member, step: int) -> None:
-        """A learner's own step count grows; out-of-date reports change nothing."""
-        if step <= member.step:
-            return
-        before = member.run_step
-        member.step = step
-        if before <= self.state.clock < member.run_step:
-            self.state.ahead += 1
-
     def _advance_clock(self, now: float) -> list[SyncerEffect]:
         """Ticks that come at once (somebody is back, far ahead) are one instant, and said once."""
         state, quorum = self.state, self.options.quorum
@@ -528,71 +424,3 @@ class SyncerMachine:
             ClockAdvanced(state.clock, len(state.members), why),
             Tell(Progress(state.clock, state.tokens), why),
         ]
-
-    # ---- members
-
-    def _renew(self, now: float, learner: str) -> None:
-        member = self.state.members.get(learner)
-        if member is not None and member.connected:
-            if member.lease_until < now + LEASE_SECONDS:
-                member.lease_until = now + LEASE_SECONDS
-            self._look_at_leases(member.lease_until)
-
-    def _look_at_leases(self, instant: float) -> None:
-        """Leases are looked at no later than this; renewals do not move the instant back."""
-        check_at = self.state.lease_check_at
-        if check_at is None or instant < check_at:
-            self.state.lease_check_at = instant
-
-    def _ticked(self, now: float) -> list[SyncerEffect]:
-        state = self.state
-        told = self.state.deadline_told
-        lateness = 0.0 if told is None else now - told
-        if lateness > LATENESS_SECONDS_MIN:
-            # And a little more: what others sent meanwhile may still be on its way.
-            longer = lateness + RECONNECT_SECONDS
-            for member in state.members.values():
-                member.lease_until += longer
-            for round in state.rounds.values():
-                round.held_up(longer)
-        effects: list[SyncerEffect] = []
-        for learner, member in list(state.members.items()):
-            if now >= member.lease_until:
-                reason = "its connection broke" if not member.connected else "nothing was heard"
-                effects += self._remove(now, learner, f"{reason} and its lease ran out", evict=True)
-        state.lease_check_at = min(
-            (member.lease_until for member in state.members.values()), default=None
-        )
-        # Last: who is gone may have been the one whose steps the others' patience was counted in.
-        return effects + syncer_rounds.pass_deadlines(state, self.options, now)
-
-    def _remove(self, now: float, learner: str, reason: str, *, evict: bool) -> list[SyncerEffect]:
-        """A learner is no longer live; the clock neither stalls nor goes back (rule 1)."""
-        state, options = self.state, self.options
-        member = state.members[learner]
-        stepping = member.reported_at is not None
-        for round in state.rounds.values():
-            round.went(learner, stepping=stepping)
-        del state.members[learner]
-        state.members_stepping -= stepping
-        state.find_step_seconds()  # even if it has become slower since: nobody else may be known
-        effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
-        effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))
-        for round in state.rounds.values():
-            effects += syncer_rounds.fall_out(
-                state, round.number, round.fragment, learner, "gone", reason
-            )
-        for fragment in state.fragments.values():
-            fragment.missed.pop(learner, None)
-            fragment.awaited.discard(learner)
-        effects += syncer_fill.member_gone(state, learner)
-        if state.phase in ("swept", "finished"):
-            return effects  # all steps are made: the clock stands
-        rest = [m.run_step for m in state.members.values()]
-        by = shift_after_leave(state.clock, rest, options.quorum)
-        if by:
-            for m in state.members.values():
-                m.offset += by
-            effects.append(Broadcast(Shifted(by), f"{learner} was ahead and has gone"))
-        state.ahead = sum(m.run_step > state.clock for m in state.members.values())
-        return effects

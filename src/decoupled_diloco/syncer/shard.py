@@ -16,9 +16,8 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, assert_never, cast, get_args
+from typing import Any, TypeVar, assert_never
 
 import torch
 
@@ -46,6 +45,7 @@ from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.intake import Intake, Offers
 from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.result import initial_values, save_share
+from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
@@ -60,20 +60,8 @@ HEARD_SECONDS = 1.0
 """How often the shard looks at who was heard: every ping interval."""
 
 _T = TypeVar("_T")
-_FROM_LEARNER = get_args(say.FromLearner)
 
 ServerFactory = Callable[[Callable[[Channel], Coroutine[Any, Any, None]]], Server]
-
-
-@dataclass
-class Session:
-    """The current connection of a learner or observer."""
-
-    channel: Channel
-    role: say.Role
-    epoch: int
-    connection: int
-    heard: float = 0.0
 
 
 class Shard:
@@ -136,10 +124,7 @@ class Shard:
         self._admitted: say.ShardAdmitted | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sessions: dict[str, Session] = {}
-        self._greeting: dict[int, Channel] = {}
-        self._roles: dict[int, say.Role] = {}
-        self._connections = 0
+        self._sessions = Sessions(handle=self._handle, said=self._said, spawn=self._spawn)
         self._intake: Intake | None = None
         self._offers = Offers(self._server.bodies)
         self._timer: asyncio.TimerHandle | None = None
@@ -281,13 +266,9 @@ class Shard:
             self._tape.sample(time.monotonic(), moved)
 
     def _hear(self) -> None:
-        heard = []
-        for learner, session in self._sessions.items():
-            if session.channel.last_received > session.heard + HEARD_SECONDS / 2:
-                session.heard = session.channel.last_received
-                heard.append(learner)
+        heard = self._sessions.heard_since(HEARD_SECONDS / 2)
         if heard:
-            self._handle(fact.Heard(tuple(heard)))
+            self._handle(fact.Heard(heard))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -318,7 +299,8 @@ class Shard:
             first: Any = decode(await _first_message(channel), kinds)
             match first:
                 case say.Hello():
-                    await self._serve_learner(channel, first)
+                    self._require_principal(channel, first.learner)
+                    await self._sessions.serve(channel, first)
                 case _ if self._host is None:
                     channel.send(encode(say.Referred(self._addresses[0])))
                     await channel.close("this shard does not host the coordinator")
@@ -341,31 +323,6 @@ class Shard:
         if channel.peer.principal != name:
             raise ProtocolError(f"the token is for {channel.peer.principal!r}, not for {name!r}")
 
-    async def _serve_learner(self, channel: Channel, hello: say.Hello) -> None:
-        self._require_principal(channel, hello.learner)
-        known = self._sessions.get(hello.learner)
-        if known is not None and known.role != hello.role:
-            raise ProtocolError(f"{hello.learner!r} is here as {known.role}: use another name")
-        self._connections += 1
-        connection = self._connections
-        self._greeting[connection] = channel
-        self._roles[connection] = hello.role
-        self._handle(fact.Greeted(connection, hello))
-        try:
-            while True:
-                message = cast("say.FromLearner", decode(await channel.receive(), _FROM_LEARNER))
-                if self._is_current(hello.learner, connection):
-                    self._said(hello.learner, message)
-        finally:
-            if self._is_current(hello.learner, connection):
-                del self._sessions[hello.learner]
-                if not self._stopping.is_set():
-                    self._handle(fact.Disconnected(hello.learner))
-
-    def _is_current(self, learner: str, connection: int) -> bool:
-        session = self._sessions.get(learner)
-        return session is not None and session.connection == connection
-
     def _said(self, learner: str, message: say.FromLearner) -> None:
         if isinstance(message, say.Upload | say.Copy) and self._intake is not None:
             self._intake.announce(learner, message)
@@ -376,24 +333,15 @@ class Shard:
     def _do(self, effect: do.SyncerEffect) -> None:
         match effect:
             case do.Accept(connection, learner, epoch):
-                self._accept(connection, learner, epoch)
+                self._sessions.accept(connection, learner, epoch)
             case do.Reject(connection, reason, final):
-                channel = self._greeting.pop(connection)
-                del self._roles[connection]
-                channel.send(encode(say.Refusal(reason, final)))
-                self._spawn(channel.close(reason))
+                self._sessions.reject(connection, reason, final=final)
             case do.Send(learner, message):
-                session = self._sessions.get(learner)
-                if session is not None:
-                    session.channel.send(encode(self._located(message)))
+                self._sessions.send(learner, self._located(message))
             case do.Broadcast(message):
-                encoded = encode(self._located(message))
-                for session in self._sessions.values():
-                    session.channel.send(encoded)
+                self._sessions.broadcast(self._located(message))
             case do.Evict(learner, reason):
-                session = self._sessions.pop(learner, None)
-                if session is not None:
-                    self._spawn(session.channel.close(reason))
+                self._sessions.evict(learner, reason)
             case do.Tell(message):
                 self._report(message)
             case do.ClockAdvanced() | do.RoundOpened() | do.RoundFinished():
@@ -445,14 +393,6 @@ class Shard:
                 self._spawn(self._load_weights(tensors))
             case _:
                 assert_never(effect)
-
-    def _accept(self, connection: int, learner: str, epoch: int) -> None:
-        channel = self._greeting.pop(connection)
-        older = self._sessions.get(learner)
-        if older is not None:
-            self._spawn(older.channel.close("a newer connection of the same id took over"))
-        role = self._roles.pop(connection)
-        self._sessions[learner] = Session(channel, role, epoch, connection)
 
     def _located(self, message: say.ToLearner) -> say.ToLearner:
         """The message with the paths of the core replaced by URLs of the transport."""

@@ -1,0 +1,222 @@
+"""How learners come to be live at a shard, stay so and cease to be (rules 1, 10 and 13).
+
+Functions of its state. A greeting admits, every report moves a run step, whatever is heard
+renews a lease, and a lease that runs out, a goodbye or a newer epoch removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from decoupled_diloco.protocol import syncer_fill, syncer_rounds
+from decoupled_diloco.protocol.clock import shift_after_leave
+from decoupled_diloco.protocol.effects import Broadcast, Evict, Note, SyncerEffect
+from decoupled_diloco.protocol.membership import (
+    CLOCK_MAX,
+    LEASE_SECONDS,
+    RECONNECT_SECONDS,
+    Identity,
+    Member,
+    credible,
+    report_problem,
+)
+from decoupled_diloco.protocol.messages import Hello, Holding, Shifted, StepReport
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.syncer_state import SyncerState
+
+LATENESS_SECONDS_MIN = 0.5
+"""A tick later than this was held up by a pause of the process, not by the scheduler."""
+
+
+# ---- coming
+
+
+def steps_problem(state: SyncerState, hello: Hello) -> str | None:
+    """Why the steps that a greeting names cannot be true, as far as this life knows."""
+    member, run_step = state.members.get(hello.learner), hello.run_step or 0
+    if member is not None and member.epoch == hello.epoch:
+        return report_problem(member.step, hello.step, 0, 0)
+    if state.phase in ("starting", "restoring"):
+        return None if run_step <= CLOCK_MAX else f"run step {run_step} is out of reach"
+    return report_problem(state.clock, run_step, 0, 0)
+
+
+def admit(state: SyncerState, now: float, hello: Hello) -> Member:
+    """Makes who has greeted live."""
+    known = state.identities.get(hello.learner)
+    if known is None or known.epoch < hello.epoch:
+        state.tokens_retired += known.tokens if known else 0
+        state.identities[hello.learner] = Identity(hello.epoch, hello.nonce)
+    member = Member(
+        learner=hello.learner,
+        epoch=hello.epoch,
+        offset=(state.clock if hello.run_step is None else hello.run_step) - hello.step,
+        step=hello.step,
+        lease_until=now + LEASE_SECONDS,
+        reported_at=now if hello.step > 0 else None,  # it came back: its steps count
+    )
+    state.members[hello.learner] = member
+    state.members_stepping += member.reported_at is not None
+    for round in state.rounds.values():
+        round.came(hello.learner, stepping=member.reported_at is not None)
+    state.ahead += member.run_step > state.clock
+    return member
+
+
+# ---- being heard
+
+
+def holding(
+    state: SyncerState, owned: Container[int], now: float, member: Member, message: Holding
+) -> None:
+    """A learner holds a version: the broadcast of the newest one is measured by it."""
+    held = credible((message,), owned)
+    member.held |= held
+    for fragment, version in held.items():
+        entry = state.fragments[fragment]
+        if entry.version != version or member.learner not in entry.awaited:
+            continue
+        assert entry.published_at is not None
+        entry.awaited.discard(member.learner)
+        state.timing.broadcast.update(now - entry.published_at)
+
+
+def reported_together(
+    state: SyncerState, options: Options, now: float, reports: tuple[tuple[str, StepReport], ...]
+) -> list[SyncerEffect]:
+    """Reports that were looked at in one go."""
+    effects: list[SyncerEffect] = []
+    until = now + LEASE_SECONDS
+    _look_at_leases(state, until)
+    for learner, report in reports:
+        member = state.members.get(learner)
+        if member is None:
+            continue
+        if member.connected and member.lease_until < until:
+            member.lease_until = until
+        effects += reported(state, options, now, member, report)
+    return effects
+
+
+def reported(
+    state: SyncerState, options: Options, now: float, member: Member, report: StepReport
+) -> list[SyncerEffect]:
+    """A learner has finished a step; one that reports the impossible is removed."""
+    known = state.identities[member.learner]
+    problem = report_problem(member.step, report.step, known.tokens, report.tokens)
+    if problem is not None:
+        return remove(state, options, now, member.learner, f"it reported {problem}", evict=True)
+    if member.reported_at is None:
+        state.members_stepping += 1
+        for round in state.rounds.values():
+            round.first_step(member.learner)
+    member.reported_at = now
+    if report.seconds > 0.0:  # nothing is known after a first step
+        member.step_seconds = report.seconds
+        state.hear_step_seconds(report.seconds)
+    if report.tokens > known.tokens:
+        known.tokens = report.tokens
+    advance_step(state, member, report.step)
+    effects: list[SyncerEffect] = []
+    for round in state.rounds.values():
+        effects += syncer_rounds.ask_if_qualified(state, options, now, round, member)
+    return effects
+
+
+def advance_step(state: SyncerState, member: Member, step: int) -> None:
+    """A learner's own step count grows; out-of-date reports change nothing."""
+    if step <= member.step:
+        return
+    before = member.run_step
+    member.step = step
+    if before <= state.clock < member.run_step:
+        state.ahead += 1
+
+
+def renew(state: SyncerState, now: float, learner: str) -> None:
+    """Something was heard of a learner."""
+    member = state.members.get(learner)
+    if member is not None and member.connected:
+        if member.lease_until < now + LEASE_SECONDS:
+            member.lease_until = now + LEASE_SECONDS
+        _look_at_leases(state, member.lease_until)
+
+
+def _look_at_leases(state: SyncerState, instant: float) -> None:
+    """Leases are looked at no later than this; renewals do not move the instant back."""
+    if state.lease_check_at is None or instant < state.lease_check_at:
+        state.lease_check_at = instant
+
+
+# ---- going
+
+
+def disconnected(state: SyncerState, now: float, learner: str) -> list[SyncerEffect]:
+    """A learner's connection broke: it has a moment to come back."""
+    state.observers.discard(learner)
+    member = state.members.get(learner)
+    if member is None:
+        return []
+    member.connected = False
+    for entry in state.fragments.values():
+        entry.awaited.discard(learner)
+    member.lease_until = min(member.lease_until, now + RECONNECT_SECONDS)
+    _look_at_leases(state, member.lease_until)
+    return syncer_fill.member_gone(state, learner)
+
+
+def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
+    """Leases and the rounds' deadlines are looked at; a late tick is nobody's fault."""
+    told = state.deadline_told
+    lateness = 0.0 if told is None else now - told
+    if lateness > LATENESS_SECONDS_MIN:
+        # And a little more: what others sent meanwhile may still be on its way.
+        longer = lateness + RECONNECT_SECONDS
+        for member in state.members.values():
+            member.lease_until += longer
+        for round in state.rounds.values():
+            round.held_up(longer)
+    effects: list[SyncerEffect] = []
+    for learner, member in list(state.members.items()):
+        if now >= member.lease_until:
+            reason = "its connection broke" if not member.connected else "nothing was heard"
+            why = f"{reason} and its lease ran out"
+            effects += remove(state, options, now, learner, why, evict=True)
+    state.lease_check_at = min(
+        (member.lease_until for member in state.members.values()), default=None
+    )
+    # Last: who is gone may have been the one whose steps the others' patience was counted in.
+    return effects + syncer_rounds.pass_deadlines(state, options, now)
+
+
+def remove(
+    state: SyncerState, options: Options, now: float, learner: str, reason: str, *, evict: bool
+) -> list[SyncerEffect]:
+    """A learner is no longer live; the clock neither stalls nor goes back (rule 1)."""
+    member = state.members[learner]
+    stepping = member.reported_at is not None
+    for round in state.rounds.values():
+        round.went(learner, stepping=stepping)
+    del state.members[learner]
+    state.members_stepping -= stepping
+    state.find_step_seconds()  # even if it has become slower since: nobody else may be known
+    effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
+    effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))
+    for round in state.rounds.values():
+        effects += syncer_rounds.fall_out(
+            state, round.number, round.fragment, learner, "gone", reason
+        )
+    for fragment in state.fragments.values():
+        fragment.missed.pop(learner, None)
+        fragment.awaited.discard(learner)
+    effects += syncer_fill.member_gone(state, learner)
+    if state.phase in ("swept", "finished"):
+        return effects  # all steps are made: the clock stands
+    rest = [m.run_step for m in state.members.values()]
+    by = shift_after_leave(state.clock, rest, options.quorum)
+    if by:
+        for m in state.members.values():
+            m.offset += by
+        effects.append(Broadcast(Shifted(by), f"{learner} was ahead and has gone"))
+    state.ahead = sum(m.run_step > state.clock for m in state.members.values())
+    return effects

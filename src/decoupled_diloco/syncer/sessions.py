@@ -1,0 +1,119 @@
+"""A shard's connections to learners and observers: who greets, who is there, who hears what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.transport.base import Channel
+
+_FROM_LEARNER = get_args(say.FromLearner)
+
+
+@dataclass
+class Session:
+    """The current connection of a learner or observer."""
+
+    channel: Channel
+    role: say.Role
+    epoch: int
+    connection: int
+    heard: float = 0.0
+
+
+class Sessions:
+    """Connections by learner id; the newest one that the machine accepted counts.
+
+    Args:
+        handle: Tells the machine that somebody greets or is gone.
+        said: Takes what a learner says on its current connection.
+        spawn: Runs a coroutine in the process's loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        handle: Callable[[fact.SyncerEvent], None],
+        said: Callable[[str, say.FromLearner], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.greeting: dict[int, tuple[Channel, say.Role]] = {}
+        self._handle = handle
+        self._said = said
+        self._spawn = spawn
+        self._connections = 0
+
+    async def serve(self, channel: Channel, hello: say.Hello) -> None:
+        """Follows a connection from its greeting until it is gone.
+
+        Raises:
+            ProtocolError: What comes is no message of a learner, or the name is an observer's.
+            TransportError: It is gone.
+        """
+        known = self.sessions.get(hello.learner)
+        if known is not None and known.role != hello.role:
+            raise ProtocolError(f"{hello.learner!r} is here as {known.role}: use another name")
+        self._connections += 1
+        connection = self._connections
+        self.greeting[connection] = channel, hello.role
+        self._handle(fact.Greeted(connection, hello))
+        try:
+            while True:
+                message = cast("say.FromLearner", decode(await channel.receive(), _FROM_LEARNER))
+                if self._is_current(hello.learner, connection):
+                    self._said(hello.learner, message)
+        finally:
+            if self._is_current(hello.learner, connection):
+                del self.sessions[hello.learner]
+                self._handle(fact.Disconnected(hello.learner))
+
+    def accept(self, connection: int, learner: str, epoch: int) -> None:
+        """The machine lets a greeting in; an older connection of the same id is closed."""
+        channel, role = self.greeting.pop(connection)
+        older = self.sessions.get(learner)
+        if older is not None:
+            self._spawn(older.channel.close("a newer connection of the same id took over"))
+        self.sessions[learner] = Session(channel, role, epoch, connection)
+
+    def reject(self, connection: int, reason: str, *, final: bool) -> None:
+        """The machine does not let a greeting in."""
+        channel, _ = self.greeting.pop(connection)
+        channel.send(encode(say.Refusal(reason, final)))
+        self._spawn(channel.close(reason))
+
+    def send(self, learner: str, message: say.ToLearner) -> None:
+        """Tells a learner something, if it is there."""
+        session = self.sessions.get(learner)
+        if session is not None:
+            session.channel.send(encode(message))
+
+    def broadcast(self, message: say.ToLearner) -> None:
+        """Tells everybody who is there something."""
+        encoded = encode(message)
+        for session in self.sessions.values():
+            session.channel.send(encoded)
+
+    def evict(self, learner: str, reason: str) -> None:
+        """The machine removes a learner."""
+        session = self.sessions.pop(learner, None)
+        if session is not None:
+            self._spawn(session.channel.close(reason))
+
+    def heard_since(self, seconds: float) -> tuple[str, ...]:
+        """Of whom any byte was received more than ``seconds`` after they were last named here."""
+        heard = []
+        for learner, session in self.sessions.items():
+            if session.channel.last_received > session.heard + seconds:
+                session.heard = session.channel.last_received
+                heard.append(learner)
+        return tuple(heard)
+
+    def _is_current(self, learner: str, connection: int) -> bool:
+        session = self.sessions.get(learner)
+        return session is not None and session.connection == connection
