@@ -35,7 +35,11 @@ _CLASSES: dict[str, tuple[type[Any], ...]] = {
     "sample": get_args(Sample),
 }
 
-_ADDED_LATER: dict[str, dict[str, Any]] = {"Evaluated": {"metrics": []}}
+_ADDED_LATER: dict[str, dict[str, Any]] = {
+    "Evaluated": {"metrics": []},
+    "FaultInjected": {"processes": []},
+    "FaultEnded": {"processes": []},
+}
 """Fields that older tapes of this schema lack, and what their absence means."""
 
 to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode

@@ -74,18 +74,23 @@ class EndRequested:
 
 @dataclass(frozen=True, slots=True)
 class FaultInjected:
-    """A fault was caused on purpose, for example ``kill`` on ``learner-1``."""
+    """A fault was caused on purpose, for example ``kill`` on ``learner-1``.
+
+    ``processes``: everybody whom it strikes; empty on tapes from before it was told.
+    """
 
     kind: str
     target: str
+    processes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FaultEnded:
-    """A fault that was caused on purpose, and lasted, was undone."""
+    """A fault that was caused on purpose, and lasted, was undone; see `FaultInjected`."""
 
     kind: str
     target: str
+    processes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,7 @@ class LearnerProcess(Shell):
         if machine is None:
             return
         world.events += 1
-        for effect in machine.handle(world.clockwork.now, StepFinished(self.bodies.step())):
+        for effect in machine.handle(self.clock, StepFinished(self.bodies.step())):
             if type(effect) is Say and type(effect.message) is StepReport:
                 connection = self.shards.get(effect.shard)
                 if connection is not None and connection.open[self.name]:
@@ -365,7 +365,7 @@ class LearnerProcess(Shell):
                     )
 
         def stage(body: Body) -> None:
-            spoiled = self.choices.chance(self.world.spoil)
+            spoiled = self.choices.chance(max(self.world.spoil, self.link.corruption))
             good = not spoiled and self.bodies.stage(
                 order.fragment, order.version, body, whole=order.whole, digest=order.digest
             )

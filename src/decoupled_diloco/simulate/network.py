@@ -21,6 +21,9 @@ LOST_SECONDS = 10.0
 STALL_SECONDS = 5.0
 """A transfer that does not move for so long is given up."""
 
+RESEND_SECONDS = 0.2
+"""What is lost is sent again after so long, then after twice as long, and so on, as TCP does."""
+
 
 @dataclass(slots=True)
 class Link:
@@ -32,6 +35,8 @@ class Link:
     down_bytes_per_second: float = float("inf")
     up_free_at: float = 0.0
     down_free_at: float = 0.0
+    loss: float = 0.0
+    corruption: float = 0.0
 
 
 class Endpoint(Process):
@@ -79,7 +84,7 @@ class Connection:
     def delay(self) -> float:
         """One way, seconds."""
         a, b = self.ends
-        if a.link.jitter or b.link.jitter:
+        if a.link.jitter or b.link.jitter or a.link.loss or b.link.loss:
             return self.network.delay(a, b)
         return a.link.latency + b.link.latency
 
@@ -95,10 +100,10 @@ class Connection:
         """A message has come as far as this end."""
         self._reach(end, self._arrived, message)
 
-    @property
-    def is_stalled(self) -> bool:
-        """Whether what is under way does not get through at present."""
-        return bool(self._stalled) or self.network.is_cut(*self.ends)
+    def is_stalled_to(self, end: Endpoint) -> bool:
+        """Whether what is under way to this end does not get through at present."""
+        waiting = any(to is end for to, _ in self._stalled)
+        return waiting or self.network.is_silent(self.other(end), end)
 
     def close(self, closer: Endpoint) -> None:
         """This end is done; what it has sent before still arrives, then the other end knows."""
@@ -129,7 +134,7 @@ class Connection:
         """What a cut has stalled goes on, in order."""
         stalled, self._stalled = self._stalled, []
         for end, (function, message) in stalled:
-            self._reach(end, function, message)
+            self._reach(end, function, message)  # or stalls again, where the cut goes on
 
     def _carry(self, end: Endpoint, function: Callable[..., None], message: Any) -> None:
         clockwork = self.network.clockwork
@@ -139,7 +144,7 @@ class Connection:
     def _reach(self, end: Endpoint, function: Callable[..., None], message: Any) -> None:
         if self.broken or not self.open[end.name]:
             return
-        if self.is_stalled:
+        if self.is_stalled_to(end):
             self._stalled.append((end, (function, message)))
             return
         end.run(end.life, False, function, (end, message))
@@ -155,19 +160,29 @@ class Connection:
             end.lost(self)
 
 
+def resend_seconds(loss: float, choices: Choices) -> float:
+    """How much later something arrives because it was lost, perhaps again and again."""
+    seconds, wait = 0.0, RESEND_SECONDS
+    while choices.chance(loss):
+        seconds, wait = seconds + wait, 2 * wait
+    return seconds
+
+
 class Network:
     """All links and connections of one world."""
 
     def __init__(self, clockwork: Clockwork, choices: Choices) -> None:
         self.clockwork = clockwork
         self.choices = choices
-        self.cuts: dict[frozenset[str], float] = {}
+        self.cuts: dict[tuple[str, str], float] = {}
         self._connections = 0
 
     def delay(self, a: Endpoint, b: Endpoint) -> float:
         """One way from one to the other, seconds."""
         seconds = a.link.latency + b.link.latency
         jitter = a.link.jitter + b.link.jitter
+        if a.link.loss or b.link.loss:
+            seconds += resend_seconds(1 - (1 - a.link.loss) * (1 - b.link.loss), self.choices)
         return seconds + self.choices.uniform(0.0, jitter) if jitter else seconds
 
     # ---- connections
@@ -229,29 +244,38 @@ class Network:
     # ---- cuts
 
     def is_cut(self, a: Endpoint, b: Endpoint) -> bool:
-        """Whether nothing passes between the two."""
-        return bool(self.cuts) and frozenset((a.name, b.name)) in self.cuts
+        """Whether something does not pass between the two: TCP gets nowhere then."""
+        return bool(self.cuts) and (self.is_silent(a, b) or self.is_silent(b, a))
 
-    def cut(self, a: Endpoint, b: Endpoint) -> None:
-        """Nothing passes between the two from now on."""
-        pair = frozenset((a.name, b.name))
-        if pair in self.cuts:
+    def is_silent(self, sender: Endpoint, receiver: Endpoint) -> bool:
+        """Whether nothing passes in this direction."""
+        return bool(self.cuts) and (sender.name, receiver.name) in self.cuts
+
+    def cut(self, a: Endpoint, b: Endpoint, *, back: bool = True) -> None:
+        """Nothing passes from one to the other from now on, nor, if ``back``, the other way."""
+        self._silence(a, b)
+        if back:
+            self._silence(b, a)
+
+    def _silence(self, sender: Endpoint, receiver: Endpoint) -> None:
+        way = (sender.name, receiver.name)
+        if way in self.cuts:
             return
-        since = self.cuts[pair] = self.clockwork.now
-        for connection in list(a.connections.values()):
-            if connection.other(a) is not b:
+        since = self.cuts[way] = self.clockwork.now
+        for connection in list(receiver.connections.values()):
+            if connection.other(receiver) is not sender:
                 continue
-            for end in connection.ends:
 
-                def give_up(connection: Connection = connection, end: Endpoint = end) -> None:
-                    if self.cuts.get(pair) == since:
-                        connection.vanish(end)
+            def give_up(connection: Connection = connection) -> None:
+                if self.cuts.get(way) == since:
+                    connection.vanish(receiver)
 
-                self.clockwork.timer(end, self._given_up_at(), give_up)
+            self.clockwork.timer(receiver, self._given_up_at(), give_up)
 
-    def heal(self, a: Endpoint, b: Endpoint) -> None:
-        """The two hear each other again."""
-        if self.cuts.pop(frozenset((a.name, b.name)), None) is None:
+    def heal(self, a: Endpoint, b: Endpoint, *, back: bool = True) -> None:
+        """The one hears the other again, and, if ``back``, the other the one."""
+        ways = [(a.name, b.name), *([(b.name, a.name)] if back else [])]
+        if not [way for way in ways if self.cuts.pop(way, None) is not None]:
             return
         seen = {**a.connections, **b.connections}
         for connection in seen.values():

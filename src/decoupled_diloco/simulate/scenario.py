@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,12 @@ from decoupled_diloco.config import RunConfig, dump_config, suggestion
 from decoupled_diloco.config.files import override_key, read_run_tables, read_tables
 from decoupled_diloco.config.shipped import find_shipped
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.scenario_file import (
+    AT_ONCE,
     RUN_TABLES,
+    Choose,
+    Direction,
     EventSettings,
     LearnerGroup,
     LinkSettings,
@@ -35,13 +39,19 @@ from decoupled_diloco.simulate.scenario_file import (
 )
 
 COORDINATOR = "coordinator"
+EVALUATOR = "evaluator"
 EVERYBODY = "learners"
-_TAKEN = re.compile(r"(learner|shard)-\d+|coordinator|evaluator|launcher|learners")
+SHARDS = "shards"
+_TAKEN = re.compile(r"(learner|shard)-\d+|coordinator|evaluator|launcher|learners|shards")
 
 RESTART_SECONDS = 0.5
-"""How long a learner that `[[faults]]` of a RUN.toml kills is away: the launcher's first pause."""
+"""How long a process is away that is started again at once: the launcher's first pause."""
 
 _ENDS_PRESENCE = ("kill", "vanish", "leave")
+_OF_LEARNERS = ("slow", "join", "leave")
+_OF_SHARDS = ("disk-full", "disk-lost")
+_OF_LINKS = ("cut", "break", "throttle", "delay", "loss", "corrupt")
+_OF_LEARNERS_LINKS = ("throttle", "delay", "loss", "corrupt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,36 @@ class Target:
     processes: tuple[str, ...]
     link: str | None = None
 
+    @property
+    def members(self) -> tuple[tuple[str, ...], ...]:
+        """Its processes, those together that are one: shard 0 hosts the coordinator."""
+        hosts = "shard-0" in self.processes
+        own = [p for p in self.processes if not (hosts and p == COORDINATOR)]
+        return tuple((p, COORDINATOR) if hosts and p == "shard-0" else (p,) for p in own)
+
+    def some(self, choose: Choose, choices: Choices) -> Target:
+        """So many of its members, drawn at random."""
+        left = list(self.members)
+        count = HOW_MANY[choose](len(left))
+        if count >= len(left):
+            return self
+        struck = []
+        for _ in range(count):
+            member = choices.pick(left)
+            left.remove(member)
+            struck.append(member)
+        processes = tuple(p for member in self.members if member in struck for p in member)
+        return replace(self, processes=processes)
+
+
+HOW_MANY: dict[str, Callable[[int], int]] = {
+    "one": lambda count: 1,
+    "minority": lambda count: max(1, (count - 1) // 2),
+    "majority": lambda count: count // 2 + 1,
+    "all": lambda count: count,
+}
+"""How many of so many members `choose` means."""
+
 
 @dataclass(frozen=True, slots=True)
 class Happening:
@@ -72,6 +112,11 @@ class Happening:
         for_seconds: How long; ``None``: see `until_step`.
         until_step: Undone at this global step; ``None`` too: for good.
         factor: How many times slower.
+        delay_seconds: How much longer one way takes.
+        share: How much of what a link carries is lost, or spoilt.
+        jump_seconds: How far the clock leaps.
+        direction: Of a cut.
+        choose: How many of the target.
     """
 
     kind: str
@@ -82,6 +127,11 @@ class Happening:
     for_seconds: float | None = None
     until_step: int | None = None
     factor: float = 1.0
+    delay_seconds: float = 0.0
+    share: float = 0.0
+    jump_seconds: float = 0.0
+    direction: Direction = "both"
+    choose: Choose = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +147,45 @@ class Recurrence:
     target: Target
     settings: RandomSettings
     stream: str
+
+    def choices(self, seed: int) -> Choices:
+        """Where it is drawn from, given the scenario's seed."""
+        own = self.settings.seed
+        return Choices(f"{seed if own is None else own}/{self.stream}")
+
+    def next(self, choices: Choices, since: float) -> tuple[float, float, Happening] | None:
+        """When it strikes next, when that is over, and what it is; ``None``: never again."""
+        settings = self.settings
+        at = since + choices.exponential(settings.mean_seconds_between)
+        lasts = self._repair_seconds(choices)
+        if settings.until_seconds is not None and at > settings.until_seconds:
+            return None
+        happening = Happening(
+            settings.kind,
+            self.target.some(settings.choose or "all", choices),
+            for_seconds=lasts,
+            factor=settings.factor or 1.0,
+            delay_seconds=settings.delay_seconds or 0.0,
+            share=settings.share or 0.0,
+            direction=settings.direction or "both",
+        )
+        return at, at + (lasts or 0.0), happening
+
+    def _repair_seconds(self, choices: Choices) -> float | None:
+        settings = self.settings
+        if settings.kind in AT_ONCE:
+            return RESTART_SECONDS if settings.kind == "restart" else None
+        assert settings.repair_seconds is not None
+        match settings.repair:
+            case "exponential" | None:
+                return choices.exponential(settings.repair_seconds)
+            case "exponentiated-weibull":
+                assert settings.repair_shapes is not None
+                return choices.exponentiated_weibull(
+                    *settings.repair_shapes, settings.repair_seconds
+                )
+            case "fixed":
+                return settings.repair_seconds
 
 
 @dataclass(frozen=True)
@@ -229,8 +318,12 @@ class _Cast:
     def __init__(self, file: ScenarioFile, config: RunConfig) -> None:
         self.members = _members(file.learners, config)
         self.links = {link.name: link for link in file.links}
-        self._shards = [f"shard-{shard}" for shard in range(config.syncer.shards)]
-        self._groups: dict[str, tuple[str, ...]] = {EVERYBODY: tuple(self.members)}
+        self.shards = [f"shard-{shard}" for shard in range(config.syncer.shards)]
+        self._groups: dict[str, tuple[str, ...]] = {
+            EVERYBODY: tuple(self.members),
+            SHARDS: ("shard-0", COORDINATOR, *self.shards[1:]),
+        }
+        self._single = [COORDINATOR, *([EVALUATOR] if config.run.evaluator else [])]
         for name, of_that_name in groupby(sorted(_names(file))):
             if len(list(of_that_name)) > 1:
                 raise ConfigError(
@@ -250,11 +343,11 @@ class _Cast:
 
     def target(self, name: str, where: str) -> Target:
         """Whom a name means."""
-        if name in self.members or name in self._shards:
+        if name in self.members or name in self.shards:
             hosted = (COORDINATOR,) if name == "shard-0" else ()
             return Target(name, (name, *hosted))
-        if name == COORDINATOR:
-            return Target(name, (COORDINATOR,))
+        if name in self._single:
+            return Target(name, (name,))
         if name in self._groups:
             return Target(name, self._groups[name])
         if name in self.links:
@@ -262,18 +355,18 @@ class _Cast:
             if not on_it:
                 raise ConfigError(f"{where} names the link {name!r}, on which no learner is")
             return Target(name, on_it, link=name)
-        known = [*self.members, *self._shards, COORDINATOR, *self._groups, *self.links]
+        known = [*self.members, *self.shards, *self._single, *self._groups, *self.links]
         shown = known if len(known) <= 12 else [*known[:3], *self._groups, *self.links]
         near = suggestion(name, known)
         way_out = near if near.startswith("did you") else suggestion(name, shown)
         raise ConfigError(f"{where} names nobody: {way_out}")
 
-    def each(self, target: Target, kind: str) -> Iterable[Target]:
-        """The targets that are struck in their own time: learners one by one, a link as one."""
-        whole = len(target.processes) == 1 or target.name.startswith("shard-")
-        if whole or (target.link is not None and kind in ("cut", "throttle")):
+    def each(self, target: Target, settings: RandomSettings) -> Iterable[Target]:
+        """The targets that are struck in their own time: members one by one, a link as one."""
+        together = target.link is not None and settings.kind in _OF_LINKS
+        if len(target.members) == 1 or settings.choose is not None or together:
             return [target]
-        return [Target(name, (name,)) for name in target.processes]
+        return [Target(member[0], member) for member in target.members]
 
 
 def _names(file: ScenarioFile) -> Iterable[str]:
@@ -331,16 +424,23 @@ def _happening(
         target=target,
         at_seconds=event.at_seconds,
         at_step=event.at_step,
-        for_seconds=event.for_seconds,
+        for_seconds=RESTART_SECONDS if event.kind == "restart" else event.for_seconds,
         until_step=event.until_step,
         factor=event.factor or 1.0,
+        delay_seconds=event.delay_seconds or 0.0,
+        share=event.share or 0.0,
+        jump_seconds=event.jump_seconds or 0.0,
+        direction=event.direction or "both",
+        choose=event.choose,
     )
 
 
 def _check_kind(kind: str, target: Target, cast: _Cast, where: str) -> None:
     learners = all(process in cast.members for process in target.processes)
-    if kind in ("slow", "join", "leave") and not learners:
+    if kind in (*_OF_LEARNERS, *_OF_LEARNERS_LINKS) and not learners:
         raise ConfigError(f"{where} is no learner: name a learner or a group of them")
+    if kind in _OF_SHARDS and not all(member[0] in cast.shards for member in target.members):
+        raise ConfigError(f"{where} has no disk of its own: name a shard, or shards for all")
     if kind == "throttle":
         links = [cast.members[p].link for p in target.processes] if learners else [None]
         if any(link is None or not _limited(cast.links[link]) for link in links):
@@ -376,7 +476,7 @@ def _recurrences(file: ScenarioFile, cast: _Cast) -> Iterable[Recurrence]:
             where = f"{name!r} in targets of kind={settings.kind!r} in [[random]]"
             target = cast.target(name, where)
             _check_kind(settings.kind, target, cast, where)
-            for each in cast.each(target, settings.kind):
+            for each in cast.each(target, settings):
                 yield Recurrence(each, settings, f"random/{number}/{each.name}")
 
 

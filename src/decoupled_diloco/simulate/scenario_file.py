@@ -1,12 +1,13 @@
 """The tables of a scenario file: who trains, over which links, and what befalls them.
 
 A scenario says which run it is about, and tells its story in tables that know nothing of virtual
-time: targets are names of processes or groups, triggers are seconds or global steps.
+time: targets are names of processes or groups, triggers are seconds or global steps. The same file
+drives the virtual world and real processes; what real ones cannot do, `chaos.real` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -17,11 +18,64 @@ from decoupled_diloco.units import parse_rate
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
-Kind = Literal["kill", "vanish", "pause", "cut", "break", "slow", "throttle", "join", "leave"]
-RandomKind = Literal["kill", "vanish", "pause", "cut", "slow", "throttle", "leave"]
-"""What can strike at random: everything that passes."""
+Kind = Literal[
+    "kill",
+    "vanish",
+    "restart",
+    "pause",
+    "slow",
+    "clock-jump",
+    "disk-full",
+    "disk-lost",
+    "cut",
+    "break",
+    "throttle",
+    "delay",
+    "loss",
+    "corrupt",
+    "join",
+    "leave",
+]
+RandomKind = Literal[
+    "kill",
+    "vanish",
+    "restart",
+    "pause",
+    "slow",
+    "disk-full",
+    "disk-lost",
+    "cut",
+    "break",
+    "throttle",
+    "delay",
+    "loss",
+    "corrupt",
+    "leave",
+]
+"""What can strike at random: everything but the comings and jumps that are told one by one."""
 
-FACTORED = ("slow", "throttle")
+Direction = Literal["both", "up", "down"]
+Choose = Literal["one", "minority", "majority", "all"]
+
+AMOUNTS = {
+    "slow": "factor",
+    "throttle": "factor",
+    "delay": "delay_seconds",
+    "loss": "share",
+    "corrupt": "share",
+    "clock-jump": "jump_seconds",
+}
+"""How much of it: the key that a kind needs, and no other kind takes."""
+
+_EXAMPLES = {
+    "factor": "how many times slower, for example 4",
+    "delay_seconds": "how much longer one way takes, for example 0.2",
+    "share": "how much of what the link carries, for example 0.01",
+    "jump_seconds": "how far the clock leaps, for example 30",
+}
+
+AT_ONCE = ("break", "restart", "clock-jump")
+"""What happens and is over: it has no duration."""
 
 
 class LearnerGroup(Settings):
@@ -112,14 +166,23 @@ class EventSettings(Settings):
     table: ClassVar[str] = "[[events]]"
 
     kind: Kind
-    """"kill": SIGKILL; "vanish": the host is gone and nobody is told; "pause": SIGSTOP; "cut": the
-    link is silent; "break": connections are lost, once; "slow": steps take `factor` times longer;
-    "throttle": a link has 1/`factor` of its bandwidth; "join", "leave": a learner comes, or goes
-    and says so."""
+    """"kill": SIGKILL; "vanish": the host is gone and nobody is told; "restart": told to end, and
+    started again at once; "pause": SIGSTOP; "slow": steps take `factor` times longer;
+    "clock-jump": the process's clock leaps ahead by `jump_seconds`; "disk-full": a shard's disk
+    has no space; "disk-lost": a shard is killed and its disk is empty when it comes back; "cut":
+    the link is silent, in one or both directions; "break": connections are lost, once;
+    "throttle": a link has 1/`factor` of its bandwidth; "delay": it takes `delay_seconds` longer;
+    "loss": this `share` of what it carries has to be sent again; "corrupt": this `share` of it is
+    spoilt; "join", "leave": a learner comes, or goes and says so."""
 
     target: str
-    """Whom: "learner-3", "shard-0" (which hosts the coordinator), "coordinator", the name of a
-    group, all learners on a link by its name, or "learners": all."""
+    """Whom: "learner-3", "shard-0" (which hosts the coordinator), "coordinator", "evaluator", the
+    name of a group, all learners on a link by its name, "learners" or "shards": all of them."""
+
+    choose: Choose = "all"
+    """How many of the target, drawn from the seed when it happens: "one", "minority" (the most that
+    are less than half, but one at least), "majority" (the fewest that are more than half),
+    "all"."""
 
     at_seconds: float | None = Field(default=None, ge=0)
     """When: seconds since the run's start, 0 and up."""
@@ -137,13 +200,25 @@ class EventSettings(Settings):
     factor: float | None = Field(default=None, gt=1)
     """How many times slower, greater than 1; for "slow" and "throttle"."""
 
+    delay_seconds: float | None = Field(default=None, gt=0)
+    """How much longer one way takes, seconds, greater than 0; for "delay"."""
+
+    share: float | None = Field(default=None, gt=0, lt=1)
+    """Share of what the link carries, greater than 0 and less than 1; for "loss" and "corrupt"."""
+
+    jump_seconds: float | None = Field(default=None, gt=0)
+    """How far the clock leaps ahead, seconds, greater than 0; for "clock-jump"."""
+
+    direction: Direction | None = None
+    """Where nothing passes, for "cut": "up": from the target to others; "down": from others to it.
+    TCP needs both ways, so either stops transfers; messages still arrive in the other direction.
+    Default: "both"."""
+
     def inapplicable(self) -> Mapping[str, str]:
-        """A lost connection has no duration, and only slowness a factor."""
-        pointless = {}
-        if self.kind == "break":
-            pointless = dict.fromkeys(("for_seconds", "until_step"), "with kind='break'")
-        if self.kind not in FACTORED:
-            pointless["factor"] = f"with kind={self.kind!r}"
+        """What happens at once has no duration, and each amount is of its own kinds."""
+        pointless = _pointless(self.kind, ("factor", "delay_seconds", "share", "jump_seconds"))
+        if self.kind in AT_ONCE:
+            pointless |= dict.fromkeys(("for_seconds", "until_step"), f"with kind={self.kind!r}")
         return pointless
 
     @model_validator(mode="after")
@@ -159,7 +234,7 @@ class EventSettings(Settings):
                 f"{what} would end at until_step={self.until_step}, before it begins at "
                 f"at_step={self.at_step}: raise until_step"
             )
-        _require_factor(self.kind, self.factor, what)
+        _require_amount(self, self.kind, what)
         return self
 
 
@@ -175,17 +250,28 @@ class RandomSettings(Settings):
     """What: see `[[events]]`; those that pass."""
 
     targets: tuple[str, ...] = Field(min_length=1, strict=False)
-    """Whom: names as in `[[events]]`. A group stands for each of its learners, every one struck in
+    """Whom: names as in `[[events]]`. A group stands for each of its members, every one struck in
     its own time; a link that is cut or throttled is struck as a whole."""
+
+    choose: Choose | None = None
+    """Strike a group together instead: so many of it at a time, see `[[events]]`. Default: each
+    member in its own time."""
 
     mean_seconds_between: float = Field(gt=0)
     """Mean time from a repair, or the start, to the next failure of the same target, seconds."""
 
-    repair_seconds: float = Field(gt=0)
-    """How long it lasts, in the mean, seconds, greater than 0."""
+    repair_seconds: float | None = Field(default=None, gt=0)
+    """How long it lasts, in the mean, seconds, greater than 0; with
+    repair="exponentiated-weibull" the scale λ. Not for "break" and "restart", which are over at
+    once."""
 
-    repair: Literal["fixed", "exponential"] = "exponential"
-    """How the time to repair is distributed: "fixed": always the mean; "exponential"."""
+    repair: Literal["fixed", "exponential", "exponentiated-weibull"] | None = None
+    """How the time to repair is distributed: "fixed": always the mean; "exponential";
+    "exponentiated-weibull": heavy-tailed, as repairs of machines are. Default: "exponential"."""
+
+    repair_shapes: tuple[float, float] | None = Field(default=None, strict=False)
+    """α and k of the exponentiated Weibull distribution, F(x) = (1 − exp(−(x/λ)^k))^α, each greater
+    than 0. k below 1 makes the tail heavy."""
 
     from_seconds: float = Field(default=0.0, ge=0)
     """No failure before this, seconds since the run's start."""
@@ -196,13 +282,30 @@ class RandomSettings(Settings):
     factor: float | None = Field(default=None, gt=1)
     """How many times slower, greater than 1; for "slow" and "throttle"."""
 
+    delay_seconds: float | None = Field(default=None, gt=0)
+    """How much longer one way takes, seconds, greater than 0; for "delay"."""
+
+    share: float | None = Field(default=None, gt=0, lt=1)
+    """Share of what the link carries, greater than 0 and less than 1; for "loss" and "corrupt"."""
+
+    direction: Direction | None = None
+    """Where nothing passes, for "cut": "up": from the target to others; "down": from others to it.
+    TCP needs both ways, so either stops transfers; messages still arrive in the other direction.
+    Default: "both"."""
+
     seed: int | None = Field(default=None, ge=0)
     """Of these failures alone, so that they stay when other things change. Default: follows from
     the scenario's."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """Only slowness has a factor."""
-        return {} if self.kind in FACTORED else {"factor": f"with kind={self.kind!r}"}
+        """What happens at once is never repaired, and each amount is of its own kinds."""
+        pointless = _pointless(self.kind, ("factor", "delay_seconds", "share"))
+        if self.kind in AT_ONCE:
+            keys = ("repair_seconds", "repair", "repair_shapes")
+            pointless |= dict.fromkeys(keys, f"with kind={self.kind!r}")
+        elif self.repair != "exponentiated-weibull":
+            pointless["repair_shapes"] = f"with repair={self.repair!r}"
+        return pointless
 
     @model_validator(mode="after")
     def _check_times(self) -> RandomSettings:
@@ -212,8 +315,22 @@ class RandomSettings(Settings):
                 f"{what} would end at until_seconds={self.until_seconds:g}, before it begins at "
                 f"from_seconds={self.from_seconds:g}: raise until_seconds"
             )
-        _require_factor(self.kind, self.factor, what)
+        if self.kind not in AT_ONCE and self.repair_seconds is None:
+            raise ConfigError(f"{what} lacks 'repair_seconds': say how long it lasts")
+        self._check_shapes(what)
+        _require_amount(self, self.kind, what)
         return self
+
+    def _check_shapes(self, what: str) -> None:
+        if self.repair != "exponentiated-weibull" or self.kind in AT_ONCE:
+            return
+        if self.repair_shapes is None:
+            raise ConfigError(f"{what} lacks 'repair_shapes': give α and k, for example [2.0, 0.5]")
+        if min(self.repair_shapes) <= 0:
+            raise ConfigError(
+                f"repair_shapes={list(self.repair_shapes)} of {what} is out of range: both must be "
+                "greater than 0"
+            )
 
 
 class ScenarioFile(Settings):
@@ -305,6 +422,14 @@ RUN_TABLES = ("run", "sync", "outer", "syncer", "learner", "workload", "faults")
 """The tables of a RUN.toml."""
 
 
-def _require_factor(kind: str, factor: float | None, what: str) -> None:
-    if kind in FACTORED and factor is None:
-        raise ConfigError(f"{what} lacks 'factor': say how many times slower, for example 4")
+def _pointless(kind: str, amounts: Iterable[str]) -> dict[str, str]:
+    """The keys that another kind has."""
+    others = (key for key in amounts if key != AMOUNTS.get(kind))
+    pointless = dict.fromkeys(others, f"with kind={kind!r}")
+    return pointless if kind == "cut" else pointless | {"direction": f"with kind={kind!r}"}
+
+
+def _require_amount(settings: EventSettings | RandomSettings, kind: str, what: str) -> None:
+    key = AMOUNTS.get(kind)
+    if key is not None and getattr(settings, key) is None:
+        raise ConfigError(f"{what} lacks {key!r}: say {_EXAMPLES[key]}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,14 +18,15 @@ from decoupled_diloco.protocol.messages import Progress
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.network import Link
-from decoupled_diloco.simulate.scenario import Happening, Recurrence, Scenario
+from decoupled_diloco.simulate.scenario import Happening, Recurrence, Scenario, Target
+from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shell import Shell
 from decoupled_diloco.simulate.world import World
 
-Teller = Callable[[str, str], None]
+Teller = Callable[[str, Target], None]
 """Told of a fault: its kind, and whom it strikes."""
 
-LASTING = ("cut", "pause", "slow", "throttle")
+LASTING = ("cut", "pause", "slow", "throttle", "delay", "loss", "corrupt", "disk-full")
 """What ends only when it is undone; of others it is told who comes back."""
 
 _NOT_YET = 0
@@ -61,9 +63,12 @@ class Script:
         self._processes = {process.name: process for process in world.processes}
         self._away: defaultdict[str, set[int]] = defaultdict(set)
         self._pauses: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        self._cuts: Counter[frozenset[str]] = Counter()
+        self._cuts: Counter[tuple[str, str]] = Counter()
+        self._full: Counter[str] = Counter()
+        self._choices = Choices(f"{scenario.seed}/choose")
         self._slowed: defaultdict[str, list[float]] = defaultdict(list)
         self._throttled: defaultdict[int, list[float]] = defaultdict(list)
+        self._lossy: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         self._rates = {
             id(p.link): (p.link.up_bytes_per_second, p.link.down_bytes_per_second)
             for p in world.learners.values()
@@ -148,6 +153,7 @@ class Script:
     def _strike(self, happening: Happening) -> None:
         self._number += 1
         number = self._number
+        happening = self._aimed(happening)
         self._begin(happening, number)
         if happening.for_seconds is not None:
             self._undone_later += 1
@@ -158,34 +164,31 @@ class Script:
             else:
                 self._to_end.append((happening.until_step, happening, number))
 
+    def _aimed(self, happening: Happening) -> Happening:
+        """At those whom chance chooses, and who are there: without tensors nobody evaluates."""
+        target = happening.target.some(happening.choose, self._choices)
+        there = tuple(name for name in target.processes if name in self._processes)
+        return replace(happening, target=replace(target, processes=there))
+
     # ---- at random
 
     def _recur(self, recurrence: Recurrence, scenario: Scenario) -> None:
-        seed = recurrence.settings.seed
-        choices = Choices(f"{scenario.seed if seed is None else seed}/{recurrence.stream}")
+        choices = recurrence.choices(scenario.seed)
         self._plan_next(recurrence, choices, recurrence.settings.from_seconds)
 
     def _plan_next(self, recurrence: Recurrence, choices: Choices, since: float) -> None:
-        settings = recurrence.settings
-        at = since + choices.exponential(settings.mean_seconds_between)
-        lasts = settings.repair_seconds
-        if settings.repair == "exponential":
-            lasts = choices.exponential(lasts)
-        if settings.until_seconds is not None and at > settings.until_seconds:
-            return
-        happening = Happening(
-            settings.kind, recurrence.target, for_seconds=lasts, factor=settings.factor or 1.0
-        )
-        clockwork = self.world.clockwork
-        clockwork.at(at, self._strike, happening)
-        clockwork.at(at + lasts, self._plan_next, recurrence, choices, at + lasts)
+        coming = recurrence.next(choices, since)
+        if coming is not None:
+            at, over_at, happening = coming
+            self.world.clockwork.at(at, self._strike, happening)
+            self.world.clockwork.at(over_at, self._plan_next, recurrence, choices, over_at)
 
     # ---- what happens, and how it is undone
 
     def _begin(self, happening: Happening, number: int) -> None:
         kind, target = happening.kind, happening.target
         if kind not in ("join", "leave"):  # which is no fault
-            self._tell(kind, target.name)
+            self._tell(kind, target)
         match kind:
             case "cut":
                 self._cut(happening, 1)
@@ -194,6 +197,8 @@ class Script:
                     self.world.break_connections(struck, other)
             case "throttle":
                 self._throttle(happening, begins=True)
+            case "delay" | "loss" | "corrupt":
+                self._spoil(happening, begins=True)
             case _:
                 for name in target.processes:
                     self._befall(self._processes[name], happening, number)
@@ -201,12 +206,14 @@ class Script:
     def _undo(self, happening: Happening, number: int) -> None:
         self.changed_at = self.world.now
         if happening.kind in LASTING:
-            self._tell_end(happening.kind, happening.target.name)
+            self._tell_end(happening.kind, happening.target)
         match happening.kind:
             case "cut":
                 self._cut(happening, -1)
             case "throttle":
                 self._throttle(happening, begins=False)
+            case "delay" | "loss" | "corrupt":
+                self._spoil(happening, begins=False)
             case _:
                 for name in happening.target.processes:
                     self._recover(self._processes[name], happening, number)
@@ -216,8 +223,20 @@ class Script:
             case "kill" | "vanish":
                 self._away[process.name].add(number)
                 self.world.crash(process, silent=happening.kind == "vanish")
-            case "leave":
+            case "disk-lost":
+                self._away[process.name].add(number)
+                self.world.crash(process)
+                if isinstance(process, ShardProcess):  # the coordinator's state is elsewhere
+                    process.disk.clear()
+            case "disk-full":
+                self._fill(process, 1)
+            case "restart" if not isinstance(process, LearnerProcess):
+                self._away[process.name].add(number)
+                self.world.crash(process)
+            case "leave" | "restart":
                 self._go(process, number)
+            case "clock-jump":
+                process.leap(happening.jump_seconds)
             case "join":
                 self._away[process.name].clear()
                 self.world.restart(process)
@@ -230,7 +249,9 @@ class Script:
 
     def _recover(self, process: Shell, happening: Happening, number: int) -> None:
         match happening.kind:
-            case "kill" | "vanish" | "leave":
+            case "disk-full":
+                self._fill(process, -1)
+            case "kill" | "vanish" | "restart" | "disk-lost" | "leave":
                 away = self._away[process.name]
                 if number in away:
                     away.discard(number)
@@ -266,17 +287,40 @@ class Script:
             link.up_bytes_per_second = up / math.prod(factors)
             link.down_bytes_per_second = down / math.prod(factors)
 
+    def _spoil(self, happening: Happening, *, begins: bool) -> None:
+        """Makes links slower to answer, lossy or corrupting; what overlaps adds up."""
+        sign = 1.0 if begins else -1.0
+        struck = {id(link): link for link in map(self._link_of, happening.target.processes)}
+        for key, link in struck.items():
+            if happening.kind == "delay":
+                link.latency = max(0.0, link.latency + sign * happening.delay_seconds)
+                continue
+            shares = self._lossy[happening.kind, key]
+            shares.append(happening.share) if begins else shares.remove(happening.share)
+            share = 1 - math.prod(1 - each for each in shares)
+            if happening.kind == "loss":
+                link.loss = share
+            else:
+                link.corruption = share
+
+    def _fill(self, process: Shell, change: int) -> None:
+        if isinstance(process, ShardProcess):  # the coordinator's state is elsewhere
+            self._full[process.name] += change
+            process.disk_is_full = self._full[process.name] > 0
+
     def _link_of(self, name: str) -> Link:
         return self._processes[name].link
 
     def _cut(self, happening: Happening, change: int) -> None:
         for struck, other in self._pairs(happening):
-            pair = frozenset((struck.name, other.name))
-            self._cuts[pair] += change
-            if change > 0 and self._cuts[pair] == 1:
-                self.world.cut(struck, other)
-            elif change < 0 and self._cuts[pair] == 0:
-                self.world.heal(struck, other)
+            up, down = (struck, other), (other, struck)
+            ways = {"both": (up, down), "up": (up,), "down": (down,)}
+            for a, b in ways[happening.direction]:
+                self._cuts[a.name, b.name] += change
+                if change > 0 and self._cuts[a.name, b.name] == 1:
+                    self.world.cut(a, b, back=False)
+                elif change < 0 and self._cuts[a.name, b.name] == 0:
+                    self.world.heal(a, b, back=False)
 
     def _pairs(self, happening: Happening) -> list[tuple[Shell, Shell]]:
         """Those who are struck, each with everybody outside whom it talks to."""

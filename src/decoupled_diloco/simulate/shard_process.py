@@ -105,6 +105,7 @@ class ShardProcess(Shell):
         self.bodies_here: dict[tuple[int, str], Body] = {}
         self.worker_free_at = 0.0
         self.disk: dict[int, Kept] = {}
+        self.disk_is_full = False
 
     def begin(self) -> None:
         """Starts with nothing but its disk."""
@@ -166,7 +167,7 @@ class ShardProcess(Shell):
         who, bound = self.who, self.bound
         reports = []
         for connection, report in inbox:
-            if self.paused or connection.is_stalled:
+            if self.paused or connection.is_stalled_to(self):
                 connection.deliver(self, report)
             elif connection.open[self.name] and not connection.broken:
                 learner = who[connection.number][0] if connection.number in who else ""
@@ -191,7 +192,7 @@ class ShardProcess(Shell):
             for learner, connection in self.bound.items()
             if not connection.other(self).paused
             and connection.other(self).alive
-            and not self.world.network.is_cut(self, connection.other(self))
+            and not self.world.network.is_silent(connection.other(self), self)
         ]
         self.later(HEARD_SECONDS, self._hear)
         if heard:
@@ -225,7 +226,9 @@ class ShardProcess(Shell):
             return
         self._no_longer_expected(path)
         wrong = "another digest" if announced.digest != body.digest else ""
-        wrong = "spoiled" if self.choices.chance(self.world.spoil) else wrong
+        link = self.world.learners[expected.learner].link
+        spoiled = self.choices.chance(max(self.world.spoil, link.corruption))
+        wrong = "spoiled" if spoiled else wrong
         if isinstance(announced, Upload):
             assert isinstance(order, Expect)
             if wrong:
@@ -342,6 +345,9 @@ class ShardProcess(Shell):
     def _merge(self, order: Merge) -> None:
         if self.choices.chance(self.world.merge_fails):
             self.tell(MergeFailed(order.round, order.fragment, "the worker failed"))
+            return
+        if self.disk_is_full:
+            self.tell(MergeFailed(order.round, order.fragment, "the disk is full"))
             return
         digest = self.bodies.merge(order.round, order.fragment, order.version, order.base)
         self._keep(order.fragment, order.version, digest)

@@ -25,12 +25,25 @@ class Shell(Endpoint):
         self.recorders = world.recorders
         self.machine: Any = None
         self.coordinator_link: Connection | None = None
+        self.ahead_seconds = 0.0
         self._tick_at: float | None = None
 
     @property
     def now(self) -> float:
         """Virtual time in seconds."""
         return self.world.clockwork.now
+
+    @property
+    def clock(self) -> float:
+        """What this process's own clock shows, seconds: it may have leapt ahead."""
+        return self.world.clockwork.now + self.ahead_seconds
+
+    def leap(self, seconds: float) -> None:
+        """The process's clock leaps ahead, as after a sleep of its machine."""
+        self.ahead_seconds += seconds
+        if self.machine is not None:
+            self._tick_at = None
+            self._plan_tick(False)
 
     def begin(self) -> None:
         """A new life: an empty process."""
@@ -50,7 +63,7 @@ class Shell(Endpoint):
 
     def _record(self, event: Any, effects: Sequence[Any]) -> None:
         for recorder in self.recorders:
-            recorder(self.name, self.world.clockwork.now, event, effects)
+            recorder(self.name, self.clock, event, effects)
 
     def later(self, seconds: float, function: Any, *arguments: Any) -> None:
         """A timer of this life."""
@@ -63,7 +76,7 @@ class Shell(Endpoint):
         if self.world.swaps:
             self.machine = self.reborn()
         world, life, machine = self.world, self.life, self.machine
-        effects = machine.handle(world.clockwork.now, event)
+        effects = machine.handle(self.clock, event)
         world.events += 1
         if self.recorders:
             self._record(event, effects)
@@ -92,6 +105,7 @@ class Shell(Endpoint):
     def _plan_tick(self, ticked: bool) -> None:
         deadline = self.machine.deadline()
         if deadline is not None:
+            deadline -= self.ahead_seconds
             assert not ticked or deadline > self.now, "a tick does not move the deadline on"
             if self._tick_at is None or deadline < self._tick_at:
                 self._tick_at = deadline
@@ -105,7 +119,7 @@ class Shell(Endpoint):
             return
         self._tick_at = None
         deadline = self.machine.deadline()
-        if deadline is not None and deadline > self.now:
+        if deadline is not None and deadline > self.clock:
             self._plan_tick(False)
         else:
             self.tell(Tick())

@@ -209,14 +209,14 @@ class Evaluator:
             self._tapes.open(EVALUATOR, {"machine": EVALUATOR})
             description = json.dumps(self._workload.describe())
             self._tapes.sample(CorpusDescribed(description), EVALUATOR)
-            self._world.clockwork.after(0.0, self._again)
+            self._world.clockwork.after(0.0, self._again, self._process.life)
         if any(type(effect) is RunOver for effect in effects):
             self._world.clockwork.after(0.0, self._last)
 
-    def _again(self) -> None:
-        if not self._process.over:
+    def _again(self, life: int) -> None:
+        if self._process.alive and self._process.life == life and not self._process.over:
             self._evaluate()
-            self._world.clockwork.after(self._seconds, self._again)
+            self._world.clockwork.after(self._seconds, self._again, life)
 
     def _last(self) -> None:
         self._evaluate()

@@ -33,6 +33,7 @@ from decoupled_diloco.protocol.effects import Say
 from decoupled_diloco.protocol.events import Linked, StepFinished, Told, Unlinked
 from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
 from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.scenario import Target
 from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shell import Shell
 from decoupled_diloco.simulate.world import World
@@ -95,11 +96,12 @@ class VirtualTapes:
         if before is not None:
             before.close()
         now = self._world.now
+        shown = now + self._ahead(who)
         writer = TapeWriter(
             self._folder,
             who,
             {**header, "virtual": True, "versions": self._versions},
-            clock=lambda: now,
+            clock=lambda: shown,
             wall=lambda: EPOCH + now,
             pid=self._lives.get(who, 0),
         )
@@ -109,15 +111,20 @@ class VirtualTapes:
 
     def sample(self, sample: Sample, who: str = LAUNCHER) -> None:
         """Writes a measurement of a process that has a tape."""
-        self._writers[who].sample(self._world.now, sample)
+        self._writers[who].sample(self._world.now + self._ahead(who), sample)
 
-    def fault(self, kind: str, target: str) -> None:
+    def _ahead(self, who: str) -> float:
+        """How far a process's own clock has leapt; the launcher's is right."""
+        process = self._processes.get(who)
+        return 0.0 if process is None else process.ahead_seconds
+
+    def fault(self, kind: str, target: Target) -> None:
         """A fault begins."""
-        self.sample(FaultInjected(kind, target))
+        self.sample(FaultInjected(kind, target.name, target.processes))
 
-    def fault_ended(self, kind: str, target: str) -> None:
+    def fault_ended(self, kind: str, target: Target) -> None:
         """A fault that lasted is undone."""
-        self.sample(FaultEnded(kind, target))
+        self.sample(FaultEnded(kind, target.name, target.processes))
 
     def flush(self) -> None:
         """Brings everything to the files."""

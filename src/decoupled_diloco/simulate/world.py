@@ -193,13 +193,13 @@ class World:
         """SIGCONT."""
         process.wake()
 
-    def cut(self, a: Endpoint, b: Endpoint) -> None:
-        """Nothing passes between two processes."""
-        self.network.cut(a, b)
+    def cut(self, a: Endpoint, b: Endpoint, *, back: bool = True) -> None:
+        """Nothing passes from one process to another, nor, if ``back``, the other way."""
+        self.network.cut(a, b, back=back)
 
-    def heal(self, a: Endpoint, b: Endpoint) -> None:
-        """Two processes hear each other again."""
-        self.network.heal(a, b)
+    def heal(self, a: Endpoint, b: Endpoint, *, back: bool = True) -> None:
+        """The one process hears the other again, and, if ``back``, the other the one."""
+        self.network.heal(a, b, back=back)
 
     def break_connections(self, a: Endpoint, b: Endpoint) -> None:
         """Connections between the two are lost with what is under way."""

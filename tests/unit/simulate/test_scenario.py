@@ -8,6 +8,7 @@ import pytest
 
 from decoupled_diloco.config.shipped import shipped
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.scenario import Scenario, dump_scenario, load_scenario
 
 RUN = """
@@ -306,7 +307,7 @@ MISTAKES = [
     ),
     (
         random(kind="kill", targets=["europe"], mean_seconds_between=1.0),
-        "[[random]] lacks 'repair_seconds': add it",
+        "in [[random]] lacks 'repair_seconds': say how long it lasts",
     ),
 ]
 
@@ -361,3 +362,94 @@ def test_a_file_that_makes_no_scenario(tmp_path: Path, text: str, message: str) 
 def test_no_scenario_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give the path of a scenario's TOML file"):
         load_scenario(tmp_path / "none.toml")
+
+
+# ---- all kinds of chaos
+
+
+def test_targets_may_be_all_shards_and_the_evaluator(tmp_path: Path) -> None:
+    names = ["shards", "evaluator"]
+    text = RUN + "".join(event(at_seconds=5.0, kind="kill", target=n) for n in names)
+    targets = [h.target for h in load(tmp_path, text).happenings]
+    assert targets[0].members == (("shard-0", "coordinator"), ("shard-1",))
+    assert targets[1].members == (("evaluator",),)
+    with pytest.raises(ConfigError, match="names nobody"):
+        load(tmp_path, text.replace("[run]", "[run]\nevaluator = false"))
+
+
+@pytest.mark.parametrize(
+    ("choose", "count"), [("one", 1), ("minority", 1), ("majority", 3), ("all", 4)]
+)
+def test_chance_chooses_so_many_of_a_group(tmp_path: Path, choose: str, count: int) -> None:
+    text = RUN + event(at_seconds=5.0, kind="kill", target="learners", choose=choose)
+    (happening,) = load(tmp_path, text).happenings
+    struck = {happening.target.some(happening.choose, Choices(seed)) for seed in range(50)}
+    assert {len(target.processes) for target in struck} == {count}
+    assert len(struck) == (1 if count == 4 else 4)
+    everybody = [target.processes for target in struck]
+    assert all(list(names) == sorted(names) for names in everybody), "in the group's own order"
+
+
+def test_shard_0_and_the_coordinator_are_chosen_together(tmp_path: Path) -> None:
+    text = RUN + event(at_seconds=5.0, kind="kill", target="shards", choose="one")
+    (happening,) = load(tmp_path, text).happenings
+    struck = {happening.target.some("one", Choices(seed)).processes for seed in range(30)}
+    assert struck == {("shard-0", "coordinator"), ("shard-1",)}
+
+
+def test_a_group_may_fail_together_at_random(tmp_path: Path) -> None:
+    common = {"kind": "kill", "mean_seconds_between": 5.0, "repair_seconds": 1.0}
+    text = RUN + random(targets=["learners"], choose="majority", **common)
+    (recurrence,) = load(tmp_path, text).recurrences
+    choices = recurrence.choices(7)
+    at, over_at, happening = recurrence.next(choices, 100.0) or (0.0, 0.0, None)
+    assert 100.0 < at < over_at
+    assert happening is not None
+    assert len(happening.target.processes) == 3
+    again = recurrence.next(recurrence.choices(7), 100.0)
+    assert again == (at, over_at, happening), "it follows from the seed"
+
+
+def test_repairs_may_be_heavy_tailed(tmp_path: Path) -> None:
+    common = {"kind": "kill", "mean_seconds_between": 5.0, "repair_seconds": 2.0}
+    text = RUN + random(targets=["shards"], repair="exponentiated-weibull", **common)
+    with pytest.raises(ConfigError, match="lacks 'repair_shapes'"):
+        load(tmp_path, text)
+    for recurrence in load(tmp_path, text + "repair_shapes = [2.0, 0.5]").recurrences:
+        coming = recurrence.next(recurrence.choices(1), 0.0)
+        assert coming is not None
+        assert coming[2].for_seconds == coming[1] - coming[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"kind": "loss"}, "lacks 'share': say how much of what the link carries"),
+        ({"kind": "delay"}, "lacks 'delay_seconds'"),
+        ({"kind": "clock-jump"}, "lacks 'jump_seconds'"),
+        ({"kind": "kill", "share": 0.5}, "share=0.5 in .* would be ignored with kind='kill'"),
+        ({"kind": "pause", "direction": "up"}, "would be ignored with kind='pause'"),
+        ({"kind": "restart", "for_seconds": 3.0}, "would be ignored with kind='restart'"),
+        ({"kind": "disk-full"}, "has no disk of its own: name a shard"),
+        ({"kind": "loss", "share": 0.1, "target": "shard-0"}, "is no learner"),
+    ],
+)
+def test_each_kind_has_its_own_keys(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+    keys = {"target": "learner-0", "at_seconds": 5.0, **keys}
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, RUN + event(**keys))
+
+
+def test_every_kind_survives_being_written_out(tmp_path: Path) -> None:
+    text = RUN + "".join(
+        event(at_seconds=5.0, target="learner-1", **keys)
+        for keys in (
+            {"kind": "restart"},
+            {"kind": "loss", "share": 0.1, "for_seconds": 3.0},
+            {"kind": "cut", "direction": "up"},
+            {"kind": "clock-jump", "jump_seconds": 9.0},
+        )
+    )
+    text += random(kind="break", targets=["learners"], mean_seconds_between=5.0)
+    first = load(tmp_path, text)
+    assert load(tmp_path, dump_scenario(first)).happenings == first.happenings

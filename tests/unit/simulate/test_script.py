@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
@@ -98,3 +100,101 @@ def test_who_left_and_had_become_slower_leaves_no_step_time_behind(tmp_path: Pat
         while run.advance():
             pass
         assert "until_seconds" in run.reason
+
+
+# ---- every kind of fault
+
+
+STORM = """
+[[events]]
+kind = "{kind}"
+target = "{target}"
+at_seconds = 10.0
+{keys}
+"""
+
+
+def told(folder: Path, kind: str, target: str, keys: str, seconds: float) -> ProtocolRun:
+    text = HEAD.replace("count = 3", "count = 3\nlink = 'wire'")
+    text += "[[links]]\nname = 'wire'\nup = '8Mbit/s'\nlatency_seconds = 0.01\n"
+    path = folder / "story.toml"
+    path.write_text(text + STORM.format(kind=kind, target=target, keys=keys))
+    run = ProtocolRun(load_scenario(path))
+    run.world.run(until=seconds)
+    return run
+
+
+def test_a_full_disk_costs_rounds_only(tmp_path: Path) -> None:
+    run = told(tmp_path, "disk-full", "shard-0", "for_seconds = 20.0", 9.9)
+    merged, clock = run.tally.merged, run.script.clock
+    run.world.run(until=29.9)
+    assert run.tally.merged == merged, "nothing is merged that cannot be kept"
+    assert run.script.clock > clock + 15, "training goes on"
+    run.world.run(until=40.0)
+    assert run.tally.merged > merged
+
+
+def test_a_lost_disk_is_empty_when_its_shard_comes_back(tmp_path: Path) -> None:
+    run = told(tmp_path, "disk-lost", "shard-0", "for_seconds = 5.0", 9.9)
+    assert run.world.shards[0].disk
+    run.world.run(until=12.0)
+    assert not run.world.shards[0].disk
+    assert not run.world.shards[0].alive
+    run.world.run(until=30.0)
+    assert run.world.shards[0].disk, "the learners' copies are kept again"
+
+
+def test_told_to_end_and_started_again(tmp_path: Path) -> None:
+    run = told(tmp_path, "restart", "learner-1", "", 20.0)
+    learner = run.world.learners["learner-1"]
+    assert learner.alive
+    assert learner.life == 2
+    run = told(tmp_path, "restart", "shard-0", "", 20.0)
+    assert run.world.shards[0].life == 2
+
+
+def test_a_clock_that_leaps_costs_nobody_else_anything(tmp_path: Path) -> None:
+    run = told(tmp_path, "clock-jump", "shard-0", "jump_seconds = 1000.0", 30.0)
+    shard = run.world.shards[0]
+    assert shard.clock == 1030.0
+    assert shard.life == 1
+    assert sorted(shard.machine.state.members) == ["learner-0", "learner-1", "learner-2"]
+    assert run.script.clock > 25
+
+
+def test_a_link_may_be_slow_to_answer_lossy_or_corrupting_for_a_while(tmp_path: Path) -> None:
+    for kind, keys in (("delay", "delay_seconds = 0.3"), ("loss", "share = 0.3")):
+        run = told(tmp_path, kind, "learner-1", f"{keys}\nfor_seconds = 15.0", 20.0)
+        link = run.world.learners["learner-1"].link
+        expected = (0.31, 0.0) if kind == "delay" else (0.01, 0.3)
+        assert (link.latency, link.loss) == pytest.approx(expected)
+        run.world.run(until=30.0)
+        assert abs(link.latency - 0.01) < 1e-12
+        assert link.loss == 0.0
+        assert run.script.clock > 25
+
+
+def test_what_a_corrupting_link_carries_is_refused(tmp_path: Path) -> None:
+    run = told(tmp_path, "corrupt", "learners", "share = 0.99\nfor_seconds = 15.0", 9.9)
+    merged = run.tally.merged
+    run.world.run(until=24.0)
+    assert run.tally.merged <= merged + 2, "spoilt bodies are not merged"
+    run.world.run(until=50.0)
+    assert run.tally.merged > merged + 5
+
+
+def test_a_cut_in_one_direction(tmp_path: Path) -> None:
+    """The shard no longer hears the learner; the learner hears, and takes what it is told."""
+    keys = 'direction = "up"\nfor_seconds = 60.0'
+    run = told(tmp_path, "cut", "learner-1", keys, 15.0)
+    learner, shard = run.world.learners["learner-1"], run.world.shards[0]
+    assert run.world.network.is_silent(learner, shard)
+    assert not run.world.network.is_silent(shard, learner)
+    run.world.run(until=35.0)
+    assert "learner-1" not in shard.machine.state.members
+    assert learner.alive
+
+
+def test_chance_chooses_whom_an_event_strikes(tmp_path: Path) -> None:
+    run = told(tmp_path, "kill", "learners", 'choose = "majority"', 12.0)
+    assert sum(learner.alive for learner in run.world.learners.values()) == 1
