@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.storage.disk import DISK, Disk
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, disk: Disk = DISK) -> None:
     """Replaces a file's text and waits until the disk has both the text and the new name.
 
     Raises:
-        StorageError: it cannot be written. What was there before is untouched.
+        StorageError: it cannot be written. The file has its former text, or (the new name could
+            not be forced to the disk) this one.
     """
     part = path.with_suffix(".part")
     try:
-        with part.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        force_to_disk(path.parent)
+        with disk.open(part) as file:
+            disk.truncate(file, 0)
+            disk.write(file, text.encode())
+            disk.sync_file(file)
+        disk.rename(part, path)
+        disk.sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def force_to_disk(path: Path) -> None:
-    """Waits until the disk has a file's bytes, or a folder's names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ Layout of a record, little-endian::
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.storage.files import force_to_disk
+from decoupled_diloco.storage.disk import DISK, Disk
 
 MAGIC = b"DDJ1"
 _HEAD = struct.Struct("<4sIQ16s")
@@ -44,6 +45,7 @@ class Journal:
 
     Args:
         path: The file; made if it does not exist, and cut back to its last whole record.
+        disk: What it is written with.
 
     Attributes:
         nbytes: Size of the file.
@@ -52,15 +54,20 @@ class Journal:
         StorageError: The file cannot be opened or is no journal.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, disk: Disk = DISK) -> None:
         self.path = path
+        self._disk = disk
+        self._failed = False
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            disk.make_folder(path.parent)
             self.nbytes = _whole_bytes(path) if path.exists() else 0
-            self._file: BinaryIO = path.open("r+b" if path.exists() else "x+b", buffering=0)
-            self._file.truncate(self.nbytes)
-            self._file.seek(self.nbytes)
-            force_to_disk(path.parent)
+            self._file: BinaryIO = disk.open(path)
+            try:
+                disk.truncate(self._file, self.nbytes)
+                disk.sync(path.parent)
+            except OSError:
+                self._file.close()
+                raise
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
 
@@ -79,41 +86,78 @@ class Journal:
         head = _HEAD.pack(MAGIC, len(text), body.nbytes, _digest(text, body))
         try:
             for part in (head + text, body):
-                self._write(part)
-            os.fsync(self._file.fileno())
+                self._disk.write(self._file, part)
+            self._disk.sync_file(self._file)
         except OSError as error:
             self._undo()
             raise StorageError(
                 f"{self.path} cannot be written: {error.strerror}: free disk space"
             ) from error
         self.nbytes += len(head) + len(text) + body.nbytes
+        self._failed = False  # what had failed here is written over
+
+    def settle(self) -> None:
+        """Makes sure that no record whose writing failed is ever read.
+
+        Raises:
+            StorageError: It may be; the next record that is written goes over it.
+        """
+        if not self._failed:
+            return
+        try:
+            self._disk.truncate(self._file, self.nbytes)
+            self._disk.sync_file(self._file)
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be cut: {error.strerror}") from error
+        self._failed = False
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
-    def _write(self, part: bytes | memoryview) -> None:
-        view = memoryview(part)
-        while view:
-            view = view[self._file.write(view) :]
-
     def _undo(self) -> None:
-        self._file.truncate(self.nbytes)
+        self._failed = True
+        with contextlib.suppress(StorageError):
+            self.settle()
         self._file.seek(self.nbytes)
 
 
-def read_journal(path: Path) -> Iterator[JournalRecord]:
+class JournalReader:
     """The whole records of a journal, in order; what follows the last whole one is left out.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        torn_bytes: What was left out; known when all records were read.
+
+    Raises:
+        StorageError: While iterating: the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.torn_bytes = 0
+
+    def __iter__(self) -> Iterator[JournalRecord]:
+        try:
+            with self.path.open("rb") as file:
+                end = 0
+                while (record := _read(file)) is not None:
+                    end = file.tell()
+                    yield record
+                self.torn_bytes = os.fstat(file.fileno()).st_size - end
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be read: {error.strerror}") from error
+
+
+def read_journal(path: Path) -> Iterator[JournalRecord]:
+    """The whole records of a journal, in order; see `JournalReader`.
 
     Raises:
         StorageError: The file cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            while (record := _read(file)) is not None:
-                yield record
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    return iter(JournalReader(path))
 
 
 def _whole_bytes(path: Path) -> int:

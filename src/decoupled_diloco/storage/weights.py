@@ -18,14 +18,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.storage.files import force_to_disk
+from decoupled_diloco.storage.disk import DISK, Disk
 
 ALIASES_KEY = "decoupled_diloco.aliases"
 """Metadata entry, JSON: {name of a tied tensor: name of the tensor that holds its values}."""
 
 
 def save_weights(
-    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    disk: Disk = DISK,
 ) -> None:
     """Write tensors to a safetensors file, all of it or nothing.
 
@@ -36,6 +39,7 @@ def save_weights(
         path: The file, replaced if it exists; its folder is made if it does not.
         tensors: Name to tensor, any shape, dtype and device.
         metadata: Text to keep along, for example the step.
+        disk: What it is written with.
 
     Raises:
         StorageError: The file cannot be written. A file that was there before is untouched.
@@ -47,18 +51,22 @@ def save_weights(
     if aliases:
         texts[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
     torn = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def fill(torn: Path) -> None:
         torn.touch()
         mode = torn.stat().st_mode & 0o777  # as the user's umask has it; safetensors: 0600
         save_file(unique, torn, metadata=texts)
         torn.chmod(mode)
-        force_to_disk(torn)
-        torn.replace(path)
-        force_to_disk(path.parent)
+
+    try:
+        disk.make_folder(path.parent)
+        disk.fill(torn, fill)
+        disk.sync(torn)
+        disk.rename(torn, path)
+        disk.sync(path.parent)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):  # what matters is the first error
-            torn.unlink()
+            disk.remove(torn)
         raise StorageError(f"{path} cannot be written: {error}") from error
 
 

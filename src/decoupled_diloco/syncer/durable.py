@@ -6,10 +6,12 @@ since: the merged outer gradient, 4 bytes an element, on the disk before anybody
 version. The same state and gradient give the same bits, so the journal leads from the checkpoint to
 what the shard was; the digest of each published copy proves it.
 
-When the journal has grown to ``JOURNAL_CHECKPOINTS_MAX`` times the checkpoint, a new checkpoint is
-written and a new journal begun. The pair before is kept until then: a checkpoint that turns out to
-be torn is replaced by the one before it and two journals. So the folder holds at most
-2 · (1 + JOURNAL_CHECKPOINTS_MAX) checkpoint sizes.
+When the journal has grown to ``JOURNAL_CHECKPOINTS_MAX`` times the checkpoint, a new journal is
+begun and then a new checkpoint written: merges go on in the new journal whether or not the
+checkpoint gets there, so from any whole checkpoint the journals from its number on lead to the
+present. The pair before is kept: a checkpoint that turns out to be torn is replaced by the one
+before it and two journals. So the folder holds at most 2 · (1 + JOURNAL_CHECKPOINTS_MAX)
+checkpoint sizes, and one more while one is written.
 
 Files: ``<number>.safetensors`` and ``<number>.journal``, numbers ascending.
 """
@@ -28,7 +30,8 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError, MergeError, StorageError
 from decoupled_diloco.merge import as_bytes, digest
 from decoupled_diloco.protocol.messages import Version
-from decoupled_diloco.storage.journal import Journal, JournalRecord, read_journal
+from decoupled_diloco.storage.disk import DISK, Disk
+from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
 from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
 
@@ -55,18 +58,22 @@ class ShardDisk:
         folder: Where its files are.
         identity: Of the run's settings and layout, in a word: what is of another run is refused.
         tensors: The shard's tensors.
+        disk: What its files are written with.
 
     Attributes:
         problems: What could not be read or written, in words.
     """
 
-    def __init__(self, folder: Path, identity: str, tensors: ShardTensors) -> None:
+    def __init__(
+        self, folder: Path, identity: str, tensors: ShardTensors, disk: Disk = DISK
+    ) -> None:
         self.folder = folder
+        self._disk = disk
         self.identity = identity
         self.tensors = tensors
         self.problems: list[str] = []
         self._versions: dict[int, Version] = {}
-        self._number = 0
+        self._whole = 0
         self._journal: Journal | None = None
         self._journal_bytes_max = 0
 
@@ -86,9 +93,8 @@ class ShardDisk:
             except StorageError as error:
                 self.problems.append(f"{error}: the one before it is used")
                 continue
-            for journal in sorted(int(path.stem) for path in self._files(".journal")):
-                if journal >= number:
-                    self._replay(journal, found)
+            self._whole = number
+            self._replay_from(number, found)
             return found
         return {}
 
@@ -98,6 +104,7 @@ class ShardDisk:
         Raises:
             StorageError: They cannot be written; the next merge tries again.
         """
+        self.close()  # no journal leads from what it had to what is here now
         self._versions = dict(versions)
         self.checkpoint()
 
@@ -122,27 +129,48 @@ class ShardDisk:
         return step.copy
 
     def checkpoint(self) -> None:
-        """Writes all fragments, begins a new journal, and deletes what is no longer needed.
+        """Begins a new journal, writes all fragments, and deletes what is no longer needed.
 
         Raises:
             StorageError: It cannot be written; what was there is untouched and goes on.
         """
-        before = self._number or max((int(path.stem) for path in self._files()), default=0)
-        number = before + 1
-        path = self._path(number, ".safetensors")
+        if self._journal is not None:
+            self._journal.settle()
+        number = max((int(path.stem) for path in self._files()), default=0) + 1
+        journal = Journal(self._path(number, ".journal"), self._disk)
+        begun = self._journal is not None
+        if begun:
+            self._begin(journal)
+        try:
+            nbytes = self._save(self._path(number, ".safetensors"))
+        except StorageError:
+            if not begun:
+                journal.close()
+            raise
+        self._begin(journal)
+        self._journal_bytes_max = JOURNAL_CHECKPOINTS_MAX * nbytes
+        self._delete_before(self._whole)
+        self._whole = number
+
+    def _begin(self, journal: Journal) -> None:
+        if journal is not self._journal:
+            self.close()
+            self._journal = journal
+
+    def _save(self, path: Path) -> int:
+        """Writes a checkpoint; its size in bytes."""
         state = {
             f"{fragment}.{name}": tensor
             for fragment, entry in self.tensors.fragments.items()
             for name, tensor in _as_tensors(entry).items()
         }
-        versions = {str(p): str(v) for p, v in self._versions.items()}
-        metadata = {"identity": self.identity, "versions": json.dumps(versions)}
-        save_weights(path, state, metadata)
-        journal = Journal(self._path(number, ".journal"))
-        self.close()
-        self._number, self._journal = number, journal
-        self._journal_bytes_max = JOURNAL_CHECKPOINTS_MAX * path.stat().st_size
-        self._delete_before(before)
+        metadata = {
+            "identity": self.identity,
+            "versions": json.dumps({str(p): str(v) for p, v in self._versions.items()}),
+            "digests": json.dumps({name: digest(tensor) for name, tensor in state.items()}),
+        }
+        save_weights(path, state, metadata, self._disk)
+        return path.stat().st_size
 
     def finish(self) -> None:
         """The run is over: only the last state is kept.
@@ -151,7 +179,7 @@ class ShardDisk:
             StorageError: It cannot be written.
         """
         self.checkpoint()
-        self._delete_before(self._number)
+        self._delete_before(self._whole)
 
     def close(self) -> None:
         """Closes the journal."""
@@ -172,10 +200,11 @@ class ShardDisk:
         return self._journal
 
     def _delete_before(self, number: int) -> None:
-        for file in self._files():
-            if int(file.stem) < number:
-                with contextlib.suppress(OSError):  # tried again at the next checkpoint
-                    file.unlink()
+        """Deletes older pairs, and what a crash has left of a checkpoint that was being written."""
+        older = [file for file in self._files() if int(file.stem) < number]
+        for file in (*older, *self.folder.glob(".*.part")):
+            with contextlib.suppress(OSError):  # tried again at the next checkpoint
+                self._disk.remove(file)
 
     # ---- reading
 
@@ -188,6 +217,10 @@ class ShardDisk:
                 "folder, or with the settings of that run"
             )
         state = load_weights(path)
+        digests = json.loads(metadata.get("digests", "{}"))
+        wrong = [name for name, tensor in state.items() if digests.get(name) != digest(tensor)]
+        if wrong:
+            raise StorageError(f"{path} is torn: {wrong[0]} is not what was written")
         found: dict[int, Durable] = {}
         for fragment, version in json.loads(metadata["versions"]).items():
             entry = _from_tensors(self.tensors, int(fragment), state)
@@ -195,30 +228,50 @@ class ShardDisk:
             found[int(fragment)] = Durable(Version.read(version), digest(entry.published))
         return found
 
-    def _replay(self, number: int, found: dict[int, Durable]) -> None:
-        """Takes the merges of a journal over; a fragment whose digest is wrong stays behind."""
+    def _replay_from(self, number: int, found: dict[int, Durable]) -> None:
+        """Takes the merges of a checkpoint's journal over, and of those after it."""
+        journals = sorted(int(p.stem) for p in self._files(".journal") if int(p.stem) >= number)
+        last: dict[tuple[int, str], int] = {}
+        if len(journals) > 1:  # what is written again later was not told before
+            for journal in journals:
+                for record in JournalReader(self._path(journal, ".journal")):
+                    last[record.fields["fragment"], record.fields["version"]] = journal
         wrong: set[int] = set()
-        for record in read_journal(self._path(number, ".journal")):
-            fragment = int(record.fields["fragment"])
-            if fragment in wrong or fragment not in found:
-                continue
-            durable = _durable(record)
-            if durable.version <= found[fragment].version:
-                continue  # the checkpoint has it already
-            try:
-                step = self.tensors.step(fragment, _gradient(record))
-            except MergeError as error:
-                step, problem = None, str(error)
-            if step is None or step.copy.digest != durable.digest:
-                problem = problem if step is None else "another digest"
-                wrong.add(fragment)
+        for journal in journals:
+            records = JournalReader(self._path(journal, ".journal"))
+            for record in records:
+                place = (record.fields["fragment"], record.fields["version"])
+                if last.get(place, journal) == journal:
+                    self._replay(journal, record, found, wrong)
+            if records.torn_bytes:
                 self.problems.append(
-                    f"{self._path(number, '.journal')}: version {durable.version} of fragment "
-                    f"{fragment} cannot be had from it ({problem}): {found[fragment].version} can"
+                    f"{records.path}: {records.torn_bytes} bytes behind its last whole record are "
+                    "left out: a merge that nobody has heard of, unless the disk has lost more"
                 )
-                continue
-            self.tensors.commit(fragment, step)
-            found[fragment] = durable
+
+    def _replay(
+        self, number: int, record: JournalRecord, found: dict[int, Durable], wrong: set[int]
+    ) -> None:
+        """Takes a merge over; a fragment whose digest is wrong stays behind."""
+        fragment, durable = int(record.fields["fragment"]), _durable(record)
+        if fragment in wrong or fragment not in found:
+            return
+        if durable.version <= found[fragment].version:
+            return  # the checkpoint has it already
+        try:
+            step = self.tensors.step(fragment, _gradient(record))
+            problem = "" if step.copy.digest == durable.digest else "another digest"
+        except MergeError as error:
+            problem = str(error)
+        if problem:
+            wrong.add(fragment)
+            self.problems.append(
+                f"{self._path(number, '.journal')}: version {durable.version} of fragment "
+                f"{fragment} cannot be had from it ({problem}): {found[fragment].version} can"
+            )
+            return
+        self.tensors.commit(fragment, step)
+        found[fragment] = durable
 
     # ---- files
 

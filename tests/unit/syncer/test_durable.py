@@ -173,6 +173,67 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_leads_to_the_same_bits(
     assert "torn" in problem
 
 
+def test_a_checkpoint_with_other_bits_of_the_right_length_is_named_and_not_used(
+    tmp_path: Path, life_of: Lives
+) -> None:
+    """As a disk leaves one that it has confirmed and not written: safetensors itself has no sum."""
+    life = life_of().begin()
+    life.merge(0)
+    life.disk.checkpoint()
+    life.merge(1)
+    newest = max(tmp_path.glob("*.safetensors"))
+    content = newest.read_bytes()
+    newest.write_bytes(content[:-100] + bytes(100))
+    after = life_of()
+    assert after.disk.recover() == life.durable()
+    assert same(after.values(), life.values())
+    (problem,) = after.disk.problems
+    assert f"{newest} is torn" in problem
+    assert "is not what was written: the one before it is used" in problem
+
+
+def test_what_a_crash_has_left_of_a_checkpoint_is_deleted_by_the_next_one(
+    tmp_path: Path, life_of: Lives
+) -> None:
+    life = life_of().begin()
+    (tmp_path / ".00000002.safetensors.1.part").write_bytes(bytes(100))
+    life.disk.checkpoint()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_journal_that_is_torn_at_its_end_says_so(tmp_path: Path, life_of: Lives) -> None:
+    life = life_of().begin()
+    life.merge(0)
+    (journal,) = tmp_path.glob("*.journal")
+    journal.write_bytes(journal.read_bytes()[:-5])
+    after = life_of()
+    after.disk.recover()
+    (problem,) = after.disk.problems
+    assert "bytes behind its last whole record are left out" in problem
+
+
+def test_initial_weights_that_are_replaced_are_not_led_to_by_the_journal_before(
+    tmp_path: Path, life_of: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another attempt to begin, on a full disk: nothing is merged onto the first one's file."""
+    life = life_of().begin()
+    life.tensors.install(0, torch.ones(life.numel(0)))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StorageError):
+            life.disk.installed(life.versions)
+        with pytest.raises(StorageError):
+            life.merge(0)
+    life.merge(0)
+    after = life_of()
+    assert after.disk.recover() == life.durable()
+    assert same(after.values(), life.values())
+
+
 def test_the_folder_stays_bounded_and_the_journal_is_cut(tmp_path: Path, life_of: Lives) -> None:
     life = life_of().begin()
     sizes = []

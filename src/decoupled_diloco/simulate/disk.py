@@ -1,0 +1,326 @@
+"""A disk that can crash between any two operations, lose what nobody waited for, and be full.
+
+`SimulatedDisk` does everything to real files, and writes down what it did. `remains` says what of
+that may be left after a crash: files and names that were forced to the disk for certain, of the
+rest whatever a `Loss` leaves. A file's writes since its last sync may be there in any subset, torn,
+or as zeros; a folder's new names, renames and deletions likewise, each for itself: less order than
+most file systems keep. A sync may lie.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.storage.disk import Disk
+
+Kind = Literal[
+    "folder", "create", "write", "truncate", "sync", "sync names", "open", "rename", "remove"
+]
+
+Content = dict[Path, bytes | None]
+"""What is below a folder, by relative path: files' bytes, ``None`` for folders."""
+
+SECTOR_BYTES = 64
+"""What a disk writes whole: less than a real one's, because simulated files are small."""
+
+
+class CrashError(BaseException):
+    """The process is killed here: nothing of it may catch this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One thing that was done.
+
+    Attributes:
+        kind: What.
+        path: Where, relative to the simulated folder; a rename's new name.
+        file: Number of the file, which it keeps when it is renamed.
+        start: Where a write begins, or what length a file is cut to; bytes.
+        content: What was written.
+        source: The name that a rename took away.
+    """
+
+    kind: Kind
+    path: Path
+    file: int = 0
+    start: int = 0
+    content: bytes = b""
+    source: Path = Path()
+
+
+class SimulatedDisk(Disk):
+    """Does everything to the files below a folder, and keeps a log of it.
+
+    Args:
+        root: The folder. What is there already is taken to be safely on the disk.
+        crash_at: The number of the operation before which the process is killed.
+        full: Whether there is no space for the operation of this number.
+
+    Attributes:
+        before: What was there in the beginning.
+        log: What was done.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        crash_at: int | None = None,
+        full: Callable[[int], bool] = lambda number: False,
+    ) -> None:
+        self.root = root
+        self.before = read_folder(root)
+        self.log: list[Operation] = []
+        self.tried = 0
+        self._crash_at = crash_at
+        self._full = full
+        self._files = {path: n for n, path in enumerate(_files_of(self.before))}
+        self._next = len(self._files)
+        self._open: dict[int, int] = {}
+        self._handles: list[BinaryIO] = []
+
+    def _try(self, kind: Kind, path: Path) -> Path:
+        """Counts an operation, and lets it fail where one is to; its relative path."""
+        self.tried += 1
+        if self._crash_at is not None and self.tried > self._crash_at:
+            raise CrashError
+        if kind not in ("open", "remove") and self._full(self.tried):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return path.relative_to(self.root)
+
+    def _did(self, operation: Operation) -> None:
+        self.log.append(operation)
+
+    def make_one_folder(self, path: Path) -> None:
+        """See `Disk`."""
+        name = self._try("folder", path)
+        super().make_one_folder(path)
+        self._did(Operation("folder", name))
+
+    def open(self, path: Path) -> BinaryIO:
+        """See `Disk`."""
+        is_new = not path.exists()
+        name = self._try("create" if is_new else "open", path)
+        file = super().open(path)
+        if is_new:
+            self._create(name)
+        self._open[file.fileno()] = self._files[name]
+        self._handles.append(file)
+        return file
+
+    def close(self) -> None:
+        """Closes every file, as the end of a process does."""
+        for file in self._handles:
+            file.close()
+        self._handles.clear()
+
+    def _create(self, name: Path) -> None:
+        self._files[name] = self._next
+        self._did(Operation("create", name, self._next))
+        self._next += 1
+
+    def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
+        """See `Disk`; a full disk takes half of it."""
+        start, whole = file.tell(), bytes(content)
+        path = Path(file.name)
+        number = self._open[file.fileno()]
+        try:
+            name = self._try("write", path)
+        except OSError:
+            half = whole[: len(whole) // 2]
+            super().write(file, half)
+            self._did(Operation("write", path.relative_to(self.root), number, start, half))
+            raise
+        super().write(file, whole)
+        self._did(Operation("write", name, number, start, whole))
+
+    def truncate(self, file: BinaryIO, nbytes: int) -> None:
+        """See `Disk`."""
+        name = self._try("truncate", Path(file.name))
+        super().truncate(file, nbytes)
+        self._did(Operation("truncate", name, self._open[file.fileno()], nbytes))
+
+    def fill(self, path: Path, fill: Callable[[Path], None]) -> None:
+        """See `Disk`."""
+        name = self._try("create", path)
+        if name not in self._files:
+            self._create(name)
+        self._try("write", path)
+        super().fill(path, fill)
+        self._did(Operation("truncate", name, self._files[name], 0))
+        self._did(Operation("write", name, self._files[name], 0, path.read_bytes()))
+
+    def sync_file(self, file: BinaryIO) -> None:
+        """See `Disk`."""
+        name = self._try("sync", Path(file.name))
+        self._did(Operation("sync", name, self._open[file.fileno()]))
+
+    def sync(self, path: Path) -> None:
+        """See `Disk`."""
+        kind: Kind = "sync names" if path.is_dir() else "sync"
+        name = self._try(kind, path)
+        self._did(Operation(kind, name, self._files.get(name, 0)))
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See `Disk`."""
+        name = self._try("rename", target)
+        super().rename(source, target)
+        before = source.relative_to(self.root)
+        self._files[name] = self._files.pop(before)
+        self._did(Operation("rename", name, self._files[name], source=before))
+
+    def remove(self, path: Path) -> None:
+        """See `Disk`."""
+        name = self._try("remove", path)
+        super().remove(path)
+        self._did(Operation("remove", name, self._files.pop(name)))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a crash does to what nobody has waited for: probabilities, drawn from ``choices``.
+
+    Attributes:
+        choices: Where they are drawn from.
+        names: That a new name, a rename or a deletion is lost.
+        writes: That a write or cut is lost.
+        torn: That a write is there in part; sectors that are not are zeros.
+        zeros: That of a write that is lost the file's new length is there all the same.
+        lies: That a sync has done nothing.
+    """
+
+    choices: Choices
+    names: float = 0.0
+    writes: float = 0.0
+    torn: float = 0.0
+    zeros: float = 0.0
+    lies: float = 0.0
+
+    def content(self, operation: Operation) -> bytes | None:
+        """What is left of an unsynced write; ``None``: nothing."""
+        content = operation.content
+        if self.choices.chance(self.writes):
+            return bytes(len(content)) if self.choices.chance(self.zeros) else None
+        if self.choices.chance(self.torn):
+            sectors = range(0, len(content), SECTOR_BYTES)
+            parts = [content[at : at + SECTOR_BYTES] for at in sectors]
+            return b"".join(p if self.choices.chance(0.5) else bytes(len(p)) for p in parts)
+        return content
+
+
+@dataclass
+class _File:
+    content: bytearray = field(default_factory=bytearray)
+    unsynced: list[Operation] = field(default_factory=list)
+
+
+@dataclass
+class _Names:
+    """Where files are; a folder is a name for -1."""
+
+    known: dict[Path, int]
+    unsynced: dict[Path, list[Operation]] = field(default_factory=dict)
+
+    def apply(self, operation: Operation) -> None:
+        match operation.kind:
+            case "folder":
+                self.known[operation.path] = -1
+            case "remove":
+                if self.known.get(operation.path) == operation.file:
+                    del self.known[operation.path]
+            case "rename" if self.known.get(operation.source) == operation.file:
+                del self.known[operation.source]
+        if operation.kind in ("create", "rename"):
+            self.known[operation.path] = operation.file
+
+
+def remains(before: Mapping[Path, bytes | None], log: Iterable[Operation], loss: Loss) -> Content:
+    """What may be on a disk after a crash.
+
+    Args:
+        before: What was safely there.
+        log: What was done since.
+        loss: What of it is lost.
+    """
+    names = _Names({path: -1 for path, content in before.items() if content is None})
+    files: dict[int, _File] = {}
+    for number, path in enumerate(_files_of(before)):
+        files[number] = _File(bytearray(before[path] or b""))
+        names.known[path] = number
+    for operation in log:
+        _happen(operation, names, files, loss)
+    for unsynced in names.unsynced.values():
+        for operation in unsynced:  # a folder that was taken away again had no files
+            if not loss.choices.chance(loss.names):
+                names.apply(operation)
+    for file in files.values():
+        _lose(file, loss)
+    return {
+        path: None if number < 0 else bytes(files[number].content)
+        for path, number in names.known.items()
+        if all(names.known.get(above) == -1 for above in path.parents if above.parts)
+    }
+
+
+def _happen(operation: Operation, names: _Names, files: dict[int, _File], loss: Loss) -> None:
+    match operation.kind:
+        case "create" | "rename" | "remove" | "folder":
+            names.unsynced.setdefault(operation.path.parent, []).append(operation)
+            files.setdefault(operation.file, _File())
+        case "write" | "truncate":
+            files[operation.file].unsynced.append(operation)
+        case "sync" if not loss.choices.chance(loss.lies):
+            file = files[operation.file]
+            for earlier in file.unsynced:
+                _write(file, earlier, earlier.content)
+            file.unsynced.clear()
+        case "sync names" if not loss.choices.chance(loss.lies):
+            for earlier in names.unsynced.pop(operation.path, []):
+                names.apply(earlier)
+
+
+def _lose(file: _File, loss: Loss) -> None:
+    for operation in file.unsynced:
+        if operation.kind == "truncate":
+            if not loss.choices.chance(loss.writes):
+                _write(file, operation, b"")
+        else:
+            content = loss.content(operation)
+            if content is not None:
+                _write(file, operation, content)
+
+
+def _write(file: _File, operation: Operation, content: bytes) -> None:
+    if operation.kind == "truncate":
+        del file.content[operation.start :]
+        return
+    file.content.extend(bytes(max(0, operation.start - len(file.content))))
+    file.content[operation.start : operation.start + len(content)] = content
+
+
+def read_folder(root: Path) -> Content:
+    """What is below a folder."""
+    return {
+        path.relative_to(root): None if path.is_dir() else path.read_bytes()
+        for path in sorted(root.rglob("*"))
+    }
+
+
+def write_folder(root: Path, content: Mapping[Path, bytes | None]) -> None:
+    """Puts content below a new folder."""
+    root.mkdir(parents=True)
+    for path, content_of in sorted(content.items()):
+        if content_of is None:
+            (root / path).mkdir()
+        else:
+            (root / path).write_bytes(content_of)
+
+
+def _files_of(content: Mapping[Path, bytes | None]) -> list[Path]:
+    return sorted(path for path, content_of in content.items() if content_of is not None)
