@@ -41,6 +41,7 @@ from decoupled_diloco.errors import (
 from decoupled_diloco.learner.checks import layout_text
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.joining import Coordinations, CoordinatorLink, Identity
+from decoupled_diloco.learner.keeper import Keeper
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.merge import Layout, as_bytes, digest
@@ -102,6 +103,11 @@ class Background:
         client: Makes the transport's client, inside the loop.
         tape: Where events go, or ``None``.
         give_up_seconds: After so long without any shard, give up; ``None``: never.
+        keeper: A learner's own checkpoint; ``None`` for observers.
+
+    Attributes:
+        restoring: The learner goes on from its own checkpoint, which the trainer puts back.
+        run_id: The id of the run, once it has let this process in.
     """
 
     def __init__(
@@ -113,7 +119,11 @@ class Background:
         client: Callable[[], Client],
         tape: Callable[[dict[str, Any]], TapeWriter] | None,
         give_up_seconds: float | None,
+        keeper: Keeper | None = None,
     ) -> None:
+        self.keeper = keeper
+        self.restoring = False
+        self.run_id = ""
         self.identity = identity
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -297,10 +307,24 @@ class Background:
                 self._fail(ProtocolError(reason))
             case do.Note(text, why):
                 logger.info("%s: %s (%s)", self.identity.name, text, why)
+            case do.Recovered():
+                self._tell_recovery(effect)
             case do.Relabel() | do.RunOver() | do.Release() | do.Hold() | do.EndTraining():
                 pass  # the machine's state says it; the trainer was notified
             case do.Snapshot() | do.Apply():
                 raise AssertionError("only a step boundary orders this")
+
+    def _tell_recovery(self, recovered: do.Recovered) -> None:
+        count = recovered.kept + recovered.overwritten
+        logger.info(
+            "%s begins after %.1f s from %s: own progress goes on in %d of %d fragments (%s)",
+            self.identity.name,
+            recovered.seconds,
+            recovered.way,
+            recovered.kept,
+            count,
+            recovered.why,
+        )
 
     def _say(self, shard: int, message: say.FromLearner | say.Hello) -> None:
         channel = self._channels.get(shard)
@@ -421,10 +445,33 @@ class Background:
             recorder = Recorder(machine, self._tape) if self._tape else Unrecorded(machine)
             self._shards = tuple(reached_by(each, dialled) for each in admitted.shards)
             self.shared = Shared(machine, tensors, public, recorder)
+            self.run_id = admitted.run
+            if self.keeper is not None:
+                self._begin(self.shared, self.keeper)
             self.changed.notify_all()
         logger.info(
             "%s has joined %s, epoch %d", self.identity.name, public["run"]["name"], admitted.epoch
         )
+
+    def _begin(self, shared: Shared, keeper: Keeper) -> None:
+        """Tells the machine what this process begins with."""
+        numels = tuple(part.numel for part in shared.tensors.plan.fragments)
+        problem = keeper.fits(self.run_id, numels)
+        checkpoint = keeper.loaded
+        if problem or checkpoint is None:
+            if checkpoint is not None:
+                logger.warning("%s: %s: it is not used", self.identity.name, problem)
+            keeper.forget()
+            self._told(fact.Began(why=problem))
+            return
+        self.restoring = True
+        shared.tensors.published = [held.published for held in checkpoint.fragments]
+        fragments = tuple(
+            fact.KeptFragment(index, held.version, held.steps, held.tokens)
+            for index, held in enumerate(checkpoint.fragments)
+        )
+        why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
+        self._told(fact.Began(fragments, why))
 
     # ---- shards
 

@@ -18,7 +18,8 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -27,13 +28,16 @@ import torch
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.background import Background, Shared
+from decoupled_diloco.learner.checkpoint import CheckpointFolder, LearnerCheckpoint
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
 from decoupled_diloco.learner.joining import Identity
+from decoupled_diloco.learner.keeper import Counted, Keeper, all_stateful, held_fragment
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol.coordinator import LEARNER_ID
 from decoupled_diloco.protocol.events import Paused, StepFinished
+from decoupled_diloco.protocol.recovery import kept as kept_fragments
 from decoupled_diloco.transport.base import Client
 from decoupled_diloco.transport.http import HttpClient
 
@@ -41,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 30.0
 """How long `close` waits for the closing sweep while no shard is reachable."""
+
+CHECKPOINT_SECONDS = 30.0
+"""How long `close` waits for the disk to have the last checkpoint."""
 
 
 class _Participant:
@@ -57,6 +64,7 @@ class _Participant:
         give_up_seconds: float | None,
         tape: str | Path | None,
         client: Callable[[], Client] | None,
+        keeper: Keeper | None = None,
     ) -> None:
         if not LEARNER_ID.fullmatch(name):
             raise ConfigError(
@@ -79,6 +87,7 @@ class _Participant:
             client=client or (lambda: HttpClient(token=token)),
             tape=None if tape is None else lambda header: _open_tape(Path(tape), name, header),
             give_up_seconds=give_up_seconds,
+            keeper=keeper,
         )
         self._background.start()
         try:
@@ -94,6 +103,10 @@ class _Participant:
             while not background.ready:
                 self._raise_failure()
                 background.changed.wait(1.0)
+        self._begin()
+
+    def _begin(self) -> None:
+        """The first boundary."""
         self._boundary()
 
     def _raise_failure(self) -> None:
@@ -182,12 +195,21 @@ class Learner(_Participant):
         give_up_seconds: Raise `TransportError` after so long without any shard. Default: train on
             and keep trying for ever.
         tape: File to which this learner's events are appended.
+        stateful: Name to object with ``state_dict`` and ``load_state_dict``, kept in checkpoints
+            beside the model and the optimizer: data loader, learning rate schedule, random state.
+        checkpoint: Folder of this learner's checkpoints, in a folder of its own by ``learner_id``.
+            A learner that is started again goes on from the newest: model, optimizer and stateful
+            objects are put back, and fragments that the run has moved on from are overwritten.
+        checkpoint_every_seconds: How often one is taken, at the end of a `step`: so call that last
+            in the loop. The step waits for the copy to host memory alone. 0: only in `close`.
         store: How to read and write the parameters; default: `ModuleStore(model)`.
         client: Makes the transport's client. Default: HTTP.
 
     Raises:
         ConfigError: the model differs from the run's (the first differing tensor is named), or has
-            NaN or infinite weights, the id or address is no good, or the optimizer holds copies.
+            NaN or infinite weights, the id or address is no good, the optimizer holds copies, or
+            something in ``stateful`` cannot be kept or does not fit its checkpoint.
+        StorageError: the checkpoints cannot be read.
         AccessError: the syncer refuses the token.
         TransportError: ``give_up_seconds`` have passed.
     """
@@ -200,6 +222,9 @@ class Learner(_Participant):
         token: str | None = None,
         learner_id: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        stateful: Mapping[str, Any] | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_every_seconds: float = 60.0,
         after_apply: Callable[[tuple[int, ...]], None] | None = None,
         give_up_seconds: float | None = None,
         tape: str | Path | None = None,
@@ -214,16 +239,70 @@ class Learner(_Participant):
             store = ModuleStore(model)  # First: what it cannot hold cannot be looked at either.
             refuse_what_is_not_finite(model)
         self._after_apply = after_apply
-        self._steps_before = self._tokens_before = 0
+        self._keeper = _keeper(
+            learner_id,
+            model,
+            all_stateful(optimizer, stateful),
+            checkpoint,
+            checkpoint_every_seconds,
+        )
         super().__init__(
             store,
             syncer,
-            name=learner_id or _default_id(),
+            name=self._keeper.learner,
             role="learner",
             token=token,
             give_up_seconds=give_up_seconds,
             tape=tape,
             client=client,
+            keeper=self._keeper,
+        )
+
+    def _begin(self) -> None:
+        """The first boundary: what an earlier life has kept, then what is newer."""
+        restoring = self._background.restoring
+        if restoring:
+            self._keeper.restore()
+        applied = self._background.tell(Paused()).applied
+        if restoring and self._after_apply is not None:
+            self._after_apply(applied)
+
+    def checkpoint(self, cut: int | None = None) -> Future[None] | None:
+        """Takes a checkpoint now; call it between two steps, in the thread of the training loop.
+
+        Args:
+            cut: The consistent cut of the whole run that it belongs to.
+
+        Returns:
+            Done when it is written, or its failure told; `None` if this learner keeps none.
+        """
+        outline = self._outline(cut)
+        return None if outline is None else self._keeper.take(outline, self._background.sample)
+
+    def _outline(self, cut: int | None) -> LearnerCheckpoint | None:
+        """The numbers and published copies of this boundary; `None` before all are held."""
+        background, shared = self._background, self._shared
+        with background.lock:
+            fragments = [
+                held_fragment(kept.version, kept.steps, kept.tokens, published)
+                for kept, published in zip(
+                    kept_fragments(shared.machine.state), shared.tensors.published, strict=False
+                )
+                if published is not None
+            ]
+        if len(fragments) < len(shared.tensors.published):
+            return None
+        return LearnerCheckpoint(
+            learner=self.name,
+            run=background.run_id,
+            epoch=self.epoch,
+            steps=self.steps,
+            tokens=self.tokens,
+            discarded_tokens=self.discarded_tokens,
+            global_step=self.global_step,
+            fragments=tuple(fragments),
+            model={},
+            cut=cut,
         )
 
     def step(self, tokens: int, loss: float | None = None) -> bool:
@@ -259,6 +338,8 @@ class Learner(_Participant):
             self._background.sample(
                 LossMeasured(state.step, self.global_step, state.tokens, float(loss))
             )
+        if self._keeper.due:
+            self.checkpoint()
         return not self._shared.machine.state.ended
 
     def _hold(self) -> tuple[int, ...]:
@@ -274,19 +355,20 @@ class Learner(_Participant):
 
     @property
     def steps(self) -> int:
-        """This learner's own steps, those before `load_state_dict` included."""
-        return self._steps_before + self._shared.machine.state.step
+        """This learner's own steps, those of earlier lives included if they are known."""
+        return self._keeper.counted.steps + self._shared.machine.state.step
 
     @property
     def tokens(self) -> int:
-        """This learner's own tokens, those before `load_state_dict` included."""
-        return self._tokens_before + self._shared.machine.state.tokens
+        """This learner's own tokens, those of earlier lives included if they are known."""
+        return self._keeper.counted.tokens + self._shared.machine.state.tokens
 
     @property
     def discarded_tokens(self) -> int:
         """Token-fragments whose training an overwrite threw away, divided by the fragments."""
         state = self._shared.machine.state
-        return state.discarded_tokens // len(state.fragments)
+        own = state.discarded_tokens // len(state.fragments)
+        return self._keeper.counted.discarded_tokens + own
 
     @property
     def epoch(self) -> int:
@@ -296,8 +378,9 @@ class Learner(_Participant):
     def state_dict(self) -> dict[str, Any]:
         """What this learner needs to count on after a restart: plain numbers.
 
-        Weights are not in it: a learner that joins takes the global ones. Keep the inner optimizer
-        and the position in the data beside it.
+        For loops that keep their own checkpoints; with ``checkpoint=`` it is kept already. Weights
+        are not in it: a learner that joins takes the global ones. Keep the inner optimizer and the
+        position in the data beside it.
         """
         return {"learner": self.name, "steps": self.steps, "tokens": self.tokens}
 
@@ -313,8 +396,11 @@ class Learner(_Participant):
                 "each learner's own"
             )
         own = self._shared.machine.state
-        self._steps_before = int(state["steps"]) - own.step
-        self._tokens_before = int(state["tokens"]) - own.tokens
+        self._keeper.counted = Counted(
+            int(state["steps"]) - own.step,
+            int(state["tokens"]) - own.tokens,
+            self._keeper.counted.discarded_tokens,
+        )
 
     def close(self) -> None:
         """Hands in what the closing sweep asks for if the run has ended, says goodbye, and ends.
@@ -325,7 +411,14 @@ class Learner(_Participant):
             return
         if self.finished and self._background.failure is None:
             self._finish()
+        elif self._background.failure is None:
+            self.checkpoint()
+            self._keeper.wait(CHECKPOINT_SECONDS)
         self._leave("the run is over" if self.over else "its loop has ended")
+
+    def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
+        super()._leave(farewell, abrupt=abrupt)
+        self._keeper.close()
 
     def _finish(self) -> None:
         background = self._background
@@ -430,6 +523,26 @@ class Observer(_Participant):
 def _open_tape(path: Path, name: str, header: dict[str, Any]) -> TapeWriter:
     """The tape; a full disk ends it, and nothing else."""
     return TapeWriter(path, name, header, on_failure=lambda error: logger.error("%s", error))
+
+
+def _keeper(
+    learner_id: str | None,
+    model: torch.nn.Module,
+    stateful: Mapping[str, Any],
+    checkpoint: str | Path | None,
+    every_seconds: float,
+) -> Keeper:
+    if not 0 <= every_seconds < float("inf"):
+        raise ConfigError(f"checkpoint_every_seconds={every_seconds}: 0 or more")
+    if checkpoint is None:
+        return Keeper(learner_id or _default_id(), model, stateful, None, 0.0)
+    if learner_id is None:
+        raise ConfigError(
+            "checkpoint= without learner_id=: give this learner a name that stays the same when it "
+            "is started again"
+        )
+    folder = CheckpointFolder(Path(checkpoint) / learner_id)
+    return Keeper(learner_id, model, stateful, folder, every_seconds)
 
 
 def _default_id() -> str:

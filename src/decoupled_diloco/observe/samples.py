@@ -140,6 +140,22 @@ class BytesMoved:
     data_received: int
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """A learner has kept itself, or tried to: ``problem`` says why it could not.
+
+    ``step``: own steps over all lives; ``copy_seconds``: what its step waited for;
+    ``write_seconds``: what a thread of its own took; ``cut``: the run's cut that it belongs to.
+    """
+
+    step: int
+    nbytes: int
+    copy_seconds: float
+    write_seconds: float
+    problem: str = ""
+    cut: int | None = None
+
+
 Sample = (
     LossMeasured
     | Evaluated
@@ -154,6 +170,7 @@ Sample = (
     | CorpusDescribed
     | LinkState
     | BytesMoved
+    | CheckpointWritten
 )
 
 

@@ -411,6 +411,24 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Recovered:
+    """How this process came by its state, for observers; said together with ``Ready``.
+
+    ``way``: from its own ``checkpoint``, from a ``donor``'s optimizer and data position, or from
+    the ``published`` copies alone, with a fresh optimizer. ``kept``: fragments whose own progress
+    goes on; ``overwritten``: those that the run has moved on from. ``nbytes``: of a donor's state.
+    """
+
+    way: Literal["checkpoint", "donor", "published"]
+    seconds: float
+    kept: int
+    overwritten: int
+    why: str
+    donor: str = ""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EndTraining:
     """The run's budget is spent: ``step()`` says so at this boundary."""
 
@@ -444,6 +462,7 @@ LearnerEffect = (
     | Hold
     | Release
     | Ready
+    | Recovered
     | EndTraining
     | RunOver
     | Expelled

@@ -280,8 +280,34 @@ class CopyFailed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class KeptFragment:
+    """A fragment as this learner's own checkpoint has it.
+
+    ``steps`` and ``tokens``: what is trained in its parameters beyond ``version``.
+    """
+
+    fragment: int
+    version: Version
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The run has let this process in; told before anything else.
+
+    ``kept``: what its own checkpoint has, every fragment; empty: it has none. ``why``: where that
+    comes from, or why there is none, in words.
+    """
+
+    kept: tuple[KeptFragment, ...] = ()
+    why: str = ""
+
+
 LearnerEvent = (
     Tick
+    | Began
     | StepFinished
     | Paused
     | Linked

@@ -16,6 +16,7 @@ import copy
 from dataclasses import replace
 from typing import Literal, assert_never
 
+from decoupled_diloco.protocol import recovery
 from decoupled_diloco.protocol.effects import (
     NOTHING_NEW,
     Apply,
@@ -32,6 +33,7 @@ from decoupled_diloco.protocol.effects import (
     Snapshot,
 )
 from decoupled_diloco.protocol.events import (
+    Began,
     CoordinatorLinked,
     CoordinatorTold,
     CoordinatorUnlinked,
@@ -108,9 +110,17 @@ class LearnerMachine:
 
     def handle(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
+        effects = self._dispatch(now, event)
+        if not self.state.ready:
+            effects += recovery.ready_if_complete(self.state, self.options, now)
+        return effects
+
+    def _dispatch(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
         match event:
             case Tick():
                 return retry(self.state, self.options, now)
+            case Began():
+                return recovery.began(self.state, now, event)
             case StepFinished(tokens):
                 return self._stepped(now, tokens)
             case Paused():
@@ -145,10 +155,10 @@ class LearnerMachine:
 
     def deadline(self) -> float | None:
         """When to be woken by a ``Tick``."""
-        if not self.state.retrying:
-            return None
-        retries = [self.state.fragments[index].retry_at for index in self.state.retrying]
-        return min((instant for instant in retries if instant is not None), default=None)
+        instants = [self.state.fragments[index].retry_at for index in self.state.retrying]
+        if not self.state.ready:
+            instants.append(recovery.deadline(self.state))
+        return min((instant for instant in instants if instant is not None), default=None)
 
     def snapshot(self) -> LearnerState:
         """A deep copy of the whole state."""
@@ -255,6 +265,8 @@ class LearnerMachine:
             # Whether it was merged is not known: nothing may be merged twice, so it is given up.
             mode = "carry" if options.missed == "rebase" else "overwrite"
             why = f"what it sent to round {view.sent[0]} may be in it"
+        elif view.restored:
+            why = "what its earlier life sent may be in it"
         elif view.held is not None and (options.missed == "rebase" or view.behind):
             mode = "rebase"
             why = "it was behind" if view.behind else why
@@ -272,7 +284,7 @@ class LearnerMachine:
             view.tokens_before += taken.tokens
         view.held, view.staged = version, None
         view.snapshot = view.accepted = view.sent = view.owed_at = None
-        view.behind = False
+        view.behind = view.restored = False
         self.state.discarded_tokens += discarded
         effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
         effects.append(Say(self.options.owner(index), Holding(index, version), why))
@@ -407,8 +419,8 @@ class LearnerMachine:
     def _told(self, now: float, shard: int, message: ToLearner) -> list[LearnerEffect]:
         link = self.state.shards[shard]
         match message:
-            case Welcome(_, _, clock, step, run_step):
-                link.offset = run_step - step
+            case Welcome(_, _, clock, step, run_step, news):
+                link.offset, link.news = run_step - step, news
                 self._hear_clock(now, link, clock)
                 for view in self._fragments_of(shard):
                     view.owed_at = None  # steps are counted anew: what was due then is not now

@@ -6,7 +6,7 @@ whole; one fetch of a fragment is under way at a time, and what is newer by then
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import Fetch, LearnerEffect, Note, Ready, Relabel, Say
+from decoupled_diloco.protocol.effects import Fetch, LearnerEffect, Note, Relabel, Say
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState
 from decoupled_diloco.protocol.messages import Holding, Published, Version
 from decoupled_diloco.protocol.options import Options
@@ -18,6 +18,8 @@ RETRY_SECONDS = 1.0
 def published(state: LearnerState, options: Options, message: Published) -> list[LearnerEffect]:
     """A shard has told of a new copy."""
     view = state.fragments[message.fragment]
+    link = state.shards[options.owner(message.fragment)]
+    link.news = max(0, link.news - 1) if link.news else link.news
     if view.latest is not None and view.latest.version >= message.version:
         return []
     view.latest, view.retry_at = message, None
@@ -69,11 +71,7 @@ def fetched(
         return []
     view.fetching, view.fetch_whole, view.staged = None, False, version
     state.attention.add(index)
-    effects = _fetch_next(options, index, view)
-    if not state.ready and all(v.newest is not None for v in state.fragments):
-        state.ready = True
-        effects.append(Ready("every fragment is here"))
-    return effects
+    return _fetch_next(options, index, view)
 
 
 def fetch_failed(

@@ -33,6 +33,9 @@ class FragmentView:
     in ``held`` or discarded, so that c_steps[p] and c_tokens[p] are what it counts beyond
     (`LearnerState.steps_of`, `LearnerState.tokens_of`) and a step does not touch every fragment.
 
+    ``restored``: its parameters come from an earlier life's checkpoint. What that life sent after
+    it may be in any newer version, so that only an overwrite is safe.
+
     There is one snapshot at a time: from sending it until its outcome is applied no other is
     taken, so that carrying subtracts exactly what was merged.
     """
@@ -51,6 +54,7 @@ class FragmentView:
     behind: bool = False
     pull: Pull | None = None
     owed_at: int | None = None
+    restored: bool = False
 
     @property
     def newest(self) -> Version | None:
@@ -60,7 +64,11 @@ class FragmentView:
 
 @dataclass(slots=True)
 class ShardView:
-    """One shard, as the learner sees it."""
+    """One shard, as the learner sees it.
+
+    ``news``: announcements that its welcome has promised and that have not come; ``None``: no
+    welcome yet.
+    """
 
     linked: bool = False
     offset: int | None = None
@@ -68,6 +76,20 @@ class ShardView:
     clock_at: float | None = None
     tick_seconds: MovingAverage = field(default_factory=MovingAverage)
     finished: bool = False
+    news: int | None = None
+
+
+@dataclass(slots=True)
+class Recovery:
+    """How this process comes by its state; see `recovery`.
+
+    ``patient_until``: a shard that is out of reach is waited for until then.
+    """
+
+    began_at: float
+    why: str = ""
+    from_checkpoint: bool = False
+    patient_until: float | None = None
 
 
 @dataclass(slots=True)
@@ -92,6 +114,7 @@ class LearnerState:
     holding: bool = False
     attention: set[int] = field(default_factory=set)
     retrying: set[int] = field(default_factory=set)
+    recovery: Recovery | None = None
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""

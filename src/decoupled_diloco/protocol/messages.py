@@ -147,13 +147,17 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Accepted: the shard's term and clock; own step ``step`` is run step ``run_step``."""
+    """Accepted: the shard's term and clock; own step ``step`` is run step ``run_step``.
+
+    ``news``: of so many fragments a newer copy is announced next.
+    """
 
     shard: int
     term: int
     clock: int
     step: int
     run_step: int
+    news: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +263,16 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Coordinator → learner: your epoch, the run's settings and layout, where the shards are."""
+    """Coordinator → learner: your epoch, the run's settings and layout, where the shards are.
+
+    ``run``: the id of this run, which no other has: what a learner keeps of one is void in another.
+    """
 
     epoch: int
     settings: str
     layout: str
     shards: tuple[str, ...]
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)

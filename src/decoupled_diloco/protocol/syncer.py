@@ -292,14 +292,14 @@ class SyncerMachine:
 
     def _welcome(self, hello: Hello, step: int, run_step: int, why: str) -> list[SyncerEffect]:
         state = self.state
-        welcome = Welcome(self.shard, state.term, state.clock, step, run_step)
-        effects: list[SyncerEffect] = [Send(hello.learner, welcome, why)]
         held = credible(hello.held, self._owned_set)
+        news: list[SyncerEffect] = []
         if state.phase in ("running", "sweeping", "swept", "finished"):
             for fragment, entry in state.fragments.items():
                 if entry.version is not None and held.get(fragment) != entry.version:
-                    announcement = entry.announcement(fragment, state.clock)
-                    effects.append(Send(hello.learner, announcement, why))
+                    news.append(Send(hello.learner, entry.announcement(fragment, state.clock), why))
+        welcome = Welcome(self.shard, state.term, state.clock, step, run_step, len(news))
+        effects: list[SyncerEffect] = [Send(hello.learner, welcome, why), *news]
         if self.state.end_ordered:
             effects.append(Send(hello.learner, Ending(), why))
         if state.phase == "finished":

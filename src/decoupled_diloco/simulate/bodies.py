@@ -138,14 +138,37 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """The steps ``first < s <= last`` of one life."""
+
+    life: Life
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """A contribution: the steps ``first < s <= last`` of one life, against one value."""
+    """A contribution against one value: the steps ``first < s <= last`` of the life that sends it.
+
+    ``earlier``: steps of lives before it, which it has from its checkpoint.
+    """
 
     life: Life
     fragment: int
     base: int
     first: int
     last: int
+    earlier: tuple[Span, ...] = ()
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All steps that are in it."""
+        return (*self.earlier, Span(self.life, self.first, self.last))
+
+    @property
+    def steps(self) -> int:
+        """How many steps are in it."""
+        return sum(span.last - span.first for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +223,13 @@ class NoBodies:
 
 @dataclass(slots=True)
 class Local:
-    """One fragment at a learner: steps after ``since`` are its own and not merged."""
+    """One fragment at a learner: steps after ``since`` are its own and not merged.
+
+    ``earlier``: steps of earlier lives that are in the parameters, too, by a checkpoint.
+    """
 
     since: int = 0
+    earlier: tuple[Span, ...] = ()
     held: Value | None = None
     held_version: Version | None = None
     staged: Value | None = None
@@ -233,7 +260,9 @@ class LineageLearner:
         assert step == self.steps, "a snapshot is taken at the present boundary"
         assert local.held is not None
         assert local.held_version == base, "a snapshot is taken against the held version"
-        local.snapshot = Delta(self.life, fragment, local.held.number, local.since, step)
+        local.snapshot = Delta(
+            self.life, fragment, local.held.number, local.since, step, local.earlier
+        )
 
     def encode(self, fragment: int, base: Version, steps: int, tokens: int, codec: str) -> Body:
         """See `LearnerBodies.encode`."""
@@ -243,7 +272,7 @@ class LineageLearner:
         assert local.held is not None
         assert local.held.number == delta.base, "its base is still held"
         assert local.held_version == base
-        assert steps == delta.last - delta.first, "c_steps are those of the snapshot"
+        assert steps == delta.steps, "c_steps are those of the snapshot"
         assert tokens == steps * self.tokens_per_step, "c_tokens are those of the snapshot"
         return self.bodies.encoded(fragment, delta, f"delta-{delta.life}-{fragment}-{delta.last}")
 
@@ -285,16 +314,18 @@ class LineageLearner:
         merged = local.staged.merged.get(self.life, 0)
         if mode == "overwrite":
             lost = max(0, self.steps - max(local.since, merged)) * self.tokens_per_step
-            assert discarded_tokens <= (self.steps - local.since) * self.tokens_per_step
+            earlier = sum(span.last - span.first for span in local.earlier)
+            assert discarded_tokens <= (self.steps - local.since + earlier) * self.tokens_per_step
             assert discarded_tokens >= 0
             self.discarded_tokens += lost
-            local.since = self.steps
+            local.since, local.earlier = self.steps, ()
         elif mode in ("carry", "blend"):
             assert local.snapshot is not None, "carrying needs the snapshot that was sent"
-            local.since = local.snapshot.last
+            local.since, local.earlier = local.snapshot.last, ()
         else:
             assert mode == "rebase"
             assert local.held is not None
+            assert not local.earlier, "what an earlier life has trained is never rebased"
         assert local.since >= merged, f"steps up to {merged} would be merged twice ({mode})"
         local.held, local.held_version = local.staged, version
         local.staged = local.staged_version = local.snapshot = None
@@ -308,6 +339,22 @@ class LineageLearner:
             assert local.held is not None
             local.held_version = version
             assert local.since >= local.held.merged.get(self.life, 0)
+
+    def keep(self) -> tuple[tuple[Value, Version, tuple[Span, ...]], ...]:
+        """What a checkpoint of this boundary has of each fragment."""
+        kept = []
+        for local in self.fragments:
+            assert local.held is not None
+            assert local.held_version is not None
+            own = Span(self.life, local.since, self.steps)
+            spans = (*local.earlier, own) if own.last > own.first else local.earlier
+            kept.append((local.held, local.held_version, spans))
+        return tuple(kept)
+
+    def resume(self, kept: tuple[tuple[Value, Version, tuple[Span, ...]], ...]) -> None:
+        """Goes on from what an earlier life has kept."""
+        for local, (held, version, spans) in zip(self.fragments, kept, strict=True):
+            local.held, local.held_version, local.earlier = held, version, spans
 
 
 class LineageShard:
@@ -341,7 +388,7 @@ class LineageShard:
     def norm(self, fragment: int, body: Body) -> float:
         """See `ShardBodies.norm`: as if each step went one unit in the same direction."""
         delta: Delta = body.payload
-        return float(delta.last - delta.first)
+        return float(delta.steps)
 
     def keep(self, fragment: int) -> Value:
         """See `ShardBodies.keep`."""
@@ -369,10 +416,11 @@ class LineageShard:
         assert delta.life[0] == learner
         assert delta.fragment == fragment
         assert delta.base == value.number, "a contribution is folded onto the copy it started from"
-        assert delta.first >= value.merged.get(delta.life, 0), f"{delta} would be merged twice"
         folded = self.folded.setdefault((round, fragment), {})
-        assert delta.life not in folded, "folded twice in one round"
-        folded[delta.life] = delta.last
+        for span in delta.spans:
+            assert span.first >= value.merged.get(span.life, 0), f"{delta} would be merged twice"
+            assert span.life not in folded, "folded twice in one round"
+            folded[span.life] = span.last
 
     def abandon(self, round: int, fragment: int) -> None:
         """See `ShardBodies.abandon`."""

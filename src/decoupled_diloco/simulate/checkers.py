@@ -187,5 +187,5 @@ class Checker:
                 f"{learner.name} ends with another copy of fragment {fragment}"
             )
             if learner.spec.role == "learner":
-                rest = bodies.steps - local.since
+                rest = bodies.steps - local.since + len(local.earlier)
                 assert rest == 0, f"{rest} steps of {learner.name} are not in fragment {fragment}"

@@ -131,6 +131,8 @@ def draw(seed: int) -> Scenario:
         poison=choices.fork("poison").pick([0.0, 0.0, 0.02]),
         disk_lies=choices.fork("lies").pick([0.0, 0.0, 0.1]),
         disk_lost=choices.fork("disks").pick([0.0, 0.3, 1.0]),
+        checkpoints=choices.fork("checkpoints").pick([0.0, 0.05, 0.5]),
+        checkpoint_lost=choices.fork("checkpoint lost").pick([0.0, 0.3]),
     )
     world = World(
         options,

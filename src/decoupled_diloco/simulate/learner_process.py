@@ -14,6 +14,7 @@ from decoupled_diloco.protocol.effects import (
     LearnerEffect,
     Note,
     Ready,
+    Recovered,
     Relabel,
     Release,
     RunOver,
@@ -24,6 +25,7 @@ from decoupled_diloco.protocol.effects import (
     TellCoordinator,
 )
 from decoupled_diloco.protocol.events import (
+    Began,
     CoordinatorLinked,
     CoordinatorTold,
     CoordinatorUnlinked,
@@ -51,6 +53,7 @@ from decoupled_diloco.protocol.messages import (
     Upload,
 )
 from decoupled_diloco.simulate.bodies import Body, LearnerBodies
+from decoupled_diloco.simulate.learner_disk import LearnerDisk
 from decoupled_diloco.simulate.network import Connection, Link
 from decoupled_diloco.simulate.shell import REDIAL_SECONDS, Shell
 
@@ -110,6 +113,7 @@ class LearnerProcess(Shell):
         self.shards: dict[int, Connection] = {}
         self.joined = self.stepping = self.stopped = self.held = False
         self.epoch = 0
+        self.disk = LearnerDisk(self)
 
     @property
     def at_boundary(self) -> bool:
@@ -160,6 +164,8 @@ class LearnerProcess(Shell):
         options = self.world.options
         self.machine = LearnerMachine(options, self.name, epoch, nonce, self.spec.role)
         self.bodies = self.world.bodies.learner(self.name, epoch, self.spec.tokens_per_step)
+        if not self.is_observer:
+            self.tell(Began(self.disk.recover()))
         for shard in range(options.shards):
             self._dial(shard)
 
@@ -212,6 +218,7 @@ class LearnerProcess(Shell):
             return
         self.tell(StepFinished(self.bodies.step()))
         if self.alive and self.machine is not None:
+            self.disk.at_boundary()
             self._start_step()
 
     def _finish_step_of_many(self) -> None:
@@ -276,7 +283,7 @@ class LearnerProcess(Shell):
             case Expelled(reason):
                 self.expelled = reason
                 self.world.expelled(self, reason)
-            case Note():
+            case Recovered() | Note():
                 pass
             case _:
                 assert_never(effect)

@@ -50,6 +50,8 @@ class Mishaps:
         poison: that a contribution looks a million times too large.
         disk_lies: that a shard's disk says that it has a version and has not.
         disk_lost: that a shard that starts again finds its disk empty.
+        checkpoints: that a learner's checkpoint is on its disk, at each of its steps.
+        checkpoint_lost: that a learner that starts again finds none.
     """
 
     spurious_ticks: float = 0.0
@@ -59,6 +61,8 @@ class Mishaps:
     poison: float = 0.0
     disk_lies: float = 0.0
     disk_lost: float = 0.0
+    checkpoints: float = 0.0
+    checkpoint_lost: float = 0.0
 
 
 class World:
@@ -111,6 +115,7 @@ class World:
         self.crash_after_persist = mishaps.crash_after_persist
         self.poison = mishaps.poison
         self.disk_lies, self.disk_lost = mishaps.disk_lies, mishaps.disk_lost
+        self.checkpoints, self.checkpoint_lost = mishaps.checkpoints, mishaps.checkpoint_lost
         self.events = 0
         self.shards_finished = 0
         self.may_restart: Callable[[Shell], bool] = lambda process: True

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -95,6 +96,7 @@ class CoordinatorHost:
         self._addresses = addresses
         self._file = folder / FILE
         self._layout: Layout | None = None
+        self._run = uuid.uuid4().hex
         from_file = config.sync.initial_weights is not None
         self.machine = CoordinatorMachine(options_of(self._public), weights_from_file=from_file)
         state = self._load()
@@ -256,10 +258,10 @@ class CoordinatorHost:
     def _do(self, effect: do.CoordinatorEffect) -> None:
         match effect:
             case do.Admit(connection, _, epoch):
-                self._answer(
-                    connection,
-                    say.Admitted(epoch, self._settings, self._layout_text(), self._addresses),
+                admitted = say.Admitted(
+                    epoch, self._settings, self._layout_text(), self._addresses, self._run
                 )
+                self._answer(connection, admitted)
             case do.Deny(connection, reason, retry):
                 self._answer(connection, say.JoinRefused(reason, retry))
             case do.Inform(learner, message):
@@ -305,6 +307,7 @@ class CoordinatorHost:
             "state": self._state(),
             "layout": self._layout_text(),
             "settings": self._settings,
+            "run": self._run,
         }
 
     def _state(self) -> Any:
@@ -323,6 +326,7 @@ class CoordinatorHost:
             layout = document["layout"]
             self._layout = Layout.from_json(json.loads(layout)) if layout else None
             public = read_public(document["settings"])
+            self._run = str(document.get("run", self._run))
         except (OSError, ValueError, KeyError, TypeError, ProtocolError) as error:
             raise StorageError(
                 f"{self._file} cannot be read ({error}): move the run folder away to begin anew"

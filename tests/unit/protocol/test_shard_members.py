@@ -35,7 +35,7 @@ def test_a_greeting_is_accepted_and_welcomed_with_the_copies(shard_bench: Any) -
     bench = shard_bench("a", fragments=2, period=4)
     bench.greet("b")
     assert [order.learner for order in bench.orders(Accept)] == ["b"]
-    assert bench.messages(Welcome) == [Welcome(0, 1, 0, 0, 0)]
+    assert bench.messages(Welcome) == [Welcome(0, 1, 0, 0, 0, news=2)]
     assert [message.fragment for message in bench.messages(Published)] == [0, 1]
 
 
@@ -230,7 +230,7 @@ def test_who_was_away_goes_on_counting_its_run_steps(shard_bench: Any) -> None:
     bench.told(Tick(), RECONNECT_SECONDS)
     bench.step("b")
     bench.greet("a", step=5, run_step=5)
-    assert bench.messages(Welcome) == [Welcome(0, 1, 0, 5, 5)]
+    assert bench.messages(Welcome) == [Welcome(0, 1, 0, 5, 5, news=24)]
     assert bench.machine.state.clock == 1, "b is the second largest"
 
 

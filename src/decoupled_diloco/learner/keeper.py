@@ -1,0 +1,244 @@
+"""What a learner keeps of itself: copied at a step boundary, written by a thread of its own.
+
+The copy to host memory is all that a step waits for. A disk that is slow costs checkpoints their
+frequency, a disk that is full costs them their being; both are told, and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.learner.checkpoint import (
+    OPTIMIZER,
+    CheckpointFolder,
+    HeldFragment,
+    LearnerCheckpoint,
+)
+from decoupled_diloco.merge import digest
+from decoupled_diloco.observe.samples import CheckpointWritten, Sample
+from decoupled_diloco.storage.states import on_host, pack
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be kept and taken up again: optimizers, schedulers, data loaders."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it needs to go on from here, as nested plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Goes on from what `state_dict` gave."""
+        ...
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A learner's counters over all of its lives."""
+
+    steps: int = 0
+    tokens: int = 0
+    discarded_tokens: int = 0
+
+
+class Keeper:
+    """Takes a learner's checkpoints and puts them back.
+
+    Args:
+        learner: The learner's id.
+        model: Its model.
+        stateful: Name to object; the inner optimizer's name is ``"optimizer"``.
+        folder: Where checkpoints are, or `None`: none are kept.
+        every_seconds: How often `due` says so; 0: never.
+
+    Attributes:
+        loaded: The newest checkpoint of an earlier life, until `restore` or `forget`.
+        counted: What earlier lives have counted.
+
+    Raises:
+        ConfigError: An object's state cannot be kept, or it has no state at all.
+        StorageError: The folder cannot be read.
+    """
+
+    def __init__(
+        self,
+        learner: str,
+        model: torch.nn.Module,
+        stateful: Mapping[str, Any],
+        folder: CheckpointFolder | None,
+        every_seconds: float,
+    ) -> None:
+        self.learner = learner
+        self.folder = folder
+        self.counted = Counted()
+        self._model = model
+        self._stateful = dict(stateful)
+        self._every_seconds = every_seconds
+        for name, thing in self._stateful.items():
+            _require_stateful(name, thing)
+        self.loaded = folder.newest() if folder is not None else None
+        self._taken_at = time.monotonic()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ddiloco-checkpoint")
+        self._writing: Future[None] | None = None
+
+    # ---- going on
+
+    def fits(self, run: str, fragment_numels: tuple[int, ...]) -> str:
+        """Why the checkpoint of an earlier life cannot be gone on from here; empty: it can."""
+        checkpoint = self.loaded
+        if checkpoint is None:
+            return "it has no checkpoint of its own"
+        if checkpoint.learner != self.learner:
+            return f"its checkpoint is of learner {checkpoint.learner!r}"
+        if checkpoint.run != run:
+            return "its checkpoint is of another run"
+        if tuple(held.published.numel() for held in checkpoint.fragments) != fragment_numels:
+            return "its checkpoint is of another cut of the model"
+        return ""
+
+    def forget(self) -> None:
+        """Lets the memory of `loaded` go."""
+        self.loaded = None
+
+    def restore(self) -> None:
+        """Puts model, optimizer and all stateful objects back to what `loaded` has.
+
+        Raises:
+            ConfigError: They do not fit.
+        """
+        checkpoint = self.loaded
+        assert checkpoint is not None
+        if set(checkpoint.state) != set(self._stateful):
+            raise ConfigError(
+                f"the checkpoint in {self._place} has the state of {sorted(checkpoint.state)}, "
+                f"this learner has {sorted(self._stateful)}: give the same stateful objects, or "
+                "another folder"
+            )
+        try:
+            self._model.load_state_dict(dict(checkpoint.model))
+            for name, thing in self._stateful.items():
+                thing.load_state_dict(checkpoint.state[name])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the checkpoint in {self._place} does not fit this learner ({error}): build the "
+                "same model and objects, or give another folder"
+            ) from error
+        self.counted = Counted(checkpoint.steps, checkpoint.tokens, checkpoint.discarded_tokens)
+        self.forget()
+
+    @property
+    def _place(self) -> Path | None:
+        return None if self.folder is None else self.folder.path
+
+    # ---- keeping
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for the next checkpoint, and the one before is written."""
+        if self.folder is None or not self._every_seconds:
+            return False
+        if self._writing is not None and not self._writing.done():
+            return False
+        return time.monotonic() - self._taken_at >= self._every_seconds
+
+    def take(
+        self, outline: LearnerCheckpoint, tell: Callable[[Sample], None]
+    ) -> Future[None] | None:
+        """Copies everything as it is at this step boundary, and has it written.
+
+        Args:
+            outline: All but `LearnerCheckpoint.model` and `LearnerCheckpoint.state`; digests of
+                the published copies are filled in by the writer.
+            tell: Called by the writer with what became of it.
+
+        Returns:
+            Done when it is written or given up; `None`: no checkpoints are kept.
+
+        Raises:
+            ConfigError: A stateful object's state cannot be kept.
+        """
+        if self.folder is None:
+            return None
+        started = self._taken_at = time.monotonic()
+        state = {name: on_host(thing.state_dict()) for name, thing in self._stateful.items()}
+        model = on_host(dict(self._model.state_dict()))
+        whole = replace(outline, model=model, state=state)
+        copy_seconds = time.monotonic() - started
+        self._writing = self._writer.submit(self._write, whole, copy_seconds, tell)
+        return self._writing
+
+    def _write(
+        self, checkpoint: LearnerCheckpoint, copy_seconds: float, tell: Callable[[Sample], None]
+    ) -> None:
+        assert self.folder is not None
+        started, nbytes, problem = time.monotonic(), 0, ""
+        try:
+            nbytes = self.folder.save(_with_digests(checkpoint)).stat().st_size
+        except (Error, OSError) as error:
+            problem = str(error)
+            logger.error("%s: no checkpoint of %s this time", error, self.learner)
+        seconds = time.monotonic() - started
+        cut = checkpoint.cut
+        tell(CheckpointWritten(checkpoint.steps, nbytes, copy_seconds, seconds, problem, cut))
+
+    def wait(self, seconds: float) -> None:
+        """Waits at most so long for what is being written."""
+        if self._writing is not None:
+            with contextlib.suppress(FutureTimeoutError):
+                self._writing.result(seconds)
+
+    def close(self) -> None:
+        """Nothing more will be kept; what is being written is brought to its end."""
+        self._writer.shutdown(wait=False)
+
+
+def _with_digests(checkpoint: LearnerCheckpoint) -> LearnerCheckpoint:
+    fragments = tuple(
+        held if held.digest else replace(held, digest=digest(held.published))
+        for held in checkpoint.fragments
+    )
+    return replace(checkpoint, fragments=fragments)
+
+
+def held_fragment(version: Any, steps: int, tokens: int, published: torch.Tensor) -> HeldFragment:
+    """A fragment of a checkpoint's outline, its digest left to the writer."""
+    return HeldFragment(version, "", steps, tokens, published)
+
+
+def all_stateful(
+    optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The inner optimizer and the user's objects, by name.
+
+    Raises:
+        ConfigError: One of the names is the optimizer's.
+    """
+    objects = dict(stateful or {})
+    if OPTIMIZER in objects:
+        raise ConfigError(f"stateful has {OPTIMIZER!r}: give the inner optimizer as optimizer=")
+    return objects if optimizer is None else {OPTIMIZER: optimizer, **objects}
+
+
+def _require_stateful(name: str, thing: Any) -> None:
+    if not isinstance(thing, Stateful):
+        raise ConfigError(
+            f"stateful[{name!r}] is a {type(thing).__name__} without state_dict and "
+            "load_state_dict: give it both, or leave it out"
+        )
+    try:
+        pack(thing.state_dict())
+    except ConfigError as error:
+        raise ConfigError(f"stateful[{name!r}]: {error}") from error

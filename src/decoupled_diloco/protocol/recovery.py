@@ -1,0 +1,89 @@
+"""How a learner comes by its state when it joins: which way, in which order (rule 16).
+
+A learner that has its own checkpoint goes on from it: model, optimizer, data position. It claims
+the versions that the checkpoint was aligned with. A fragment whose published copy is still that one
+keeps its local progress; every other is overwritten by the newer copy, never rebased, whatever
+``missed`` and ``alignment`` say. For what the earlier life sent, before the checkpoint or after it,
+may be merged in a newer version, or lie folded in a round that is open: a difference to the old
+copy would be merged twice. Within a version it cannot be: a round of this base is either merged,
+and then the version is newer, or given up, and then nothing of it is in any; and in one round a
+shard folds each learner id once.
+
+Functions of the learner's state.
+"""
+
+from __future__ import annotations
+
+from decoupled_diloco.protocol.effects import LearnerEffect, Ready, Recovered
+from decoupled_diloco.protocol.events import Began, KeptFragment
+from decoupled_diloco.protocol.learner_state import LearnerState, Recovery
+from decoupled_diloco.protocol.options import Options
+
+SHARD_PATIENCE_SECONDS = 10.0
+"""A learner with its own checkpoint waits so long for the word of a shard that is out of reach;
+then it trains on from what it has, as one would that loses a shard on the way."""
+
+
+def began(state: LearnerState, now: float, event: Began) -> list[LearnerEffect]:
+    """This process was let in; perhaps its own checkpoint is there."""
+    state.recovery = Recovery(now, event.why, bool(event.kept))
+    if event.kept:
+        state.recovery.patient_until = now + SHARD_PATIENCE_SECONDS
+    for own in event.kept:
+        view = state.fragments[own.fragment]
+        view.held, view.restored = own.version, True
+        view.steps_before, view.tokens_before = -own.steps, -own.tokens
+    return []
+
+
+def deadline(state: LearnerState) -> float | None:
+    """When to look again, though nothing has happened."""
+    return None if state.recovery is None else state.recovery.patient_until
+
+
+def ready_if_complete(state: LearnerState, options: Options, now: float) -> list[LearnerEffect]:
+    """Training may begin when every fragment is here, as new as the shards in reach have it."""
+    recovery = state.recovery
+    until = None if recovery is None else recovery.patient_until
+    if recovery is not None and until is not None and now >= until:
+        recovery.patient_until = None
+    if any(view.newest is None for view in state.fragments):
+        return []
+    if recovery is not None and recovery.from_checkpoint and not _is_current(state, options):
+        return []
+    state.ready = True
+    ready = Ready("every fragment is here")
+    return [ready] if recovery is None else [_recovered(state, recovery, now), ready]
+
+
+def kept(state: LearnerState) -> tuple[KeptFragment, ...]:
+    """What a checkpoint of this boundary has of the fragments; nothing before all are held."""
+    fragments = tuple(
+        KeptFragment(index, view.held, state.steps_of(view), state.tokens_of(view))
+        for index, view in enumerate(state.fragments)
+        if view.held is not None
+    )
+    return fragments if len(fragments) == len(state.fragments) else ()
+
+
+def _is_current(state: LearnerState, options: Options) -> bool:
+    assert state.recovery is not None
+    patient = state.recovery.patient_until is not None
+    for shard, link in enumerate(state.shards):
+        if not link.linked and not patient:
+            continue
+        if link.news != 0:
+            return False
+        views = [state.fragments[index] for index in options.owned(shard)]
+        if any(view.latest and view.newest and view.latest.version > view.newest for view in views):
+            return False
+    return True
+
+
+def _recovered(state: LearnerState, recovery: Recovery, now: float) -> Recovered:
+    kept = sum(view.restored and view.staged is None for view in state.fragments)
+    seconds = now - recovery.began_at
+    if recovery.from_checkpoint:
+        overwritten = len(state.fragments) - kept
+        return Recovered("checkpoint", seconds, kept, overwritten, recovery.why)
+    return Recovered("published", seconds, 0, len(state.fragments), recovery.why)

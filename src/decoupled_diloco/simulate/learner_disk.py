@@ -1,0 +1,44 @@
+"""What a virtual learner keeps on its disk: checkpoints at random boundaries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from decoupled_diloco.protocol.events import KeptFragment
+from decoupled_diloco.protocol.recovery import kept
+from decoupled_diloco.simulate.bodies import LineageLearner
+
+if TYPE_CHECKING:
+    from decoupled_diloco.simulate.learner_process import LearnerProcess
+
+
+class LearnerDisk:
+    """The disk of one learner; it outlives the learner's processes.
+
+    Checkpoints hold lineage, not tensors: only a world with `NoBodies` can ask for them.
+    """
+
+    def __init__(self, learner: LearnerProcess) -> None:
+        self._learner = learner
+        self._choices = learner.world.choices.fork(f"{learner.name}/disk")
+        self._fragments: tuple[KeptFragment, ...] = ()
+        self._values: Any = None
+
+    def at_boundary(self) -> None:
+        """A step is over: perhaps a checkpoint is written."""
+        chance, learner = self._learner.world.checkpoints, self._learner
+        if not chance or not self._choices.chance(chance):
+            return
+        assert isinstance(learner.bodies, LineageLearner)
+        fragments = kept(learner.machine.state)
+        if fragments:
+            self._fragments, self._values = fragments, learner.bodies.keep()
+
+    def recover(self) -> tuple[KeptFragment, ...]:
+        """The newest checkpoint, now in the new life's parameters; empty: there is none."""
+        if not self._fragments or self._choices.chance(self._learner.world.checkpoint_lost):
+            return ()
+        bodies = self._learner.bodies
+        assert isinstance(bodies, LineageLearner)
+        bodies.resume(self._values)
+        return self._fragments

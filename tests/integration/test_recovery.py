@@ -1,0 +1,248 @@
+"""How a learner comes back: from its own checkpoint, from a healthy learner, from what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco import Learner
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.checkpoint import CheckpointFolder
+from decoupled_diloco.observe.tape import read_tape
+from integration.system import Model, System, Trainer, equal, parameters, training, until
+from replay import assert_replays
+
+Make = Callable[..., System]
+ALONE = {"sync": {"quorum": 2}, "run": {"budget_steps": 1000}}
+"""Nothing is ever merged, since the second learner does not come."""
+
+
+class Position:
+    """A data loader's, for tests."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+
+class Loop:
+    """One life of a learner that keeps itself: real steps of AdamW, a position in the data."""
+
+    def __init__(self, system: System, folder: Path, seed: int = 0, **options: Any) -> None:
+        self.model = Model(seed)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=0.01)
+        self.position = Position()
+        name = options.pop("name", "learner-0")
+        self.learner: Learner = system.learner(
+            self.model,
+            name,
+            optimizer=self.optimizer,
+            stateful={"data": self.position},
+            checkpoint=folder,
+            **options,
+        )
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            generator = torch.Generator().manual_seed(self.position.batches)
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.randn(parameter.shape, generator=generator)
+            self.optimizer.step()
+            self.model.seen += 1
+            self.position.batches += 1
+            assert self.learner.step(tokens=8)
+
+    def keep(self) -> None:
+        future = self.learner.checkpoint()
+        assert future is not None
+        future.result(10)
+
+    def die(self) -> None:
+        """As SIGKILL would, except that the tape is whole."""
+        self.learner._leave("", abrupt=True)
+
+
+def recovered(system: System, name: str = "learner-0") -> list[dict[str, Any]]:
+    """How the lives of a learner began, by its tape."""
+    records = read_tape(system.folder / "tape" / f"{name}.jsonl")
+    return [record.data for record in records if record.type == "Recovered"]
+
+
+def test_a_learner_goes_on_from_its_own_checkpoint_as_if_nothing_had_been(
+    make: Make, tmp_path: Path
+) -> None:
+    system = make(**ALONE)
+    system.start()
+    first = Loop(system, tmp_path / "kept")
+    first.steps(5)
+    first.keep()
+    at_checkpoint = parameters(first.model)
+    first.steps(3)
+    expected = parameters(first.model)
+    first.die()
+    second = Loop(system, tmp_path / "kept", seed=1)
+    assert second.learner.epoch == 2
+    assert second.position.batches == 5
+    assert second.learner.steps == 5
+    assert second.learner.tokens == 40
+    assert second.model.seen.tolist() == [5, 5]
+    assert equal(parameters(second.model), at_checkpoint)
+    steps = [view.steps_before for view in second.learner._shared.machine.state.fragments]
+    assert steps == [-5] * 4, "its unmerged steps still count"
+    second.steps(3)
+    assert equal(parameters(second.model), expected), "parameters and optimizer are the same bits"
+    second.learner.close()
+    ways = [(each["way"], each["kept"], each["overwritten"]) for each in recovered(system)]
+    assert ways == [("published", 0, 4), ("checkpoint", 4, 0)]
+    assert "of step 5, epoch 1" in recovered(system)[1]["why"]
+    system.stop()
+    assert_replays(system.folder)
+
+
+@pytest.mark.parametrize("missed", ["overwrite", "rebase"])
+def test_what_the_run_has_moved_on_from_is_overwritten(
+    make: Make, tmp_path: Path, missed: str
+) -> None:
+    system = make(run={"budget_steps": 100_000}, sync={"missed": missed})
+    system.start()
+    first = Loop(system, tmp_path / "kept")
+    with training(Trainer(system, "learner-1")):
+        first.steps(4)
+        first.keep()
+        first.die()
+        before = system.rounds()
+        until(lambda: system.rounds() > before + 8, "the run goes on without it")
+        second = Loop(system, tmp_path / "kept", seed=1)
+        assert second.position.batches == 4
+        second.learner.close()
+    assert recovered(system)[1]["way"] == "checkpoint"
+    assert recovered(system)[1]["overwritten"] == 4
+    tape = read_tape(system.folder / "tape" / "learner-0.jsonl")
+    modes = [r.data["mode"] for r in tape if r.life == 1 and r.type == "Apply"]
+    assert modes[:4] == ["overwrite"] * 4, "never rebased: its first life's part may be in it"
+    system.stop()
+    assert_replays(system.folder)
+
+
+def test_checkpoints_are_taken_now_and_then_and_at_the_end(make: Make, tmp_path: Path) -> None:
+    system = make(**ALONE)
+    system.start()
+    loop = Loop(system, tmp_path, checkpoint_every_seconds=1e-9)
+    loop.steps(1)
+    folder = CheckpointFolder(tmp_path / "learner-0")
+    until(lambda: folder.newest() is not None, "the first is written")
+    loop.steps(2)
+    loop.learner.close()
+    newest = folder.newest()
+    assert newest is not None
+    assert newest.steps == 3
+    assert newest.state["data"] == {"batches": 3}
+    assert folder.problems == []
+    tape = read_tape(system.folder / "tape" / "learner-0.jsonl")
+    written = [r.data for r in tape if r.type == "CheckpointWritten"]
+    assert [written[0]["step"], written[-1]["step"]] == [1, 3]
+    assert all(w["problem"] == "" and w["nbytes"] > 0 for w in written)
+
+
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = make(**ALONE)
+    system.start()
+    first = Loop(system, tmp_path)
+    for _ in range(2):
+        first.steps(2)
+        first.keep()
+    first.die()
+    newest = max((tmp_path / "learner-0").iterdir())
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    second = Loop(system, tmp_path, seed=1)
+    assert second.position.batches == 2
+    second.learner.close()
+    assert f"{newest} is corrupt" in caplog.text
+
+
+def test_a_checkpoint_of_another_run_is_not_used(make: Make, tmp_path: Path) -> None:
+    first_system = make(**ALONE)
+    first_system.start()
+    first = Loop(first_system, tmp_path / "kept")
+    first.steps(3)
+    first.learner.close()
+    first_system.stop()
+    other = System(tmp_path / "other run", **ALONE)
+    try:
+        other.start()
+        second = Loop(other, tmp_path / "kept", seed=1)
+        assert second.position.batches == 0
+        assert second.learner.steps == 0
+        second.learner.close()
+        (how,) = recovered(other)
+        assert (how["way"], how["why"]) == ("published", "its checkpoint is of another run")
+    finally:
+        other.close()
+
+
+def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = make(**ALONE)
+    system.start()
+    loop = Loop(system, tmp_path / "kept", checkpoint_every_seconds=1e-9)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "learner-0").write_text("in the way, as a full disk would be")
+    loop.steps(5)
+    loop.learner.close()
+    assert "no checkpoint of learner-0 this time" in caplog.text
+    tape = read_tape(system.folder / "tape" / "learner-0.jsonl")
+    problems = [r.data["problem"] for r in tape if r.type == "CheckpointWritten"]
+    assert problems
+    assert all("learner-0" in problem for problem in problems)
+
+
+def test_what_cannot_be_kept_is_refused_at_once(make: Make, tmp_path: Path) -> None:
+    system = make(**ALONE)
+    system.start()
+
+    class Odd(Position):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": {1, 2}}
+
+    def join(**options: Any) -> Learner:
+        return system.learner(nn.Linear(2, 2), "learner-0", **options)
+
+    with pytest.raises(ConfigError, match=r"stateful\['data'\]: state\['seen'\] is a set"):
+        join(stateful={"data": Odd()})
+    with pytest.raises(ConfigError, match=r"stateful\['data'\] is a int without state_dict"):
+        join(stateful={"data": 3})
+    with pytest.raises(ConfigError, match="give the inner optimizer as optimizer="):
+        join(stateful={"optimizer": Position()})
+    with pytest.raises(ConfigError, match="checkpoint_every_seconds=-1"):
+        join(checkpoint=tmp_path, checkpoint_every_seconds=-1)
+    with pytest.raises(ConfigError, match="checkpoint= without learner_id="):
+        Learner(nn.Linear(2, 2), system.addresses[0], checkpoint=tmp_path)
+
+
+def test_a_checkpoint_that_does_not_fit_the_objects_is_refused(make: Make, tmp_path: Path) -> None:
+    system = make(**ALONE)
+    system.start()
+    first = Loop(system, tmp_path)
+    first.steps(1)
+    first.learner.close()
+    with pytest.raises(
+        ConfigError, match=r"has the state of \['data', 'optimizer'\], this learner"
+    ):
+        system.learner(Model(), "learner-0", checkpoint=tmp_path)
