@@ -17,7 +17,9 @@ from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
+    Resume,
     RunFile,
+    RunOrFolder,
     Sets,
     StopWithParent,
     SyncerAddresses,
@@ -37,6 +39,8 @@ from decoupled_diloco.cli.usage import Commands
 from decoupled_diloco.cli.watch import watch
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
+from decoupled_diloco.config.resume import load_resumed
+from decoupled_diloco.config.shipped import find_shipped
 from decoupled_diloco.errors import Error
 
 app = Commands(
@@ -50,17 +54,19 @@ app = Commands(
 
 
 @app.command()
-def train(run: RunFile, settings: Sets = None) -> None:
+def train(run: RunOrFolder, settings: Sets = None, resume: Resume = False) -> None:
     """Everything on this machine: shards, learners, evaluator, supervised; then the report."""
     from decoupled_diloco.cli.train import train_locally
 
-    exit_with(train_locally(load_config(run, settings or ()), make_console()))
+    config = _run_of(run, settings, resume=resume)
+    exit_with(train_locally(config, make_console(), resume=resume))
 
 
 @app.command()
 def syncer(
-    run: RunFile,
+    run: RunOrFolder,
     settings: Sets = None,
+    resume: Resume = False,
     shard: Annotated[
         int | None, typer.Option(help="Serve this one shard only; default: all, supervised.")
     ] = None,
@@ -75,11 +81,13 @@ def syncer(
 ) -> None:
     """The syncer: all its shards on this machine, or one of them."""
     given = _as_settings(addresses, token_file, port if shard is None else None)
-    config = load_config(run, [*(settings or ()), *given])
+    config = _run_of(run, [*(settings or ()), *given], resume=resume)
     if shard is None:
         from decoupled_diloco.cli.train import serve_locally
 
-        exit_with(serve_locally(config, make_console()))
+        exit_with(serve_locally(config, make_console(), resume=resume))
+    if resume:
+        fail(f"--shard {shard} goes on by itself with what is in its folder: leave --resume out")
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.folder import read_token
     from decoupled_diloco.launch.secrets import own_token
@@ -192,6 +200,13 @@ def main() -> NoReturn:
         sys.stderr.flush()
         os._exit(INTERRUPTED)
     sys.exit(0)
+
+
+def _run_of(run: str, settings: list[str] | None, *, resume: bool) -> RunConfig:
+    """The settings of a new run, or of one that goes on in its folder."""
+    if resume:
+        return load_resumed(Path(run), settings or ())
+    return load_config(find_shipped("recipes", run), settings or ())
 
 
 def _prepare(parent_matters: bool) -> None:

@@ -51,6 +51,18 @@ RunFile = Annotated[
         autocompletion=complete_recipe,
     ),
 ]
+RunOrFolder = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="The run's TOML file, or the name of a shipped recipe (see ddiloco recipes); with "
+        "--resume, the folder of a run.",
+        autocompletion=complete_recipe,
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run in the folder RUN, where it was.")
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as sync.period=48."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 
@@ -14,12 +15,15 @@ from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
+from decoupled_diloco.launch.resume import standing_of
 from decoupled_diloco.observe.progress import Progress
 
 
-def train_locally(config: RunConfig, console: Console) -> int:
+def train_locally(config: RunConfig, console: Console, *, resume: bool = False) -> int:
     """Runs everything on this machine; returns the exit code."""
-    run = LocalRun(config)
+    if resume and _tell_if_finished(config, console):
+        return 0
+    run = LocalRun(config, resume=resume)
     budget = (config.run.budget_steps, config.run.budget_tokens)
     with reader_may_be_gone():
         tell_beginning(config, run.path, run.folder.moved_to, console)
@@ -44,9 +48,11 @@ def train_locally(config: RunConfig, console: Console) -> int:
     return INTERRUPTED if outcome.reason == "interrupted" else 1
 
 
-def serve_locally(config: RunConfig, console: Console) -> int:
+def serve_locally(config: RunConfig, console: Console, *, resume: bool = False) -> int:
     """Runs all shards on this machine, for learners that are started elsewhere."""
-    run = LocalRun(config, learners=False)
+    if resume and _tell_if_finished(config, console):
+        return 0
+    run = LocalRun(config, learners=False, resume=resume)
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
         with _termination_as_interrupt():
@@ -70,12 +76,26 @@ def serve_locally(config: RunConfig, console: Console) -> int:
     return INTERRUPTED if outcome.reason == "interrupted" else 1
 
 
+def _tell_if_finished(config: RunConfig, console: Console) -> bool:
+    """Whether a run that is to go on has nothing left to do."""
+    standing = standing_of(Path(config.run.folder), config)
+    if standing.is_finished:
+        console.print(
+            f"finished already: {standing.weights}; to train longer, raise its budget with "
+            "--set run.budget_steps=… or run.budget_tokens=…",
+            soft_wrap=True,
+            highlight=False,
+        )
+    return standing.is_finished
+
+
 def _tell_how_to_join(config: RunConfig, run: LocalRun, console: Console) -> None:
     reached = [from_elsewhere(address) for address in run.addresses]
     more = "" if reached == list(run.addresses) else ", or any other address of this machine"
     each, own = config.syncer.principals_file is not None, config.syncer.token_file is not None
     secret = "FILE_WITH_ITS_OWN" if each else run.secret_file
-    new = "" if each or own else "\n  (new in each run: learners of an earlier one need it again)"
+    kept = each or own or run.folder.resumed
+    new = "" if kept else "\n  (new in each run: learners of an earlier one need it again)"
     console.print(
         f"syncer of {config.run.name}: {', '.join(reached)}{more}\n"
         f"secret: {run.secret_file}{new}\n"

@@ -26,18 +26,21 @@ class RunFolder:
     Args:
         path: Made if it does not exist. What an earlier run left in it is moved aside to
             ``<path>.1``, ``<path>.2``, …
+        resume: Go on with the run that is in it instead.
 
     Attributes:
         path: See above.
         moved_to: Where the earlier run is now, if there was one.
+        resumed: Whether the run in it goes on.
 
     Raises:
         ConfigError: another process is using it.
         StorageError: it cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
+        self.resumed = resume
         self.moved_to: Path | None = None
         self._lock: IO[str] | None = None
         try:
@@ -50,7 +53,8 @@ class RunFolder:
     def _take(self) -> None:
         if self.path.exists():
             self._lock_or_refuse()
-            if any(entry.name != "lock" for entry in self.path.iterdir()):
+            used = any(entry.name != "lock" for entry in self.path.iterdir())
+            if used and not self.resumed:
                 # Before the lock, which goes along, is let go: nobody else may move it meanwhile.
                 self.moved_to = self.path.rename(self._free_name())
                 self.release()
@@ -90,8 +94,10 @@ class RunFolder:
         return () if self._lock is None else (self._lock.fileno(),)
 
     def token_file(self) -> Path:
-        """A new secret for this run, readable by this user only."""
+        """A secret of this run's own, readable by this user only; one that goes on keeps it."""
         path = self.path / "token"
+        if self.resumed and path.exists():
+            return path
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(24) + "\n")
         return path

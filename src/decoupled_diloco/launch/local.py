@@ -16,6 +16,7 @@ from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.data import require_batches
 from decoupled_diloco.launch.folder import RunFolder
+from decoupled_diloco.launch.resume import standing_of
 from decoupled_diloco.launch.roles import EVALUATOR, open_tape
 from decoupled_diloco.launch.secrets import read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Supervisor
@@ -49,14 +50,15 @@ class LocalRun:
 
     Args:
         config: The run.
-        config_path: Its file, handed to the processes as the resolved copy.
+        learners: Whether to start learners and the evaluator, too.
+        resume: Go on with the run in its folder.
 
     Raises:
         ConfigError: the folder is in use, the workload cannot be built, or a learner's part of its
             data has no batch.
     """
 
-    def __init__(self, config: RunConfig, *, learners: bool = True) -> None:
+    def __init__(self, config: RunConfig, *, learners: bool = True, resume: bool = False) -> None:
         self.config = config
         workload = load_workload(config.workload.name, config.workload_options())
         if learners:
@@ -64,8 +66,9 @@ class LocalRun:
         self._with_learners = learners
         if config.syncer.principals_file is not None:
             self._require_principals(config.syncer.principals_file)
-        self.folder = RunFolder(Path(config.run.folder))
+        self.folder = RunFolder(Path(config.run.folder), resume=resume)
         self.path = self.folder.path
+        self.standing = standing_of(self.path, config) if resume else None
         (self.path / "run.toml").write_text(dump_config(config))
         settings = config.syncer
         self.secret_file: Path = (
@@ -76,6 +79,8 @@ class LocalRun:
         self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
         self._follower: Follower = follow(self.path)
         self._faults = sorted(config.faults, key=lambda fault: fault.at)
+        if self.standing is not None:
+            del self._faults[: self.standing.faults]
         self._clock = self._tokens = 0
         self.addresses: tuple[str, ...] = ()
         self._listen_on: list[int] = []

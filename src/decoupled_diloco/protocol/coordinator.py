@@ -137,6 +137,9 @@ class CoordinatorMachine:
         self.state = _copied(state)
         if self.state.phase == "seeding":
             self.state.phase = "gathering"
+        if self.state.phase in ("ending", "finished") and not self._spent():
+            self.state.phase = "running"  # the budget was raised: the run goes on
+            self.state.swept.clear()
         for name, enrolled in self.state.learners.items():
             self.state.learners[name] = replace(enrolled, present=False)
         self._present_shards.clear()
@@ -308,19 +311,26 @@ class CoordinatorMachine:
 
     # ---- end
 
-    def _progressed(self, shard: int, clock: int, tokens: int) -> list[CoordinatorEffect]:
+    @property
+    def _slowest(self) -> int:
+        return min(self.state.clocks.get(s, 0) for s in range(self.options.shards))
+
+    def _spent(self) -> bool:
         state, options = self.state, self.options
+        by_steps = options.budget_steps is not None and self._slowest >= options.budget_steps
+        by_tokens = options.budget_tokens is not None and state.tokens >= options.budget_tokens
+        return by_steps or by_tokens
+
+    def _progressed(self, shard: int, clock: int, tokens: int) -> list[CoordinatorEffect]:
+        state = self.state
         state.clocks[shard] = max(clock, state.clocks.get(shard, 0))
         state.tokens = max(state.tokens, tokens)
         if state.phase != "running":
             return []
-        slowest = min(state.clocks.get(s, 0) for s in range(options.shards))
-        by_steps = options.budget_steps is not None and slowest >= options.budget_steps
-        by_tokens = options.budget_tokens is not None and state.tokens >= options.budget_tokens
-        if not (by_steps or by_tokens):
+        if not self._spent():
             return []
         state.phase = "ending"
-        why = f"the budget is spent: step {slowest}, {state.tokens} tokens"
+        why = f"the budget is spent: step {self._slowest}, {state.tokens} tokens"
         return [
             Persist(why),
             *(Order(s, EndOrdered(), why) for s in sorted(self._present_shards)),

@@ -44,10 +44,39 @@ class DurableCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownLearner:
+    """A learner id as an earlier life of a shard knew it: the tokens of which epoch it counted."""
+
+    learner: str
+    epoch: int
+    nonce: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KnownNorms:
+    """The norms (and steps) that the gate of a fragment judges by."""
+
+    fragment: int
+    samples: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMemory:
+    """What a shard knew besides its copies, at its last merge."""
+
+    clock: int
+    tokens_retired: int
+    learners: tuple[KnownLearner, ...] = ()
+    norms: tuple[KnownNorms, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Recovered:
     """What an earlier life of this shard has left on its disk; told before ``TermGranted``."""
 
     copies: tuple[DurableCopy, ...]
+    memory: ShardMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)

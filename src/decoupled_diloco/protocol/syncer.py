@@ -76,6 +76,7 @@ from decoupled_diloco.protocol.messages import (
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.syncer_memory import recall
 from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
@@ -187,8 +188,10 @@ class SyncerMachine:
         match event:
             case Tick():
                 return syncer_members.ticked(state, options, now)
-            case Recovered(copies):
+            case Recovered(copies, memory):
                 state.durable = {c.fragment: c for c in copies if c.fragment in self._owned_set}
+                if memory is not None:
+                    recall(state, memory)
                 return []
             case TermGranted(admitted):
                 if state.phase == "swept":

@@ -43,6 +43,7 @@ from decoupled_diloco.protocol.events import (
     Recovered,
     Reported,
     Said,
+    ShardMemory,
     TermGranted,
     WeightsLoaded,
 )
@@ -57,6 +58,7 @@ from decoupled_diloco.protocol.messages import (
     Version,
 )
 from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.simulate.bodies import Body, ShardBodies
 from decoupled_diloco.simulate.network import Connection
 from decoupled_diloco.simulate.shell import Shell
@@ -106,6 +108,7 @@ class ShardProcess(Shell):
         self.worker_free_at = 0.0
         self.disk: dict[int, Kept] = {}
         self.disk_is_full = False
+        self.memory: ShardMemory | None = None
 
     def begin(self) -> None:
         """Starts with nothing but its disk."""
@@ -363,6 +366,7 @@ class ShardProcess(Shell):
             self.disk[fragment] = Kept(
                 DurableCopy(fragment, version, digest), self.bodies.keep(fragment)
             )
+            self.memory = remembered(self.machine.state)
 
     def _recover(self) -> None:
         if self.choices.chance(self.world.disk_lost):
@@ -370,7 +374,7 @@ class ShardProcess(Shell):
         for fragment, kept in self.disk.items():
             assert self.bodies.recover(fragment, kept.content) == kept.copy.digest
         if self.disk:
-            self.tell(Recovered(tuple(kept.copy for kept in self.disk.values())))
+            self.tell(Recovered(tuple(kept.copy for kept in self.disk.values()), self.memory))
 
     def _load(self) -> None:
         owned = self.world.options.owned(self.shard)

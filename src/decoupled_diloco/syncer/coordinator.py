@@ -22,12 +22,14 @@ from typing import Any, assert_never, get_args
 from pydantic import TypeAdapter
 
 from decoupled_diloco.config.method import (
+    Public,
     difference_of,
     options_of,
     plan_of,
     public_text,
     read_public,
 )
+from decoupled_diloco.config.resume import lasting
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.merge import Layout
@@ -318,24 +320,47 @@ class CoordinatorHost:
 
     def _load(self) -> Any:
         """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""
-        if not self._file.exists():
+        kept = _read(self._file, self._public)
+        if kept is None:
             return None
-        try:
-            document = json.loads(self._file.read_text())
-            state = _STATE.validate_python(document["state"])
-            layout = document["layout"]
-            self._layout = Layout.from_json(json.loads(layout)) if layout else None
-            public = read_public(document["settings"])
-            self._run = str(document.get("run", self._run))
-        except (OSError, ValueError, KeyError, TypeError, ProtocolError) as error:
-            raise StorageError(
-                f"{self._file} cannot be read ({error}): move the run folder away to begin anew"
-            ) from error
-        difference = difference_of(self._public, public)
-        if difference:
-            raise ConfigError(
-                f"{self._file} is of a run with other settings: {difference}: move the run folder "
-                "away, choose another, or give this run's own file"
-            )
+        document, state, self._layout = kept
+        self._run = str(document.get("run", self._run))
         self.machine.restore(state)
         return document["state"]
+
+
+def read_state(file: Path, public: Public) -> CoordinatorState | None:
+    """The state that a coordinator would go on from with these settings; ``None``: none is there.
+
+    Raises:
+        StorageError: It cannot be read.
+        ConfigError: It is of a run with other settings; the budget may differ.
+    """
+    kept = _read(file, public)
+    if kept is None:
+        return None
+    machine = CoordinatorMachine(options_of(public))
+    machine.restore(kept[1])
+    return machine.state
+
+
+def _read(file: Path, public: Public) -> tuple[Any, CoordinatorState, Layout | None] | None:
+    if not file.exists():
+        return None
+    try:
+        document = json.loads(file.read_text())
+        state = _STATE.validate_python(document["state"])
+        layout = document["layout"]
+        theirs = read_public(document["settings"])
+        found = Layout.from_json(json.loads(layout)) if layout else None
+    except (OSError, ValueError, KeyError, TypeError, ProtocolError) as error:
+        raise StorageError(
+            f"{file} cannot be read ({error}): move the run folder away to begin anew"
+        ) from error
+    difference = difference_of(lasting(public), lasting(theirs))
+    if difference:
+        raise ConfigError(
+            f"{file} is of a run with other settings: {difference}: move the run folder "
+            "away, choose another, or give this run's own file"
+        )
+    return document, state, found

@@ -23,6 +23,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from decoupled_diloco.storage.disk import DISK, Disk
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
 from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
+
+Json = dict[str, Any]
 
 DURABLE = "durable"
 """The folder in the run folder; each shard has its own in it."""
@@ -62,6 +65,7 @@ class ShardDisk:
 
     Attributes:
         problems: What could not be read or written, in words.
+        memory: What the shard knew besides at the last merge, as JSON values.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class ShardDisk:
         self.identity = identity
         self.tensors = tensors
         self.problems: list[str] = []
+        self.memory: Json | None = None
         self._versions: dict[int, Version] = {}
         self._whole = 0
         self._journal: Journal | None = None
@@ -98,18 +103,24 @@ class ShardDisk:
             return found
         return {}
 
-    def installed(self, versions: Mapping[int, Version]) -> None:
+    def installed(self, versions: Mapping[int, Version], memory: Json | None = None) -> None:
         """All fragments bear these versions now: where the run begins, or goes on after a restart.
+
+        Args:
+            versions: Of all owned fragments.
+            memory: What the shard knows besides, as JSON values; kept as it is.
 
         Raises:
             StorageError: They cannot be written; the next merge tries again.
         """
         self.close()  # no journal leads from what it had to what is here now
-        self._versions = dict(versions)
+        self._versions, self.memory = dict(versions), memory
         self.checkpoint()
 
-    def merge(self, fragment: int, number: int, version: Version) -> PublishedCopy:
-        """Merges a round; the disk has it before the tensors take it over.
+    def merge(
+        self, fragment: int, number: int, version: Version, memory: Json | None = None
+    ) -> PublishedCopy:
+        """Merges a round; the disk has it, and the memory, before the tensors take it over.
 
         Raises:
             MergeError: See `ShardTensors.prepare`.
@@ -122,10 +133,11 @@ class ShardDisk:
             "fragment": fragment,
             "version": str(version),
             "digest": step.copy.digest,
+            "memory": memory,
         }
         journal.append(fields, as_bytes(step.gradient).numpy().data)
         self.tensors.commit(fragment, step)
-        self._versions[fragment] = version
+        self._versions[fragment], self.memory = version, memory
         return step.copy
 
     def checkpoint(self) -> None:
@@ -167,6 +179,7 @@ class ShardDisk:
         metadata = {
             "identity": self.identity,
             "versions": json.dumps({str(p): str(v) for p, v in self._versions.items()}),
+            "memory": json.dumps(self.memory),
             "digests": json.dumps({name: digest(tensor) for name, tensor in state.items()}),
         }
         save_weights(path, state, metadata, self._disk)
@@ -221,6 +234,7 @@ class ShardDisk:
         wrong = [name for name, tensor in state.items() if digests.get(name) != digest(tensor)]
         if wrong:
             raise StorageError(f"{path} is torn: {wrong[0]} is not what was written")
+        self.memory = json.loads(metadata.get("memory", "null"))
         found: dict[int, Durable] = {}
         for fragment, version in json.loads(metadata["versions"]).items():
             entry = _from_tensors(self.tensors, int(fragment), state)
@@ -272,6 +286,7 @@ class ShardDisk:
             return
         self.tensors.commit(fragment, step)
         found[fragment] = durable
+        self.memory = record.fields.get("memory", self.memory)
 
     # ---- files
 

@@ -23,6 +23,7 @@ import torch
 
 from decoupled_diloco import __version__
 from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
+from decoupled_diloco.config.resume import identity_of
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import (
     Error,
@@ -38,6 +39,7 @@ from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk
@@ -419,11 +421,12 @@ class Shard:
 
     async def _merge(self, tensors: ShardTensors, effect: do.Merge) -> None:
         number, fragment, disk = effect.round, effect.fragment, self._disk
+        memory = encode(remembered(self.machine.state))
 
         def merge() -> PublishedCopy:
             if disk is None:
                 return tensors.merge(fragment, number)
-            return disk.merge(fragment, number, effect.version)
+            return disk.merge(fragment, number, effect.version, memory)
 
         try:
             published = await self._in_worker(merge)
@@ -444,7 +447,8 @@ class Shard:
     async def _keep_installed(self, disk: ShardDisk) -> None:
         versions = {p: f.version for p, f in self.machine.state.fragments.items() if f.version}
         try:
-            await self._in_worker(lambda: disk.installed(versions))
+            memory = encode(remembered(self.machine.state))
+            await self._in_worker(lambda: disk.installed(versions, memory))
         except StorageError as error:
             logger.error("%s: nothing is merged until it can", error)
 
@@ -466,6 +470,7 @@ class Shard:
             versions = {p: str(f.version) for p, f in self.machine.state.fragments.items()}
             await self._in_worker(lambda: save_share(self._folder, self.shard, tensors, versions))
         if self._disk is not None:
+            self._disk.memory = encode(remembered(self.machine.state))
             await self._in_worker(self._disk.finish)
         self._coordinator.tell(message)
 
@@ -502,7 +507,8 @@ class Shard:
             logger.warning("%s", problem)
         copies = [fact.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
         if copies:
-            self._handle(fact.Recovered(tuple(copies)))
+            memory = None if disk.memory is None else decode(disk.memory, [fact.ShardMemory])
+            self._handle(fact.Recovered(tuple(copies), memory))
         self._handle(fact.TermGranted(admitted))
         self._coordinator.let_go()
 
@@ -513,7 +519,7 @@ class Shard:
         plan = plan_of(self._layout, self._public)
         self._tensors = ShardTensors(plan, self.machine.owned)
         if self.config.syncer.durable:
-            identity = f"{self._public['digest']} {self._layout.fingerprint}"
+            identity = f"{identity_of(self._public)} {self._layout.fingerprint}"
             folder = self._folder / DURABLE / f"shard-{self.shard}"
             self._disk = ShardDisk(folder, identity, self._tensors)
         self._intake = Intake(

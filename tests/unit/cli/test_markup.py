@@ -21,9 +21,9 @@ SOURCE = Path(__file__).parents[3] / "src" / "decoupled_diloco"
 class Served:
     """A run that ends at once; what it would start is of no interest here."""
 
-    def __init__(self, config: RunConfig, *, learners: bool) -> None:
+    def __init__(self, config: RunConfig, *, learners: bool, resume: bool) -> None:
         self.path = config.run.folder
-        self.folder = SimpleNamespace(moved_to=Path("runs/a[b].1"))
+        self.folder = SimpleNamespace(moved_to=Path("runs/a[b].1"), resumed=resume)
         self.addresses = ("http://127.0.0.1:7070",)
         self.secret_file = Path(config.run.folder) / "token"
 

@@ -1,0 +1,77 @@
+"""Which settings make a run the run it is, and which may change when it goes on in its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.config.files import load_config
+from decoupled_diloco.config.method import Public, difference_of, public_text, read_public
+from decoupled_diloco.config.run import RunConfig
+from decoupled_diloco.errors import ConfigError
+
+RUN_FILE = "run.toml"
+
+_MAY_CHANGE = {"run": {"budget_steps", "budget_tokens"}, "workload": {"total_steps"}}
+
+
+def lasting(public: Public) -> dict[str, Any]:
+    """The public settings without those that may change while a run lasts: its budget.
+
+    >>> lasting({"run": {"seed": 1, "budget_steps": 9}, "sync": {}, "digest": "…"})
+    {'run': {'seed': 1}, 'sync': {}}
+    """
+    return {
+        table: _without(values, _MAY_CHANGE.get(table, set()))
+        for table, values in public.items()
+        if table != "digest"
+    }
+
+
+def _without(values: Any, keys: set[str]) -> Any:
+    if not isinstance(values, Mapping):
+        return values
+    return {key: _without(value, keys) for key, value in values.items() if key not in keys}
+
+
+def identity_of(public: Public) -> str:
+    """A digest over what lasts: two states of one run have the same."""
+    canonical = json.dumps(lasting(public), sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def load_resumed(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The settings with which a run goes on in its folder.
+
+    Args:
+        folder: The run folder.
+        overrides: As for `load_config`; the method, the model and who takes part cannot change.
+
+    Raises:
+        ConfigError: It is no run folder, or something was changed that cannot be.
+    """
+    file = folder / RUN_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"{folder} is no run folder, it has no {RUN_FILE}: --resume takes the folder of a run, "
+            "as runs/quickstart"
+        )
+    if any(override.partition("=")[0].strip() == "run.folder" for override in overrides):
+        raise ConfigError(f"run.folder cannot change: the run goes on in {folder}")
+    here = f"run.folder={json.dumps(str(folder))}"
+    before, config = load_config(file, [here]), load_config(file, [*overrides, here])
+    difference = difference_of(_public(config), _public(before))
+    if difference:
+        raise ConfigError(
+            f"the run in {folder} cannot go on with other settings: {difference}: take it out of "
+            "--set (a budget, addresses, ports, secrets, threads, faults and the evaluator may "
+            "change), or begin a new run"
+        )
+    return config
+
+
+def _public(config: RunConfig) -> dict[str, Any]:
+    return lasting(read_public(public_text(config))) | {"durable": config.syncer.durable}

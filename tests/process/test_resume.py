@@ -1,0 +1,135 @@
+"""A run goes on in its folder after everything was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+from decoupled_diloco.launch.folder import RunFolder
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.simulate.replay import replay_run
+from process.runs import command, config_file, orphans, records, stopped_at_exit, until
+
+BUDGET = 40
+
+
+def clock_of(folder: Path) -> int:
+    """The newest step that any life of shard 0 has reached."""
+    if not (folder / "tape" / "shard-0.jsonl").exists():
+        return 0
+    steps = [r.data["clock"] for r in records(folder, "shard-0") if r.type == "ClockAdvanced"]
+    return max(steps, default=0)
+
+
+def kill_everything(folder: Path, process: subprocess.Popen[str]) -> None:
+    """SIGKILL, to the launcher and to all of its children before they notice."""
+    process.send_signal(signal.SIGSTOP)
+    for each in orphans(folder):
+        number = int(each.partition(":")[0])
+        if number != process.pid:
+            os.kill(number, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    until(lambda: not orphans(folder), "everybody is dead")
+
+
+def train(*arguments: str) -> tuple[int, str]:
+    with stopped_at_exit(command("train", *arguments)) as process:
+        text, _ = process.communicate(timeout=120)
+        return process.returncode, text
+
+
+def train_until(folder: Path, step: int, *arguments: str) -> None:
+    """Trains until the clock is here, then kills everything."""
+    with stopped_at_exit(command("train", *arguments)) as process:
+        until(lambda: clock_of(folder) >= step or process.poll() is not None, f"step {step}", 60)
+        assert process.poll() is None, process.communicate()[0]
+        kill_everything(folder, process)
+
+
+def lives(folder: Path, who: str) -> list[list[Record]]:
+    found: list[list[Record]] = []
+    for record in records(folder, who):
+        found += [[]] if record.kind == "start" else []
+        found[-1].append(record)
+    return found
+
+
+def published(folder: Path) -> list[tuple[int, tuple[int, int]]]:
+    """Fragment and version of each copy that a shard told of, in order."""
+    return [
+        (message["fragment"], (message["version"]["term"], message["version"]["counter"]))
+        for r in records(folder, "shard-0")
+        if r.type == "Broadcast" and (message := r.data["message"])["type"] == "Published"
+    ]
+
+
+def check(folder: Path) -> None:
+    """No version goes back, none is issued twice with other bits, and the tape explains it all."""
+    newest: dict[int, tuple[int, int]] = {}
+    counters: dict[int, int] = {}
+    for fragment, version in published(folder):
+        assert version >= newest.get(fragment, version)
+        assert version[1] >= counters.get(fragment, 0), "a version that was received was lost"
+        newest[fragment], counters[fragment] = version, version[1]
+    results, problems = replay_run(folder)
+    assert not [p for p in problems if "torn" not in p]
+    assert {r.who: r.differences for r in results if r.differences} == {}
+
+
+def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Path) -> None:
+    folder, rng = tmp_path / "run", random.Random(4)
+    file = config_file(folder, run={"budget_steps": BUDGET}, syncer={"shards": 2})
+    steps = sorted(rng.randint(1, BUDGET - 8) for _ in range(5))
+    train_until(folder, steps[0], str(file))
+    token = (folder / "token").read_text()
+    for step in steps[1:]:
+        train_until(folder, step, "--resume", str(folder))
+    code, text = train("--resume", str(folder))
+    assert code == 0, text
+    assert (folder / "weights.safetensors").exists()
+    assert (folder / "token").read_text() == token
+    check(folder)
+    beginnings = [
+        [r.data["clock"] for r in life if r.type == "ClockAdvanced"]
+        for life in lives(folder, "shard-0")
+    ]
+    clocks = [life for life in beginnings if life]
+    for before, after in pairwise(clocks):
+        assert after[0] >= before[-1] - 4, "the clock goes on within a period of where it was"
+    code, text = train("--resume", str(folder))
+    assert code == 0
+    assert "finished already" in text
+    code, text = train("--resume", str(folder), "--set", f"run.budget_steps={BUDGET + 12}")
+    assert code == 0, text
+    check(folder)
+    assert clock_of(folder) >= BUDGET + 12
+
+
+def test_what_cannot_go_on_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code, text = train("--resume", str(folder))
+    assert code == 2
+    assert "no run folder" in text
+    file = config_file(folder)
+    train_until(folder, 2, str(file))
+    code, text = train("--resume", str(folder), "--set", "sync.period=5")
+    assert code == 2
+    assert "sync.period is 5 here and 4 there" in text
+    code, text = train("--resume", str(folder), "--set", "run.learners=3")
+    assert code == 2
+    assert "run.learners" in text
+    with RunFolder(folder, resume=True):
+        code, text = train("--resume", str(folder))
+    assert code == 2
+    assert "in use" in text
+    state = folder / "coordinator.json"
+    state.write_text(json.dumps({"state": 1}))
+    code, text = train("--resume", str(folder))
+    assert code == 6
+    assert "coordinator.json cannot be read" in text
