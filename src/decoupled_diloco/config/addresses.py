@@ -73,6 +73,15 @@ def on_this_machine(address: str) -> str:
     return _with_host(address, "127.0.0.1" if version == 4 else "::1")
 
 
+def everywhere(addresses: Sequence[str]) -> tuple[str, ...]:
+    """The addresses with a host that whoever hears them replaces by the one that it has dialled.
+
+    >>> everywhere(["http://127.0.0.1:7070"])
+    ('http://0.0.0.0:7070',)
+    """
+    return tuple(_with_host(address, "0.0.0.0") for address in addresses)
+
+
 def from_elsewhere(address: str) -> str:
     """The address to show to people: one of this machine in the place of a wildcard."""
     version = _wildcard_version(address)

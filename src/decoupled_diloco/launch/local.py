@@ -6,12 +6,12 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.config.addresses import advertised, on_this_machine, url_of
+from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine, url_of
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.data import require_batches
@@ -20,7 +20,7 @@ from decoupled_diloco.launch.resume import standing_of
 from decoupled_diloco.launch.roles import EVALUATOR, open_tape
 from decoupled_diloco.launch.secrets import read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Supervisor
-from decoupled_diloco.observe.samples import FaultInjected, WeightsSaved
+from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved
 from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
 from decoupled_diloco.syncer.result import assemble, read_layout
 from decoupled_diloco.workloads import load_workload
@@ -52,14 +52,29 @@ class LocalRun:
         config: The run.
         learners: Whether to start learners and the evaluator, too.
         resume: Go on with the run in its folder.
+        dial: How a process of a name reaches these addresses of shards, if not directly: other
+            addresses with the same ports. Who is told of the shards then puts the host in that it
+            has dialled itself.
+        absent: Learners that somebody else brings in, later.
 
     Raises:
         ConfigError: the folder is in use, the workload cannot be built, or a learner's part of its
             data has no batch.
     """
 
-    def __init__(self, config: RunConfig, *, learners: bool = True, resume: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        learners: bool = True,
+        resume: bool = False,
+        dial: Callable[[str, tuple[str, ...]], tuple[str, ...]] | None = None,
+        absent: Collection[str] = (),
+    ) -> None:
         self.config = config
+        self._dial = dial or (lambda name, addresses: addresses)
+        self._told = tuple if dial is None else everywhere
+        self._absent = frozenset(absent)
         workload = load_workload(config.workload.name, config.workload_options())
         if learners:
             require_batches(workload, config.workload.name, config.run.learners)
@@ -105,18 +120,20 @@ class LocalRun:
         if config.syncer.principals_file is None:
             common += ["--token-file", str(self.secret_file)]
         run_file = str(self.path / "run.toml")
-        joined = ",".join(self.addresses)
-        local = ",".join(map(on_this_machine, self.addresses))
+        joined = ",".join(self._told(self.addresses))
+        local = tuple(map(on_this_machine, self.addresses))
         for shard, name in enumerate(names):
             arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(ports[shard])]
             self.supervisor.start(name, [*arguments, "--addresses", joined, *common])
         if not self._with_learners:
             return
         for index, name in enumerate(config.learner_ids):
-            arguments = ["learner", run_file, "--index", str(index), "--syncer", local]
-            self.supervisor.start(name, [*arguments, *common])
+            own = ",".join(self._dial(name, local))
+            arguments = ["learner", run_file, "--index", str(index), "--syncer", own]
+            self.supervisor.start(name, [*arguments, *common], held=name in self._absent)
         if config.run.evaluator:
-            self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", local, *common])
+            own = ",".join(self._dial(EVALUATOR, local))
+            self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", own, *common])
 
     def wait_for_shards(self) -> None:
         """Returns when every shard listens, or cannot: then `wait` says why."""
@@ -179,8 +196,22 @@ class LocalRun:
         while self._faults and self.used_budget() >= self._faults[0].at and self._clock > 0:
             fault = self._faults.pop(0)
             if self.supervisor.kill(fault.kill, restart=fault.restart):
-                self._tape.sample(time.monotonic(), FaultInjected("kill", fault.kill))
-                self._tape.flush()
+                self.tell(FaultInjected("kill", fault.kill, (fault.kill,)))
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The shards' ports, in order, once they are started."""
+        return tuple(self._listen_on)
+
+    @property
+    def global_step(self) -> int:
+        """The run's global step, as far as its tape tells."""
+        return self._clock
+
+    def tell(self, sample: Sample) -> None:
+        """Puts something that the launcher knows on the tape."""
+        self._tape.sample(time.monotonic(), sample)
+        self._tape.flush()
 
     def used_budget(self) -> float:
         """The share of the budget that is spent, 0 to 1."""

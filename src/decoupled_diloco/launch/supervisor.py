@@ -54,6 +54,7 @@ class Child:
     failures: int = 0
     restart_at: float | None = None
     restarts: bool = True
+    held: bool = False
     code: int | None = None
 
     @property
@@ -63,8 +64,9 @@ class Child:
 
     @property
     def down(self) -> bool:
-        """Whether it failed and will not come back."""
-        return not self.running and self.restart_at is None and self.code not in (None, 0)
+        """Whether it failed and will not come back; not if it is kept down on purpose."""
+        ended = not (self.running or self.held) and self.restart_at is None
+        return ended and self.code not in (None, 0)
 
     @property
     def done(self) -> bool:
@@ -88,11 +90,12 @@ class Supervisor:
     children: dict[str, Child] = field(default_factory=dict)
     stopping: bool = False
 
-    def start(self, name: str, arguments: list[str]) -> None:
-        """Starts ``ddiloco ARGUMENTS`` under a name."""
-        child = Child(name, arguments)
+    def start(self, name: str, arguments: list[str], *, held: bool = False) -> None:
+        """Starts ``ddiloco ARGUMENTS`` under a name; ``held``: only when it is brought back."""
+        child = Child(name, arguments, held=held)
         self.children[name] = child
-        self._spawn(child)
+        if not held:
+            self._spawn(child)
 
     def _spawn(self, child: Child) -> None:
         child.restart_at, child.started_at = None, time.monotonic()
@@ -131,7 +134,7 @@ class Supervisor:
         child.process, child.code = None, code
         by_signal = -code if code < 0 else None
         self._sample(ProcessEnded(child.name, None if by_signal else code, by_signal))
-        if code == 0 or self.stopping or not child.restarts:
+        if code == 0 or self.stopping or not child.restarts or child.held:
             return
         child.failures = 1 if now - child.started_at > HEALTHY_SECONDS else child.failures + 1
         if code == ConfigError.exit_code or child.failures > len(RESTART_SECONDS):
@@ -159,6 +162,30 @@ class Supervisor:
         if child.process is None:
             return False
         child.process.kill()
+        return True
+
+    def take_down(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Ends a process on purpose and keeps it down until `bring_back`: it has not failed.
+
+        Args:
+            name: Which.
+            number: SIGKILL, or SIGTERM: it is told to end, and has the time that it takes.
+        """
+        child = self.children[name]
+        child.held, child.restart_at = True, None
+        if child.process is not None:
+            child.process.send_signal(number)
+            if number == signal.SIGTERM:
+                self._sample(EndRequested((name,)))
+
+    def bring_back(self, name: str) -> bool:
+        """Starts a process again that was taken down; ``False``: it has not ended yet."""
+        child = self.children[name]
+        if child.process is not None:
+            return False
+        child.held = False
+        if child.restarts and not self.stopping:
+            self._spawn(child)
         return True
 
     def stop(self, names: list[str] | None = None) -> None:

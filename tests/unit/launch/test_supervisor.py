@@ -125,3 +125,45 @@ def test_an_interrupt_waits_for_the_end_of_the_block(number: signal.Signals) -> 
         assert signal.getsignal(number) is interrupt
     finally:
         signal.signal(number, before)
+
+
+def test_who_is_taken_down_stays_down_and_has_not_failed(supervisor: Supervisor) -> None:
+    supervisor.start("p", ["import time; time.sleep(60)"])
+    child = supervisor.children["p"]
+    for _ in range(8):  # more often than a process may fail in a row
+        supervisor.take_down("p")
+        settle(supervisor)
+        supervisor.poll()
+        assert (child.running, child.down, child.done, child.failures) == (False, False, False, 0)
+        assert supervisor.bring_back("p")
+        assert child.running
+    assert not supervisor.bring_back("p"), "it runs"
+
+
+def test_who_is_told_to_end_may_take_its_time(supervisor: Supervisor) -> None:
+    text = "import signal, time; signal.signal(15, lambda *_: sys.exit(3)); print(1, flush=True)"
+    supervisor.start("p", [f"import sys, {text[7:]}; time.sleep(60)"])
+    log = supervisor.folder / "logs" / "p.log"
+    while not log.read_text():
+        time.sleep(0.01)
+    supervisor.take_down("p", signal.SIGTERM)
+    settle(supervisor)
+    child = supervisor.children["p"]
+    assert (child.code, child.down, child.failures) == (3, False, 0)
+    supervisor.tape.flush()
+    told = [r.data["names"] for r in read_tape(supervisor.tape.path) if r.type == "EndRequested"]
+    assert told == [["p"]]
+
+
+def test_who_is_held_is_started_when_it_is_brought_in(supervisor: Supervisor) -> None:
+    supervisor.start("late", ["import time; time.sleep(60)"], held=True)
+    child = supervisor.children["late"]
+    supervisor.poll()
+    assert (child.running, child.down, child.done) == (False, False, False)
+    assert supervisor.bring_back("late")
+    assert child.running
+    supervisor.take_down("late")
+    settle(supervisor)
+    supervisor.retire()
+    assert supervisor.bring_back("late")
+    assert not child.running, "the run is over"
