@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: train test check docs docs-serve setup clean
+.PHONY: train test check chaos docs docs-serve setup clean
 
 train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner is killed on the way
 	$(BIN)/ddiloco train recipes/quickstart.toml
@@ -20,6 +20,9 @@ check: $(STAMP)  ## format, lint, types and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/unit tests/paper tests/contract
+
+chaos: $(STAMP)  ## half an hour of failures of every kind, and the verdict
+	$(BIN)/ddiloco chaos chaos-long
 
 docs: $(STAMP)  ## the documentation, as a folder of pages: site/index.html
 	$(BIN)/mkdocs build --strict --quiet

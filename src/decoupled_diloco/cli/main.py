@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from decoupled_diloco import __version__
+from decoupled_diloco.cli.chaos import chaos
 from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
@@ -167,6 +168,7 @@ def evaluator(
 app.command()(recipes)
 app.command()(scenarios)
 app.command()(simulate)
+app.command()(chaos)
 app.command()(export)
 app.command()(doctor)
 app.command()(status)

@@ -82,9 +82,9 @@ def simulate(
     _require_scenario(scenario)
     told = load_scenario(scenario, run=run, overrides=settings or (), seed=seed)
     if protocol_only:
-        _spare_a_real_run(tape, "--tape ")
+        spare_a_real_run(tape, "--tape ")
         exit_with(simulate_protocol(told, tape, make_console()))
-    _spare_a_real_run(Path(told.config.run.folder), "--set run.folder=")
+    spare_a_real_run(Path(told.config.run.folder), "--set run.folder=")
     exit_with(simulate_training(told, make_console()))
 
 
@@ -102,7 +102,7 @@ def _require_scenario(path: Path) -> None:
         )
 
 
-def _spare_a_real_run(folder: Path | None, option: str) -> None:
+def spare_a_real_run(folder: Path | None, option: str) -> None:
     """What real processes have trained is not moved aside for a simulation of the same name."""
     if folder is None or (folder / "scenario.toml").exists():
         return

@@ -28,7 +28,7 @@ def train_locally(config: RunConfig, console: Console, *, resume: bool = False) 
     with reader_may_be_gone():
         tell_beginning(config, run.path, run.folder.moved_to, console)
     try:
-        with _termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
+        with termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
             run.start()
             outcome = run.wait(progress.poll)
             progress.poll()
@@ -36,7 +36,7 @@ def train_locally(config: RunConfig, console: Console, *, resume: bool = False) 
         console.print("interrupted: ending all processes")
         outcome = Outcome(False, "interrupted", None)
     finally:
-        with _undisturbed():
+        with undisturbed():
             run.close()
     with reader_may_be_gone():
         tell_outcome(run.path, outcome.weights, console)
@@ -55,7 +55,7 @@ def serve_locally(config: RunConfig, console: Console, *, resume: bool = False) 
     run = LocalRun(config, learners=False, resume=resume)
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
-        with _termination_as_interrupt():
+        with termination_as_interrupt():
             run.start()
             run.wait_for_shards()
             with reader_may_be_gone():
@@ -67,7 +67,7 @@ def serve_locally(config: RunConfig, console: Console, *, resume: bool = False) 
     except KeyboardInterrupt:
         outcome = Outcome(False, "interrupted", None)
     finally:
-        with _undisturbed():
+        with undisturbed():
             run.close()
     remains = outcome.weights or what_remains(run.path, config.syncer.shards)
     console.print(f"{outcome.reason}; {remains}", soft_wrap=True)
@@ -108,7 +108,7 @@ def _tell_how_to_join(config: RunConfig, run: LocalRun, console: Console) -> Non
 
 
 @contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
+def termination_as_interrupt() -> Iterator[None]:
     """SIGTERM ends the run as Ctrl-C does."""
 
     def interrupt(number: int, frame: object) -> None:
@@ -122,7 +122,7 @@ def _termination_as_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """A second Ctrl-C must not interrupt the clean-up that leaves no orphan."""
     before = [(n, signal.signal(n, signal.SIG_IGN)) for n in (signal.SIGINT, signal.SIGTERM)]
     try:

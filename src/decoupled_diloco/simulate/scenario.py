@@ -270,6 +270,11 @@ def _config(
     overrides: Sequence[str],
     seed: int | None,
 ) -> RunConfig:
+    if run is None and file.run is None:
+        raise ConfigError(
+            f"{path} names no run: give one on the command line, or add run, the name of a shipped "
+            "recipe or the path of a TOML file"
+        )
     if run is None and isinstance(file.run, dict):
         tables = {t: getattr(file, t) for t in RUN_TABLES if getattr(file, t) is not None}
         tables["run"] = {"name": file.name or path.stem, **file.run}

@@ -341,9 +341,10 @@ class ScenarioFile(Settings):
     name: str | None = Field(default=None, pattern=NAME)
     """Name of the run that is simulated. Default: the file's."""
 
-    run: str | dict[str, Any]
+    run: str | dict[str, Any] | None = None
     """The run: the path of its TOML file, relative to this one, or the name of a shipped recipe;
-    or the table `[run]` itself, with `[sync]` and the others beside it."""
+    or the table `[run]` itself, with `[sync]` and the others beside it. Default: the one that the
+    command line names."""
 
     set: tuple[str, ...] = Field(default=(), strict=False)
     """Settings of that run to override, "sync.period=48" each; for a `run` that is a path. They
@@ -401,8 +402,9 @@ class ScenarioFile(Settings):
             return self
         for table in RUN_TABLES[1:]:
             if getattr(self, table) is not None:
+                where = "without [run]" if self.run is None else f"beside run={self.run!r}"
                 raise ConfigError(
-                    f"[{table}] beside run={self.run!r} would be ignored: write what differs from "
+                    f"[{table}] {where} would be ignored: write what differs from "
                     f'that file as set = ["{table}.key=value"], and take [{table}] out'
                 )
         return self

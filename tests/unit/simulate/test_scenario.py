@@ -173,7 +173,8 @@ def test_a_shipped_scenario_loads_and_tells_its_story(name: str) -> None:
     scenario = load_scenario(path)
     assert scenario.config.run.name == name
     assert path.read_text().startswith("# ")
-    assert f"ddiloco simulate scenarios/{name}.toml" in path.read_text()
+    ways = (f"ddiloco simulate scenarios/{name}.toml", f"ddiloco chaos {name}")
+    assert any(way in path.read_text() for way in ways)
     assert load_scenario(path, seed=5).config.run.seed == 5
 
 
@@ -330,7 +331,7 @@ def test_a_return_is_not_taken_for_a_second_coming(tmp_path: Path) -> None:
 
 
 WHOLE_MISTAKES = [
-    ("seed = 1\n", "the file lacks 'run': add it"),
+    ("seed = 1\n", "names no run: give one on the command line"),
     ("run = 3\n", "run=3 is neither a path in quotes nor a table"),
     ('run = "none.toml"\n', "none.toml does not exist"),
     ('run = "nonesuch"\n', "'nonesuch' is neither a file nor a shipped recipe"),

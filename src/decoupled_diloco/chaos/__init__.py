@@ -1,0 +1,1 @@
+"""Faults on real processes and links, as a scenario tells them; and the verdict on the tapes."""

@@ -1,0 +1,139 @@
+"""Processes that are stopped and continued: for a while, or in a duty cycle that slows down."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+
+CYCLE_SECONDS_MAX = 2.0
+"""A slowed process stands for less than this at a time, so that its leases do not run out."""
+
+CYCLE_SECONDS_MIN = 0.05
+
+POLL_SECONDS = 0.02
+
+_GUARD = 'pids=; while read pid; do pids="$pids $pid"; done; [ -z "$pids" ] || kill -CONT $pids'
+"""Continues whom it was told of, once nobody can tell it more."""
+
+
+class Guard:
+    """Continues stopped processes if this one dies first: who stands cannot notice that."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def watch(self, pid: int) -> None:
+        """From now on this process is continued at the end."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{pid}\n".encode())
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Lets it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Brake:
+    """Stops and continues one process.
+
+    Args:
+        pid: Its current number; ``None``: there is no process.
+        guard: Continues it if this process dies.
+        step_seconds: How long an undisturbed step of it takes, so that a cycle has whole steps.
+    """
+
+    def __init__(self, pid: Callable[[], int | None], guard: Guard, step_seconds: float) -> None:
+        self._pid = pid
+        self._guard = guard
+        self._step_seconds = step_seconds
+        self._pauses: dict[int, int | None] = {}
+        self._factors: list[float] = []
+        self._standing: int | None = None
+        self._known: set[int] = set()
+        self._ends = threading.Event()
+        self._changed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="brake", daemon=True)
+        self._thread.start()
+
+    def pause(self, number: int) -> None:
+        """It stands from now on; a process that is started later does not."""
+        self._pauses[number] = self._pid()
+        self._changed.set()
+
+    def resume(self, number: int) -> None:
+        """Takes one pause back."""
+        self._pauses.pop(number, None)
+        self._changed.set()
+
+    def slow(self, factor: float) -> None:
+        """It runs for this share of the time only, in addition to what slows it down already."""
+        self._factors.append(factor)
+        self._changed.set()
+
+    def quicken(self, factor: float) -> None:
+        """Takes one such factor back."""
+        self._factors.remove(factor)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Lets it run."""
+        self._ends.set()
+        self._changed.set()
+        self._thread.join()
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            self._turn()
+        self._let_go()
+
+    def _turn(self) -> None:
+        """Some time of the cycle, or of a pause, or of nothing."""
+        pid = self._pid()
+        factor = math.prod(self._factors)
+        if pid is not None and pid in list(self._pauses.values()):
+            self._stop(pid)
+            self._wait(POLL_SECONDS)
+        elif pid is not None and factor > 1.0:
+            cycle = min(CYCLE_SECONDS_MAX, max(CYCLE_SECONDS_MIN, factor * self._step_seconds))
+            self._stop(pid)
+            self._ends.wait(cycle * (1.0 - 1.0 / factor))
+            self._let_go()
+            self._ends.wait(cycle / factor)
+        else:
+            self._let_go()
+            self._wait(POLL_SECONDS if self._pauses or self._factors else None)
+
+    def _wait(self, seconds: float | None) -> None:
+        self._changed.wait(seconds)
+        self._changed.clear()
+
+    def _stop(self, pid: int) -> None:
+        if self._standing == pid:
+            return
+        if pid not in self._known:
+            self._known.add(pid)
+            self._guard.watch(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            self._standing = pid
+
+    def _let_go(self) -> None:
+        if self._standing is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._standing, signal.SIGCONT)
+            self._standing = None

@@ -1,0 +1,216 @@
+"""What a verdict needs of a run's tape beside its history: faults, members, versions, epochs.
+
+Safety is read off the shards' tapes: versions of a fragment only go up, and no version is issued
+twice; a restart goes back behind nothing that was merged, unless its disk was lost; nothing is
+merged twice, or from an old epoch, or into another version than the one that it was trained from.
+A process that is killed loses the last half second of its tape: what is missing there proves
+nothing, and what is there must still hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from decoupled_diloco.observe.historian import is_shard
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.samples import FaultEnded, FaultInjected
+from decoupled_diloco.protocol.effects import Accept, Admit, Evict, Install, RoundFinished, Stop
+from decoupled_diloco.protocol.events import BodyArrived, Disconnected, TermGranted
+from decoupled_diloco.protocol.messages import Version
+
+_LOOKED_AT = frozenset(
+    cls.__name__
+    for cls in (
+        Accept,
+        Admit,
+        BodyArrived,
+        Disconnected,
+        Evict,
+        FaultEnded,
+        FaultInjected,
+        Install,
+        RoundFinished,
+        Stop,
+        TermGranted,
+    )
+)
+
+
+@dataclass
+class Struck:
+    """A fault on purpose: what, whom, from when to when, seconds; infinity: to the end."""
+
+    kind: str
+    target: str
+    processes: tuple[str, ...]
+    begin: float
+    end: float = math.inf
+
+
+@dataclass
+class Facts:
+    """What the tape says.
+
+    Attributes:
+        faults: Every fault that was caused on purpose, in order.
+        membership: For each shard and learner: when the shard counted on it.
+        stopped: Shards that have ended of themselves.
+        merges: How many rounds were merged, by fragment.
+        contributions: How many contributions are in them.
+        broken: What must not be, in words.
+    """
+
+    faults: list[Struck] = field(default_factory=list)
+    membership: defaultdict[tuple[str, str], list[list[float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    stopped: set[str] = field(default_factory=set)
+    merges: Counter[int] = field(default_factory=Counter)
+    contributions: int = 0
+    broken: list[str] = field(default_factory=list)
+
+    def member_during(self, shard: str, learner: str, begin: float, end: float) -> bool:
+        """Whether a shard counted on a learner for all of this time."""
+        return any(a <= begin and end <= b for a, b in self.membership[shard, learner])
+
+
+def read_facts(records: Iterable[Record]) -> Facts:
+    """The facts of a whole tape, from its records in the order of time."""
+    reader = _Reader()
+    for record in records:
+        reader.take(record)
+    return reader.facts
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.facts = Facts()
+        self._began: float | None = None
+        self._newest: dict[int, Version] = {}
+        self._merged: dict[int, Version] = {}
+        self._issued: set[tuple[int, Version]] = set()
+        self._terms: dict[str, int] = {}
+        self._epochs: dict[str, int] = {}
+        self._bound: dict[tuple[str, str], int] = {}
+        self._arrived: dict[tuple[str, int, int, str], BodyArrived] = {}
+        self._used: set[tuple[int, str, int, Version]] = set()
+        self._emptied: set[str] = set()
+
+    def take(self, record: Record) -> None:
+        if self._began is None:
+            self._began = record.wall
+        at = max(0.0, record.wall - self._began)
+        who = record.who
+        if record.kind == "start" and is_shard(who):
+            self._forget(who, at)
+        if record.type not in _LOOKED_AT:
+            return
+        value = record.value()
+        if isinstance(value, FaultInjected | FaultEnded):
+            self._fault(value, at)
+        elif isinstance(value, Admit):
+            self._admitted(value)
+        elif is_shard(who):
+            self._shard(who, value, at)
+
+    def _fault(self, value: FaultInjected | FaultEnded, at: float) -> None:
+        place = (value.kind, value.target, value.processes)
+        if isinstance(value, FaultInjected):
+            self.facts.faults.append(Struck(*place, at))
+            if value.kind == "disk-lost":
+                self._emptied.update(value.processes)
+            return
+        for struck in self.facts.faults:
+            own = (struck.kind, struck.target, struck.processes)
+            if own == place and math.isinf(struck.end):
+                struck.end = at
+                return
+
+    def _forget(self, shard: str, at: float) -> None:
+        """A shard starts again: it counts on nobody."""
+        for (name, learner), spans in self.facts.membership.items():
+            if name == shard:
+                self._leave(shard, learner, at, spans)
+
+    def _leave(self, shard: str, learner: str, at: float, spans: list[list[float]]) -> None:
+        if spans and math.isinf(spans[-1][1]):
+            spans[-1][1] = at
+
+    def _admitted(self, admit: Admit) -> None:
+        if admit.epoch < self._epochs.get(admit.learner, 0):
+            self._break(f"{admit.learner} is admitted with epoch {admit.epoch}, which goes back")
+        self._epochs[admit.learner] = admit.epoch
+
+    def _shard(self, who: str, value: Any, at: float) -> None:
+        match value:
+            case Accept(learner=learner, epoch=epoch):
+                if epoch < self._bound.get((who, learner), 0):
+                    self._break(f"{who} accepts {learner} with epoch {epoch}, which goes back")
+                self._bound[who, learner] = epoch
+                spans = self.facts.membership[who, learner]
+                self._leave(who, learner, at, spans)
+                spans.append([at, math.inf])
+            case Evict(learner=learner) | Disconnected(learner=learner):
+                self._leave(who, learner, at, self.facts.membership[who, learner])
+            case TermGranted(admitted):
+                if admitted.term < self._terms.get(who, 0):
+                    self._break(f"{who} is granted term {admitted.term}, which goes back")
+                self._terms[who] = admitted.term
+            case BodyArrived():
+                self._arrived[who, value.round, value.fragment, value.learner] = value
+            case Install(fragment, version):
+                self._installed(who, fragment, version)
+            case RoundFinished(verdict="merged"):
+                self._round(who, value)
+            case Stop():
+                self.facts.stopped.add(who)
+
+    # ---- versions
+
+    def _installed(self, who: str, fragment: int, version: Version) -> None:
+        newest, merged = self._newest.get(fragment), self._merged.get(fragment)
+        if newest is not None and version < newest:
+            self._break(f"fragment {fragment}: {who} installs {version} after {newest}")
+        lost = merged is not None and version.counter < merged.counter
+        if lost and who not in self._emptied:
+            self._break(f"fragment {fragment}: {who} installs {version}, but {merged} was merged")
+        self._newest[fragment] = version
+
+    def _round(self, who: str, result: RoundFinished) -> None:
+        fragment, version = result.fragment, result.version
+        assert version is not None, "a merged round has a version"
+        newest = self._newest.get(fragment)
+        if (fragment, version) in self._issued:
+            self._break(f"fragment {fragment}: {who} issues {version} twice")
+        elif newest is not None and version <= newest:
+            self._break(f"fragment {fragment}: {who} issues {version} after {newest}")
+        self._issued.add((fragment, version))
+        self._newest[fragment] = self._merged[fragment] = version
+        self.facts.merges[fragment] += 1
+        for participant in result.participants:
+            if participant.state == "folded":
+                self.facts.contributions += 1
+                self._contribution(who, result, participant.learner)
+
+    def _contribution(self, who: str, result: RoundFinished, learner: str) -> None:
+        where = f"fragment {result.fragment}, round {result.round} of {who}: {learner}"
+        place = (who, result.round, result.fragment, learner)
+        body = self._arrived.get(place)
+        if body is None:
+            self._break(f"{where} is in it, but nothing of it has arrived")
+            return
+        if body.epoch != self._bound.get((who, learner)):
+            self._break(f"{where} is in it with epoch {body.epoch}, which is an old one")
+        if result.base is not None and body.base != result.base:
+            self._break(f"{where} was trained from {body.base}, not from {result.base}")
+        key = (result.fragment, learner, body.epoch, body.base)
+        if key in self._used:
+            self._break(f"{where} is merged twice from {body.base}")
+        self._used.add(key)
+
+    def _break(self, text: str) -> None:
+        self.facts.broken.append(text)

@@ -1,0 +1,454 @@
+"""Whether a run has kept its promises under faults: checks on its tapes, each with its limit.
+
+Three definitions that the numbers rest on, all instants in seconds since the run's first record:
+
+* A learner is **disturbed** while a fault on purpose holds it: it stands (pause), is slowed down,
+  its clock leaps, or it is not there (killed, told to go, joining). Its own lost steps are the
+  fault; a **survivor's** are not. A link's fault disturbs no step, but does disturb taking part.
+* **Alive** is a learner from the moment it holds the global weights to its end, without the time
+  that it stood, and with 1/factor of the time in which it was slowed down. Its *pace* is its own
+  median step in this run. A fault-free run would have merged, of every token trained in that time
+  at that pace, the share that a fault-free run of the same recipe merges (`chaos.reference`): what
+  is overwritten in flight is lost without any fault too. *Accepted* is what was merged by that.
+* **Eligible** is a learner for a merged round if the shard counted on it all the while, nothing
+  disturbed it, and it had finished a step since the tick before. It takes part if its contribution
+  is in.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.chaos.facts import Facts, Struck, read_facts
+from decoupled_diloco.errors import Error
+from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe.historian import build_history
+from decoupled_diloco.observe.history import (
+    GAP_MEDIANS,
+    LearnerHistory,
+    Life,
+    Round,
+    RunHistory,
+    ShardHistory,
+)
+from decoupled_diloco.observe.tape import FLUSH_SECONDS, TapeReader
+from decoupled_diloco.protocol.effects import NOTHING_NEW
+from decoupled_diloco.simulate.replay import replay_run
+from decoupled_diloco.storage.files import write_text
+
+FILE_NAME = "chaos.json"
+
+ACCEPTED_MIN = 0.97
+"""Least share of what a fault-free run would have merged in the same learners' alive time."""
+
+PARTICIPATION_MIN = 0.95
+"""Least share of the rounds that a learner was eligible for that it took part in."""
+
+STEP_KINDS = ("pause", "slow", "clock-jump")
+LINK_KINDS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
+
+SETTLE_SECONDS = 1.0
+"""So long after a fault on a link has ended its wires may be dialled again."""
+
+_Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: what was measured, what is asked for, and whether it was kept."""
+
+    name: str
+    kept: bool
+    measured: str
+    limit: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All checks of a run.
+
+    Attributes:
+        checks: In the order in which they are shown.
+        faults: How many faults of each kind were caused.
+        numbers: What was measured, as numbers.
+    """
+
+    checks: tuple[Check, ...]
+    faults: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> bool:
+        """Whether every promise was kept."""
+        return all(check.kept for check in self.checks)
+
+
+def judge(
+    folder: Path,
+    *,
+    accepted_share: float,
+    finished: bool,
+    reason: str = "",
+    accepted_min: float = ACCEPTED_MIN,
+) -> Verdict:
+    """Checks everything that a run's tape tells.
+
+    Args:
+        folder: The run folder; nobody writes to its tape any more.
+        accepted_share: Share of the trained tokens that a fault-free run of the same recipe merges.
+        finished: Whether the run has ended as it should.
+        reason: Why, in words.
+        accepted_min: Least accepted tokens over those of a fault-free run.
+
+    Raises:
+        StorageError: There is no tape.
+        ProtocolError: It is of another version.
+    """
+    reader = TapeReader(folder)
+    history = build_history(reader)
+    judge = _Judge(history, read_facts(TapeReader(folder)))
+    judge.steps()
+    judge.survivors()
+    judge.accepted(accepted_share, accepted_min)
+    judge.participation()
+    judge.safety()
+    judge.replays(folder, reader.problems)
+    judge.end(finished, reason)
+    kinds = Counter(struck.kind for struck in judge.facts.faults)
+    return Verdict(tuple(judge.checks), dict(sorted(kinds.items())), judge.numbers)
+
+
+def save_verdict(folder: Path, verdict: Verdict) -> Path:
+    """Writes ``RUN/chaos.json``.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    document = {
+        "kept": verdict.kept,
+        "faults": verdict.faults,
+        "checks": [dataclasses.asdict(check) for check in verdict.checks],
+        "numbers": verdict.numbers,
+    }
+    path = folder / FILE_NAME
+    write_text(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+class _Judge:
+    def __init__(self, history: RunHistory, facts: Facts) -> None:
+        self.history, self.facts = history, facts
+        self.checks: list[Check] = []
+        self.numbers: dict[str, Any] = {}
+
+    def _say(
+        self, name: str, kept: bool, measured: str, limit: str, details: Iterable[str] = ()
+    ) -> None:
+        self.checks.append(Check(name, kept, measured, limit, tuple(details)))
+
+    # ---- steps
+
+    def steps(self) -> None:
+        """Somebody steps at every moment, but where everybody was struck."""
+        learners = self.history.learners.values()
+        instants = sorted(at for learner in learners for at in learner.steps_at)
+        medians = [m for x in learners if (m := x.step_seconds_median)]
+        if len(instants) < 2 or not medians:
+            self._say("some learner always steps", False, "nobody has stepped", "100 %")
+            return
+        limit = GAP_MEDIANS * max(medians)
+        gaps = [
+            (a, b)
+            for a, b in pairwise(instants)
+            if b - a <= limit or not self._everybody_struck(a, b)
+        ]
+        longest = max((b - a for a, b in gaps), default=0.0)
+        standing = sum(max(0.0, b - a - limit) for a, b in gaps)
+        uptime = 1.0 - standing / (instants[-1] - instants[0])
+        self.numbers |= {"uptime": uptime, "longest_without_a_step_seconds": longest}
+        self._say(
+            "some learner always steps",
+            longest <= limit,
+            f"{uptime:.2%} of the time, longest moment without a step {longest:.2f} s",
+            f"100 %, {limit:.2f} s ({GAP_MEDIANS:g} steps)",
+        )
+
+    def _everybody_struck(self, begin: float, end: float) -> bool:
+        learners = self.history.learners.values()
+        return all(self._struck_during(learner, begin, end) for learner in learners)
+
+    def _struck_during(self, learner: LearnerHistory, begin: float, end: float) -> bool:
+        there = any(_began(life) <= begin and end <= _ended(life) for life in learner.lives)
+        return not there or _overlaps(self._disturbances(learner.name, STEP_KINDS), begin, end)
+
+    def _disturbances(self, name: str, kinds: Iterable[str], settle: float = 0.0) -> list[_Span]:
+        return [
+            (struck.begin, struck.end + settle if _lasts(struck) else struck.begin + settle)
+            for struck in self.facts.faults
+            if struck.kind in kinds and name in struck.processes
+        ]
+
+    def survivors(self) -> None:
+        """Nobody loses a step because of somebody else's fault."""
+        lost: dict[str, int] = {}
+        details = []
+        for name, learner in self.history.learners.items():
+            median = learner.step_seconds_median
+            own = self._disturbances(name, STEP_KINDS, GAP_MEDIANS * (median or 0.0))
+            lost[name] = 0
+            for begin, end in _gaps(learner, self.history.duration) if median else ():
+                if median and end - begin > GAP_MEDIANS * median and not _overlaps(own, begin, end):
+                    steps = round((end - begin) / median) - 1
+                    lost[name] += steps
+                    told = f"{name}: {steps} steps from {begin:.1f} s to {end:.1f} s"
+                    details.append(told + self._struck_near(begin, end))
+        longest = self._longest_gap()
+        self.numbers |= {"lost_steps": lost, "longest_gap_medians": longest}
+        total = sum(lost.values())
+        self._say(
+            "survivors lose no step",
+            total == 0,
+            f"{total} steps lost, longest gap {longest:.1f} median steps",
+            f"0 steps ({GAP_MEDIANS:g} median steps without one)",
+            details,
+        )
+
+    def _longest_gap(self) -> float:
+        """In medians, of whom nothing disturbed."""
+        longest = 0.0
+        for name, learner in self.history.learners.items():
+            median = learner.step_seconds_median
+            own = self._disturbances(name, STEP_KINDS, GAP_MEDIANS * (median or 0.0))
+            for life in learner.lives if median else ():
+                for begin, end in pairwise(life.steps_at):
+                    if median and not _overlaps(own, begin, end):
+                        longest = max(longest, (end - begin) / median)
+        return longest
+
+    def _struck_near(self, begin: float, end: float) -> str:
+        near = [s for s in self.facts.faults if begin - 5.0 <= s.begin <= end]
+        told = ", ".join(f"{s.kind} {s.target} at {s.begin:.1f} s" for s in near)
+        return f" (then: {told})" if told else ""
+
+    # ---- tokens
+
+    def accepted(self, share: float, least: float) -> None:
+        """What was merged, over what a fault-free run would have merged in the same alive time."""
+        accounts = account_for(self.history)
+        merged = trained = expected = 0.0
+        alive: dict[str, float] = {}
+        for name, learner in self.history.learners.items():
+            median = learner.step_seconds_median
+            if not median or not learner.steps:
+                continue
+            alive[name] = sum(self._alive_seconds(name, x, median) for x in learner.lives)
+            tokens = accounts.learners[name].tokens
+            merged += tokens.tokens("merged")
+            trained += tokens.tokens("trained")
+            expected += alive[name] / median * (learner.tokens / learner.steps) * share
+        ratio = merged / expected if expected else 0.0
+        self.numbers |= {
+            "accepted_ratio": ratio,
+            "accepted_tokens": merged,
+            "trained_tokens": trained,
+            "fault_free_tokens": expected,
+            "fault_free_share": share,
+            "alive_seconds": alive,
+        }
+        self._say(
+            "accepted tokens",
+            ratio >= least,
+            f"{ratio:.3f} of a fault-free run's ({merged:.0f} of {trained:.0f} trained)",
+            f"at least {least:g}; fault-free, {share:.1%} are accepted",
+        )
+
+    def _alive_seconds(self, name: str, life: Life, median: float) -> float:
+        if life.ready_at is None:
+            return 0.0
+        begin, end = life.ready_at, _ended(life)
+        if life.over and life.steps_at:
+            end = life.steps_at[-1]
+        end = min(end, self.history.duration)
+        seconds = max(0.0, end - begin)
+        for struck in self.facts.faults:
+            if struck.kind in ("pause", "slow") and name in struck.processes:
+                seconds -= self._idle_seconds(struck, life, begin, end, median)
+        return max(0.0, seconds)
+
+    def _idle_seconds(
+        self, struck: Struck, life: Life, begin: float, end: float, median: float
+    ) -> float:
+        """How long a pause or slowness kept a learner from stepping, within its life."""
+        a, b = max(begin, struck.begin), min(end, struck.end)
+        if b <= a:
+            return 0.0
+        return max(0.0, (b - a) - _steps_between(life, a, b) * median)
+
+    # ---- rounds
+
+    def participation(self) -> None:
+        """Every live learner takes part in the rounds that it is eligible for."""
+        shares: dict[str, float] = {}
+        details = []
+        rounds = list(self._rounds())
+        for name, learner in self.history.learners.items():
+            eligible = took = 0
+            missed: Counter[str] = Counter()
+            for shard, each, since in rounds:
+                state = self._part(shard, each, since, learner)
+                eligible += state is not None
+                took += state == "folded"
+                if state not in (None, "folded"):
+                    missed[str(state)] += 1
+            if eligible:
+                shares[name] = took / eligible
+                told = ", ".join(f"{count} {state}" for state, count in missed.items())
+                details.append(f"{name}: {took} of {eligible}" + (f" ({told})" if told else ""))
+        worst = min(shares.values(), default=0.0)
+        self.numbers["participation"] = shares
+        self._say(
+            "every live learner takes part",
+            worst >= PARTICIPATION_MIN,
+            f"{worst:.1%} of the rounds that it was eligible for, at least",
+            f"at least {PARTICIPATION_MIN:.0%}",
+            details,
+        )
+
+    def _rounds(self) -> Iterator[tuple[ShardHistory, Round, float]]:
+        """Merged rounds, each with when the tick before its own was."""
+        for shard in self.history.shards.values():
+            for each in shard.rounds:
+                if each.result.verdict == "merged":
+                    yield shard, each, _tick_before(shard, each)
+
+    def _part(
+        self, shard: ShardHistory, each: Round, since: float, learner: LearnerHistory
+    ) -> str | None:
+        """What became of a learner in a round; ``None``: it was not eligible."""
+        name = learner.name
+        begin, end = each.opened_at, each.finished_at
+        mine = [p for p in each.result.participants if p.learner == name]
+        if mine and mine[0].state == "folded":
+            return "folded"
+        if mine and mine[0].reason == NOTHING_NEW:
+            return None
+        life = next((x for x in learner.lives if _ready(x) <= since and end <= _ended(x)), None)
+        stepped = life is not None and _steps_between(life, since, begin) > 0
+        if not stepped or not self.facts.member_during(shard.name, name, since, end):
+            return None
+        for who in (name, shard.name):
+            kinds = (*STEP_KINDS, *LINK_KINDS)
+            if _overlaps(self._disturbances(who, kinds, SETTLE_SECONDS), since, end):
+                return None
+        return mine[0].state if mine else "not asked"
+
+    # ---- safety, replay, end
+
+    def safety(self) -> None:
+        """Versions, epochs, terms, and what was merged; see `chaos.facts`."""
+        broken = self.facts.broken
+        merges = sum(self.facts.merges.values())
+        self.numbers |= {"merges": merges, "contributions": self.facts.contributions}
+        self._say(
+            "versions and merges",
+            not broken,
+            f"{len(broken)} rules broken in {merges} merges of {self.facts.contributions} "
+            "contributions",
+            "0: none goes back, none twice, none of an old epoch",
+            broken,
+        )
+
+    def replays(self, folder: Path, problems: list[str]) -> None:
+        """Every process's tape gives itself again."""
+        killed = sum(len(member.outages) for member in self.history.members)
+        try:
+            results, _ = replay_run(folder)
+        except (Error, AssertionError) as error:
+            # A machine asserts its invariants; a tape that breaks them is no tape of its run.
+            told = f"they cannot be replayed: {error}"
+            self._say("tapes replay exactly", False, told, "0 differences")
+            return
+        differences = [
+            f"{each.who}: life {d.life}, event {d.cause}: {d.event}"
+            for each in results
+            for d in each.differences
+        ]
+        events = sum(each.events for each in results)
+        self.numbers |= {"replayed_events": events, "torn_lines": len(problems)}
+        torn = f", {len(problems)} torn lines" if problems else ""
+        self._say(
+            "tapes replay exactly",
+            bool(results) and not differences and len(problems) <= killed,
+            f"{len(differences)} differences in {events} events{torn}",
+            "0 differences, a torn line for each kill at most",
+            [*differences, *problems],
+        )
+
+    def end(self, finished: bool, reason: str) -> None:
+        """It is over as it should be, with every fragment merged."""
+        fragments = self.history.fragments
+        missing = [p for p in range(fragments) if not self.facts.merges[p]]
+        self._say(
+            "the run ends with all fragments",
+            finished and not missing and fragments > 0,
+            f"{reason or 'finished'}; {fragments - len(missing)} of {fragments} fragments merged",
+            "finished, all of them",
+            [f"nothing was merged into fragment {p}" for p in missing],
+        )
+
+
+def _steps_between(life: Life, begin: float, end: float) -> int:
+    """How many steps were finished after the one instant and not after the other."""
+    steps = life.steps_at
+    return bisect.bisect_right(steps, end) - bisect.bisect_right(steps, begin)
+
+
+def _lasts(struck: Struck) -> bool:
+    return struck.kind not in ("break", "clock-jump", "vanish")
+
+
+def _began(life: Life) -> float:
+    return life.ready_at if life.ready_at is not None else math.inf
+
+
+def _ready(life: Life) -> float:
+    """When it had taken its first step with the global weights."""
+    return life.steps_at[0] if life.steps_at else math.inf
+
+
+def _ended(life: Life) -> float:
+    return math.inf if life.ended_at is None else life.ended_at
+
+
+def _overlaps(spans: Iterable[_Span], begin: float, end: float) -> bool:
+    return any(a < end and begin < b for a, b in spans)
+
+
+def _gaps(learner: LearnerHistory, duration: float) -> Iterator[_Span]:
+    """The time between steps, and from a life's last step to its end, if that was not its own."""
+    for life in learner.lives:
+        yield from pairwise(life.steps_at)
+        if life.steps_at and not life.over:
+            # What a killed process had not written yet is missing on its tape.
+            unwritten = 2 * FLUSH_SECONDS if life.crashed else 0.0
+            end = min(_ended(life), duration) - unwritten
+            if end > life.steps_at[-1]:
+                yield life.steps_at[-1], end
+
+
+def _tick_before(shard: ShardHistory, each: Round) -> float:
+    """When the shard's clock was at the tick before a round's."""
+    index = bisect.bisect_right(shard.clock_at, each.opened_at) - 1
+    while index >= 0 and shard.clock[index] >= each.result.tick:
+        index -= 1
+    return shard.clock_at[index] if index >= 0 else 0.0

@@ -1,0 +1,216 @@
+"""`ddiloco chaos`: a run under the faults of a scenario, and whether it kept its promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decoupled_diloco.cli.options import (
+    INTERRUPTED,
+    Sets,
+    complete_recipe,
+    complete_scenario,
+    exit_with,
+    fail,
+    make_console,
+)
+from decoupled_diloco.config.shipped import find_shipped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from decoupled_diloco.chaos.verdict import Verdict
+    from decoupled_diloco.simulate.scenario import Scenario
+
+DETAILS_MAX = 8
+"""Lines of what broke a promise that are shown; chaos.json has all."""
+
+
+def _complete(incomplete: str) -> list[tuple[str, str]]:
+    return [*complete_recipe(incomplete), *complete_scenario(incomplete)]
+
+
+def chaos(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RUN]",
+            help="The run: a TOML file or a shipped recipe's name. Default: the scenario's own.",
+            autocompletion=_complete,
+        ),
+    ],
+    scenario: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="The scenario's TOML file, or the name of a shipped one.",
+            autocompletion=complete_scenario,
+        ),
+    ] = None,
+    settings: Sets = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the run, and of all that strikes at random.")
+    ] = None,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="In virtual time, instead of with real processes.")
+    ] = False,
+    protocol_only: Annotated[
+        bool, typer.Option("--protocol-only", help="With --virtual: no tensors.")
+    ] = False,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="A fault-free run of the same recipe to compare accepted tokens with. Default: "
+            "it is simulated.",
+        ),
+    ] = None,
+    accepted_min: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Least accepted tokens over those of a fault-free run. Default: 0.97.",
+        ),
+    ] = None,
+) -> None:
+    """Trains under a scenario's faults, checks the tapes, and says whether all promises were kept.
+
+    Kills, stops, slows down and starts again real processes of this machine, fills and empties
+    their disks, cuts and spoils their links. The verdict is printed and in RUN/chaos.json. Exit
+    code 1: a promise was broken.
+    """
+    from decoupled_diloco.simulate.scenario import load_scenario
+
+    if protocol_only and not virtual:
+        fail("--protocol-only is for --virtual: real processes train")
+    story, given = (run, None) if scenario is None else (scenario, run)
+    told = load_scenario(
+        find_shipped("scenarios", story),
+        run=None if given is None else find_shipped("recipes", given),
+        overrides=settings or (),
+        seed=seed,
+    )
+    console = make_console()
+    code, finished, reason = _carry_out(told, console, virtual, protocol_only)
+    if code == INTERRUPTED:
+        exit_with(code)
+    folder = Path(told.config.run.folder)
+    share = _share(told, reference)
+    verdict = _judge(folder, share, accepted_min, finished, reason)
+    _show(folder, verdict, console)
+    exit_with(0 if verdict.kept else 1)
+
+
+def _carry_out(
+    scenario: Scenario, console: Console, virtual: bool, protocol_only: bool
+) -> tuple[int, bool, str]:
+    """Exit code, whether it finished, and why it ended."""
+    if not virtual:
+        return _really(scenario, console)
+    from decoupled_diloco.chaos.reference import with_variance
+    from decoupled_diloco.cli.simulate import simulate_protocol, simulate_training, spare_a_real_run
+
+    scenario = with_variance(scenario)
+    folder = Path(scenario.config.run.folder)
+    spare_a_real_run(folder, "--set run.folder=")
+    code = (
+        simulate_protocol(scenario, folder, console)
+        if protocol_only
+        else simulate_training(scenario, console)
+    )
+    return code, code == 0, "the simulation is over" if code == 0 else "it did not finish"
+
+
+def _really(scenario: Scenario, console: Console) -> tuple[int, bool, str]:
+    from decoupled_diloco.chaos.real import RealRun, require_real
+    from decoupled_diloco.cli.beginning import tell_beginning
+    from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
+    from decoupled_diloco.cli.train import termination_as_interrupt, undisturbed
+    from decoupled_diloco.launch.local import Outcome
+    from decoupled_diloco.observe.progress import Progress
+    from decoupled_diloco.simulate.scenario import dump_scenario
+
+    require_real(scenario)
+    run = RealRun(scenario)
+    config = scenario.config
+    (run.path / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
+    with reader_may_be_gone():
+        tell_beginning(config, run.path, run.local.folder.moved_to, console)
+    budget = (config.run.budget_steps, config.run.budget_tokens)
+    try:
+        with termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
+            run.start()
+            outcome = run.wait(progress.poll)
+            progress.poll()
+    except KeyboardInterrupt:
+        console.print("interrupted: ending all processes")
+        outcome = Outcome(False, "interrupted", None)
+    finally:
+        with undisturbed():
+            run.close()
+    with reader_may_be_gone():
+        tell_outcome(run.path, outcome.weights, console)
+        for missed in run.engine.missed:
+            console.print(
+                f"did not happen: {missed.kind} {missed.target.name} at step {missed.at_step}, "
+                "which was not reached",
+                style="yellow",
+                highlight=False,
+            )
+    code = INTERRUPTED if outcome.reason == "interrupted" else 0
+    return code, outcome.finished, outcome.reason
+
+
+def _share(scenario: Scenario, reference: Path | None) -> float:
+    """What a fault-free run accepts of what is trained."""
+    from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share
+
+    return fault_free_share(scenario) if reference is None else accepted_share_of(reference)
+
+
+def _judge(folder: Path, share: float, least: float | None, finished: bool, reason: str) -> Verdict:
+    from decoupled_diloco.chaos.verdict import ACCEPTED_MIN, judge, save_verdict
+
+    verdict = judge(
+        folder,
+        accepted_share=share,
+        accepted_min=ACCEPTED_MIN if least is None else least,
+        finished=finished,
+        reason=reason,
+    )
+    save_verdict(folder, verdict)
+    return verdict
+
+
+def _show(folder: Path, verdict: Verdict, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from decoupled_diloco.chaos.verdict import FILE_NAME
+    from decoupled_diloco.cli.outcome import reader_may_be_gone
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("promise", "measured", "limit", ""):
+        table.add_column(title, overflow="fold")
+    for check in verdict.checks:
+        told = Text("kept", style="green") if check.kept else Text("BROKEN", style="bold red")
+        table.add_row(check.name, check.measured, check.limit, told)
+    struck = ", ".join(f"{count} × {kind}" for kind, count in verdict.faults.items())
+    with reader_may_be_gone():
+        console.print(f"\nfaults: {struck or 'none'}\n", highlight=False)
+        console.print(table)
+        for check in verdict.checks:
+            if not check.kept:
+                for line in check.details[:DETAILS_MAX]:
+                    console.print(f"  {check.name}: {line}", markup=False, highlight=False)
+        words = "every promise was kept" if verdict.kept else "a promise was broken"
+        console.print(
+            f"\nverdict: {words}; {folder / FILE_NAME}",
+            style="bold green" if verdict.kept else "bold red",
+            highlight=False,
+            soft_wrap=True,
+        )

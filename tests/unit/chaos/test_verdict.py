@@ -1,0 +1,274 @@
+"""Verdicts are green where all is well, and red for each promise that a tape shows broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share, with_variance
+from decoupled_diloco.chaos.verdict import Verdict, judge, save_verdict
+from decoupled_diloco.simulate.protocol_run import ProtocolRun
+from decoupled_diloco.simulate.scenario import Scenario, load_scenario
+
+STORY = """
+run = { budget_steps = 150 }
+sync = { fragments = 4, period = 4, overlap = 2, alignment = "carry", missed = "rebase" }
+syncer = { shards = 2 }
+parameters = 1000
+
+[[learners]]
+count = 3
+
+[[events]]
+kind = "kill"
+target = "learner-1"
+at_seconds = 30
+for_seconds = 5
+
+[[events]]
+kind = "kill"
+target = "shard-0"
+at_seconds = 60
+for_seconds = 3
+
+[[events]]
+kind = "pause"
+target = "learner-2"
+at_seconds = 80
+for_seconds = 15
+
+[[events]]
+kind = "cut"
+target = "learner-0"
+at_seconds = 105
+for_seconds = 4
+"""
+
+Records = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    path = tmp_path_factory.mktemp("scenario") / "story.toml"
+    path.write_text(STORY)
+    return with_variance(load_scenario(path))
+
+
+@pytest.fixture(scope="module")
+def finished(scenario: Scenario, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with the tape of the scenario."""
+    folder = tmp_path_factory.mktemp("run")
+    run = ProtocolRun(scenario, folder)
+    while run.advance():
+        pass
+    assert run.finished
+    run.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def share(scenario: Scenario) -> float:
+    return fault_free_share(scenario)
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy that may be spoilt."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def verdict(folder: Path, share: float) -> Verdict:
+    return judge(folder, accepted_share=share, finished=True)
+
+
+def broken(folder: Path, share: float) -> set[str]:
+    return {check.name for check in verdict(folder, share).checks if not check.kept}
+
+
+def rewrite(folder: Path, who: str, change: Callable[[Records], Iterator[dict[str, Any]]]) -> None:
+    path = folder / "tape" / f"{who}.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(record) + "\n" for record in change(records)))
+
+
+def is_merge(record: dict[str, Any]) -> bool:
+    return record["type"] == "RoundFinished" and record["data"]["verdict"] == "merged"
+
+
+def test_a_run_that_kept_its_promises_is_told_so(folder: Path, share: float) -> None:
+    told = verdict(folder, share)
+    assert told.kept, [check for check in told.checks if not check.kept]
+    assert told.faults == {"cut": 1, "kill": 2, "pause": 1}
+    assert told.numbers["uptime"] == 1.0
+    assert 0.97 <= told.numbers["accepted_ratio"] <= 1.02
+    assert set(told.numbers["lost_steps"].values()) == {0}
+    assert min(told.numbers["participation"].values()) >= 0.95
+    document = json.loads(save_verdict(folder, told).read_text())
+    assert document["kept"] is True
+    assert len(document["checks"]) == 7
+
+
+def test_alive_is_who_neither_is_away_nor_stands(folder: Path, share: float) -> None:
+    alive = verdict(folder, share).numbers["alive_seconds"]
+    assert alive["learner-0"] == pytest.approx(150.0, abs=4.0)
+    assert alive["learner-1"] == pytest.approx(145.0, abs=5.0), "five seconds away, and a join"
+    assert alive["learner-2"] == pytest.approx(135.0, abs=5.0), "fifteen seconds of SIGSTOP"
+
+
+def test_without_faults_the_share_is_what_the_recipe_accepts(
+    scenario: Scenario, share: float
+) -> None:
+    assert share > 0.98, "carry and rebase throw nothing away"
+    paper = scenario.config.sync.model_copy(
+        update={"alignment": "overwrite", "missed": "overwrite"}
+    )
+    config = scenario.config.model_copy(update={"sync": paper})
+    overwritten = fault_free_share(Scenario(**{**vars(scenario), "config": config}))
+    assert 0.5 < overwritten < 0.9, "what is trained in flight is overwritten"
+
+
+def test_a_reference_may_be_a_run(folder: Path) -> None:
+    assert 0.9 < accepted_share_of(folder) < 1.0
+
+
+def test_a_version_that_is_issued_twice(folder: Path, share: float) -> None:
+    def twice(records: Records) -> Iterator[dict[str, Any]]:
+        merges = 0
+        for record in records:
+            yield record
+            merges += is_merge(record)
+            if is_merge(record) and merges == 20:
+                yield {**record, "seq": record["seq"]}
+
+    rewrite(folder, "shard-1", twice)
+    assert "versions and merges" in broken(folder, share)
+
+
+def test_a_version_that_goes_back(folder: Path, share: float) -> None:
+    def back(records: Records) -> Iterator[dict[str, Any]]:
+        merges = 0
+        for record in records:
+            merges += is_merge(record)
+            if is_merge(record) and merges == 20:
+                record["data"]["version"]["counter"] = 1
+            yield record
+
+    rewrite(folder, "shard-1", back)
+    assert {"versions and merges", "tapes replay exactly"} <= broken(folder, share)
+
+
+def test_a_restart_behind_what_was_merged(folder: Path, share: float) -> None:
+    def back(records: Records) -> Iterator[dict[str, Any]]:
+        lives = 0
+        for record in records:
+            lives += record["kind"] == "start"
+            if lives == 2 and record["type"] == "Install":
+                record["data"]["version"]["counter"] -= 3
+            yield record
+
+    rewrite(folder, "shard-0", back)
+    (check,) = [c for c in verdict(folder, share).checks if c.name == "versions and merges"]
+    assert not check.kept
+    assert "was merged" in check.details[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"), [("epoch", 0, "an old one"), ("base", None, "was trained from")]
+)
+def test_a_contribution_that_does_not_belong_there(
+    folder: Path, share: float, field: str, value: int | None, words: str
+) -> None:
+    def spoil(records: Records) -> Iterator[dict[str, Any]]:
+        bodies = 0
+        for record in records:
+            bodies += record["type"] == "BodyArrived"
+            if record["type"] == "BodyArrived" and bodies == 30:
+                if field == "epoch":
+                    record["data"]["epoch"] = value
+                else:
+                    record["data"]["base"]["counter"] -= 1
+            yield record
+
+    rewrite(folder, "shard-1", spoil)
+    (check,) = [c for c in verdict(folder, share).checks if c.name == "versions and merges"]
+    assert any(words in detail for detail in check.details)
+
+
+def test_a_removed_merge(folder: Path, share: float) -> None:
+    def without(records: Records) -> Iterator[dict[str, Any]]:
+        number = next(r["seq"] for r in records[300:] if r["type"] == "Merged")
+        yield from (r for r in records if number not in (r["seq"], r.get("cause")))
+
+    rewrite(folder, "shard-1", without)
+    assert "tapes replay exactly" in broken(folder, share)
+
+
+def test_a_survivor_that_stands_still(folder: Path, share: float) -> None:
+    def still(records: Records) -> Iterator[dict[str, Any]]:
+        for record in records:
+            if not (record["type"] == "StepFinished" and 40 < record["at"] < 50):
+                yield record
+
+    rewrite(folder, "learner-0", still)
+    (check,) = [c for c in verdict(folder, share).checks if c.name == "survivors lose no step"]
+    assert not check.kept
+    assert "learner-0: " in check.details[0]
+
+
+def test_a_survivor_that_stands_still_to_the_end(folder: Path, share: float) -> None:
+    def ends(records: Records) -> Iterator[dict[str, Any]]:
+        yield from (r for r in records if r["at"] < 120)
+
+    rewrite(folder, "learner-0", ends)
+    assert "survivors lose no step" in broken(folder, share)
+
+
+def test_nobody_steps(folder: Path, share: float) -> None:
+    def still(records: Records) -> Iterator[dict[str, Any]]:
+        for record in records:
+            if not (record["type"] == "StepFinished" and 40 < record["at"] < 50):
+                yield record
+
+    for learner in range(3):
+        rewrite(folder, f"learner-{learner}", still)
+    assert {"some learner always steps", "survivors lose no step"} <= broken(folder, share)
+
+
+def test_a_learner_that_is_left_out(folder: Path, share: float) -> None:
+    def late(records: Records) -> Iterator[dict[str, Any]]:
+        for record in records:
+            if is_merge(record):
+                for participant in record["data"]["participants"]:
+                    if participant["learner"] == "learner-0" and record["at"] < 60:
+                        participant["state"] = "late"
+            yield record
+
+    for shard in range(2):
+        rewrite(folder, f"shard-{shard}", late)
+    found = broken(folder, share)
+    assert "every live learner takes part" in found
+
+
+def test_tokens_that_are_thrown_away(folder: Path, share: float) -> None:
+    def discard(records: Records) -> Iterator[dict[str, Any]]:
+        for record in records:
+            if record["type"] == "Apply" and record["at"] < 60:
+                record["data"]["discarded_tokens"] = 4
+                record["data"]["mode"] = "overwrite"
+                record["data"]["why"] = "it had no part in it"
+            yield record
+
+    rewrite(folder, "learner-0", discard)
+    assert "accepted tokens" in broken(folder, share)
+
+
+def test_a_run_that_does_not_end(folder: Path, share: float) -> None:
+    told = judge(folder, accepted_share=share, finished=False, reason="shard-1 does not run")
+    assert [check.name for check in told.checks if not check.kept] == [
+        "the run ends with all fragments"
+    ]
