@@ -234,6 +234,13 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
+class ToldToGo:
+    """The process is told to end; its loop steps no more, and what it has is to be handed in."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Linked:
     """A connection to a shard is open: say hello."""
 
@@ -339,6 +346,7 @@ LearnerEvent = (
     | Began
     | StepFinished
     | Paused
+    | ToldToGo
     | Linked
     | Unlinked
     | Told

@@ -16,7 +16,7 @@ import copy
 from dataclasses import replace
 from typing import Literal, assert_never
 
-from decoupled_diloco.protocol import recovery
+from decoupled_diloco.protocol import leaving, recovery
 from decoupled_diloco.protocol.effects import (
     NOTHING_NEW,
     Apply,
@@ -46,6 +46,7 @@ from decoupled_diloco.protocol.events import (
     StepFinished,
     Tick,
     Told,
+    ToldToGo,
     Unlinked,
     UploadFailed,
 )
@@ -56,6 +57,7 @@ from decoupled_diloco.protocol.messages import (
     CopyDeclined,
     CopyWanted,
     Decline,
+    Dismissed,
     Ending,
     Finished,
     Hello,
@@ -125,6 +127,8 @@ class LearnerMachine:
                 return self._stepped(now, tokens)
             case Paused():
                 return self._boundary(now) + self._hold_or_release()
+            case ToldToGo(why):
+                return leaving.told_to_go(self.state, self.options, why)
             case Linked(shard):
                 return self._linked(shard)
             case Unlinked(shard):
@@ -303,7 +307,7 @@ class LearnerMachine:
             return []  # the snapshot that was sent is still needed
         pull = view.pull
         if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
-            if steps == 0 and pull.final:
+            if steps == 0 and (pull.final or self.state.leaving):
                 return self._decline(index, view, NOTHING_NEW, nothing_new=True)
             if steps > 0:
                 effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
@@ -424,7 +428,11 @@ class LearnerMachine:
                 self._hear_clock(now, link, clock)
                 for view in self._fragments_of(shard):
                     view.owed_at = None  # steps are counted anew: what was due then is not now
-                return self._release_if_free("the shard counts from here")
+                effects = leaving.welcomed(self.state, self.options, shard)
+                return effects + self._release_if_free("the shard counts from here")
+            case Dismissed():
+                link.dismissed = True
+                return []
             case Refusal(reason, final):
                 if not final:
                     return [Note(f"shard {shard} refuses for now: {reason}", "refused")]

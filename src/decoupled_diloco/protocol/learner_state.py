@@ -67,7 +67,7 @@ class ShardView:
     """One shard, as the learner sees it.
 
     ``news``: announcements that its welcome has promised and that have not come; ``None``: no
-    welcome yet.
+    welcome yet. ``dismissed``: it can take nothing from who is about to go.
     """
 
     linked: bool = False
@@ -77,6 +77,7 @@ class ShardView:
     tick_seconds: MovingAverage = field(default_factory=MovingAverage)
     finished: bool = False
     news: int | None = None
+    dismissed: bool = False
 
 
 @dataclass(slots=True)
@@ -97,7 +98,8 @@ class LearnerState:
     """The state of one learner.
 
     ``attention``: fragments for which a boundary may bring something: a staged copy, a pull.
-    ``retrying``: fragments of which a copy may have to be asked for again.
+    ``retrying``: fragments of which a copy may have to be asked for again. ``leaving``: why this
+    learner is about to go.
     """
 
     fragments: list[FragmentView]
@@ -115,6 +117,7 @@ class LearnerState:
     attention: set[int] = field(default_factory=set)
     retrying: set[int] = field(default_factory=set)
     recovery: Recovery | None = None
+    leaving: str = ""
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""

@@ -69,7 +69,10 @@ class UploadEstimate:
 
 @dataclass(slots=True)
 class Member:
-    """A live learner, as one shard sees it."""
+    """A live learner, as one shard sees it.
+
+    ``leaving_with``: it is about to go, and has something new of these fragments.
+    """
 
     learner: str
     epoch: int
@@ -81,6 +84,7 @@ class Member:
     step_seconds: float = 0.0
     upload: UploadEstimate = field(default_factory=UploadEstimate)
     held: dict[int, Version] = field(default_factory=dict)
+    leaving_with: frozenset[int] | None = None
 
     @property
     def run_step(self) -> int:

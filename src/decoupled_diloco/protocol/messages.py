@@ -136,6 +136,14 @@ class CopyDeclined:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """The learner is about to go and steps no more; of these fragments it has something new."""
+
+    fragments: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The learner goes, on purpose."""
 
@@ -233,6 +241,13 @@ class CopyWanted:
     attempt: int
     version: Version | None
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """Who is about to go need not wait: nothing that it has can be merged now, and why."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +401,18 @@ class FinishOrdered:
     """Coordinator → shard: all are swept, the run is over."""
 
 
-FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Leave
+FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Leaving | Leave
 ToLearner = (
-    Welcome | Refusal | Pull | Outcome | Published | Shifted | CopyWanted | Ending | Finished
+    Welcome
+    | Refusal
+    | Pull
+    | Outcome
+    | Published
+    | Shifted
+    | CopyWanted
+    | Dismissed
+    | Ending
+    | Finished
 )
 FromMember = DonorWanted
 ToMember = NoDonor

@@ -41,6 +41,7 @@ class Round:
 
     What every event looks at is counted as asks come and change (`add`, `move`, `came`, `went`,
     `first_step`), so that an event costs the same with four learners and with four thousand.
+    ``leaver``: for whose sake it was opened before its tick; then everybody is asked.
     ``asked_live`` and ``asked_stepping``: live learners, and those of them that have stepped, that
     were asked and are not gone.
     """
@@ -53,6 +54,7 @@ class Round:
     previous_tick_at: float
     grace: Grace
     final: bool
+    leaver: str = ""
     quorum_at: float | None = None
     quorum_learner: str = ""
     closed_at: float | None = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import syncer_fill, syncer_members, syncer_rounds
+from decoupled_diloco.protocol import leaving, syncer_fill, syncer_members, syncer_rounds
 from decoupled_diloco.protocol.clock import advanced
 from decoupled_diloco.protocol.effects import (
     Accept,
@@ -67,6 +67,7 @@ from decoupled_diloco.protocol.messages import (
     Holding,
     LayoutSet,
     Leave,
+    Leaving,
     Progress,
     SeedNamed,
     StepReport,
@@ -327,6 +328,13 @@ class SyncerMachine:
             case Holding():
                 syncer_members.holding(state, self._owned_set, now, member, message)
                 return []
+            case Leaving():
+                effects = leaving.leaving(state, self.options, self.owned, member, message)
+                for round in state.rounds.values():
+                    effects += syncer_rounds.ask_if_qualified(
+                        state, self.options, now, round, member
+                    )
+                return effects
             case Leave(reason):
                 why = f"left: {reason}"
                 return syncer_members.remove(state, self.options, now, learner, why, evict=True)

@@ -24,6 +24,7 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import BodyArrived, BodySpoiled
 from decoupled_diloco.protocol.gate import norm_limit, remember
+from decoupled_diloco.protocol.leaving import given_up, leaver_of, was_asked
 from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import Decline, Outcome, Pull, Verdict, Version
 from decoupled_diloco.protocol.options import Options
@@ -94,8 +95,11 @@ def _open(
             state.step_seconds,
         ),
         final=final,
+        leaver=leaver_of(state, fragment),
     )
     why = "the closing sweep" if final else f"fragment {fragment} is due since step {tick}"
+    if round.leaver and not final:
+        why = f"{round.leaver} is about to go: everybody is asked"
     return [round.opened(why), *ask_qualified(state, options, now, round)]
 
 
@@ -143,6 +147,7 @@ def ask_if_qualified(
         patient=missed >= SOFT_DEADLINES_MISSED_MAX,
     )
     round.add(ask, stepping=member.reported_at is not None)
+    was_asked(member, round.fragment)
     if round.quorum_at is None and round.qualified >= options.quorum:
         round.quorum_at, round.quorum_learner = now, member.learner
         state.timing.quorum.update(now - round.opened_at)
@@ -169,6 +174,10 @@ def _qualifies(state: SyncerState, options: Options, round: Round, member: Membe
         return "the closing sweep asks everyone"
     if member.reported_at is None:
         return None
+    if member.leaving_with is not None and round.fragment in member.leaving_with:
+        return "it is about to go"
+    if round.leaver:
+        return f"{round.leaver} is about to go: everybody is asked"
     if options.participants == "all":
         return "every live learner takes part"
     if member.run_step >= round.tick:
@@ -462,6 +471,7 @@ def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[
         effects += _swept(state, round, reason)
     elif state.phase == "running":
         state.again.add(round.fragment)
+    given_up(state, round)
     for ask in round.asks.values():
         if ask.state == "waiting":
             _move(state, round, ask, "late")

@@ -56,6 +56,8 @@ def _peers(world: World, process: Shell) -> list[Shell]:
 
 def _begin(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> None:
     match fault.kind:
+        case "crash" if isinstance(process, LearnerProcess) and _is_told(world, process):
+            process.told_to_go(process.choices.log_uniform(0.5, 30.0))
         case "crash" | "vanish":
             world.crash(process, silent=fault.kind == "vanish")
         case "pause":
@@ -69,6 +71,10 @@ def _begin(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> No
         case "slow":
             if isinstance(process, LearnerProcess):
                 process.slowness = fault.factor
+
+
+def _is_told(world: World, process: LearnerProcess) -> bool:
+    return bool(world.preempted) and process.choices.chance(world.preempted)
 
 
 def _end(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> None:

@@ -133,6 +133,7 @@ def draw(seed: int) -> Scenario:
         disk_lost=choices.fork("disks").pick([0.0, 0.3, 1.0]),
         checkpoints=choices.fork("checkpoints").pick([0.0, 0.05, 0.5]),
         checkpoint_lost=choices.fork("checkpoint lost").pick([0.0, 0.3]),
+        preempted=choices.fork("preempted").pick([0.0, 0.5]),
     )
     world = World(
         options,

@@ -26,9 +26,13 @@ class LearnerDisk:
 
     def at_boundary(self) -> None:
         """A step is over: perhaps a checkpoint is written."""
-        chance, learner = self._learner.world.checkpoints, self._learner
-        if not chance or not self._choices.chance(chance):
-            return
+        chance = self._learner.world.checkpoints
+        if chance and self._choices.chance(chance):
+            self.keep()
+
+    def keep(self) -> None:
+        """A checkpoint of this boundary is written."""
+        learner = self._learner
         assert isinstance(learner.bodies, LineageLearner)
         fragments = kept(learner.machine.state)
         if fragments:

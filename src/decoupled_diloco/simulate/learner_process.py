@@ -36,10 +36,12 @@ from decoupled_diloco.protocol.events import (
     Paused,
     StepFinished,
     Told,
+    ToldToGo,
     Unlinked,
     UploadFailed,
 )
 from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.messages import (
     Admitted,
     Copy,
@@ -114,6 +116,7 @@ class LearnerProcess(Shell):
         self.joined = self.stepping = self.stopped = self.held = False
         self.epoch = 0
         self.disk = LearnerDisk(self)
+        self.patience: float | None = None
 
     @property
     def at_boundary(self) -> bool:
@@ -125,6 +128,7 @@ class LearnerProcess(Shell):
         super().begin()
         self.shards.clear()
         self.joined = self.stepping = self.stopped = self.held = False
+        self.patience = None
         self.expelled = ""
         if not self.spec.shared_link:
             self.link.up_free_at = self.link.down_free_at = 0.0
@@ -202,7 +206,7 @@ class LearnerProcess(Shell):
         self._start_step()
 
     def _start_step(self) -> None:
-        if self.held or self.stopped or self.stepping or self.is_observer:
+        if self.held or self.stopped or self.stepping or self.is_observer or self.leaving:
             return
         self.stepping = True
         seconds = self.spec.step_seconds * self.slowness
@@ -219,6 +223,8 @@ class LearnerProcess(Shell):
         self.tell(StepFinished(self.bodies.step()))
         if self.alive and self.machine is not None:
             self.disk.at_boundary()
+            if self.patience is not None:
+                self._hand_in()
             self._start_step()
 
     def _finish_step_of_many(self) -> None:
@@ -241,9 +247,11 @@ class LearnerProcess(Shell):
 
     def after(self, event: Any) -> None:
         """While the loop stands still, every event may bring something to do."""
-        idle = self.held or self.stopped or self.is_observer
+        idle = self.held or self.stopped or self.is_observer or self.leaving
         if idle and not isinstance(event, Paused | StepFinished) and self.machine.state.ready:
             self.tell(Paused())
+        if self.leaving and self.alive and handed_in(self.machine.state, self.world.options):
+            self._go()
 
     # ---- orders
 
@@ -287,6 +295,36 @@ class LearnerProcess(Shell):
                 pass
             case _:
                 assert_never(effect)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it steps no more, and hands in what it has."""
+        return self.machine is not None and bool(self.machine.state.leaving)
+
+    def told_to_go(self, seconds: float) -> None:
+        """SIGTERM: at the next boundary it hands in what it has, within so many seconds, and goes.
+
+        Who has not begun to train goes at once. Its supervisor starts it again.
+        """
+        if not self.alive or self.paused or self.machine is None or not self.machine.state.ready:
+            self.world.crash(self)
+        elif self.patience is None:
+            self.patience = seconds
+            if not self.stepping:
+                self._hand_in()
+
+    def _hand_in(self) -> None:
+        assert self.patience is not None
+        if not self.leaving:
+            self.later(self.patience, self._go)
+            self.tell(ToldToGo("told to go"))
+
+    def _go(self) -> None:
+        if self.alive:
+            if self.world.checkpoints:
+                self.disk.keep()
+            self.leave("told to go")
+            self.world.clockwork.after(self.choices.uniform(0.5, 5.0), self.world.restart, self)
 
     def leave(self, reason: str) -> None:
         """Says goodbye, as a loop that ends of itself does; the process is gone then."""

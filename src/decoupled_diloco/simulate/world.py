@@ -52,6 +52,7 @@ class Mishaps:
         disk_lost: that a shard that starts again finds its disk empty.
         checkpoints: that a learner's checkpoint is on its disk, at each of its steps.
         checkpoint_lost: that a learner that starts again finds none.
+        preempted: that a learner that is struck down is told before, and hands in what it has.
     """
 
     spurious_ticks: float = 0.0
@@ -63,6 +64,7 @@ class Mishaps:
     disk_lost: float = 0.0
     checkpoints: float = 0.0
     checkpoint_lost: float = 0.0
+    preempted: float = 0.0
 
 
 class World:
@@ -116,6 +118,7 @@ class World:
         self.poison = mishaps.poison
         self.disk_lies, self.disk_lost = mishaps.disk_lies, mishaps.disk_lost
         self.checkpoints, self.checkpoint_lost = mishaps.checkpoints, mishaps.checkpoint_lost
+        self.preempted = mishaps.preempted
         self.events = 0
         self.shards_finished = 0
         self.may_restart: Callable[[Shell], bool] = lambda process: True

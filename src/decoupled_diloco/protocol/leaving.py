@@ -1,0 +1,99 @@
+"""What a learner that is told to go hands in first (rule 17). Functions of both machines' states.
+
+It stops stepping and tells every shard of which fragments it has something new. Each of them is due
+at once, ahead of what else is due, and in such a round everybody who is live is asked, whether it
+qualifies otherwise or not: an outer step with the one who goes alone would overwrite what the
+others have trained for nothing. So a learner that goes costs the others one sync of its fragments
+ahead of time, and no step. An open round whose window has not closed asks it at once; one that has
+closed without it makes what it has stale, as ever.
+
+Where fewer learners than the quorum are live nothing can be merged: it is dismissed at once. It
+waits no longer than it was given; what is not in a version by then is lost with it.
+"""
+
+from __future__ import annotations
+
+from decoupled_diloco.protocol.effects import LearnerEffect, Say, Send, SyncerEffect
+from decoupled_diloco.protocol.learner_state import LearnerState
+from decoupled_diloco.protocol.membership import Member
+from decoupled_diloco.protocol.messages import Dismissed, Leaving
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.rounds import Round
+from decoupled_diloco.protocol.syncer_state import SyncerState
+
+# ---- the shard
+
+
+def leaving(
+    state: SyncerState, options: Options, owned: tuple[int, ...], member: Member, message: Leaving
+) -> list[SyncerEffect]:
+    """A learner is about to go: what it has something new of is due at once."""
+    if state.phase != "running":
+        return []  # the closing sweep asks everyone, and before that there is nothing to hand in
+    if state.members_stepping < options.quorum:
+        reason = f"{state.members_stepping} learners are live, fewer than the quorum"
+        return [Send(member.learner, Dismissed(reason), reason)]
+    member.leaving_with = frozenset(message.fragments) & frozenset(owned)
+    first = [p for p in sorted(member.leaving_with) if p not in state.rounds]
+    rest = {p: tick for p, tick in state.queue.items() if p not in first}
+    state.queue = dict.fromkeys(first, state.clock) | rest
+    state.again -= set(first)
+    return []
+
+
+def leaver_of(state: SyncerState, fragment: int) -> str:
+    """A learner that is about to go and has something new of a fragment; empty: there is none."""
+    for member in state.members.values():
+        if member.leaving_with is not None and fragment in member.leaving_with:
+            return member.learner
+    return ""
+
+
+def was_asked(member: Member, fragment: int) -> None:
+    """A learner is asked for a fragment: if it is about to go, this is what it has waited for."""
+    if member.leaving_with is not None:
+        member.leaving_with -= {fragment}
+
+
+def given_up(state: SyncerState, round: Round) -> None:
+    """A round is given up: who is about to go still has what it was asked for."""
+    for ask in round.asks.values():
+        member = state.members.get(ask.learner)
+        if member is not None and member.leaving_with is not None and ask.state != "declined":
+            member.leaving_with |= {round.fragment}
+
+
+# ---- the learner
+
+
+def told_to_go(state: LearnerState, options: Options, why: str) -> list[LearnerEffect]:
+    """Tells every shard in reach what there is to hand in."""
+    state.leaving = why
+    return [
+        Say(shard, _leaving(state, options, shard), why)
+        for shard, link in enumerate(state.shards)
+        if link.linked and link.offset is not None
+    ]
+
+
+def welcomed(state: LearnerState, options: Options, shard: int) -> list[LearnerEffect]:
+    """A shard has (again) welcomed this learner: if it is about to go, the shard must know."""
+    if not state.leaving:
+        return []
+    return [Say(shard, _leaving(state, options, shard), state.leaving)]
+
+
+def handed_in(state: LearnerState, options: Options) -> bool:
+    """Whether nothing is left that a shard in reach could still take."""
+    for index, view in enumerate(state.fragments):
+        link = state.shards[options.owner(index)]
+        within_reach = link.linked and not link.dismissed and not link.finished
+        if within_reach and state.steps_of(view) > 0 and view.accepted is None:
+            return False
+    return True
+
+
+def _leaving(state: LearnerState, options: Options, shard: int) -> Leaving:
+    fragments = options.owned(shard)
+    new = tuple(p for p in fragments if state.steps_of(state.fragments[p]) > 0)
+    return Leaving(new, state.leaving)
