@@ -246,3 +246,46 @@ def test_a_checkpoint_that_does_not_fit_the_objects_is_refused(make: Make, tmp_p
         ConfigError, match=r"has the state of \['data', 'optimizer'\], this learner"
     ):
         system.learner(Model(), "learner-0", checkpoint=tmp_path)
+
+
+def test_who_goes_hands_in_what_it_has_and_the_others_take_part(make: Make, tmp_path: Path) -> None:
+    system = make(run={"budget_steps": 100_000}, sync={"period": 50_000}, syncer={"shards": 2})
+    system.start()
+    leaver = Loop(system, tmp_path / "kept")
+    with training(Trainer(system, "learner-1")):
+        leaver.steps(6)
+        until(lambda: _stepping(system) == 2, "both have reported")
+        assert leaver.learner.hand_in(20.0)
+        leaver.learner.close()
+        until(lambda: len(_merged(system)) == 4, "the rounds are over")
+    system.stop()
+    rounds = _merged(system)
+    assert {each["fragment"] for each in rounds} == {0, 1, 2, 3}
+    for each in rounds:
+        folded = {p["learner"]: p["tokens"] for p in each["participants"] if p["state"] == "folded"}
+        assert folded.keys() == {"learner-0", "learner-1"}, "nobody is overwritten for nothing"
+        assert folded["learner-0"] == 48, "all that it has trained is in"
+    newest = CheckpointFolder(tmp_path / "kept" / "learner-0").newest()
+    assert newest is not None
+    assert newest.steps == 6
+
+
+def _merged(system: System) -> list[dict[str, Any]]:
+    tapes = [read_tape(system.folder / "tape" / f"shard-{shard}.jsonl") for shard in range(2)]
+    found = [r.data for tape in tapes for r in tape if r.type == "RoundFinished"]
+    return [each for each in found if each["verdict"] == "merged"]
+
+
+def _stepping(system: System) -> int:
+    return min(shard.machine.state.members_stepping for shard in system.shards.values())
+
+
+def test_who_goes_is_dismissed_at_once_where_nothing_can_be_merged(make: Make) -> None:
+    system = make(**ALONE)
+    system.start()
+    learner = system.learner(Model(), "learner-0")
+    learner.step(tokens=8)
+    until(lambda: system.shards[0].machine.state.members_stepping == 1, "the step is reported")
+    assert not learner.hand_in(600.0), "it does not wait for a second learner"
+    assert not learner.step(tokens=8), "who has handed in is done"
+    learner.close()

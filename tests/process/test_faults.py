@@ -35,6 +35,7 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
         folder,
         run={"learners": 3, "budget_steps": 300},
         syncer={"shards": 2},
+        learner={"checkpoint_every_seconds": 0.2},
         faults=[{"at": 0.2, "kill": "learner-1"}],
     )
     with local_run(config) as run:
@@ -53,7 +54,9 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
     begun = [int(n) for n in re.findall(r"begins at batch (\d+)", log)]
     # What it trained on in the half second that its tape had not yet written counts too.
     assert begun[0] == 0
-    assert steps[0] <= begun[1] <= steps[0] + 20
+    assert 0 < begun[1] <= steps[0] + 20
+    ways = [r.data["way"] for r in killed if r.type == "Recovered"]
+    assert ways == ["published", "checkpoint"]
     back = max(r.wall for r in killed if r.kind == "start")
     for shard in ("shard-0", "shard-1"):
         later = [r for r in records(folder, shard) if r.type == "RoundFinished" and r.wall > back]

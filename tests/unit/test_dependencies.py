@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -61,3 +62,8 @@ def test_an_extra_is_named_for_a_clone_and_for_an_installation() -> None:
             installed = set(re.findall(r"'decoupled-diloco\[([a-z]+)\]'", text))
             cloned = set(re.findall(r"-e '\.\[([a-z]+)\]'", text))
             assert installed == cloned <= EXTRAS.keys(), path
+
+
+def test_the_command_line_answers_before_torch_is_imported() -> None:
+    code = "import sys, decoupled_diloco.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

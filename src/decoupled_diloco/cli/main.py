@@ -40,7 +40,6 @@ from decoupled_diloco.cli.usage import Commands
 from decoupled_diloco.cli.watch import watch
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
-from decoupled_diloco.config.resume import load_resumed
 from decoupled_diloco.config.shipped import find_shipped
 from decoupled_diloco.errors import Error
 
@@ -129,6 +128,9 @@ def learner(
     stop_with_parent: StopWithParent = False,
 ) -> None:
     """One learner that trains the run's workload; start it again and it goes on."""
+    from decoupled_diloco.launch.termination import Termination
+
+    termination = Termination()  # First: what follows imports torch, which takes seconds.
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.secrets import own_token
 
@@ -140,6 +142,7 @@ def learner(
         syncer=_addresses(syncer, config),
         folder=Path(config.run.folder),
         token=own_token(config, f"learner-{index}", token_file),
+        termination=termination,
     )
 
 
@@ -207,6 +210,8 @@ def main() -> NoReturn:
 def _run_of(run: str, settings: list[str] | None, *, resume: bool) -> RunConfig:
     """The settings of a new run, or of one that goes on in its folder."""
     if resume:
+        from decoupled_diloco.config.resume import load_resumed  # torch takes seconds
+
         return load_resumed(Path(run), settings or ())
     return load_config(find_shipped("recipes", run), settings or ())
 

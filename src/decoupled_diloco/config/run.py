@@ -344,6 +344,15 @@ class LearnerSettings(Settings):
     """A learner that cannot reach the syncer for this many seconds ends with an error; greater
     than 0. Default: it trains on and keeps trying for ever."""
 
+    checkpoint_every_seconds: float = Field(default=30.0, ge=0)
+    """How often a learner keeps itself (model, inner optimizer, position in its data) in
+    `RUN/learners`, 0 and up; 0: never, and one that is started again begins its data anew. A step
+    waits for a copy in memory alone; the disk gets 16 bytes a parameter each time with AdamW."""
+
+    hand_in_seconds: float = Field(default=10.0, ge=0)
+    """How long a learner that is told to go (SIGTERM) waits for what it has trained to be taken, 0
+    and up; 0: it goes at once. The notice of a cloud's preemption leaves 30 to 120 seconds."""
+
     threads: int = Field(default=1, ge=1)
     """Threads of one learner's tensor arithmetic, at least 1. 1 because several learners usually
     share this machine: learners × threads should not exceed its cores."""

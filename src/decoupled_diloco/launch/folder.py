@@ -1,7 +1,7 @@
 """The run folder: who may use it, and where things are in it.
 
 ```
-RUN/run.toml  lock  token  coordinator.json  tape/*.jsonl  tape.jsonl  logs/*.log  positions/
+RUN/run.toml  lock  token  coordinator.json  tape/*.jsonl  tape.jsonl  logs/*.log  learners/
     checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png  export/
 ```
 """
@@ -9,10 +9,8 @@ RUN/run.toml  lock  token  coordinator.json  tape/*.jsonl  tape.jsonl  logs/*.lo
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
-import struct
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -61,7 +59,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._lock_or_refuse()
-        for name in ("logs", "tape", "positions"):
+        for name in ("logs", "tape", "learners"):
             (self.path / name).mkdir(exist_ok=True)
 
     def _lock_or_refuse(self) -> None:
@@ -145,28 +143,19 @@ def read_token(path: Path | None) -> str | None:
 
 
 class Position:
-    """How many batches a learner has trained on; survives SIGKILL.
+    """How many batches a learner has trained on; kept in its checkpoints."""
 
-    Eight bytes of a mapped file: writing costs nothing, and the kernel keeps what a killed process
-    wrote.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.stat().st_size != 8:
-            path.write_bytes(bytes(8))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 8)
-
-    @property
-    def batches(self) -> int:
-        """Batches trained on so far."""
-        return int(struct.unpack("<q", self._map[:8])[0])
+    def __init__(self) -> None:
+        self.batches = 0
 
     def advance(self) -> None:
         """One more."""
-        self._map[:8] = struct.pack("<q", self.batches + 1)
+        self.batches += 1
 
-    def close(self) -> None:
-        """Frees the mapping."""
-        self._map.close()
+    def state_dict(self) -> dict[str, int]:
+        """See `Stateful`."""
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """See `Stateful`."""
+        self.batches = state_dict["batches"]

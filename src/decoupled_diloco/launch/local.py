@@ -236,7 +236,7 @@ class LocalRun:
     def stop(self) -> None:
         """Ends all processes, learners first, so that they can say goodbye."""
         learners = [n for n in self.supervisor.children if not n.startswith("shard-")]
-        self.supervisor.stop(learners)
+        self.supervisor.stop(learners, self.config.learner.hand_in_seconds)
         self.supervisor.stop()
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from decoupled_diloco.config.method import difference_of, public_text, read_publ
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.secrets import accepted_tokens
+from decoupled_diloco.launch.termination import Termination
 from decoupled_diloco.learner.learner import Learner, Observer
 from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
 from decoupled_diloco.observe.sources import TAPE_PATH
@@ -133,9 +134,15 @@ def open_tape(folder: Path, who: str, header: Mapping[str, Any]) -> TapeWriter:
 
 
 def run_learner(
-    config: RunConfig, index: int, *, syncer: tuple[str, ...], folder: Path, token: str | None
+    config: RunConfig,
+    index: int,
+    *,
+    syncer: tuple[str, ...],
+    folder: Path,
+    token: str | None,
+    termination: Termination | None = None,
 ) -> None:
-    """Trains one learner's part of the workload until the run ends.
+    """Trains one learner's part of the workload until the run ends, or until it is told to go.
 
     Raises:
         Error: the run refuses this learner, or the syncer was out of reach for too long.
@@ -150,21 +157,30 @@ def run_learner(
     model = workload.model()
     optimizer = workload.optimizer(model)
     name = config.learner_ids[index]
-    position = Position(folder / "positions" / name)
-    signal.signal(signal.SIGTERM, _interrupt)
+    position = Position()
+    every_seconds = config.learner.checkpoint_every_seconds
+    termination = termination or Termination()
     with Learner(
         model,
         syncer,
         token=token,
         learner_id=name,
         optimizer=optimizer,
+        stateful={"data": position},
+        checkpoint=folder / "learners" if every_seconds else None,
+        checkpoint_every_seconds=every_seconds,
+        hand_in_seconds=config.learner.hand_in_seconds,
         give_up_seconds=config.learner.give_up_seconds,
         tape=folder / "tape" / f"{name}.jsonl",
     ) as learner:
         _require_same_work(learner.settings, read_public(public_text(config)))
         logger.info("%s begins at batch %d of its data", name, position.batches)
-        train(workload, model, optimizer, learner, index, config.run.learners, position)
-    position.close()
+        termination.at_boundary()
+        train(
+            workload, model, optimizer, learner, index, config.run.learners, position, termination
+        )
+    if termination.asked:
+        raise KeyboardInterrupt
 
 
 def _require_same_work(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -187,8 +203,9 @@ def train(
     part: int,
     parts: int,
     position: Position,
+    termination: Termination,
 ) -> None:
-    """The training loop of the built-in workloads."""
+    """The training loop of the built-in workloads; ends at a boundary when told to go."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for batch in workload.batches(part, parts, position.batches):
         factor = workload.schedule(learner.global_step)
@@ -199,7 +216,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         position.advance()
-        if not learner.step(tokens=workload.tokens(batch), loss=loss.item()):
+        if not learner.step(tokens=workload.tokens(batch), loss=loss.item()) or termination.asked:
             return
 
 

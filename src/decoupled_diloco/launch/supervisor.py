@@ -188,8 +188,11 @@ class Supervisor:
             self._spawn(child)
         return True
 
-    def stop(self, names: list[str] | None = None) -> None:
-        """Tells children to end, in a group; kills those that take too long."""
+    def stop(self, names: list[str] | None = None, extra_seconds: float = 0.0) -> None:
+        """Tells children to end, in a group; kills those that take too long.
+
+        ``extra_seconds``: what they may take beyond the usual, to hand in what they have.
+        """
         self.stopping = self.stopping or names is None
         chosen = [c for n, c in self.children.items() if names is None or n in names]
         told = []
@@ -200,7 +203,7 @@ class Supervisor:
                 told.append(child.name)
         if told:  # after the signals: nobody lives on because the tape cannot be written
             self._sample(EndRequested(tuple(told)))
-        deadline = time.monotonic() + TERMINATE_SECONDS
+        deadline = time.monotonic() + TERMINATE_SECONDS + extra_seconds
         while any(child.running for child in chosen) and time.monotonic() < deadline:
             time.sleep(0.05)
             self.poll()

@@ -20,6 +20,7 @@ from decoupled_diloco.protocol import (
     grace,
     learner_copies,
     membership,
+    recovery,
     syncer,
     syncer_fill,
     syncer_members,
@@ -73,6 +74,7 @@ def intervals(
         *_rounds(options, chronicle),
         *_transfers(),
         *_begin_and_end(),
+        *_recovery(),
         *_processes(),
     ]
 
@@ -400,6 +402,24 @@ def _begin_and_end() -> list[Interval]:
             "the coordinator tries again after",
             _s(coordinator.RETRY_SECONDS),
             ("syncer.coordinator.RETRY_SECONDS",),
+        ),
+    ]
+
+
+def _recovery() -> list[Interval]:
+    row = partial(Interval, "a learner comes and goes")
+    return [
+        row(
+            "restored learner",
+            "waits for the word of a shard that is out of reach",
+            _s(recovery.SHARD_PATIENCE_SECONDS),
+            ("protocol.recovery.SHARD_PATIENCE_SECONDS",),
+        ),
+        row(
+            "last checkpoint",
+            "is waited for when a learner goes",
+            _s(learner_process.CHECKPOINT_SECONDS),
+            ("learner.learner.CHECKPOINT_SECONDS",),
         ),
     ]
 

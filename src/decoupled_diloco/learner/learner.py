@@ -36,7 +36,8 @@ from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol.coordinator import LEARNER_ID
-from decoupled_diloco.protocol.events import Paused, StepFinished
+from decoupled_diloco.protocol.events import Paused, StepFinished, ToldToGo
+from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
 from decoupled_diloco.transport.base import Client
 from decoupled_diloco.transport.http import HttpClient
@@ -202,6 +203,8 @@ class Learner(_Participant):
             objects are put back, and fragments that the run has moved on from are overwritten.
         checkpoint_every_seconds: How often one is taken, at the end of a `step`: so call that last
             in the loop. The step waits for the copy to host memory alone. 0: only in `close`.
+        hand_in_seconds: How long `close` waits, if the run goes on without this learner, for what
+            is trained and not merged yet to be taken. Default: 0, it is thrown away.
         store: How to read and write the parameters; default: `ModuleStore(model)`.
         client: Makes the transport's client. Default: HTTP.
 
@@ -225,6 +228,7 @@ class Learner(_Participant):
         stateful: Mapping[str, Any] | None = None,
         checkpoint: str | Path | None = None,
         checkpoint_every_seconds: float = 60.0,
+        hand_in_seconds: float = 0.0,
         after_apply: Callable[[tuple[int, ...]], None] | None = None,
         give_up_seconds: float | None = None,
         tape: str | Path | None = None,
@@ -239,6 +243,7 @@ class Learner(_Participant):
             store = ModuleStore(model)  # First: what it cannot hold cannot be looked at either.
             refuse_what_is_not_finite(model)
         self._after_apply = after_apply
+        self._hand_in_seconds = hand_in_seconds
         self._keeper = _keeper(
             learner_id,
             model,
@@ -340,7 +345,8 @@ class Learner(_Participant):
             )
         if self._keeper.due:
             self.checkpoint()
-        return not self._shared.machine.state.ended
+        state = self._shared.machine.state
+        return not (state.ended or state.leaving)
 
     def _hold(self) -> tuple[int, ...]:
         """Waits for what is due; only with the run's setting ``wait="at_overlap"``."""
@@ -402,16 +408,44 @@ class Learner(_Participant):
             self._keeper.counted.discarded_tokens,
         )
 
-    def close(self) -> None:
-        """Hands in what the closing sweep asks for if the run has ended, says goodbye, and ends.
+    def hand_in(self, seconds: float, why: str = "it is told to go") -> bool:
+        """Hands in what is trained and not merged yet; no step may follow but `close`.
 
-        After a run that has ended the model holds the final global weights.
+        For a process that is told to go. Its fragments are asked for ahead of time, and the other
+        learners with it; where too few are live for a quorum it returns at once.
+
+        Args:
+            seconds: How long to wait at most; 0: hand in nothing.
+            why: For the tape and displays.
+
+        Returns:
+            Whether all of it has been taken.
+        """
+        background, deadline = self._background, time.monotonic() + seconds
+        if seconds <= 0 or background.failure is not None or self.finished or self._closed:
+            return False
+        background.tell(ToldToGo(why))
+        with background.changed:
+            while time.monotonic() < deadline and background.failure is None:
+                self._boundary()
+                if handed_in(self._shared.machine.state, self._shared.machine.options):
+                    break
+                background.changed.wait(min(0.1, seconds))
+        state, options = self._shared.machine.state, self._shared.machine.options
+        return handed_in(state, options) and not any(link.dismissed for link in state.shards)
+
+    def close(self) -> None:
+        """Hands in what there is, keeps a last checkpoint, says goodbye, and ends.
+
+        If the run has ended, it waits for the closing sweep; then the model holds the final global
+        weights. Else see `hand_in`.
         """
         if self._closed:
             return
         if self.finished and self._background.failure is None:
             self._finish()
         elif self._background.failure is None:
+            self.hand_in(self._hand_in_seconds)
             self.checkpoint()
             self._keeper.wait(CHECKPOINT_SECONDS)
         self._leave("the run is over" if self.over else "its loop has ended")

@@ -32,7 +32,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"works": 1}, "unknown key 'works': did you mean 'workload'?"),
     (
         {"learner": {"zzz": 1}},
-        "unknown key 'zzz' in [learner]: choose one of 'give_up_seconds', 'threads'",
+        "unknown key 'zzz' in [learner]: choose one of 'give_up_seconds', "
+        "'checkpoint_every_seconds', 'hand_in_seconds', 'threads'",
     ),
     (
         {"run": {}},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.launch.folder import Position, RunFolder, read_token
+from decoupled_diloco.launch.folder import RunFolder, read_token
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
@@ -87,19 +87,3 @@ def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="is empty: put the run's secret into it"):
         read_token(tmp_path / "empty")
-
-
-def test_a_position_survives_whatever_was_written_before(tmp_path: Path) -> None:
-    path = tmp_path / "positions" / "learner-0"
-    first = Position(path)
-    assert first.batches == 0
-    for _ in range(3):
-        first.advance()
-    second = Position(path)  # the first was never closed: its process was killed
-    assert second.batches == 3
-    second.close()
-    first.close()
-    path.write_bytes(b"torn")
-    third = Position(path)
-    assert third.batches == 0
-    third.close()

@@ -1,0 +1,86 @@
+"""Learner processes that are killed or told to go, and what of their work is kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.launch.supervisor import COMMAND
+from process.runs import config_of, local_run, records, send, wait, when
+from replay import assert_replays
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_who_is_told_to_go_hands_in_keeps_itself_and_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = config_of(
+        folder,
+        run={"learners": 3, "budget_steps": 300},
+        sync={"period": 40},
+        learner={"checkpoint_every_seconds": 60.0},
+    )
+
+    def script() -> Iterator[None]:
+        yield from when(lambda: run.used_budget() > 0.2)
+        child = run.supervisor.children["learner-1"]
+        process = child.process
+        send(run, "learner-1", signal.SIGTERM)
+        yield from when(lambda: child.process is not process)
+
+    with local_run(config) as run:
+        run.start()
+        outcome = wait(run, script())
+    assert outcome.finished, outcome.reason
+    own = records(folder, "learner-1")
+    first = [r for r in own if r.life == 0]
+    steps = sum(r.type == "StepFinished" for r in first)
+    went = next(r for r in first if r.type == "ToldToGo")
+    rounds = [r for r in records(folder, "shard-0") if r.type == "RoundFinished"]
+    handed_in = [
+        r.data
+        for r in rounds
+        if went.wall - 1 < r.wall < went.wall + 20 and r.data["verdict"] == "merged"
+    ]
+    mine = {
+        each["fragment"]: p["tokens"]
+        for each in handed_in
+        for p in each["participants"]
+        if p["learner"] == "learner-1" and p["state"] == "folded"
+    }
+    assert len(mine) == config.sync.fragments, "every fragment's new steps are in a version"
+    assert all(tokens > 0 for tokens in mine.values())
+    log = (folder / "logs" / "learner-1.log").read_text()
+    begun = [int(n) for n in re.findall(r"begins at batch (\d+)", log)]
+    assert begun == [0, steps], "its last checkpoint is of the boundary at which it went"
+    ways = [r.data["way"] for r in own if r.type == "Recovered"]
+    assert ways == ["published", "checkpoint"]
+    assert_replays(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_torch_is_imported_ends_it_at_once_and_in_silence(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    arguments = ["learner", "quickstart", "--index", "0", "--syncer", "http://127.0.0.1:9"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--set", f"run.folder={tmp_path}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=dict(os.environ),
+    )
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.005)
+    process.send_signal(number)
+    started = time.monotonic()
+    output, _ = process.communicate(timeout=20)
+    assert time.monotonic() - started < 10
+    assert b"Traceback" not in output
+    assert process.returncode == 130, output
