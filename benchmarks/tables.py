@@ -30,6 +30,7 @@ TITLES = {
     "data_plane_wan": "Bodies over a long link",
     "data_plane_loopback": "Bodies on loopback",
     "merging": "Merging",
+    "events": "Random worlds, every event checked",
 }
 
 

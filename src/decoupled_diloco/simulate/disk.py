@@ -26,8 +26,8 @@ Kind = Literal[
 Content = dict[Path, bytes | None]
 """What is below a folder, by relative path: files' bytes, ``None`` for folders."""
 
-SECTOR_BYTES = 64
-"""What a disk writes whole: less than a real one's, because simulated files are small."""
+SECTOR_BYTES = 512
+"""What a disk writes whole."""
 
 
 class CrashError(BaseException):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,18 +94,18 @@ def _end(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> None
 
 
 def random_faults(
-    choices: Choices, world: World, *, until: float, mean_seconds: float
+    choices: Choices, learners: Sequence[str], shards: int, *, until: float, mean_seconds: float
 ) -> list[Fault]:
     """A Poisson process of faults; all of them are over at ``until``.
 
     Args:
         choices: where they are drawn from.
-        world: whose processes may be struck.
+        learners: names of learners and observers that may be struck.
+        shards: how many shards there are.
         until: when the last has ended, seconds.
         mean_seconds: mean time between two faults.
     """
-    learners = list(world.learners)
-    shards = [shard.name for shard in world.shards]
+    names = [f"shard-{shard}" for shard in range(shards)]
     kinds: list[Kind] = ["crash", "vanish", "pause", "cut", "break", "slow"]
     faults: list[Fault] = []
     at = choices.exponential(mean_seconds)
@@ -114,10 +114,10 @@ def random_faults(
         share = choices.uniform(0.0, 1.0)
         process = choices.pick(learners)
         if share > 0.6 and kind != "slow":
-            process = choices.pick(shards) if share < 0.85 else "coordinator"
+            process = choices.pick(names) if share < 0.85 else "coordinator"
         peer = ""
-        if kind in ("cut", "break") and process in world.learners and choices.chance(0.5):
-            peer = choices.pick(shards)
+        if kind in ("cut", "break") and process in learners and choices.chance(0.5):
+            peer = choices.pick(names)
         lasts = min(choices.log_uniform(0.05, 40.0), until - at)
         faults.append(Fault(at, kind, process, lasts, peer, choices.log_uniform(1.5, 20.0)))
         at += choices.exponential(mean_seconds)

@@ -1,6 +1,7 @@
 """Random worlds: options, learners, links and faults are drawn from a seed and must all hold.
 
     python -m decoupled_diloco.simulate.fuzz --seed 17            # repeat one, print its tape
+    python -m decoupled_diloco.simulate.fuzz --seed 17 --shrink   # a smaller one that fails alike
     python -m decoupled_diloco.simulate.fuzz --runs 500           # seeds 0, 1, 2, …
 
 A run has three parts: faults at random; then none, and every fragment must go on; then, with a
@@ -14,15 +15,18 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.bodies import NoBodies
+from decoupled_diloco.simulate.bounds import Bounds
 from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.faults import Fault, random_faults, strike
-from decoupled_diloco.simulate.learner_process import LearnerSpec
+from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
+from decoupled_diloco.simulate.shell import Shell
+from decoupled_diloco.simulate.shrink import Changes, Size, shrink, signature
 from decoupled_diloco.simulate.world import Mishaps, World
 
 COMMAND = "python -m decoupled_diloco.simulate.fuzz --seed {seed}"
@@ -30,6 +34,9 @@ COMMAND = "python -m decoupled_diloco.simulate.fuzz --seed {seed}"
 SETTLE_SECONDS = 90.0
 """When faults have ceased: leases (10 s), lost connections (11 s), backoff, a missed first upload
 deadline (60 s)."""
+
+LOOK_SECONDS = 5.0
+"""How often it is looked whether what must happen has happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +109,25 @@ class Scenario:
     options: Options
     learners: list[LearnerSpec]
     faults: list[Fault]
+    mishaps: Mishaps
     world: World
     checker: Checker
+    bounds: Bounds
     faulty_seconds: float
     step_seconds: float
     ends: bool
 
+    @property
+    def size(self) -> Size:
+        """What can be taken away from it."""
+        mishaps = tuple(f.name for f in fields(Mishaps) if getattr(self.mishaps, f.name))
+        learners = tuple(spec.name for spec in self.learners)
+        return Size(len(self.faults), learners, mishaps, self.faulty_seconds)
 
-def draw(seed: int) -> Scenario:
-    """The random world of a seed."""
+
+def draw(seed: int, changes: Changes | None = None) -> Scenario:
+    """The random world of a seed, without what is taken away from it."""
+    changes = changes or Changes()
     choices = Choices(seed)
     count = choices.pick([1, 2, 2, 3, 4, 6])
     faulty = choices.uniform(20.0, 80.0)
@@ -120,7 +137,7 @@ def draw(seed: int) -> Scenario:
     ends = choices.chance(0.6)
     if ends:
         steps = int((faulty + choices.uniform(0.0, 60.0)) / step_seconds) + 1
-        options = _with_budget(options, steps)
+        options = replace(options, budget_steps=steps)
     learners = random_learners(choices.fork("learners"), count, step_seconds)
     often = choices.pick([0.0, 0.0, 0.02])
     mishaps = Mishaps(
@@ -135,32 +152,61 @@ def draw(seed: int) -> Scenario:
         checkpoint_lost=choices.fork("checkpoint lost").pick([0.0, 0.3]),
         preempted=choices.fork("preempted").pick([0.0, 0.5]),
     )
+    from_file = choices.chance(0.2)
+    fragment_bytes = [choices.integer(10, 1000) for _ in range(options.fragments)]
+    inbox_seconds = choices.fork("inbox").pick([0.0, 0.0, 0.02, 0.3])
+    mean = choices.pick([2.0, 5.0, 15.0, 1000.0])
+    faults = random_faults(
+        choices.fork("faults"),
+        [spec.name for spec in learners],
+        options.shards,
+        until=faulty,
+        mean_seconds=mean,
+    )
+    options = replace(options, **changes.options)
+    mishaps = replace(mishaps, **changes.mishaps)
+    kept = [
+        replace(s, **changes.learners) for s in learners if s.name not in changes.without_learners
+    ]
     world = World(
         options,
-        learners,
+        kept,
         seed=f"{seed}/world",
         mishaps=mishaps,
-        weights_from_file=choices.chance(0.2),
-        fragment_bytes=[choices.integer(10, 1000) for _ in range(options.fragments)],
-        inbox_seconds=choices.fork("inbox").pick([0.0, 0.0, 0.02, 0.3]),
+        weights_from_file=from_file,
+        fragment_bytes=fragment_bytes[: options.fragments],
+        inbox_seconds=inbox_seconds,
     )
-    mean = choices.pick([2.0, 5.0, 15.0, 1000.0])
-    faults = random_faults(choices.fork("faults"), world, until=faulty, mean_seconds=mean)
-    strike(world, faults)
+    strike(world, _left(faults, world, changes))
     return Scenario(
-        seed, options, learners, faults, world, Checker(world), faulty, step_seconds, ends
+        seed,
+        options,
+        kept,
+        faults,
+        mishaps,
+        world,
+        Checker(world),
+        Bounds(world),
+        changes.faulty_seconds or faulty,
+        step_seconds,
+        options.budget_steps is not None,
     )
 
 
-def _with_budget(options: Options, steps: int) -> Options:
-    fields = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    return Options(**{**fields, "budget_steps": steps})
+def _left(faults: Sequence[Fault], world: World, changes: Changes) -> list[Fault]:
+    """The faults that are not taken away, nor the process that they would strike."""
+    there = {"", *(process.name for process in world.processes)}
+    return [
+        fault
+        for number, fault in enumerate(faults)
+        if number not in changes.without_faults and {fault.process, fault.peer} <= there
+    ]
 
 
-def run(seed: int, recorder: Any = None) -> Report:
+def run(seed: int, recorder: Any = None, changes: Changes | None = None) -> Report:
     """Runs the random world of a seed; raises `AssertionError` when something does not hold."""
     started = time.perf_counter()
-    scenario = draw(seed)
+    scenario = draw(seed, changes)
     world, checker = scenario.world, scenario.checker
     if recorder is not None:
         world.recorders.insert(0, recorder)
@@ -169,15 +215,13 @@ def run(seed: int, recorder: Any = None) -> Report:
     slowest = max(pace(spec, scenario.options) for spec in scenario.learners)
     patience = SETTLE_SECONDS + 4 * (scenario.options.period + 4) * slowest
     if not world.finished:
-        world.run(until=world.now + SETTLE_SECONDS)
         checker.forget()
-        sweeping = world.coordinator.machine.state.phase in ("ending", "finished")
-        world.run(until=world.now + patience)
-        sweeping |= world.coordinator.machine.state.phase in ("ending", "finished")
-        still = checker.fragments_without_merge()
-        assert sweeping or not still, f"nothing merged into {still}: {_phases(world)}"
-        unheard = [pair for pair in checker.unheard() if keeps_up(scenario, pair[1])]
-        assert sweeping or not unheard, f"a fragment does not hear a learner: {unheard}"
+        _go_on(scenario, SETTLE_SECONDS + patience)
+        checker.forget()
+        scenario.bounds.calm()
+        _go_on(scenario, patience)
+        standing = scenario.bounds.standing()
+        assert not standing, f"{standing} do not step: {_phases(world)}"
     if scenario.ends:
         steps = scenario.options.budget_steps or 0
         world.run(until=world.now + 2 * patience + 2 * steps * slowest)
@@ -192,6 +236,34 @@ def run(seed: int, recorder: Any = None) -> Report:
         len(checker.rounds) - merged,
         "finished" if world.finished else "went on",
     )
+
+
+def _go_on(scenario: Scenario, patience: float) -> None:
+    """Lets time pass until every fragment was merged and has heard everybody; or it has not."""
+    world, checker = scenario.world, scenario.checker
+    until = world.now + patience
+    while True:
+        sweeping = world.coordinator.machine.state.phase in ("ending", "finished")
+        still = checker.fragments_without_merge()
+        unheard = [pair for pair in checker.unheard() if keeps_up(scenario, pair[1])]
+        done = not still and not unheard and _all_here(world)
+        if sweeping or done or world.now >= until:
+            break
+        world.run(until=min(until, world.now + LOOK_SECONDS))
+    assert sweeping or not still, f"nothing merged into {still}: {_phases(world)}"
+    assert sweeping or not unheard, f"a fragment does not hear a learner: {unheard}"
+    assert sweeping or _all_here(world), f"somebody is not back: {_phases(world)}"
+
+
+def _all_here(world: World) -> bool:
+    """Whether every process is alive, and every shard at work."""
+    return all(process.alive or _is_over(process) for process in world.processes) and all(
+        shard.machine.state.phase not in ("starting", "restoring") for shard in world.shards
+    )
+
+
+def _is_over(process: Shell) -> bool:
+    return isinstance(process, LearnerProcess) and process.over
 
 
 def keeps_up(scenario: Scenario, learner: str) -> bool:
@@ -241,27 +313,84 @@ def tape(who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         print(f"{'':24}→ {effect}")
 
 
+def failure(seed: int, changes: Changes | None = None) -> AssertionError | None:
+    """How the random world of a seed fails; ``None``: it holds."""
+    try:
+        run(seed, changes=changes)
+    except AssertionError as error:
+        return error
+    return None
+
+
+def shrunken(seed: int, changes: Changes | None = None) -> Changes | None:
+    """What can be taken away from a world so that it still fails alike; ``None``: it holds."""
+    failed = failure(seed, changes)
+    if failed is None:
+        return None
+    same = signature(failed)
+
+    def fails(candidate: Changes) -> bool:
+        try:
+            run(seed, changes=candidate)
+        except AssertionError as error:
+            return signature(error) == same
+        except (ValueError, IndexError, KeyError):
+            pass  # nothing is left of that world, or its options do not fit together
+        return False
+
+    return shrink(draw(seed, changes).size, fails, changes)
+
+
+def command(seed: int, changes: Changes | None = None) -> str:
+    """The line that repeats a world."""
+    text = (changes or Changes()).to_json()
+    return COMMAND.format(seed=seed) + ("" if text == "{}" else f" --with '{text}'")
+
+
+def _tell(seed: int, changes: Changes | None, error: AssertionError) -> None:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    print(f"{command(seed, changes)}\n    {where.name}:{where.lineno}: {error}")
+
+
+def _shrink(seed: int, changes: Changes | None) -> int:
+    smaller = shrunken(seed, changes)
+    if smaller is None:
+        print(f"seed {seed} holds: there is nothing to shrink")
+        return 0
+    error = failure(seed, smaller)
+    assert error is not None
+    _tell(seed, smaller, error)
+    return 1
+
+
+def _repeat(seed: int, changes: Changes | None, *, quiet: bool) -> int:
+    scenario = draw(seed, changes)
+    print(scenario.options, *scenario.learners, *scenario.faults, sep="\n")
+    print(run(seed, None if quiet else tape, changes))
+    return 0
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="repeat one run and print its tape")
+    parser.add_argument("--with", dest="changes", type=Changes.from_json, help="see `shrink`")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: find a smaller one")
     parser.add_argument("--quiet", action="store_true", help="with --seed: no tape")
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     arguments = parser.parse_args()
+    if arguments.seed is not None and arguments.shrink:
+        return _shrink(arguments.seed, arguments.changes)
     if arguments.seed is not None:
-        scenario = draw(arguments.seed)
-        print(scenario.options, *scenario.learners, *scenario.faults, sep="\n")
-        print(run(arguments.seed, None if arguments.quiet else tape))
-        return 0
+        return _repeat(arguments.seed, arguments.changes, quiet=arguments.quiet)
     failed, events, started = 0, 0, time.perf_counter()
     for seed in range(arguments.first, arguments.first + arguments.runs):
         try:
             events += run(seed).events
         except AssertionError as error:
             failed += 1
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            print(f"{COMMAND.format(seed=seed)}\n    {where.name}:{where.lineno}: {error}")
+            _tell(seed, None, error)
     seconds = time.perf_counter() - started
     print(f"{arguments.runs} runs, {events} events, {failed} failed, {seconds:.1f} s")
     return 1 if failed else 0

@@ -1,0 +1,230 @@
+"""Numbers that must hold in every world: how far behind, how much memory, how long a step.
+
+*Rounds behind.* Once faults have ceased, a connected learner applies a published copy at most
+
+    D = 3·q + 8·w + r + (1 + τ')·ξ
+
+seconds after it was published: a body that is being fetched comes first, and may have become stale;
+then the newest one, perhaps by a retry (r, a second). q: all fragments' whole copies through its
+downlink, the longest queue there can be; w: one way with jitter; ξ: its longest step, τ' = τ where
+copies are applied at τ. So it holds what was published D seconds ago, or newer. And a fragment is
+due once in H steps of the fastest learner (ξ_min each), so in D seconds no more than
+``2 + ⌈D / (H·ξ_min)⌉`` versions of it are published: that is how many rounds it may be behind.
+
+*Memory.* The entries of all containers of a machine's state (`entries`) are bounded by the learners
+L and observers O that the run has ever had, its fragments P, and the rounds R that may be open:
+
+    shard        4·L + O + P·(12 + 5·L + 32) + 6·R·L
+    learner      6·P + 4·S
+
+whatever happens, and for however long. The bodies that a shard expects are at most ``R·L + P``.
+
+*Steps.* A learner that nothing befalls takes its next step within its longest step's time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AnySet
+from typing import Any
+
+from decoupled_diloco.protocol.effects import Broadcast, Evict, Install
+from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.protocol.gate import SAMPLES_MAX
+from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
+from decoupled_diloco.protocol.messages import Published, Version
+from decoupled_diloco.simulate.bodies import NoBodies
+from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.shard_process import ShardProcess
+from decoupled_diloco.simulate.world import World
+
+LOOK_EVERY = 64
+"""Memory is counted at every so many events."""
+
+SLACK_SECONDS = 0.1
+"""Ticks come late by so much, and merging takes its time."""
+
+
+class Bounds:
+    """Watches one world; raises `AssertionError` at the event that exceeds a bound."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.learners = [s for s in world.learners.values() if s.spec.role == "learner"]
+        self.shards = {shard.name: shard for shard in world.shards}
+        self.calm_since: float | None = None
+        self.behind_most = 0
+        self._told: dict[int, tuple[Version, str]] = {}
+        self._published: dict[int, deque[tuple[float, Version]]] = defaultdict(
+            lambda: deque(maxlen=256)
+        )
+        self._stepped: dict[tuple[str, int], float] = {}
+        self._events = 0
+        world.recorders.append(self)
+
+    def calm(self) -> None:
+        """Faults have ceased, and what they have led to is over."""
+        self.calm_since = self.world.now
+
+    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """One event that a machine has handled."""
+        self._events += 1
+        if self._events % LOOK_EVERY == 0:
+            self._memory(who)
+        shard = self.shards.get(who)
+        for effect in effects:
+            kind = type(effect)
+            if kind is Broadcast and type(effect.message) is Published:
+                self._tell(effect.message)
+            elif kind is Install:
+                assert shard is not None
+                self._installed(shard, effect.fragment, effect.version)
+            elif kind is Evict and self.calm_since is not None:
+                assert "nothing was heard" not in effect.reason, f"{effect.learner} is evicted"
+        if type(event) is StepFinished and self.calm_since is not None:
+            self._step(self.world.learners[who])
+
+    # ---- what is kept
+
+    def _tell(self, message: Published) -> None:
+        self._told[message.fragment] = (message.version, message.digest)
+        if self.calm_since is not None:
+            self._published[message.fragment].append((self.world.now, message.version))
+            self._rounds_behind(message.fragment)
+
+    def _installed(self, shard: ShardProcess, fragment: int, version: Version) -> None:
+        """A shard whose disk is honest has every version that it has told of, bit for bit."""
+        told = self._told.get(fragment)
+        if told is None or self.world.disk_lies or self.world.disk_lost:
+            return
+        text = f"fragment {fragment}: {told[0]} was told, {version} is restored"
+        assert version.counter >= told[0].counter, text
+        if version.counter == told[0].counter:
+            assert shard.machine.state.fragments[fragment].digest == told[1], f"{text}: other bits"
+
+    # ---- rounds behind
+
+    def _rounds_behind(self, fragment: int) -> None:
+        shard = self.world.shards[self.world.options.owner(fragment)]
+        if shard.machine.state.phase != "running":
+            return  # the closing sweep's rounds follow one another at once
+        for learner in self.learners:
+            machine = learner.machine
+            if machine is None or not learner.alive or not machine.state.ready:
+                continue
+            if self._is_settled(learner, shard.shard):
+                self._is_near(learner, fragment)
+
+    def _is_near(self, learner: LearnerProcess, fragment: int) -> None:
+        held, published = learner.machine.state.fragments[fragment].held, self._published[fragment]
+        if held is not None and (not published or published[-1][1] <= held):
+            return
+        missing = [at for at, v in published if held is None or v > held]
+        self.behind_most = max(self.behind_most, len(missing))
+        allowed = rounds_behind_max(self.world, learner)
+        text = f"{learner.name} is {len(missing)} rounds behind in fragment {fragment}"
+        assert len(missing) <= allowed, f"{text}: at most {allowed}"
+        allowed_seconds = behind_seconds_max(self.world, learner)
+        seconds = self.world.now - missing[0] if missing else 0.0
+        assert seconds <= allowed_seconds, f"{text}, for {seconds:g} s: at most {allowed_seconds:g}"
+
+    def _is_settled(self, learner: LearnerProcess, shard: int) -> bool:
+        """Whether a learner is connected, and has stepped since all is calm."""
+        linked = shard in learner.shards and learner.machine.state.shards[shard].linked
+        return linked and (learner.name, learner.life) in self._stepped
+
+    # ---- steps
+
+    def _step(self, learner: LearnerProcess) -> None:
+        place, now = (learner.name, learner.life), self.world.now
+        before = self._stepped.get(place)
+        self._stepped[place] = now
+        for index in range(len(learner.machine.state.fragments)) if before is not None else ():
+            shard = self.world.shards[self.world.options.owner(index)]
+            if shard.machine.state.phase == "running" and self._is_settled(learner, shard.shard):
+                self._is_near(learner, index)
+        if before is not None and self.world.options.wait == "never":
+            seconds = now - before
+            longest = step_seconds_max(learner) + SLACK_SECONDS
+            assert seconds <= longest, f"{learner.name} has waited: a step took {seconds:g} s"
+
+    def standing(self) -> list[str]:
+        """Learners whose next step is overdue at this moment, now that all is calm."""
+        if self.world.options.wait != "never":
+            return []
+        return [
+            learner.name
+            for learner in self.learners
+            if learner.alive and not learner.stopped and self._is_overdue(learner)
+        ]
+
+    def _is_overdue(self, learner: LearnerProcess) -> bool:
+        before = self._stepped.get((learner.name, learner.life))
+        longest = step_seconds_max(learner) + SLACK_SECONDS
+        return before is not None and self.world.now - before > longest
+
+    # ---- memory
+
+    def _memory(self, who: str) -> None:
+        options, count = self.world.options, len(self.world.learners)
+        shard = self.shards.get(who)
+        if shard is not None:
+            owned, rounds = len(shard.machine.owned), options.open_rounds_max
+            allowed = owned * (12 + 5 * count + SAMPLES_MAX) + 5 * count + 6 * rounds * count
+            assert len(shard.expected) <= rounds * count + owned, f"{who} expects too many bodies"
+            assert len(shard.bodies_here) <= rounds * count, f"{who} keeps too many bodies"
+        elif who in self.world.learners and self.world.learners[who].machine is not None:
+            allowed = 6 * options.fragments + 4 * options.shards
+        else:
+            return
+        process: Any = shard or self.world.learners[who]
+        count_now = entries(process.machine.state)
+        assert count_now <= allowed, f"{who} remembers {count_now} things: at most {allowed}"
+
+
+def behind_seconds_max(world: World, learner: LearnerProcess) -> float:
+    """D: how long after its publication a copy is applied at the latest; see the module's head."""
+    options, spec = world.options, learner.spec
+    assert isinstance(world.bodies, NoBodies)
+    queue = sum(world.bodies.fragment_bytes) / spec.down_bytes_per_second
+    way = spec.latency + spec.jitter + 0.001
+    steps = 1 + (options.overlap if options.apply == "at_tau" else 0)
+    waiting = 3 * queue + 8 * way + RETRY_SECONDS + SLACK_SECONDS
+    return waiting + steps * step_seconds_max(learner)
+
+
+def rounds_behind_max(world: World, learner: LearnerProcess) -> int:
+    """How many rounds a connected learner may be behind; see the module's head."""
+    fastest = min(step_seconds_min(other) for other in world.learners.values() if _trains(other))
+    seconds = behind_seconds_max(world, learner)
+    return 2 + math.ceil(seconds / (world.options.period * fastest))
+
+
+def step_seconds_max(learner: LearnerProcess) -> float:
+    """The longest step that there is: seven standard deviations."""
+    spec = learner.spec
+    return spec.step_seconds * learner.slowness * (1 + 7 * spec.variance)
+
+
+def step_seconds_min(learner: LearnerProcess) -> float:
+    """The shortest step that there is."""
+    spec = learner.spec
+    return spec.step_seconds * max(0.1, 1 - 7 * spec.variance)
+
+
+def _trains(learner: LearnerProcess) -> bool:
+    return learner.spec.role == "learner"
+
+
+def entries(state: Any) -> int:
+    """How many entries the containers within a state have, all together; tuples are values."""
+    if dataclasses.is_dataclass(state):
+        return sum(entries(getattr(state, f.name)) for f in dataclasses.fields(state))
+    if isinstance(state, Mapping):
+        return len(state) + sum(map(entries, state.values()))
+    if isinstance(state, list):
+        return len(state) + sum(map(entries, state))
+    return len(state) if isinstance(state, AnySet) else 0

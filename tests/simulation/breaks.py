@@ -1,0 +1,216 @@
+"""The core and its storage, broken on purpose: each break is a few words of real code replaced."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from decoupled_diloco.protocol import (
+    learner_copies,
+    syncer,
+    syncer_fill,
+    syncer_members,
+    syncer_rounds,
+)
+from decoupled_diloco.protocol.coordinator import CoordinatorMachine
+from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.simulate.shard_process import ShardProcess
+from decoupled_diloco.simulate.shrink import Changes
+from decoupled_diloco.storage.journal import Journal
+from decoupled_diloco.syncer.durable import ShardDisk
+
+
+@dataclass(frozen=True)
+class Break:
+    """A function in which some words are replaced by others.
+
+    Attributes:
+        what: What goes wrong, in words.
+        owner: The module or class of the function.
+        name: The function.
+        old: The words.
+        new: What stands there instead.
+        changes: What makes worlds in which it matters likelier.
+    """
+
+    what: str
+    owner: Any
+    name: str
+    old: str
+    new: str
+    changes: Changes = field(default_factory=Changes)
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """As long as the context lasts, the code is broken."""
+        function = getattr(self.owner, self.name)
+        source = textwrap.dedent(inspect.getsource(function))
+        old = textwrap.dedent(self.old)
+        assert source.count(old) == 1, f"{self.name} has no longer the words {old!r}"
+        found: dict[str, Any] = {}
+        exec(source.replace(old, self.new), function.__globals__, found)
+        setattr(self.owner, self.name, found[self.name])
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, function)
+
+
+CORE = (
+    Break(
+        "a process that joins anew does not end the epoch before",
+        syncer.SyncerMachine,
+        "_greeted",
+        "if member is not None and member.epoch < hello.epoch:",
+        "if False:",
+    ),
+    Break(
+        "what was sent and may have been merged is kept and sent again",
+        LearnerMachine,
+        "_apply",
+        "elif view.sent is not None:",
+        "elif False:",
+        Changes(options={"missed": "rebase"}),
+    ),
+    Break(
+        "what was merged is carried over on top of the merge",
+        LearnerMachine,
+        "_apply",
+        "mode, kept_since = accepted[1].alignment, accepted[1]",
+        'mode, kept_since = "rebase", accepted[1]',
+    ),
+    Break(
+        "after a restart versions are counted from 0",
+        syncer_fill,
+        "_install",
+        "Version(state.term, held.counter)",
+        "Version(state.term, 0)",
+    ),
+    Break(
+        "a shard that starts again is given the term it had, and uses versions again",
+        CoordinatorMachine,
+        "_shard_greeted",
+        "state.terms.get(shard, 0) + 1",
+        "max(1, state.terms.get(shard, 0))",
+    ),
+    Break(
+        "a learner that starts again is given the epoch it had",
+        CoordinatorMachine,
+        "_join_asked",
+        "(known.epoch if known else 0) + 1",
+        "max(1, known.epoch if known else 1)",
+    ),
+    Break(
+        "the clock follows the learners back",
+        syncer.SyncerMachine,
+        "_advance_clock",
+        "state.clock = advanced(state.clock, steps, quorum)",
+        "state.clock = advanced(0, steps, 1 + quorum % len(steps))",
+    ),
+    Break(
+        "one contribution is enough, whatever the quorum",
+        syncer_rounds,
+        "_settle",
+        "needed = max(1, min(options.quorum, asked))",
+        "needed = 1",
+    ),
+    Break(
+        "a learner whose link is broken waits for it",
+        LearnerMachine,
+        "_hold_or_release",
+        'if self.options.wait == "never":\n        return []',
+        'if self.options.wait == "never":\n'
+        '        return [] if self.state.shards[0].linked else [Hold("a shard is gone")]',
+    ),
+    Break(
+        "a lease is not renewed by what is heard",
+        syncer_members,
+        "renew",
+        "member.connected:",
+        "member.step < 3:",
+    ),
+    Break(
+        "a body that is no longer waited for is still expected",
+        syncer_rounds,
+        "fall_out",
+        "[Unexpect(ask.path, reason)]",
+        "[]",
+    ),
+    Break(
+        "who has missed a version waits for one that fits",
+        learner_copies,
+        "_fetch_next",
+        "whole = not follows or view.fetch_whole",
+        "whole = newest is None or view.fetch_whole\n"
+        "    if newest is not None and not follows:\n"
+        "        return []",
+    ),
+    Break(
+        "a closing round that lacks somebody is not tried again",
+        syncer_rounds,
+        "_swept",
+        "if open_ends and entry.sweep_tries < SWEEP_TRIES_MAX:",
+        "if False:",
+    ),
+    Break(
+        "a version is on the disk five seconds after everybody has heard of it",
+        ShardProcess,
+        "_merge",
+        "self._keep(order.fragment, order.version, digest)",
+        "self.later(5.0, self._keep, order.fragment, order.version, digest)",
+        Changes(mishaps={"disk_lies": 0.0, "disk_lost": 0.0}),
+    ),
+)
+"""Breaks of the machines, and of a shell's promise to the disk."""
+
+STORAGE = (
+    Break(
+        "a record of the journal is not forced to the disk",
+        Journal,
+        "append",
+        "self._disk.sync_file(self._file)",
+        "pass",
+    ),
+    Break(
+        "a merge is written to the journal by the next one",
+        ShardDisk,
+        "merge",
+        "journal.append(fields, as_bytes(step.gradient).numpy().data)",
+        "late, self.late = getattr(self, 'late', None), (fields, step.gradient.numpy().tobytes())\n"
+        "    if late is not None:\n"
+        "        journal.append(*late)",
+    ),
+    Break(
+        "the checkpoint before is deleted before the next one is written",
+        ShardDisk,
+        "checkpoint",
+        "if self._journal is not None:\n        self._journal.settle()",
+        "for file in self._files('.safetensors'):\n        self._disk.remove(file)",
+    ),
+    Break(
+        "merges go on in the old journal when a checkpoint has failed",
+        ShardDisk,
+        "checkpoint",
+        "if begun:\n        self._begin(journal)",
+        "pass",
+    ),
+    Break(
+        "a checkpoint's digests are not looked at",
+        ShardDisk,
+        "_load",
+        "digests.get(name) != digest(tensor)",
+        "False",
+    ),
+    Break(
+        "what a full disk took of a record stays in the journal",
+        Journal,
+        "_undo",
+        "self.settle()\n    self._file.seek(self.nbytes)",
+        "pass",
+    ),
+)
+"""Breaks of a shard's disk."""

@@ -1,0 +1,102 @@
+"""Every deliberate break of the core and of its storage is caught, within so many random worlds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.simulate import crashes, fuzz
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.disk import Loss
+from decoupled_diloco.simulate.shrink import Changes
+from simulation.breaks import CORE, STORAGE, Break
+
+SEEDS_MAX = 200
+"""Most breaks are caught by one of the first ten seeds; a few need a rare coincidence."""
+
+
+def names(breaks: tuple[Break, ...]) -> list[str]:
+    return [each.what for each in breaks]
+
+
+@pytest.mark.parametrize("each", CORE, ids=names(CORE))
+def test_a_broken_core_is_caught(each: Break) -> None:
+    with each.broken():
+        seeds = range(SEEDS_MAX)
+        caught = next((seed for seed in seeds if fuzz.failure(seed, each.changes)), None)
+    assert caught is not None, f"nobody notices that {each.what}"
+    assert fuzz.failure(caught, each.changes) is None, "the core itself holds"
+
+
+def told_wrong(seed: int, folder: Path) -> bool:
+    try:
+        crashes.story(seed, folder)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("each", STORAGE, ids=names(STORAGE))
+def test_a_broken_disk_is_caught(each: Break, tmp_path: Path) -> None:
+    with each.broken():
+        seeds = range(SEEDS_MAX)
+        caught = next((s for s in seeds if told_wrong(s, tmp_path / f"broken-{s}")), None)
+    assert caught is not None, f"nobody notices that {each.what}"
+    assert not told_wrong(caught, tmp_path / "whole"), "the storage itself holds"
+
+
+def test_a_journal_without_sync_is_caught_at_its_first_crash_point(tmp_path: Path) -> None:
+    (each,) = (e for e in STORAGE if "not forced to the disk" in e.what)
+    (tmp_path / "history").mkdir()
+    with each.broken():
+        history = crashes.record(tmp_path / "history", "01")
+    loss = Loss(Choices(0), names=1.0, writes=1.0)
+    with pytest.raises(AssertionError, match=r"1\.0, 1\.1 told"):
+        crashes.crash(history, len(history.disk.log), loss, tmp_path / "after")
+
+
+# ---- shrinking
+
+SHRUNKEN = (
+    "one contribution is enough, whatever the quorum",
+    "a lease is not renewed by what is heard",
+)
+
+
+@pytest.mark.parametrize("what", SHRUNKEN)
+def test_a_failing_world_shrinks_to_one_that_fails_alike(what: str) -> None:
+    (each,) = (e for e in CORE if e.what == what)
+    with each.broken():
+        seed = next(s for s in range(SEEDS_MAX) if fuzz.failure(s))
+        before = fuzz.failure(seed)
+        changes = fuzz.shrunken(seed)
+        assert before is not None
+        assert changes is not None
+        again = Changes.from_json(changes.to_json())
+        after = fuzz.failure(seed, again)
+        assert after is not None
+        assert fuzz.signature(after) == fuzz.signature(before)
+        whole, smaller = fuzz.draw(seed), fuzz.draw(seed, again)
+        assert len(changes.without_faults) >= len(whole.faults) / 2
+        assert len(smaller.learners) <= len(whole.learners)
+        assert fuzz.command(seed, again).endswith(f"--seed {seed} --with '{changes.to_json()}'")
+    assert fuzz.failure(seed, again) is None, "the shrunken world of the whole core holds"
+
+
+def test_a_world_that_holds_does_not_shrink() -> None:
+    assert fuzz.shrunken(3) is None
+
+
+def test_the_line_repeats_the_world_that_is_left() -> None:
+    changes = Changes(
+        without_faults=(0, 1), options={"quorum": 1}, learners={"jitter": 0.0}, faulty_seconds=9.5
+    )
+    shown = fuzz.command(5, changes).removeprefix("python ")
+    command = f"{sys.executable} {shown} --quiet"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert "quorum=1" in done.stdout
+    assert f"events={fuzz.run(5, changes=changes).events}" in done.stdout
+    assert fuzz.run(5, changes=changes).events != fuzz.run(5).events
