@@ -35,6 +35,9 @@ SETTLE_SECONDS = 90.0
 """When faults have ceased: leases (10 s), lost connections (11 s), backoff, a missed first upload
 deadline (60 s)."""
 
+EVENTS_MIN = 300
+"""A world goes on for at least so many events, unless it ends."""
+
 LOOK_SECONDS = 5.0
 """How often it is looked whether what must happen has happened."""
 
@@ -246,7 +249,7 @@ def _go_on(scenario: Scenario, patience: float) -> None:
         sweeping = world.coordinator.machine.state.phase in ("ending", "finished")
         still = checker.fragments_without_merge()
         unheard = [pair for pair in checker.unheard() if keeps_up(scenario, pair[1])]
-        done = not still and not unheard and _all_here(world)
+        done = not still and not unheard and _all_here(world) and world.events >= EVENTS_MIN
         if sweeping or done or world.now >= until:
             break
         world.run(until=min(until, world.now + LOOK_SECONDS))
