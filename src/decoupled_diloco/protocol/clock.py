@@ -7,7 +7,7 @@ tick is one unit of t, whoever's step it is, and the clock never goes back.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import nlargest
+from heapq import nlargest, nsmallest
 
 
 def kth_largest(values: Iterable[int], k: int) -> int | None:
@@ -40,3 +40,24 @@ def shift_after_leave(clock: int, run_steps: Iterable[int], quorum: int) -> int:
     """
     reached = kth_largest(run_steps, quorum)
     return 0 if reached is None else max(0, clock - reached)
+
+
+def reached_at(instants: Iterable[float], quorum: int) -> float | None:
+    """When the clock reaches a step that the learners reach at these instants; ``None``: never.
+
+    The K-th largest run step is at least t from the K-th earliest of these instants on.
+
+    >>> reached_at([3.0, 1.0, 2.0], 2), reached_at([3.0], 2)
+    (2.0, None)
+    """
+    earliest = nsmallest(quorum, instants)
+    return earliest[-1] if len(earliest) == quorum else None
+
+
+def stands(live: int, quorum: int) -> bool:
+    """Whether the clock stands with so many live learners, whatever steps they make.
+
+    >>> stands(1, 2), stands(2, 2)
+    (True, False)
+    """
+    return kth_largest(range(live), quorum) is None

@@ -1,0 +1,107 @@
+"""Finds the constants that nobody has published, on the cells that may be used for it.
+
+    ddiloco goodput --calibrate
+
+Five lengths of time for ten cells: a step, a downscale, an upscale, its window, a restart. The
+least squares of the residuals, by Gauss's and Newton's method with Levenberg's damping; all
+simulations have the same seed, so that the residuals are smooth in the constants. The valley is
+flat: steps of 4 to 6 s with windows of 60 to 80 s do as well, to a tenth of a point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from decoupled_diloco.goodput.published import CELLS, Cell
+from decoupled_diloco.goodput.settings import Cluster, Constants
+from decoupled_diloco.goodput.systems import simulate
+
+NAMES = (
+    "step_seconds",
+    "downscale_seconds",
+    "upscale_seconds",
+    "upscale_window_seconds",
+    "restart_seconds",
+)
+START = (5.0, 15.0, 15.0, 60.0, 80.0)
+"""Where the search begins: tens of seconds, as operators tell of such stops."""
+
+FAILURES = 50_000
+"""Failures in the simulation of each cell."""
+
+ITERATIONS = 7
+DIFFERENCE = 0.15
+"""Of each constant, for the derivative: large against what is left of the chance."""
+
+DAMPING = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """One cell: what was published, and what the constants give, percent."""
+
+    cell: Cell
+    goodput: float
+
+    @property
+    def points(self) -> float:
+        """How far above what was published."""
+        return self.goodput - self.cell.goodput
+
+
+def calibrated(tell: Callable[[str], None] = lambda text: None) -> Constants:
+    """The constants, from the cells marked for calibration alone."""
+    cells = [cell for cell in CELLS if cell.calibrate]
+    found = np.log(np.array(START))
+    misses = _misses(found, cells)
+    for _ in range(ITERATIONS):
+        tell(_told(found, misses))
+        slopes = np.empty((len(cells), len(NAMES)))
+        for index in range(len(NAMES)):
+            moved = found.copy()
+            moved[index] += DIFFERENCE
+            slopes[:, index] = (_misses(moved, cells) - misses) / DIFFERENCE
+        normal = slopes.T @ slopes
+        damped = normal + DAMPING * np.diag(np.diag(normal))
+        found = found - np.linalg.solve(damped, slopes.T @ misses)
+        misses = _misses(found, cells)
+    tell(_told(found, misses))
+    return _constants(found)
+
+
+def rounded(constants: Constants) -> Constants:
+    """The same to three digits, which is more than the published figures tell."""
+    values: dict[str, Any] = {name: float(f"{getattr(constants, name):.3g}") for name in NAMES}
+    return replace(Constants(), **values)
+
+
+def residuals(constants: Constants, cells: tuple[Cell, ...] = CELLS) -> list[Residual]:
+    """What these constants give for the cells."""
+    return [Residual(cell, _goodput(cell, constants)) for cell in cells]
+
+
+def _constants(found: np.ndarray) -> Constants:
+    values: dict[str, Any] = dict(zip(NAMES, np.exp(found).tolist(), strict=True))
+    return replace(Constants(), **values)
+
+
+def _misses(found: np.ndarray, cells: list[Cell]) -> np.ndarray:
+    constants = _constants(found)
+    return np.array([_goodput(cell, constants) - cell.goodput for cell in cells])
+
+
+def _goodput(cell: Cell, constants: Constants) -> float:
+    cluster = Cluster(cell.system, cell.chips, cell.learners, constants=constants)
+    seconds = FAILURES * cluster.mtbi_seconds / cell.chips
+    return simulate(cluster, max(seconds, 86400.0), seed=1).goodput
+
+
+def _told(found: np.ndarray, misses: np.ndarray) -> str:
+    values = ", ".join(
+        f"{name} {value:.3g}" for name, value in zip(NAMES, np.exp(found), strict=True)
+    )
+    return f"{values}: largest residual {np.abs(misses).max():.1f} points"

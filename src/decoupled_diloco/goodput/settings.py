@@ -1,0 +1,250 @@
+"""What a simulated cluster is: its chips, how they fail, and how learners answer to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.units import format_count
+
+System = Literal["data-parallel", "elastic", "barrier", "decoupled"]
+SYSTEMS: tuple[System, ...] = get_args(System)
+ALONE = ("data-parallel", "elastic")
+"""Systems that are one learner."""
+
+SECOND = 1_000_000
+"""Instants and lengths of time are whole microseconds, so that accounts are exact."""
+
+YEAR_SECONDS = 365.25 * 86400
+CHIPS_MAX = 10**8
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """The times that nobody has published, the same for every cluster.
+
+    The first five are what `ddiloco goodput --calibrate` finds, to three digits. The others are
+    chosen beforehand, as operators tell of such machines, and are not fitted.
+    """
+
+    step_seconds: float = 4.8
+    """Length of a step. An interruption takes effect between steps."""
+
+    downscale_seconds: float = 15.9
+    """A learner stands so long when slices leave it."""
+
+    upscale_seconds: float = 13.7
+    """A learner stands so long when slices join it."""
+
+    upscale_window_seconds: float = 72.3
+    """From a slice's return to the upscale that takes it in; who returns meanwhile shares it."""
+
+    restart_seconds: float = 82.1
+    """Data-parallel training that is not elastic stands so long, and is then whole again."""
+
+    slice_chips: int = 256
+    """Chips that leave together when one of them fails: a pod of one interconnect."""
+
+    repair_seconds: float = 600.0
+    """Mean time until a slice is back: most often it is replaced by a healthy one."""
+
+    repair_power: float = 2.0
+    """First shape of the exponentiated Weibull distribution: above 1, no repair takes no time."""
+
+    repair_tail: float = 0.6
+    """Its second shape, Weibull's own: below 1, the tail is heavy."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_seconds", "repair_seconds", "repair_power", "repair_tail"):
+            _check(name, getattr(self, name), above=0)
+        _check("slice_chips", self.slice_chips, least=1)
+        for name in ("downscale", "upscale", "upscale_window", "restart"):
+            _check(f"{name}_seconds", getattr(self, f"{name}_seconds"), least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """Chips that are slow for a while; a learner steps at the pace of its slowest chip."""
+
+    interval_seconds: float
+    """Mean time between two such spells of one chip."""
+
+    seconds: float = 600.0
+    """Length of a spell."""
+
+    slowdown: float = 0.2
+    """A step takes (1 + slowdown) times as long."""
+
+    def __post_init__(self) -> None:
+        _check("interval_seconds of stragglers", self.interval_seconds, above=0)
+        _check("seconds of stragglers", self.seconds, above=0)
+        _check("slowdown of stragglers", self.slowdown, least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scavenged:
+    """Chips that are there for a while: in blocks, each of which comes and goes by itself.
+
+    A learner of a system with several is one block; with one learner, each block is a slice of it.
+    """
+
+    chips: int
+    """Chips of all blocks together."""
+
+    blocks: int
+    """How many blocks they are."""
+
+    stay_seconds: float = 600.0
+    """Mean time that a block stays."""
+
+    away_seconds: float = 0.0
+    """Mean time that it stays away; 0: another one takes its place at once."""
+
+    join_seconds: float = 1.0
+    """A learner that has come fetches the weights before its first step."""
+
+    def __post_init__(self) -> None:
+        _check("scavenged chips", self.chips, least=1)
+        _check("scavenged blocks", self.blocks, least=1)
+        if self.blocks > self.chips:
+            raise ConfigError(
+                f"scavenged blocks={self.blocks} exceed scavenged chips={self.chips}: lower blocks"
+            )
+        _check("stay_seconds", self.stay_seconds, above=0)
+        _check("away_seconds", self.away_seconds, least=0)
+        _check("join_seconds", self.join_seconds, least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A share of every learner's slices is taken at an instant, and given back later."""
+
+    at_seconds: float
+    seconds: float
+    share: float
+
+    def __post_init__(self) -> None:
+        _check("start of a preemption", self.at_seconds, least=0)
+        _check("length of a preemption", self.seconds, above=0)
+        if not 0 < self.share <= 1:
+            raise ConfigError(
+                f"share={self.share:g} of a preemption is out of range: above 0, at most 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """One cell of a table: which system on which chips.
+
+    Raises:
+        ConfigError: It cannot be; the message names value, limit and way out.
+    """
+
+    system: System
+    chips: int
+    learners: int = 1
+    mtbi_seconds: float = YEAR_SECONDS
+    """Mean time between interruptions of one chip."""
+
+    constants: Constants = field(default_factory=Constants)
+    quorum: int = 1
+    """K: with fewer learners stepping, the syncer's clock stands, and steps are not useful."""
+
+    period: int = 24
+    """H: a barrier waits for everybody after so many steps."""
+
+    minimum_share: float = 0.0
+    """A learner with less than this share of its slices waits for more."""
+
+    checkpoint_seconds: float = 0.0
+    """Data-parallel: useful time between two checkpoints; 0: in the memory of others, each step."""
+
+    sudden: bool = False
+    """Whether an interruption takes effect at once, so that the step under way is lost."""
+
+    slowdowns: tuple[float, ...] = ()
+    """For each learner how many times as long its step takes; none: 1 for all."""
+
+    jitter: float = 0.0
+    """Standard deviation of a learner's step, as a share of its length."""
+
+    slack_steps: int = 0
+    """Steps that a learner goes on before a round that it waits for is over: what transfers leave
+    of the overlap τ. Only a quorum above 1 makes anybody wait."""
+
+    stragglers: Stragglers | None = None
+    scavenged: Scavenged | None = None
+    preemptions: tuple[Preemption, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.system not in SYSTEMS:
+            raise ConfigError(f"system={self.system!r} is none of {', '.join(SYSTEMS)}")
+        _check("chips", self.chips, least=1)
+        if self.chips > CHIPS_MAX:
+            raise ConfigError(
+                f"chips={self.chips} exceeds {CHIPS_MAX}, beyond which accounts are not exact"
+            )
+        _check("learners", self.learners, least=1)
+        _check("mtbi_seconds", self.mtbi_seconds, above=0)
+        self._check_learners()
+        for name in ("checkpoint_seconds", "jitter", "slack_steps"):
+            _check(name, getattr(self, name), least=0)
+        _check("period", self.period, least=1)
+        if not 0 <= self.minimum_share <= 1:
+            raise ConfigError(f"minimum_share={self.minimum_share:g} is out of range: 0 to 1")
+
+    def _check_learners(self) -> None:
+        if self.alone and self.learners != 1:
+            raise ConfigError(
+                f"learners={self.learners}: {self.system} is one learner; use barrier or decoupled"
+            )
+        if self.learners > self.slices:
+            raise ConfigError(
+                f"learners={self.learners} exceed the {self.slices} slices of "
+                f"{format_count(self.chips)} chips: lower learners or slice_chips="
+                f"{self.constants.slice_chips}"
+            )
+        if not 1 <= self.quorum <= self.learners:
+            raise ConfigError(
+                f"quorum={self.quorum} is out of range: 1 to learners={self.learners}"
+            )
+        if self.slowdowns and len(self.slowdowns) != self.learners:
+            raise ConfigError(
+                f"speeds are given for {len(self.slowdowns)} learners, learners={self.learners}: "
+                "give one for each"
+            )
+        if any(not slowdown >= 1 for slowdown in self.slowdowns):
+            raise ConfigError("a slowdown is at least 1: how many times as long a step takes")
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one learner by nature."""
+        return self.system in ALONE
+
+    @property
+    def slices(self) -> int:
+        """Slices of all learners together."""
+        return max(1, round(self.chips / self.constants.slice_chips))
+
+    def chips_of(self, learner: int) -> int:
+        """Chips of one learner: as even as can be."""
+        return self.chips // self.learners + (learner < self.chips % self.learners)
+
+
+def microseconds(seconds: float) -> int:
+    """Seconds as whole microseconds."""
+    return round(seconds * SECOND)
+
+
+def _check(
+    name: str, value: float, *, least: float | None = None, above: float | None = None
+) -> None:
+    """Raises ConfigError for a value that is too small, or is no number."""
+    if not math.isfinite(value):
+        raise ConfigError(f"{name}={value:g} is no number to simulate with: give a finite one")
+    if least is not None and value < least:
+        raise ConfigError(f"{name}={value:g} is out of range: it must be at least {least:g}")
+    if above is not None and value <= above:
+        raise ConfigError(f"{name}={value:g} is out of range: it must be greater than {above:g}")

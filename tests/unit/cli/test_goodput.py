@@ -1,0 +1,137 @@
+"""`ddiloco goodput` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from decoupled_diloco.cli.goodput import _count, _slowdowns
+from decoupled_diloco.cli.goodput_options import complete_systems
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.errors import ConfigError, StorageError
+
+SMALL = ("goodput", "--chips", "50k", "--learners", "2,4", "--days", "0.2", "--seeds", "2")
+
+
+def test_table_rows_and_pictures(tmp_path: Path) -> None:
+    out, plot, timeline = (tmp_path / name for name in ("rows.json", "plot.png", "line.svg"))
+    options = ["--json", str(out), "--plot", str(plot), "--timeline", str(timeline)]
+    result = CliRunner().invoke(app, [*SMALL, "--system", "decoupled,elastic,barrier", *options])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())
+    assert [(row["system"], row["learners"]) for row in rows] == [
+        ("elastic", 1),
+        ("barrier", 2),
+        ("barrier", 4),
+        ("decoupled", 2),
+        ("decoupled", 4),
+    ]
+    assert all(row["chips"] == 50_000 and 0 < row["goodput"] < 100 for row in rows)
+    assert all(row["uptime"] > 90 for row in rows)
+    assert "decoupled M=4" in result.output
+    assert plot.stat().st_size > 10_000
+    assert "learner 3" in timeline.read_text() or timeline.stat().st_size > 10_000
+
+
+def test_rows_on_standard_output() -> None:
+    result = CliRunner().invoke(app, [*SMALL, "--system", "data-parallel", "--json", "-"])
+    (row,) = json.loads(result.stdout)
+    assert row["badput"]["restart"] > 0
+
+
+def test_every_option_reaches_the_simulation() -> None:
+    """Each of these changes the row."""
+    base = [*SMALL[:3], "--learners", "2", "--days", "1", "--seeds", "1", "--json", "-"]
+
+    def row(system: str, *options: str) -> object:
+        result = CliRunner().invoke(app, [*base, "--system", system, *options])
+        assert result.exit_code == 0, (options, result.output, result.exception)
+        (document,) = json.loads(result.stdout)
+        return document
+
+    changes = {
+        "elastic": [
+            "--mtbi-years 0.5",
+            "--slice-chips 64",
+            "--repair-seconds 6000",
+            "--repair-power 4",
+            "--repair-tail 0.4",
+            "--preempt 1,2,0.5",
+            "--step-seconds 60",
+            "--downscale-seconds 60",
+            "--upscale-seconds 60",
+            "--upscale-window-seconds 600",
+            "--sudden",
+            "--minimum-share 1",
+            "--straggler-days 30",
+            "--straggler-days 30 --straggler-seconds 60",
+            "--straggler-days 30 --straggler-slowdown 1",
+            "--scavenged-share 0.5",
+            "--scavenged-share 0.5 --scavenged-block-chips 256",
+            "--scavenged-share 0.5 --stay-seconds 600",
+            "--scavenged-share 0.5 --away-seconds 600",
+            "--seed 1",
+            "--tokens-per-chip-second 1",
+        ],
+        "data-parallel": ["--restart-seconds 600", "--checkpoint-seconds 900"],
+        "barrier": ["--period 240", "--jitter 0.5", "--slowdowns 1,1.5"],
+        "decoupled": [
+            "--quorum 2",
+            "--quorum 2 --jitter 0.5",
+            "--quorum 2 --jitter 0.5 --slack-steps 3",
+            "--quorum 2 --slowdowns 1,1.5",
+            "--scavenged-share 0.5",
+            "--scavenged-share 0.5 --join-seconds 300",
+        ],
+    }
+    for system, each in changes.items():
+        documents = [row(system), *(row(system, *options.split()) for options in each)]
+        texts = [json.dumps(document) for document in documents]
+        assert len(set(texts)) == len(texts), system
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--chips", "0"), "chips=0"),
+        (("--chips", "1.5"), "--chips '1.5' is no whole number"),
+        (("--chips", ","), "--chips is empty"),
+        (("--chips", "1k"), "learners=8 exceed the 4 slices"),
+        (("--quorum", "9"), "quorum=9"),
+        (("--system", "x"), "--system 'x' is none of"),
+        (("--downscale-seconds", "-1"), "downscale_seconds=-1"),
+        (("--slowdowns", "1x4"), "speeds are given for 4 learners, learners=8"),
+        (("--slowdowns", "fast"), "'fast' is no number"),
+        (("--preempt", "1,2"), "is not START,HOURS,SHARE"),
+        (("--tokens-per-chip-second", "0"), "tokens=0"),
+        (("--days", "-1"), "days=-1"),
+    ],
+)
+def test_what_cannot_be_is_told(options: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["goodput", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    for option in ("--json", "--plot"):
+        options = [option, str(tmp_path / "no" / "folder.png")]
+        result = CliRunner().invoke(app, [*SMALL, "--system", "elastic", *options])
+        assert isinstance(result.exception, StorageError)
+
+
+def test_numbers_of_people() -> None:
+    assert [_count(text, "") for text in ("150000", "150k", "2.4M")] == [
+        150_000,
+        150_000,
+        2_400_000,
+    ]
+    assert _slowdowns("1x2,1.18") == (1.0, 1.0, 1.18)
+
+
+def test_systems_complete() -> None:
+    assert [name for name, _ in complete_systems("decoupled,e")] == ["decoupled,elastic"]
+    assert len(complete_systems("")) == 4

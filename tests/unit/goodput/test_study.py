@@ -1,0 +1,63 @@
+"""Rows of a table: intervals, horizons, what is published beside them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from decoupled_diloco.goodput.settings import Cluster, Constants
+from decoupled_diloco.goodput.study import INTERVAL_POINTS, Effort, cells, half_width, study
+
+
+def test_the_horizon_is_long_enough_for_the_interval() -> None:
+    row = study(Cluster("elastic", 1_200_000), Effort(seeds=3))
+    assert row.interval is not None
+    assert row.interval <= INTERVAL_POINTS
+
+
+def test_days_that_are_given_are_simulated() -> None:
+    row = study(Cluster("elastic", 150_000), Effort(seeds=1, days=0.5))
+    assert row.days == 0.5
+    assert row.interval is None
+    assert row.as_json(1.0)["goodput_interval"] is None
+
+
+def test_a_row_of_a_file() -> None:
+    row = study(Cluster("decoupled", 150_000, 8), Effort(seeds=2, days=1.0))
+    document = json.loads(json.dumps(row.as_json(1000.0)))
+    assert document["system"] == "decoupled"
+    assert document["chips"] == 150_000
+    assert document["learners"] == 8
+    assert document["goodput"] + sum(document["badput"].values()) == pytest.approx(100, abs=0.01)
+    assert document["published"] == 98
+    tokens = 150_000 * 1000 * 3600 * document["goodput"] / 100
+    assert document["tokens_per_hour"] == pytest.approx(tokens, rel=1e-3)
+
+
+def test_published_figures_stand_beside_the_same_cluster_only() -> None:
+    row = study(Cluster("decoupled", 150_000, 8, sudden=True), Effort(seeds=1, days=0.1))
+    assert row.published is None
+
+
+def test_student() -> None:
+    assert half_width([1.0]) is None
+    assert half_width([5.0, 5.0]) == 0.0
+
+
+def test_cells_of_a_table() -> None:
+    found = list(cells(["elastic", "decoupled"], [10**5, 10**6], [2, 4], quorum=2))
+    assert [(c.system, c.chips, c.learners, c.quorum) for c in found] == [
+        ("elastic", 10**5, 1, 1),
+        ("elastic", 10**6, 1, 1),
+        ("decoupled", 10**5, 2, 2),
+        ("decoupled", 10**5, 4, 2),
+        ("decoupled", 10**6, 2, 2),
+        ("decoupled", 10**6, 4, 2),
+    ]
+
+
+def test_a_cluster_may_have_constants_of_its_own() -> None:
+    cluster = Cluster("elastic", 150_000, constants=replace(Constants(), slice_chips=4096))
+    assert cluster.slices == 37

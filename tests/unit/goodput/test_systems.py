@@ -1,0 +1,251 @@
+"""Whole systems: closed forms, exact accounts, monotony."""
+
+from __future__ import annotations
+
+import math
+import time
+import tracemalloc
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.goodput.accounts import overlap, stepping
+from decoupled_diloco.goodput.settings import (
+    SECOND,
+    YEAR_SECONDS,
+    Cluster,
+    Constants,
+    Preemption,
+    Scavenged,
+    Stragglers,
+)
+from decoupled_diloco.goodput.systems import simulate
+
+DAY = 86400.0
+NEVER_FAILS = 1e9 * YEAR_SECONDS
+INSTANT = Constants(
+    step_seconds=1e-3,
+    downscale_seconds=0.0,
+    upscale_seconds=0.0,
+    upscale_window_seconds=0.0,
+    slice_chips=1,
+    repair_seconds=100.0,
+    repair_power=1.0,
+    repair_tail=1.0,
+)
+
+
+def test_repair_of_many_is_m_m_infinity() -> None:
+    """Of chips that fail after f and are back after r, the share f / (f + r) is there."""
+    cluster = Cluster("elastic", 200, constants=INSTANT, mtbi_seconds=900.0)
+    account = simulate(cluster, 2 * DAY, 0)
+    assert account.goodput == pytest.approx(90.0, abs=0.4)
+    heavy = replace(INSTANT, repair_tail=0.5, repair_power=2.0)
+    account = simulate(replace(cluster, constants=heavy), 4 * DAY, 0)
+    assert account.goodput == pytest.approx(90.0, abs=0.7), "only the mean of a repair counts"
+
+
+def test_how_many_are_away_has_the_binomial_spread() -> None:
+    counts: list[tuple[float, float]] = []
+
+    def watch(spans: list[np.ndarray]) -> None:
+        lengths, away = spans[0][:, 1] - spans[0][:, 0], 200 - spans[0][:, 3]
+        mean = np.average(away, weights=lengths)
+        counts.append((mean, np.average((away - mean) ** 2, weights=lengths)))
+
+    cluster = Cluster("elastic", 200, constants=INSTANT, mtbi_seconds=900.0)
+    simulate(cluster, 2 * DAY, 0, watch=watch)
+    mean, variance = np.mean(counts, axis=0)
+    assert mean == pytest.approx(20.0, rel=0.05)
+    assert variance == pytest.approx(200 * 0.1 * 0.9, rel=0.15)
+
+
+def test_one_slice_is_an_alternating_renewal() -> None:
+    cluster = Cluster("elastic", 1, constants=INSTANT, mtbi_seconds=300.0, minimum_share=1.0)
+    account = simulate(cluster, 60 * DAY, 0)
+    assert account.goodput == pytest.approx(75.0, abs=0.8)
+    assert account.uptime == pytest.approx(account.goodput)
+    assert account.badput["below_minimum"] == 0, "nobody stands there: the only chip is away"
+
+
+@pytest.mark.parametrize("chips", [150_000, 2_400_000])
+def test_not_elastic_training_is_a_renewal_too(chips: int) -> None:
+    """Runs of whole steps that end with a geometric distribution, and restarts."""
+    account = simulate(Cluster("data-parallel", chips), 20_000 * YEAR_SECONDS / chips, 0)
+    step, restart = Constants().step_seconds, Constants().restart_seconds
+    run = step / -math.expm1(-step * chips / YEAR_SECONDS)
+    assert account.goodput == pytest.approx(100 * run / (run + restart), abs=0.6)
+
+
+def test_lost_work_has_its_closed_form() -> None:
+    """Of runs between failures, whole checkpoints are kept: c / (exp(c λ) − 1) of each."""
+    chips, every = 150_000, 60.0
+    constants = Constants(step_seconds=0.01)
+    cluster = Cluster("data-parallel", chips, constants=constants, checkpoint_seconds=every)
+    account = simulate(cluster, 20_000 * YEAR_SECONDS / chips, 0)
+    mean = YEAR_SECONDS / chips
+    kept = every / math.expm1(every / mean)
+    assert account.goodput == pytest.approx(
+        100 * kept / (mean + constants.restart_seconds), abs=0.6
+    )
+
+
+@pytest.mark.parametrize("learners", [2, 8])
+def test_a_barrier_waits_for_the_largest_of_m(learners: int) -> None:
+    """Without failures: the mean of a learner's H steps over that of the longest."""
+    cluster = Cluster("barrier", 10_000, learners, mtbi_seconds=NEVER_FAILS, jitter=0.5, period=16)
+    account = simulate(cluster, 10 * DAY, 0)
+    assert account.rounds > 1000
+    draws = np.random.default_rng(0).standard_normal((100_000, learners)).max(axis=1).mean()
+    assert account.goodput == pytest.approx(100 / (1 + 0.5 / 4 * draws), abs=0.3)
+
+
+def test_a_barrier_of_unequal_learners_goes_at_the_pace_of_the_slowest() -> None:
+    cluster = Cluster("barrier", 4096, 4, mtbi_seconds=NEVER_FAILS, slowdowns=(1.0, 1.0, 1.0, 2.0))
+    account = simulate(cluster, 4 * DAY, 0)
+    assert account.goodput == pytest.approx(100 * (3 / 2 + 1) / 4, abs=0.1)
+    assert account.tokens / account.wall / 4096 == pytest.approx(0.5, abs=0.01)
+
+
+def test_one_decoupled_learner_is_the_elastic_system() -> None:
+    elastic = simulate(Cluster("elastic", 100_000), 5 * DAY, 3)
+    decoupled = simulate(Cluster("decoupled", 100_000, 1), 5 * DAY, 3)
+    assert decoupled == elastic
+
+
+def test_decoupled_learners_are_elastic_systems_of_their_size() -> None:
+    whole = simulate(Cluster("decoupled", 1_200_000, 8), 3 * DAY, 0)
+    part = simulate(Cluster("elastic", 150_000), 24 * DAY, 1)
+    assert whole.goodput == pytest.approx(part.goodput, abs=0.5)
+
+
+FEATURES = {
+    "plain": {},
+    "sudden": {"sudden": True},
+    "below minimum": {"minimum_share": 1.0},
+    "stragglers": {"stragglers": Stragglers(30 * DAY, 300.0, 0.5)},
+    "preempted": {"preemptions": (Preemption(3600.0, 7200.0, 0.5), Preemption(5000.0, 60.0, 0.2))},
+}
+
+
+@pytest.mark.parametrize("system", ["data-parallel", "elastic", "barrier", "decoupled"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_chip_time_is_conserved_exactly(system: str, feature: str) -> None:
+    learners = 3 if system in ("barrier", "decoupled") else 1
+    cluster = Cluster(system, 100_003, learners, **FEATURES[feature])  # type: ignore[arg-type]
+    if system == "decoupled":
+        cluster = replace(cluster, quorum=2, jitter=0.1, slowdowns=(1.0, 1.1, 1.3))
+    account = simulate(cluster, DAY + 0.123457, 0)
+    assert account.wall == round((DAY + 0.123457) * SECOND)
+    assert account.allocated == 100_003 * account.wall
+    assert account.useful + sum(account.badput.values()) == account.allocated
+    assert min(account.badput.values()) >= 0
+    expected = {"stragglers": "stragglers", "below minimum": "below_minimum", "sudden": "lost_work"}
+    if feature in expected and (system, feature) != ("data-parallel", "below minimum"):
+        assert account.badput[expected[feature]] > 0
+
+
+@pytest.mark.parametrize("system", ["data-parallel", "elastic", "decoupled"])
+def test_scavenged_chips_are_allocated_while_they_are_there(system: str) -> None:
+    terms = Scavenged(chips=5_000, blocks=5, stay_seconds=2000.0, away_seconds=6000.0)
+    learners = 4 if system == "decoupled" else 1
+    cluster = Cluster(
+        system,
+        20_000,
+        learners,
+        mtbi_seconds=NEVER_FAILS,
+        scavenged=terms,  # type: ignore[arg-type]
+    )
+    account = simulate(cluster, 10 * DAY, 0)
+    more = account.allocated / account.wall - 20_000
+    assert more == pytest.approx(1250, rel=0.25)
+    assert account.useful + sum(account.badput.values()) == account.allocated
+    if system == "decoupled":
+        assert account.goodput > 99.9, "nobody stands because somebody comes or goes"
+
+
+def test_a_barrier_takes_nobody_in() -> None:
+    terms = Scavenged(chips=512, blocks=1)
+    with pytest.raises(ConfigError, match="cannot join system='barrier'"):
+        simulate(Cluster("barrier", 4096, 4, scavenged=terms), DAY, 0)
+
+
+def test_preempted_slices_are_missing_for_so_long() -> None:
+    cluster = Cluster(
+        "elastic",
+        25_600,
+        mtbi_seconds=NEVER_FAILS,
+        preemptions=(Preemption(3600.0, 7200.0, 0.25),),
+    )
+    account = simulate(cluster, DAY, 0)
+    constants = Constants()
+    away = 7200.0 + constants.upscale_window_seconds + constants.upscale_seconds
+    missing = 100 * account.badput["missing_chips"] / account.allocated
+    assert missing == pytest.approx(25.0 * away / DAY, rel=0.01)
+    stops = account.badput["downscale"] / (0.75 * 25_600 * SECOND)
+    assert stops == pytest.approx(constants.downscale_seconds), "all of them share one downscale"
+
+
+def test_goodput_is_monotonous() -> None:
+    def goodput(**changes: object) -> float:
+        fields: dict[str, object] = {"system": "decoupled", "chips": 400_000, "learners": 4}
+        return simulate(Cluster(**{**fields, **changes}), 3 * DAY, 0).goodput  # type: ignore[arg-type]
+
+    def falls(values: list[float]) -> bool:
+        return all(a > b for a, b in pairwise(values))
+
+    assert falls([goodput(chips=chips) for chips in (10**5, 4 * 10**5, 16 * 10**5)])
+    assert falls([goodput(learners=learners) for learners in (16, 4, 1)])
+    assert falls([goodput(quorum=quorum) for quorum in (1, 3, 4)])
+    assert falls([goodput(constants=Constants(downscale_seconds=s)) for s in (5.0, 15.0, 60.0)])
+    assert falls([goodput(constants=Constants(upscale_seconds=s)) for s in (5.0, 15.0, 60.0)])
+    assert falls([goodput(constants=Constants(repair_seconds=s)) for s in (60.0, 600.0, 6000.0)])
+    assert falls([goodput(mtbi_seconds=s * YEAR_SECONDS) for s in (4, 1, 0.25)])
+    shared = [goodput(constants=Constants(upscale_window_seconds=s)) for s in (300.0, 60.0, 0.0)]
+    assert falls(shared), "the longer the window, the more slices share an upscale"
+
+
+def test_a_quorum_of_everybody_counts_what_all_step_together() -> None:
+    """Independent learners: all are there for the product of their shares."""
+    cluster = Cluster("decoupled", 600_000, 4)
+    one = simulate(cluster, 4 * DAY, 0)
+    every = simulate(replace(cluster, quorum=4), 4 * DAY, 0)
+    there = 1 - one.badput["missing_chips"] / one.allocated
+    share = one.goodput / 100 / there
+    assert every.goodput / 100 / there == pytest.approx(share**4, abs=0.01)
+    assert every.uptime == one.uptime
+
+
+def test_overlap_is_measured_exactly() -> None:
+    rng = np.random.default_rng(0)
+    edges = np.sort(rng.choice(1000, 40, replace=False))
+    starts, ends = edges[::2], edges[1::2]
+    inside = np.zeros(1000, bool)
+    for start, end in zip(starts, ends, strict=True):
+        inside[start:end] = True
+    runs = np.sort(rng.integers(0, 1000, (200, 2)), axis=1)
+    expected = [int(inside[a:b].sum()) for a, b in runs]
+    assert overlap(runs, starts, ends).tolist() == expected
+
+
+def test_how_many_step_is_counted() -> None:
+    runs = [np.array([[0, 10, 0, 1, 1]]), np.array([[5, 7, 0, 1, 1], [10, 12, 0, 1, 1]])]
+    at, count = stepping(runs)
+    assert np.diff(at)[count[:-1] > 1].sum() == 2
+    assert np.diff(at)[count[:-1] > 0].sum() == 12
+
+
+def test_a_month_of_millions_of_chips_is_quick_and_needs_little_memory() -> None:
+    began = time.process_time()
+    simulate(Cluster("decoupled", 2_400_000, 16), 30 * DAY, 0)
+    assert time.process_time() - began < 10, "it takes a second; a busy machine more"
+    peaks = []
+    for chips in (1_000_000, 10_000_000):
+        tracemalloc.start()
+        simulate(Cluster("decoupled", chips, 16), 2e9 * DAY / chips / 365, 0)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0] < 100e6
