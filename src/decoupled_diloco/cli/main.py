@@ -16,6 +16,7 @@ from decoupled_diloco.cli.chaos import chaos
 from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
+from decoupled_diloco.cli.goodput import goodput
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
     Resume,
@@ -180,6 +181,7 @@ app.command()(timing)
 app.command()(explain)
 app.command()(report)
 app.command()(replay)
+app.command()(goodput)
 
 
 @app.callback(invoke_without_command=True)

@@ -29,7 +29,7 @@ class Constants:
     chosen beforehand, as operators tell of such machines, and are not fitted.
     """
 
-    step_seconds: float = 4.8
+    step_seconds: float = 4.76
     """Length of a step. An interruption takes effect between steps."""
 
     downscale_seconds: float = 15.9
