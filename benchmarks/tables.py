@@ -27,6 +27,7 @@ TITLES = {
     "outer": "Which outer optimizer",
     "speeds": "Learners of unequal speed",
     "kill": "One of four learners is killed",
+    "takeover": "A shard's standby takes over",
     "data_plane_wan": "Bodies over a long link",
     "data_plane_loopback": "Bodies on loopback",
     "merging": "Merging",

@@ -7,7 +7,8 @@ Error
 ├── TransportError   a peer cannot be reached, or the connection was lost
 │   └── AccessError  the peer refuses us: wrong token, another principal's learner id
 ├── StorageError     a file is missing, torn, of another version, or the disk is full
-└── MergeError       tensors that cannot be merged: wrong size, not finite, no weight
+├── MergeError       tensors that cannot be merged: wrong size, not finite, no weight
+└── LeaseError       another process acts for this shard now: this one ends; exit code 8
 ```
 
 A message says what is wrong with names and values, the limit, and the way out. Programmer errors
@@ -57,3 +58,9 @@ class MergeError(Error):
     """Tensors that cannot be merged."""
 
     exit_code = 7
+
+
+class LeaseError(Error):
+    """This process may no longer act for its shard; started again, it waits for its turn."""
+
+    exit_code = 8

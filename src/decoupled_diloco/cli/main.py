@@ -74,6 +74,9 @@ def syncer(
     port: Annotated[
         int | None, typer.Option(help="Port of this one shard, or of the first of all.")
     ] = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Stand by for this shard, until it is needed.")
+    ] = False,
     addresses: Annotated[
         str, typer.Option(metavar="URL[,URL…]", help="Where learners reach the shards.")
     ] = "",
@@ -83,6 +86,8 @@ def syncer(
     """The syncer: all its shards on this machine, or one of them."""
     given = _as_settings(addresses, token_file, port if shard is None else None)
     config = _run_of(run, [*(settings or ()), *given], resume=resume)
+    if standby and not (config.syncer.standbys and shard is not None):
+        fail("--standby is for one shard (--shard) of a run with syncer.standbys=1")
     if shard is None:
         from decoupled_diloco.cli.train import serve_locally
 
@@ -98,9 +103,11 @@ def syncer(
         fail(f"--shard {shard} is no shard of this run: 0 to {config.syncer.shards - 1}")
     if not (port or config.syncer.port):
         fail("port=0 means any free port, so nobody would find this shard: give --port")
-    own_port = port or config.syncer.port + shard
-    told = config.syncer.addresses
-    if not told and config.syncer.shards > 1 and own_port != config.syncer.port + shard:
+    shards, told = config.syncer.shards, config.syncer.addresses
+    in_settings = config.syncer.port + shard + shards * standby
+    own_port = port or in_settings
+    alone = shards == 1 and not config.syncer.standbys
+    if not told and not alone and own_port != in_settings:
         fail(
             f"--port {own_port} is not the settings' port of shard {shard}, so the others would "
             "not be found: give the addresses of all shards with --addresses"
@@ -111,7 +118,8 @@ def syncer(
         config,
         shard,
         port=own_port,
-        addresses=told or advertised(config, (own_port,) if config.syncer.shards == 1 else ()),
+        standby=standby,
+        addresses=told or advertised(config, (own_port,) if alone else ()),
         folder=folder,
         token=own_token(config, f"shard-{shard}")
         if shard

@@ -33,7 +33,6 @@ def timing(
     """Every interval, window, lease and deadline, and what it is derived from: none is set."""
     from decoupled_diloco.cli.status import source_of
     from decoupled_diloco.config import load_config
-    from decoupled_diloco.config.method import options_of, public_text, read_public
     from decoupled_diloco.config.shipped import find_shipped
     from decoupled_diloco.launch.timing import intervals
     from decoupled_diloco.observe.chronicle import Chronicle
@@ -43,9 +42,7 @@ def timing(
         run.endswith(".toml") or not Path(run).exists()
     ):
         config = load_config(find_shipped("recipes", run), settings or ())
-        options = options_of(read_public(public_text(config)))
-        rows = intervals(options, give_up_seconds=config.learner.give_up_seconds)
-        print_intervals(rows, make_console())
+        print_intervals(_rows(config), make_console())
         return
     if settings:
         fail("--set changes a configuration, and this is a run that has one: leave it out")
@@ -63,21 +60,27 @@ def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from decoupled_diloco.config.method import options_of, public_text, read_public
-    from decoupled_diloco.launch.timing import intervals
-
-    options = options_of(read_public(public_text(config)))
-    rows = intervals(options, give_up_seconds=config.learner.give_up_seconds)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(style="dim")
-    for row in rows:
+    for row in _rows(config):
         if row.essential:
             value = row.value.replace("not measured yet", "measured")
             table.add_row(Text(row.name), Text(value), Text(row.essential))
     console.print(table)
     console.print(f"all of them: ddiloco timing {folder}\n", style="dim", soft_wrap=True)
+
+
+def _rows(config: RunConfig) -> list[Interval]:
+    from decoupled_diloco.config.method import options_of, public_text, read_public
+    from decoupled_diloco.launch.timing import intervals
+
+    return intervals(
+        options_of(read_public(public_text(config))),
+        give_up_seconds=config.learner.give_up_seconds,
+        lease_seconds=config.syncer.lease_seconds if config.syncer.standbys else None,
+    )
 
 
 def print_intervals(rows: Sequence[Interval], console: Console) -> None:

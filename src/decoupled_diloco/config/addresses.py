@@ -3,17 +3,23 @@
 A syncer that listens on all interfaces (``host="0.0.0.0"`` or ``"::"``) cannot know by which of its
 addresses a learner reaches it. It tells that wildcard, and whoever hears it puts the host in its
 place that it has dialled itself.
+
+A shard that has a standby has several addresses, of which one answers: they are written as one,
+with ``|`` between them.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError
+
+BETWEEN = "|"
+"""What stands between the addresses of a shard and of its standby."""
 
 
 def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
@@ -21,7 +27,8 @@ def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
 
     Args:
         config: The run.
-        ports: The ports that the shards really have; default: those of the settings.
+        ports: The ports that the shards really have, and then their standbys; default: those of
+            the settings.
 
     Raises:
         ConfigError: the settings leave the ports to chance.
@@ -34,8 +41,10 @@ def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
             "syncer.port=0 means any free ports, so nobody knows where the shards are: give their "
             "addresses (--syncer for a learner, --addresses for a shard), or set syncer.port"
         )
-    ports = ports or range(settings.port, settings.port + settings.shards)
-    return tuple(url_of(settings.host, port) for port in ports)
+    shards = settings.shards
+    ports = ports or range(settings.port, settings.port + shards * (1 + settings.standbys))
+    urls = [url_of(settings.host, port) for port in ports]
+    return tuple(BETWEEN.join(urls[shard::shards]) for shard in range(shards))
 
 
 def url_of(host: str, port: int | None, scheme: str = "http") -> str:
@@ -48,6 +57,15 @@ def url_of(host: str, port: int | None, scheme: str = "http") -> str:
     return f"{scheme}://{host}" + ("" if port is None else f":{port}")
 
 
+def alternatives(address: str) -> tuple[str, ...]:
+    """The addresses of one shard, of which one answers.
+
+    >>> alternatives("http://a:7070|http://b:7070")
+    ('http://a:7070', 'http://b:7070')
+    """
+    return tuple(address.split(BETWEEN))
+
+
 def reached_by(address: str, dialled: str) -> str:
     """The address with the host of ``dialled`` in the place of a wildcard.
 
@@ -56,9 +74,10 @@ def reached_by(address: str, dialled: str) -> str:
     >>> reached_by("http://10.0.0.1:7071", "http://syncer:7070")
     'http://10.0.0.1:7071'
     """
-    if _wildcard_version(address) is None:
-        return address
-    return _with_host(address, urlsplit(dialled).hostname or "")
+    host = urlsplit(dialled).hostname or ""
+    return _each(
+        address, lambda one: one if _wildcard_version(one) is None else _with_host(one, host)
+    )
 
 
 def on_this_machine(address: str) -> str:
@@ -67,10 +86,14 @@ def on_this_machine(address: str) -> str:
     >>> on_this_machine("http://[::]:7070"), on_this_machine("http://0.0.0.0:7070")
     ('http://[::1]:7070', 'http://127.0.0.1:7070')
     """
-    version = _wildcard_version(address)
-    if version is None:
-        return address
-    return _with_host(address, "127.0.0.1" if version == 4 else "::1")
+
+    def local(one: str) -> str:
+        version = _wildcard_version(one)
+        if version is None:
+            return one
+        return _with_host(one, "127.0.0.1" if version == 4 else "::1")
+
+    return _each(address, local)
 
 
 def everywhere(addresses: Sequence[str]) -> tuple[str, ...]:
@@ -79,11 +102,19 @@ def everywhere(addresses: Sequence[str]) -> tuple[str, ...]:
     >>> everywhere(["http://127.0.0.1:7070"])
     ('http://0.0.0.0:7070',)
     """
-    return tuple(_with_host(address, "0.0.0.0") for address in addresses)
+    return tuple(_each(address, lambda one: _with_host(one, "0.0.0.0")) for address in addresses)
 
 
 def from_elsewhere(address: str) -> str:
     """The address to show to people: one of this machine in the place of a wildcard."""
+    return _each(address, _one_from_elsewhere)
+
+
+def _each(address: str, change: Callable[[str], str]) -> str:
+    return BETWEEN.join(map(change, alternatives(address)))
+
+
+def _one_from_elsewhere(address: str) -> str:
     version = _wildcard_version(address)
     if version is None:
         return address

@@ -277,8 +277,9 @@ class SyncerSettings(Settings):
 
     addresses: tuple[str, ...] = Field(default=(), strict=False)
     """The URLs by which learners reach the shards, one per shard, when these run on several
-    machines or behind a proxy. Default: host and ports; in the place of a host that means all
-    interfaces, the one that the learner has dialled."""
+    machines or behind a proxy; for a shard with a standby both, as "http://a:7070|http://b:7070".
+    Default: host and ports; in the place of a host that means all interfaces, the one that the
+    learner has dialled."""
 
     token_file: Path | None = Field(default=None, strict=False)
     """File with the shared secret that learners must show, relative to where the command is
@@ -296,6 +297,18 @@ class SyncerSettings(Settings):
     parameter, and 4 bytes an element written for each merge. false: a shard that starts again takes
     its fragments from what its learners hold, and its momentum starts afresh."""
 
+    standbys: int = Field(default=0, ge=0, le=1)
+    """Processes that stand by for each shard, 0 or 1. A standby takes over when its shard is dead,
+    hangs, or cannot reach the run folder, which all processes of the shards must share; it recovers
+    what is in there. It listens on the port that follows those of the shards, and costs memory once
+    it acts."""
+
+    lease_seconds: float = Field(default=5.0, ge=0.5)
+    """How long a shard that its standby hears nothing of may still be there, seconds, at least 0.5.
+    A takeover begins a lease after the last sign of life. Half of what learners wait for a silent
+    connection (10 s); raise it if the shared folder stalls for longer: then a healthy shard steps
+    down, and its fragments rest for some seconds."""
+
     pool_mib: int = Field(default=256, ge=1)
     """Memory for bodies on their way in and out of one shard, MiB, at least 1. A shard needs room
     for about learners × rounds in flight × the encoded size of a fragment."""
@@ -303,6 +316,10 @@ class SyncerSettings(Settings):
     threads: int = Field(default=1, ge=1)
     """Threads of one shard's merge arithmetic, at least 1. Folding in a body runs at memory speed
     with one; raise it for very large fragments on a host of its own."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """A lease of nobody's."""
+        return {} if self.standbys else {"lease_seconds": "with standbys=0"}
 
     @model_validator(mode="after")
     def _check_secrets(self) -> SyncerSettings:
@@ -315,10 +332,11 @@ class SyncerSettings(Settings):
 
     @model_validator(mode="after")
     def _check_addresses(self) -> SyncerSettings:
-        last = self.port + self.shards - 1
+        last = self.port + self.shards * (1 + self.standbys) - 1
         if self.port and last > PORT_MAX:
+            standbys = f" and standbys={self.standbys}" if self.standbys else ""
             raise ConfigError(
-                f"port={self.port} with shards={self.shards} needs ports up to {last}, "
+                f"port={self.port} with shards={self.shards}{standbys} needs ports up to {last}, "
                 f"but {PORT_MAX} is the last: lower port"
             )
         if self.addresses and len(self.addresses) != self.shards:
@@ -326,7 +344,7 @@ class SyncerSettings(Settings):
                 f"addresses has {len(self.addresses)} entries, but shards={self.shards}: "
                 "give one address per shard"
             )
-        for address in self.addresses:
+        for address in (each for all_of_one in self.addresses for each in all_of_one.split("|")):
             if not address.startswith(("http://", "https://")):
                 raise ConfigError(
                     f"address {address!r} in [syncer] is not a URL: "

@@ -15,7 +15,7 @@ from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.storage.weights import load_metadata, load_weights
-from decoupled_diloco.syncer.coordinator import FILE as COORDINATOR_FILE
+from decoupled_diloco.syncer.coordinator_disk import FILE as COORDINATOR_FILE
 from decoupled_diloco.syncer.result import RESULT, SHARES, read_layout, read_shares
 
 

@@ -17,11 +17,12 @@ from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportE
 from decoupled_diloco.launch.data import require_batches
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.launch.resume import standing_of
-from decoupled_diloco.launch.roles import EVALUATOR, open_tape
+from decoupled_diloco.launch.roles import EVALUATOR, open_tape, process_of
 from decoupled_diloco.launch.secrets import read_principals, require_principals
-from decoupled_diloco.launch.supervisor import Supervisor
+from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved
 from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
+from decoupled_diloco.storage.claims import CLAIMS
 from decoupled_diloco.syncer.result import assemble, read_layout
 from decoupled_diloco.workloads import load_workload
 
@@ -113,7 +114,7 @@ class LocalRun:
         Raises:
             TransportError: a port of the settings is taken.
         """
-        config, names = self.config, [f"shard-{s}" for s in range(self.config.syncer.shards)]
+        config = self.config
         ports = self._listen_on = _ports(config)
         self.addresses = advertised(config, ports)
         common = ["--stop-with-parent"]
@@ -122,9 +123,13 @@ class LocalRun:
         run_file = str(self.path / "run.toml")
         joined = ",".join(self._told(self.addresses))
         local = tuple(map(on_this_machine, self.addresses))
-        for shard, name in enumerate(names):
-            arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(ports[shard])]
-            self.supervisor.start(name, [*arguments, "--addresses", joined, *common])
+        if config.syncer.standbys:
+            (self.path / CLAIMS).mkdir(exist_ok=True)
+        for number, port in enumerate(ports):
+            turn, shard = divmod(number, config.syncer.shards)
+            arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(port)]
+            arguments += ["--addresses", joined, *(["--standby"] if turn else [])]
+            self.supervisor.start(process_of(shard, standby=turn > 0), [*arguments, *common])
         if not self._with_learners:
             return
         for index, name in enumerate(config.learner_ids):
@@ -138,8 +143,9 @@ class LocalRun:
     def wait_for_shards(self) -> None:
         """Returns when every shard listens, or cannot: then `wait` says why."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.syncer.host)
-        for port in self._listen_on:
-            while not _listens(host or self.config.syncer.host, port):
+        host, shards = host or self.config.syncer.host, self.config.syncer.shards
+        for shard in range(shards):
+            while not any(_listens(host, port) for port in self._listen_on[shard::shards]):
                 self.supervisor.poll()
                 if self._hopeless() is not None:
                     return
@@ -156,7 +162,7 @@ class LocalRun:
             self.supervisor.poll()
             self._follow()
             on_poll()
-            if over_at is not None or self.supervisor.children["shard-0"].done:
+            if over_at is not None or any(child.done for child in self._processes_of(0)):
                 # The coordinator ends last: every share of the result is on disk, nobody is needed.
                 over_at = over_at or time.monotonic()
                 self.supervisor.retire()
@@ -177,14 +183,21 @@ class LocalRun:
         children = self.supervisor.children
         down = [name for name, child in children.items() if child.down]
         learners = [name for name in self.config.learner_ids if name in children]
-        for name in down:
-            if name.startswith("shard-"):
+        for shard in range(self.config.syncer.shards):
+            if all(child.down for child in self._processes_of(shard)):
+                name = process_of(shard, standby=False)
                 return f"{name} does not run: {self.supervisor.last_words(name)}"
+        for name in (name for name in down if not name.startswith("shard-")):
             if children[name].code == ConfigError.exit_code:
                 return f"{name} was refused: {self.supervisor.last_words(name)}"
         if learners and all(name in down for name in learners):
             return f"no learner runs: {self.supervisor.last_words(learners[0])}"
         return None
+
+    def _processes_of(self, shard: int) -> list[Child]:
+        """The processes that act for a shard in turns."""
+        names = [process_of(shard, standby=standby) for standby in (False, True)]
+        return [child for name, child in self.supervisor.children.items() if name in names]
 
     def _follow(self) -> None:
         for record in self._follower.poll():
@@ -260,12 +273,12 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _ports(config: RunConfig) -> list[int]:
-    """One port a shard: those of the settings, or free ones.
+    """One port a shard, and then one a standby: those of the settings, or free ones.
 
     Raises:
         TransportError: one of the settings is taken.
     """
-    first, count = config.syncer.port, config.syncer.shards
+    first, count = config.syncer.port, config.syncer.shards * (1 + config.syncer.standbys)
     wanted = [first + shard if first else 0 for shard in range(count)]
     family = socket.AF_INET6 if ":" in config.syncer.host else socket.AF_INET
     with contextlib.ExitStack() as stack:

@@ -15,7 +15,7 @@ from decoupled_diloco.config.method import public_text, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.coordinator import Phase
-from decoupled_diloco.syncer.coordinator import FILE, read_state
+from decoupled_diloco.syncer.coordinator import read_state
 from decoupled_diloco.syncer.result import RESULT
 
 
@@ -46,7 +46,7 @@ def standing_of(folder: Path, config: RunConfig) -> Standing:
         StorageError: The coordinator's state cannot be read.
         ConfigError: It is of a run with other settings, or shards keep nothing.
     """
-    kept = read_state(folder / FILE, read_public(public_text(config)))
+    kept = read_state(folder, read_public(public_text(config)))
     if kept is not None and not config.syncer.durable:
         raise ConfigError(
             f"the run in {folder} kept nothing, because syncer.durable is false: begin a new one"

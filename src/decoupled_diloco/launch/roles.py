@@ -10,7 +10,8 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,19 @@ from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.launch.termination import Termination
 from decoupled_diloco.learner.learner import Learner, Observer
-from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
+from decoupled_diloco.observe.samples import (
+    CorpusDescribed,
+    SampleGenerated,
+    TookOver,
+    evaluation_of,
+)
 from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions
+from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.tapes import TapeDocuments
+from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.http import HttpClient, HttpServer
 from decoupled_diloco.units import MIB
 from decoupled_diloco.workloads import Workload, load_workload
@@ -64,12 +72,17 @@ def run_shard(
     addresses: tuple[str, ...],
     folder: Path,
     token: str | None,
+    standby: bool = False,
 ) -> None:
     """Serves one shard until the run is over, or SIGTERM or SIGINT.
 
+    Where the shard has a standby, this process waits for its turn before it listens.
+
     Raises:
+        LeaseError: the other process acts for the shard now.
         Error: the port is taken, or state on disk cannot be read or written.
     """
+    process_name = process_of(shard, standby=standby)
     tokens = accepted_tokens(config, token)
     header = {
         "machine": "shard",
@@ -77,17 +90,22 @@ def run_shard(
         "settings": json.loads(public_text(config)),
         "versions": versions(),
     }
-    tape = open_tape(folder, f"shard-{shard}", header)
-    tapes = [tape]
+    tapes: list[TapeWriter] = []
+    files = {f"shard-{shard}": process_name}
+    if shard == 0:
+        files["coordinator"] = "coordinator" + process_name.removeprefix("shard-0")
 
-    def coordinator_tape(header: Mapping[str, Any]) -> TapeWriter:
-        tapes.append(open_tape(folder, "coordinator", header))
+    def begin_tape(who: str, header: Mapping[str, Any]) -> TapeWriter:
+        tapes.append(open_tape(folder, who, header, file=files[who]))
         return tapes[-1]
 
-    async def serve() -> bool:
+    async def serve(tenure: Tenure | Unchallenged) -> bool:
         loop = asyncio.get_running_loop()
-        names = [f"shard-{shard}", *(["coordinator"] if shard == 0 else [])]
-        paths = {name: folder / "tape" / f"{name}.jsonl" for name in names}
+        tape = begin_tape(f"shard-{shard}", header)
+        if isinstance(tenure, Tenure):
+            taken = TookOver(process_name, shard, tenure.number, tenure.waited_seconds)
+            tape.sample(time.monotonic(), taken)
+        paths = {who: folder / "tape" / f"{file}.jsonl" for who, file in files.items()}
         tapes_of_process = TapeDocuments(config.run.name, shard, addresses, paths)
         process = Shard(
             config,
@@ -106,7 +124,8 @@ def run_shard(
             ),
             client=HttpClient(token=token),
             tape=tape,
-            coordinator_tape=coordinator_tape if shard == 0 else None,
+            coordinator_tape=partial(begin_tape, "coordinator") if shard == 0 else None,
+            tenure=tenure,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.stop)
@@ -114,7 +133,10 @@ def run_shard(
         return process.finished
 
     try:
-        finished = asyncio.run(serve())
+        if config.syncer.standbys:
+            finished = asyncio.run(take_turn(config, shard, folder, standby=standby, serve=serve))
+        else:
+            finished = asyncio.run(serve(UNCHALLENGED))
     finally:
         for each in tapes:
             each.close()
@@ -123,13 +145,61 @@ def run_shard(
         raise KeyboardInterrupt
 
 
-def open_tape(folder: Path, who: str, header: Mapping[str, Any]) -> TapeWriter:
+async def take_turn(
+    config: RunConfig,
+    shard: int,
+    folder: Path,
+    *,
+    standby: bool,
+    serve: Callable[[Tenure], Coroutine[Any, Any, bool]],
+) -> bool:
+    """Waits for a shard's claim and serves by it; returns whether the run is over.
+
+    Raises:
+        Error: see `run_shard`.
+    """
+    name = process_of(shard, standby=standby)
+    store = ClaimStore(
+        folder / CLAIMS / f"shard-{shard}", uuid.uuid4().hex, config.syncer.lease_seconds, name
+    )
+    facts = {"machine": "lease", "waits": standby}
+    told = {"nonce": store.nonce, "lease_seconds": store.lease_seconds}
+    tenure = Tenure(store, open_tape(folder, f"{name}.claims", {**facts, **told}), waits=standby)
+    finished, loop = False, asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, tenure.give_up)
+    logger.info("%s waits for its claim in %s", name, store.folder)
+    try:
+        if await tenure.gained():
+            finished = await serve(tenure)
+        else:
+            finished = tenure.run_over
+    finally:
+        await tenure.end(finished=finished)
+    return finished
+
+
+def process_of(shard: int, *, standby: bool) -> str:
+    """What a process of a shard is called."""
+    return f"shard-{shard}-standby" if standby else f"shard-{shard}"
+
+
+def open_tape(
+    folder: Path, who: str, header: Mapping[str, Any], *, file: str | None = None
+) -> TapeWriter:
     """A process's tape in a run folder; a full disk ends it, and nothing else.
+
+    Args:
+        folder: The run folder.
+        who: Whose records they are.
+        header: See `TapeWriter`.
+        file: Name of the file; default: ``who``. Two processes that act for one shard in turns
+            have a file each.
 
     Raises:
         StorageError: it cannot be opened.
     """
-    path = folder / "tape" / f"{who}.jsonl"
+    path = folder / "tape" / f"{file or who}.jsonl"
     return TapeWriter(path, who, header, on_failure=lambda error: logger.error("%s", error))
 
 

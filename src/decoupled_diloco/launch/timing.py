@@ -19,6 +19,7 @@ from decoupled_diloco.observe.chronicle_data import Member, ShardLog
 from decoupled_diloco.protocol import (
     grace,
     learner_copies,
+    lease,
     membership,
     recovery,
     syncer,
@@ -60,6 +61,7 @@ def intervals(
     options: Options,
     *,
     give_up_seconds: float | None = None,
+    lease_seconds: float | None = None,
     chronicle: Chronicle | None = None,
 ) -> list[Interval]:
     """The table.
@@ -67,6 +69,7 @@ def intervals(
     Args:
         options: The run's settings of the method.
         give_up_seconds: The learners' own setting: after so long alone they end.
+        lease_seconds: A shard's setting, if the shards have standbys.
         chronicle: What is measured; default: nothing yet.
     """
     return [
@@ -75,6 +78,7 @@ def intervals(
         *_transfers(),
         *_begin_and_end(),
         *_recovery(),
+        *_standbys(lease_seconds),
         *_processes(),
     ]
 
@@ -84,9 +88,9 @@ def _s(seconds: float) -> str:
 
 
 def _liveness(give_up_seconds: float | None) -> list[Interval]:
-    limits, lease = Limits(), membership.LEASE_SECONDS
+    limits, learners_lease = Limits(), membership.LEASE_SECONDS
     reconnect, late = membership.RECONNECT_SECONDS, syncer_members.LATENESS_SECONDS_MIN
-    pings = round(lease / limits.ping_seconds)
+    pings = round(learners_lease / limits.ping_seconds)
     floor, cap = backoff.FLOOR_SECONDS, backoff.CAP_SECONDS
     forever = "never" if give_up_seconds is None else _s(give_up_seconds)
     row = partial(Interval, "who is live")
@@ -106,7 +110,7 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
         row(
             "learner's lease",
             f"{pings} pings; any byte renews it",
-            _s(lease),
+            _s(learners_lease),
             ("protocol.membership.LEASE_SECONDS",),
             "silent for longer, a learner has to join again",
         ),
@@ -420,6 +424,34 @@ def _recovery() -> list[Interval]:
             "is waited for when a learner goes",
             _s(learner_process.CHECKPOINT_SECONDS),
             ("learner.learner.CHECKPOINT_SECONDS",),
+        ),
+    ]
+
+
+def _standbys(lease_seconds: float | None) -> list[Interval]:
+    row, margin = partial(Interval, "standbys"), lease.MARGIN
+
+    def of_it(share: float) -> str:
+        return "no standbys" if lease_seconds is None else _s(share * lease_seconds)
+
+    return [
+        row(
+            "claim renewed",
+            f"{lease.RENEWALS} times in syncer.lease_seconds",
+            of_it(1 / lease.RENEWALS),
+            ("protocol.lease.RENEWALS",),
+        ),
+        row(
+            "shard steps down",
+            f"not renewed for a lease less {100 * margin:g} %, for clocks that differ",
+            of_it(1 - margin),
+            ("protocol.lease.MARGIN",),
+        ),
+        row(
+            "standby takes over",
+            f"a lease and {100 * margin:g} % after it; looked at {lease.LOOKS} times a lease",
+            of_it(1 + margin),
+            ("protocol.lease.MARGIN", "protocol.lease.LOOKS"),
         ),
     ]
 

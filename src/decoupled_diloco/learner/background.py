@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from decoupled_diloco.config.addresses import reached_by
+from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.config.method import (
     Public,
     blend_alpha_of,
@@ -138,7 +138,7 @@ class Background:
         self._give_up_seconds = give_up_seconds
         self._queue: deque[tuple[do.LearnerEffect, Any]] = deque()
         self._channels: dict[int, Channel] = {}
-        self._shards: tuple[str, ...] = ()
+        self._shards: list[str] = []
         self._alone_since = time.monotonic()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ddiloco-codec")
         self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
@@ -365,7 +365,7 @@ class Background:
             channel = joining.result()
             self._spawn(self._coordinator.stay(self._client, channel))
             for shard, address in enumerate(self._shards):
-                self._spawn(self._follow(shard, address))
+                self._spawn(self._follow(shard, alternatives(address)))
             self._spawn(self._watch())
             self._spawn(self._write_tape())
             await stopped
@@ -443,7 +443,7 @@ class Background:
             tensors = LearnerTensors(plan_of(layout, public), self._store, blend_alpha_of(public))
             self._tape = self._make_tape(header) if self._make_tape else None
             recorder = Recorder(machine, self._tape) if self._tape else Unrecorded(machine)
-            self._shards = tuple(reached_by(each, dialled) for each in admitted.shards)
+            self._shards = [reached_by(each, dialled) for each in admitted.shards]
             self.shared = Shared(machine, tensors, public, recorder)
             self.run_id = admitted.run
             if self.keeper is not None:
@@ -475,15 +475,12 @@ class Background:
 
     # ---- shards
 
-    async def _follow(self, shard: int, address: str) -> None:
+    async def _follow(self, shard: int, addresses: tuple[str, ...]) -> None:
         """Keeps one shard's connection, for ever."""
-        assert self._client is not None
         backoff, told = Backoff(), False
         while not self._over:
             try:
-                channel = await self._client.connect(
-                    address, self.identity.role, self.identity.name
-                )
+                channel = await self._dial(shard, addresses)
                 told = False
                 await self._converse(shard, channel, backoff)
             except AccessError:
@@ -498,6 +495,25 @@ class Background:
                     )
                     told = True
             await asyncio.sleep(backoff.next())
+
+    async def _dial(self, shard: int, addresses: tuple[str, ...]) -> Channel:
+        """Connects to the one that answers; last of all to the one that did before."""
+        assert self._client is not None
+        failure: TransportError | None = None
+        for address in sorted(addresses, key=lambda each: each == self._shards[shard]):
+            try:
+                channel = await self._client.connect(
+                    address, self.identity.role, self.identity.name
+                )
+            except AccessError:
+                raise
+            except TransportError as error:
+                failure = error
+            else:
+                self._shards[shard] = address
+                return channel
+        assert failure is not None, "a shard has an address"
+        raise failure
 
     async def _converse(self, shard: int, channel: Channel, backoff: Backoff) -> None:
         self._channels[shard] = channel

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from decoupled_diloco.config.addresses import reached_by
+from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import decode, encode
@@ -145,16 +145,29 @@ class CoordinatorLink:
         answer: Any = decode(await channel.receive(), _ANSWERS)
         if isinstance(answer, say.Referred):
             await channel.close("going to the coordinator")
-            coordinator = reached_by(answer.address, address)
-            if address == coordinator:
-                raise TransportError(f"{address} refers to itself for the coordinator")
-            return await self._join_once(client, coordinator)
+            return await self._follow(client, reached_by(answer.address, address), address)
         if isinstance(answer, say.JoinRefused):
             if answer.retry:
                 raise _TryAgainError(answer.reason)
             raise ConfigError(answer.reason)
+        self._remember(reached_by(answer.shards[0], address) if answer.shards else "")
         self._on.admitted(answer, address)
         return channel
+
+    async def _follow(self, client: Client, coordinator: str, referred_by: str) -> Channel:
+        """Joins where a shard says that the coordinator is; its standby may have taken over."""
+        *others, last = alternatives(coordinator)
+        if referred_by in (*others, last):
+            raise TransportError(f"{referred_by} refers to itself for the coordinator")
+        for address in others:
+            with contextlib.suppress(TransportError):
+                return await self._join_once(client, address)
+        return await self._join_once(client, last)
+
+    def _remember(self, coordinator: str) -> None:
+        """Where to join again, should the process that has let us in be gone by then."""
+        known = (*self._addresses, *filter(None, alternatives(coordinator)))
+        self._addresses = tuple(dict.fromkeys(known))
 
 
 class _TryAgainError(Exception):

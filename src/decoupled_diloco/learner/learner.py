@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from decoupled_diloco.config.addresses import alternatives
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.background import Background, Shared
 from decoupled_diloco.learner.checkpoint import CheckpointFolder, LearnerCheckpoint
@@ -72,7 +73,8 @@ class _Participant:
                 f"{name!r} cannot be a learner id: use 1 to 64 letters, digits, dots, dashes or "
                 "underscores, beginning with a letter or digit"
             )
-        addresses = (syncer,) if isinstance(syncer, str) else tuple(syncer)
+        told = (syncer,) if isinstance(syncer, str) else tuple(syncer)
+        addresses = tuple(each for address in told for each in alternatives(address))
         for address in addresses:
             if client is None and not address.startswith(("http://", "https://")):
                 raise ConfigError(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.observe.acting import Acting
 from decoupled_diloco.observe.chronicle_data import (
     AWAY,
     LATE,
@@ -39,6 +40,7 @@ from decoupled_diloco.observe.samples import (
     ProcessEnded,
     ProcessStarted,
     RestartScheduled,
+    TookOver,
 )
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
@@ -92,6 +94,7 @@ LOOKED_AT = frozenset(
         ProcessEnded,
         ProcessStarted,
         RestartScheduled,
+        TookOver,
     )
 )
 
@@ -130,6 +133,7 @@ class Chronicle:
         self.remarks: list[Remark] = []
         self.left_out: Counter[str] = Counter()
         self.told_to_end: set[str] = set()
+        self._acting = Acting()
         self._rounds_max = rounds_max
         self._keep_steps = keep_steps
 
@@ -520,7 +524,8 @@ class Chronicle:
             case ProcessEnded(name) if name in self.told_to_end:
                 if is_shard(name) and name in self.shards and not self.finished:
                     self.shards[name].phase = "ended"
-            case ProcessEnded(name, code, signal):
+            case ProcessEnded(process, code, signal):
+                name = self._acting.whose(process)
                 if self._is_learner(name):
                     learner = self._learner(name)
                     learner.process = "finished" if code == 0 else "down"
@@ -528,7 +533,7 @@ class Chronicle:
                 elif is_shard(name) and name in self.shards:
                     self.shards[name].phase = "finished" if code == 0 else "down"
                 if code != 0:
-                    self._remark(record, name, f"{name}: {ending_in_words(code, signal)}")
+                    self._remark(record, name, f"{process}: {ending_in_words(code, signal)}")
             case RestartScheduled(name, _):
                 if self._is_learner(name):
                     self._learner(name).process = "restarting"
@@ -538,6 +543,9 @@ class Chronicle:
                     self._learner(name).process, self._learner(name).left = "joining", ""
                 elif is_shard(name):
                     self._shard(name)
+            case TookOver():
+                if told := self._acting.took_over(value):
+                    self._remark(record, record.who, told)
             case Evaluated():
                 self.evaluation = value
             case do.Note(text, why):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.errors import ProtocolError, StorageError
+from decoupled_diloco.observe.acting import OF_A_SHARD, SHARD, Acting
 from decoupled_diloco.observe.cuts import cuts_of
 from decoupled_diloco.observe.history import (
     Evaluation,
@@ -36,6 +37,7 @@ from decoupled_diloco.observe.samples import (
     ProcessEnded,
     ProcessStarted,
     SampleGenerated,
+    TookOver,
     WeightsSaved,
 )
 from decoupled_diloco.protocol.effects import (
@@ -90,6 +92,7 @@ _LOOKED_AT = frozenset(
         SampleGenerated,
         StepFinished,
         TermGranted,
+        TookOver,
         WeightsSaved,
     )
 )
@@ -132,12 +135,12 @@ def build_history(records: Iterable[Record]) -> RunHistory:
 
 def is_shard(who: str) -> bool:
     """Whether a process is a shard of the syncer, by its name."""
-    return who.startswith("shard-")
+    return SHARD.fullmatch(who) is not None
 
 
 def is_learner(who: str) -> bool:
     """Whether a process is a learner, by its name."""
-    return who not in OTHERS and not is_shard(who)
+    return who not in OTHERS and not who.startswith(OF_A_SHARD)
 
 
 def ending_in_words(code: int | None, signal_number: int | None) -> str:
@@ -175,6 +178,7 @@ class _Historian:
         self._ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
         self._orders: dict[str, list[float]] = {}
         self._spawns: dict[str, float] = {}
+        self._acting = Acting()
         self._evictions: dict[str, list[tuple[float, str]]] = {}
         self._gone: dict[str, dict[str, list[tuple[float, str]]]] = {}
         self._accepted: dict[str, dict[str, list[float]]] = {}
@@ -368,9 +372,9 @@ class _Historian:
                 named = tuple((metric.name, metric.value) for metric in metrics)
                 run.evaluations.append(Evaluation(at, global_step, loss, tokens, named))
             case ProcessStarted(name, _):
-                self._spawns[name] = at
+                self._spawns[self._acting.whose(name)] = at
             case ProcessEnded(name, code, signal_number):
-                self._ends.setdefault(name, []).append((at, value))
+                self._ends.setdefault(self._acting.whose(name), []).append((at, value))
                 if code != 0:
                     how = ending_in_words(code, signal_number)
                     run.remarks.append(Remark(at, who, f"{name} {how}"))
@@ -383,6 +387,9 @@ class _Historian:
                 run.faults.append((at, value))
             case BytesMoved():
                 self._bytes.setdefault(who, {})[record.life] = value
+            case TookOver():
+                if told := self._acting.took_over(value):
+                    run.remarks.append(Remark(at, who, told))
             case WeightsSaved(path):
                 run.weights.append(path)
             case SampleGenerated(text):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.observe.acting import Acting
 from decoupled_diloco.observe.historian import ending_in_words, is_learner, is_shard
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.samples import (
@@ -19,6 +20,7 @@ from decoupled_diloco.observe.samples import (
     ProcessEnded,
     ProcessStarted,
     RestartScheduled,
+    TookOver,
     WeightsSaved,
 )
 from decoupled_diloco.protocol.effects import (
@@ -66,6 +68,7 @@ _LOOKED_AT = frozenset(
         RestartScheduled,
         RoundFinished,
         StepFinished,
+        TookOver,
         WeightsSaved,
     )
 )
@@ -142,6 +145,7 @@ class LiveView:
     def __init__(self) -> None:
         self.learners: dict[str, LearnerView] = {}
         self.shards: dict[str, ShardView] = {}
+        self._acting = Acting()
         self.evaluation: Evaluated | None = None
         self.began: float | None = None
         self.now = 0.0
@@ -346,21 +350,25 @@ class LiveView:
             case RestartScheduled(name, seconds):
                 if name in self.learners:
                     self.learners[name].state = "restarting"
-                if name in self.shards:
-                    self.shards[name].state = "restarting"
+                if (shard := self._acting.whose(name)) in self.shards:
+                    self.shards[shard].state = "restarting"
                 yield f"{name} is started again in {format_duration(seconds)}"
             case Evaluated(global_step, loss, _, metrics):
                 self.evaluation = value
                 told = [f"loss {_number(loss)}"]
                 told += [f"{metric.name} {_number(metric.value)}" for metric in metrics]
                 yield f"evaluation at step {global_step}: {', '.join(told)}"
+            case TookOver():
+                if line := self._acting.took_over(value):
+                    yield line
             case WeightsSaved(path):
                 yield f"weights saved: {path}"
             case Note(text, why):
                 yield from _note(record.who, text, why)
 
-    def _process_started(self, name: str) -> None:
-        self._own.add(name)
+    def _process_started(self, process: str) -> None:
+        self._own.add(process)
+        name = self._acting.whose(process)
         if is_learner(name):
             self._learner(name).state = "starting"
         elif is_shard(name):
@@ -373,8 +381,8 @@ class LiveView:
         if name in self.learners:
             self.learners[name].state = how
             self.learners[name].down_at = None if code == 0 else wall
-        if name in self.shards:
-            self.shards[name].state = how
+        if (shard := self._acting.whose(name)) in self.shards:
+            self.shards[shard].state = how
         if code != 0:
             was = "" if signal is None else "was "
             yield f"{name} {was}{ending_in_words(code, signal)} at step {self.furthest}"

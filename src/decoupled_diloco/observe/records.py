@@ -15,6 +15,7 @@ from decoupled_diloco.observe.samples import Sample
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import CoordinatorEffect, LearnerEffect, SyncerEffect
 from decoupled_diloco.protocol.events import CoordinatorEvent, LearnerEvent, SyncerEvent
+from decoupled_diloco.protocol.lease import LeaseEffect, LeaseEvent
 
 SCHEMA = 1
 """Version of the record; raised when an old reader would misunderstand a new tape."""
@@ -26,8 +27,8 @@ SECONDS_MAX = 1e12
 """No clock that began in 1970 shows more for thirty thousand years: such a line is spoilt."""
 
 Kind = Literal["start", "event", "effect", "sample"]
-Event = SyncerEvent | LearnerEvent | CoordinatorEvent
-Effect = SyncerEffect | LearnerEffect | CoordinatorEffect
+Event = SyncerEvent | LearnerEvent | CoordinatorEvent | LeaseEvent
+Effect = SyncerEffect | LearnerEffect | CoordinatorEffect | LeaseEffect
 
 _CLASSES: dict[str, tuple[type[Any], ...]] = {
     "event": get_args(Event),

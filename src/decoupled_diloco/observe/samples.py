@@ -102,6 +102,19 @@ class RestartScheduled:
 
 
 @dataclass(frozen=True, slots=True)
+class TookOver:
+    """A process acts for a shard from now on, by a claim; it has a standby, or is one.
+
+    ``waited_seconds``: how long the claim before had not been renewed.
+    """
+
+    process: str
+    shard: int
+    claim: int
+    waited_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsSaved:
     """A file of weights was written."""
 
@@ -165,6 +178,7 @@ Sample = (
     | FaultInjected
     | FaultEnded
     | RestartScheduled
+    | TookOver
     | WeightsSaved
     | SampleGenerated
     | CorpusDescribed

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from decoupled_diloco.config.addresses import reached_by
+from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import AccessError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.observe.reader import Follower, read_on_order
 from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME, Parser, Record
@@ -66,7 +66,8 @@ def open_source(text: str, token: str | None = None, *, detail: bool = False) ->
         StorageError: There is nothing at that path.
     """
     if text.startswith(("http://", "https://")):
-        addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        addresses = tuple(each for part in parts for each in alternatives(part))
         return SyncerSource(addresses, token, detail=detail)
     return FolderSource(Path(text))
 
@@ -179,7 +180,7 @@ class SyncerSource:
         failure: TransportError | None = None
         for shard, address in enumerate(self._shards):
             try:
-                records += self._read(shard, address)
+                records += self._read_shard(shard, alternatives(address))
                 answered = True
             except AccessError:
                 raise
@@ -209,6 +210,19 @@ class SyncerSource:
             self._skew = float(wall) - time.time() if isinstance(wall, int | float) else 0.0
             return tuple(reached_by(each, address) for each in shards)
         assert failure is not None, "there is at least one address"
+        raise failure
+
+    def _read_shard(self, shard: int, addresses: tuple[str, ...]) -> list[Record]:
+        """From the process that acts for the shard: of several, one answers."""
+        failure: TransportError | None = None
+        for address in addresses:
+            try:
+                return self._read(shard, address)
+            except AccessError:
+                raise
+            except TransportError as error:
+                failure = failure or error
+        assert failure is not None, "a shard has an address"
         raise failure
 
     def _read(self, shard: int, address: str) -> list[Record]:

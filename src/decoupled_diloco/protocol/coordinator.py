@@ -5,6 +5,10 @@ before anybody hears of it. The first learner's layout becomes the run's; the in
 from the run's file or from one learner; when every shard holds its whole share the run begins. When
 the budget is spent it orders the closing sweep, and when all shards are swept, the end. Its absence
 stops joins and the end; rounds go on without it.
+
+A shard may have several processes in its life, and by a fault two at once. Who greeted last, or
+bears the newest claim (see `protocol.lease`), has the term; an earlier one that comes back is
+turned away, and what it goes on publishing is of an older term.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from decoupled_diloco.protocol.effects import (
     AdoptLayout,
     CoordinatorEffect,
     Deny,
+    DenyShard,
     Inform,
     Note,
     Order,
@@ -62,6 +67,9 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("ending", "every shard swept", "finished"),
 )
 
+FORMER_KEPT = 16
+"""Processes that have acted for a shard and are known by their nonce, should they come back."""
+
 LEARNER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -83,6 +91,8 @@ class CoordinatorState:
     learners: dict[str, Enrolled] = field(default_factory=dict)
     terms: dict[int, int] = field(default_factory=dict)
     nonces: dict[int, str] = field(default_factory=dict)
+    claims: dict[int, int] = field(default_factory=dict)
+    former: dict[int, tuple[str, ...]] = field(default_factory=dict)
     seed: str = ""
     attempt: int = 0
     ready: set[int] = field(default_factory=set)
@@ -111,8 +121,8 @@ class CoordinatorMachine:
                 return self._member_said(learner, nonce, message)
             case LearnerGone(learner, nonce):
                 return self._learner_gone(learner, nonce)
-            case ShardGreeted(shard, nonce):
-                return self._shard_greeted(shard, nonce)
+            case ShardGreeted():
+                return self._shard_greeted(event)
             case ShardGone(shard):
                 self._present_shards.discard(shard)
                 return []
@@ -245,16 +255,15 @@ class CoordinatorMachine:
         epoch = state.learners[state.seed].epoch if state.seed else 0
         return SeedNamed(state.seed, epoch, state.attempt)
 
-    def _shard_greeted(self, shard: int, nonce: str) -> list[CoordinatorEffect]:
-        state = self.state
+    def _shard_greeted(self, event: ShardGreeted) -> list[CoordinatorEffect]:
+        state, shard = self.state, event.shard
+        superseded = self._superseded(event)
+        if superseded:
+            return [DenyShard(shard, event.nonce, superseded, "it is too late")]
         self._present_shards.add(shard)
         effects: list[CoordinatorEffect] = []
-        if state.nonces.get(shard) != nonce:
-            state.nonces[shard] = nonce
-            state.terms[shard] = state.terms.get(shard, 0) + 1
-            state.ready.discard(shard)
-            if state.phase != "finished":
-                state.swept.discard(shard)
+        if state.nonces.get(shard) != event.nonce:
+            self._new_process(event)
             effects.append(Persist(f"shard {shard} has term {state.terms[shard]}"))
         begun = state.phase in ("running", "ending", "finished")
         if begun:
@@ -271,6 +280,27 @@ class CoordinatorMachine:
         if state.phase == "finished":
             effects.append(Order(shard, FinishOrdered(), "every shard is swept"))
         return effects
+
+    def _superseded(self, event: ShardGreeted) -> str:
+        """Why a process may no longer act for its shard, in words; empty: it may."""
+        state, shard = self.state, event.shard
+        newest = state.claims.get(shard, 0)
+        if event.claim < newest:
+            return f"shard {shard}: claim {newest} is newer than this process's, {event.claim}"
+        if event.nonce in state.former.get(shard, ()):
+            return f"shard {shard}: another process has taken its place since"
+        return ""
+
+    def _new_process(self, event: ShardGreeted) -> None:
+        state, shard = self.state, event.shard
+        before = state.nonces.get(shard)
+        if before is not None:
+            state.former[shard] = (*state.former.get(shard, ()), before)[-FORMER_KEPT:]
+        state.nonces[shard], state.claims[shard] = event.nonce, event.claim
+        state.terms[shard] = state.terms.get(shard, 0) + 1
+        state.ready.discard(shard)
+        if state.phase != "finished":
+            state.swept.discard(shard)
 
     def _shard_said(self, shard: int, message: FromShard) -> list[CoordinatorEffect]:
         match message:
@@ -358,6 +388,8 @@ def _copied(state: CoordinatorState) -> CoordinatorState:
         learners=dict(state.learners),
         terms=dict(state.terms),
         nonces=dict(state.nonces),
+        claims=dict(state.claims),
+        former=dict(state.former),
         ready=set(state.ready),
         swept=set(state.swept),
         clocks=dict(state.clocks),

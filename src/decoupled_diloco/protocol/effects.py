@@ -521,6 +521,16 @@ class AdmitShard:
 
 
 @dataclass(frozen=True, slots=True)
+class DenyShard:
+    """Answer a shard's greeting: another process acts for it now. It keeps its connection."""
+
+    shard: int
+    nonce: str
+    reason: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """Send a message to one shard."""
 
@@ -536,4 +546,6 @@ class Persist:
     why: str
 
 
-CoordinatorEffect = Admit | Deny | Inform | AdoptLayout | AdmitShard | Order | Persist | Note
+CoordinatorEffect = (
+    Admit | Deny | Inform | AdoptLayout | AdmitShard | DenyShard | Order | Persist | Note
+)

@@ -398,10 +398,11 @@ class LearnerGone:
 
 @dataclass(frozen=True, slots=True)
 class ShardGreeted:
-    """A shard said hello."""
+    """A shard said hello; ``claim``: the number of its claim, 0 where no other may act for it."""
 
     shard: int
     nonce: str
+    claim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

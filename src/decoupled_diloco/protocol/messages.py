@@ -324,12 +324,14 @@ class Referred:
 class ShardHello:
     """Shard → coordinator: I have started (a new nonce) or reconnected (the same).
 
-    ``settings`` are the public settings it was started with, as JSON text.
+    ``settings`` are the public settings it was started with, as JSON text. ``claim`` is the number
+    of the claim by which it acts for the shard; 0: there is no other process that could.
     """
 
     shard: int
     nonce: str
     settings: str = ""
+    claim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

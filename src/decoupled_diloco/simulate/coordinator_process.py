@@ -12,6 +12,7 @@ from decoupled_diloco.protocol.effects import (
     AdoptLayout,
     CoordinatorEffect,
     Deny,
+    DenyShard,
     Inform,
     Note,
     Order,
@@ -55,6 +56,7 @@ class CoordinatorProcess(Shell):
         self.guests: dict[int, Join | ShardHello] = {}
         self.visits: Counter[tuple[str, str]] = Counter()
         self.shards: dict[int, Connection] = {}
+        self.denied = False
 
     def begin(self) -> None:
         """Starts, or starts again from what is durable."""
@@ -79,15 +81,22 @@ class CoordinatorProcess(Shell):
                 )
             )
         elif isinstance(message, ShardHello):
-            self.guests[connection.number] = message
-            self.shards[message.shard] = connection
-            self.tell(ShardGreeted(message.shard, message.nonce))
+            self._greeted(connection, message)
         else:
             hello = self.guests.get(connection.number)
             if isinstance(hello, Join):
                 self.tell(MemberSaid(hello.learner, hello.nonce, message))
             elif isinstance(hello, ShardHello) and self.shards.get(hello.shard) is connection:
                 self.tell(ShardSaid(hello.shard, message))
+
+    def _greeted(self, connection: Connection, hello: ShardHello) -> None:
+        self.guests[connection.number] = hello
+        before = self.shards.get(hello.shard)
+        self.shards[hello.shard] = connection
+        self.denied = False
+        self.tell(ShardGreeted(hello.shard, hello.nonce, hello.claim))
+        if self.denied and before is not None:
+            self.shards[hello.shard] = before
 
     def lost(self, connection: Connection) -> None:
         """A connection is gone."""
@@ -126,6 +135,12 @@ class CoordinatorProcess(Shell):
             case AdmitShard(shard, term, begun):
                 self._order(shard, ShardAdmitted(term, begun))
                 self._order(shard, LayoutSet(LAYOUT))
+            case DenyShard(shard, _, reason):
+                self.denied = True
+                connection = self.shards.pop(shard)
+                connection.send(self, JoinRefused(reason, True))
+                self.guests.pop(connection.number, None)
+                connection.close(self)
             case Order(shard, message):
                 self._order(shard, message)
             case AdoptLayout() | Note():

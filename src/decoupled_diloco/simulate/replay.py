@@ -20,10 +20,11 @@ from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import Difference, TapeReader, replay
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
 from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.lease import LeaseMachine
 from decoupled_diloco.protocol.syncer import SyncerMachine
 
-Machine = SyncerMachine | LearnerMachine | CoordinatorMachine
-MACHINES = ("shard", "learner", "coordinator")
+Machine = SyncerMachine | LearnerMachine | CoordinatorMachine | LeaseMachine
+MACHINES = ("shard", "learner", "coordinator", "lease")
 
 
 @dataclass
@@ -69,6 +70,8 @@ def machine_of(header: Mapping[str, Any]) -> Machine:
         StorageError: The header is not that of a machine of this version.
     """
     try:
+        if header["machine"] == "lease":
+            return LeaseMachine(header["nonce"], header["lease_seconds"], waits=header["waits"])
         options = options_of(header["settings"])
         match header["machine"]:
             case "shard":

@@ -47,12 +47,11 @@ from decoupled_diloco.protocol.events import (
     ShardSaid,
 )
 from decoupled_diloco.protocol.wire import decode, encode
-from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, newest_state
+from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import Channel
 
 logger = logging.getLogger(__name__)
-
-FILE = "coordinator.json"
 
 RETRY_SECONDS = 1.0
 """How long orders wait before the state is written again after the disk was full."""
@@ -67,7 +66,7 @@ _NOT_THE_RUNS = (
 
 _STATE = TypeAdapter(CoordinatorState)
 
-ShardLink = Callable[[say.ToShard | say.ShardAdmitted], None]
+ShardLink = Callable[[say.ToShard | say.ShardAdmitted | say.JoinRefused], None]
 
 
 class CoordinatorHost:
@@ -79,6 +78,7 @@ class CoordinatorHost:
         folder: The run folder; the state is kept here.
         tape: Makes the tape of its events, given what a replay needs to know of this life.
         spawn: Runs a coroutine in the process's loop; should it fail, the process ends.
+        tenure: The claim by which this process acts.
 
     Raises:
         StorageError: the state of an earlier life is there and cannot be read.
@@ -92,11 +92,13 @@ class CoordinatorHost:
         folder: Path,
         tape: Callable[[Mapping[str, Any]], TapeWriter],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        tenure: Tenure | Unchallenged = UNCHALLENGED,
     ) -> None:
         self._settings = public_text(config)
         self._public = read_public(self._settings)
         self._addresses = addresses
-        self._file = folder / FILE
+        self._tenure = tenure
+        self._disk = CoordinatorDisk(folder, tenure)
         self._layout: Layout | None = None
         self._run = uuid.uuid4().hex
         from_file = config.sync.initial_weights is not None
@@ -109,6 +111,7 @@ class CoordinatorHost:
         self._orders: deque[do.CoordinatorEffect] = deque()
         self._persisting = False
         self._shards: dict[int, ShardLink] = {}
+        self._greeting: ShardLink = lambda message: None
         self._gone = asyncio.Event()
         self._joining: dict[int, tuple[Channel, say.Join, Layout | None]] = {}
         self._connections = 0
@@ -168,7 +171,7 @@ class CoordinatorHost:
             await channel.close(problem)
             return
 
-        def link(message: say.ToShard | say.ShardAdmitted) -> None:
+        def link(message: say.ToShard | say.ShardAdmitted | say.JoinRefused) -> None:
             channel.send(encode(message))
 
         self.shard_greeted(hello, link)
@@ -176,6 +179,8 @@ class CoordinatorHost:
         try:
             while True:
                 message: Any = decode(await channel.receive(), kinds)
+                if self._shards.get(hello.shard) is not link:
+                    raise ProtocolError(f"another process acts for shard {hello.shard} now")
                 self.shard_said(hello.shard, message)
         except ProtocolError as error:
             await channel.close(str(error))
@@ -214,9 +219,9 @@ class CoordinatorHost:
                     await self._gone.wait()
 
     def shard_greeted(self, hello: say.ShardHello, link: ShardLink) -> None:
-        """A shard is here; ``link`` brings it messages."""
-        self._shards[hello.shard] = link
-        self._handle(ShardGreeted(hello.shard, hello.nonce))
+        """A shard is here; ``link`` brings it messages, if it may act for the shard."""
+        self._greeting = link
+        self._handle(ShardGreeted(hello.shard, hello.nonce, hello.claim))
 
     def shard_said(self, shard: int, message: say.FromShard) -> None:
         """A shard said something."""
@@ -225,9 +230,16 @@ class CoordinatorHost:
     # ---- carrying out
 
     def _handle(self, event: CoordinatorEvent) -> None:
+        if not self._tenure.holds():
+            return  # this process is about to end, and another may decide by now
         for effect in self._recorder.handle(time.monotonic(), event):
-            if isinstance(effect, do.AdoptLayout):
-                self._layout = self._joining[effect.connection][2]
+            match effect:
+                case do.AdoptLayout(connection):
+                    self._layout = self._joining[connection][2]
+                case do.AdmitShard(shard):
+                    self._shards[shard] = self._greeting
+                case do.DenyShard(reason=reason):
+                    self._greeting(say.JoinRefused(reason, True))
             self._orders.append(effect)
         self._carry_out()
 
@@ -279,6 +291,8 @@ class CoordinatorHost:
                 self._tell(shard, message)
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
+            case do.DenyShard():
+                pass  # it was told at once
             case do.Persist():
                 raise AssertionError("carried out elsewhere")
             case _:
@@ -316,11 +330,11 @@ class CoordinatorHost:
         return _STATE.dump_python(self.machine.snapshot(), mode="json")
 
     def _save(self, document: dict[str, Any]) -> None:
-        write_text(self._file, json.dumps(document))
+        self._disk.write(json.dumps(document))
 
     def _load(self) -> Any:
         """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""
-        kept = _read(self._file, self._public)
+        kept = _read(self._disk.find(), self._public)
         if kept is None:
             return None
         document, state, self._layout = kept
@@ -329,14 +343,14 @@ class CoordinatorHost:
         return document["state"]
 
 
-def read_state(file: Path, public: Public) -> CoordinatorState | None:
+def read_state(folder: Path, public: Public) -> CoordinatorState | None:
     """The state that a coordinator would go on from with these settings; ``None``: none is there.
 
     Raises:
         StorageError: It cannot be read.
         ConfigError: It is of a run with other settings; the budget may differ.
     """
-    kept = _read(file, public)
+    kept = _read(newest_state(folder), public)
     if kept is None:
         return None
     machine = CoordinatorMachine(options_of(public))

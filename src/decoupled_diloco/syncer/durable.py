@@ -13,7 +13,9 @@ present. The pair before is kept: a checkpoint that turns out to be torn is repl
 before it and two journals. So the folder holds at most 2 · (1 + JOURNAL_CHECKPOINTS_MAX)
 checkpoint sizes, and one more while one is written.
 
-Files: ``<number>.safetensors`` and ``<number>.journal``, numbers ascending.
+Files: ``<number>.safetensors`` and ``<number>.journal``, numbers ascending. A process that acts for
+the shard by a claim has numbers of its own, above those of all earlier claims: what an earlier
+process still writes falls into none of its files.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ JOURNAL_CHECKPOINTS_MAX = 4
 """Twelve periods of merges: a checkpoint costs a quarter of what the journal between two does, and
 replaying one takes about as long as its merges took, without waiting for anybody."""
 
+NUMBERS_PER_CLAIM = 1_000_000
+"""Checkpoints of one process; at one a minute it takes two years to reach it."""
+
 
 @dataclass(frozen=True)
 class Durable:
@@ -62,6 +67,7 @@ class ShardDisk:
         identity: Of the run's settings and layout, in a word: what is of another run is refused.
         tensors: The shard's tensors.
         disk: What its files are written with.
+        claim: By which this process acts for the shard; 0: no other process can.
 
     Attributes:
         problems: What could not be read or written, in words.
@@ -69,7 +75,13 @@ class ShardDisk:
     """
 
     def __init__(
-        self, folder: Path, identity: str, tensors: ShardTensors, disk: Disk = DISK
+        self,
+        folder: Path,
+        identity: str,
+        tensors: ShardTensors,
+        disk: Disk = DISK,
+        *,
+        claim: int = 0,
     ) -> None:
         self.folder = folder
         self._disk = disk
@@ -78,6 +90,7 @@ class ShardDisk:
         self.problems: list[str] = []
         self.memory: Json | None = None
         self._versions: dict[int, Version] = {}
+        self._claim = claim
         self._whole = 0
         self._journal: Journal | None = None
         self._journal_bytes_max = 0
@@ -148,7 +161,7 @@ class ShardDisk:
         """
         if self._journal is not None:
             self._journal.settle()
-        number = max((int(path.stem) for path in self._files()), default=0) + 1
+        number = self._free_number()
         journal = Journal(self._path(number, ".journal"), self._disk)
         begun = self._journal is not None
         if begun:
@@ -163,6 +176,14 @@ class ShardDisk:
         self._journal_bytes_max = JOURNAL_CHECKPOINTS_MAX * nbytes
         self._delete_before(self._whole)
         self._whole = number
+
+    def _free_number(self) -> int:
+        numbers = [int(path.stem) for path in self._files()]
+        if not self._claim:
+            return max(numbers, default=0) + 1
+        first, last = self._claim * NUMBERS_PER_CLAIM, (self._claim + 1) * NUMBERS_PER_CLAIM - 1
+        own = [number for number in numbers if first <= number <= last]
+        return max(own, default=first - 1) + 1
 
     def _begin(self, journal: Journal) -> None:
         if journal is not self._journal:

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, get_args
 
-from decoupled_diloco.config.addresses import on_this_machine
-from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.config.addresses import alternatives, on_this_machine
+from decoupled_diloco.errors import ConfigError, LeaseError, TransportError
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
@@ -30,7 +30,7 @@ class CoordinatorLink:
         ordered: Told each message, in order.
         host: The coordinator, if it is in this process.
         client: Dials it, if it is not.
-        address: Where.
+        address: Where; see `config.addresses.alternatives`.
         fail: Told of an error of ``ordered`` that came outside `run`.
     """
 
@@ -72,6 +72,7 @@ class CoordinatorLink:
 
         Raises:
             ConfigError: the coordinator is of a run with other settings.
+        LeaseError: another process acts for the shard now.
         """
         if self._host is not None:
             self._greet_host(self._host)
@@ -85,7 +86,7 @@ class CoordinatorLink:
     def _greet_host(self, host: CoordinatorHost) -> None:
         loop, shard = asyncio.get_running_loop(), self._hello.shard
 
-        def link(message: FromCoordinator) -> None:
+        def link(message: FromCoordinator | say.JoinRefused) -> None:
             # Not at once: the orders of one event are carried out before the next event.
             loop.call_soon(self._obey, message)
 
@@ -96,7 +97,7 @@ class CoordinatorLink:
         shard = self._hello.shard
         channel = await reconnecting(
             self._client,
-            on_this_machine(self._address),
+            alternatives(on_this_machine(self._address)),
             "shard",
             f"shard-{shard}",
             backoff,
@@ -108,16 +109,13 @@ class CoordinatorLink:
         channel.send(encode(self._hello))
         with contextlib.suppress(TransportError):
             while True:
-                message: Any = decode(await channel.receive(), _FROM_COORDINATOR)
-                if isinstance(message, say.JoinRefused):
-                    raise ConfigError(message.reason)
-                self._hand_on(message)
+                self._hand_on(_not_refused(decode(await channel.receive(), _FROM_COORDINATOR)))
                 backoff.reset()
 
-    def _obey(self, message: FromCoordinator) -> None:
+    def _obey(self, message: FromCoordinator | say.JoinRefused) -> None:
         """What the coordinator in this same process said."""
         try:
-            self._hand_on(message)
+            self._hand_on(_not_refused(message))
         except Exception as error:
             self._fail(error)
 
@@ -126,3 +124,9 @@ class CoordinatorLink:
             self._held_back.append(message)
         else:
             self._ordered(message)
+
+
+def _not_refused(message: Any) -> Any:
+    if isinstance(message, say.JoinRefused):
+        raise LeaseError(message.reason) if message.retry else ConfigError(message.reason)
+    return message

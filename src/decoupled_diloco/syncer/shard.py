@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
@@ -48,6 +49,7 @@ from decoupled_diloco.syncer.intake import Intake, Offers
 from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.syncer.sessions import Sessions
+from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Shard:
         client: Dials the coordinator (shards other than 0).
         tape: This shard's tape.
         coordinator_tape: Makes the coordinator's tape (shard 0), given its header.
+        tenure: The claim by which this process acts for the shard.
 
     Raises:
         StorageError: the coordinator's state on disk cannot be read.
@@ -95,6 +98,7 @@ class Shard:
         client: Client,
         tape: TapeWriter,
         coordinator_tape: Callable[[Mapping[str, Any]], TapeWriter] | None = None,
+        tenure: Tenure | Unchallenged = UNCHALLENGED,
     ) -> None:
         assert (shard == 0) == (coordinator_tape is not None), "shard 0 hosts the coordinator"
         self.config = config
@@ -108,12 +112,12 @@ class Shard:
         self.machine = SyncerMachine(options_of(self._public), shard)
         self._recorder = Recorder(self.machine, tape)
         self._host = (
-            CoordinatorHost(config, addresses, folder, coordinator_tape, self._spawn)
+            CoordinatorHost(config, addresses, folder, coordinator_tape, self._spawn, tenure)
             if coordinator_tape is not None
             else None
         )
         self._coordinator = CoordinatorLink(
-            say.ShardHello(shard, uuid.uuid4().hex, json.dumps(self._public)),
+            say.ShardHello(shard, uuid.uuid4().hex, json.dumps(self._public), tenure.number),
             self._ordered,
             host=self._host,
             client=client,
@@ -132,6 +136,8 @@ class Shard:
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
         self._error: BaseException | None = None
+        self._tenure = tenure
+        tenure.when_lost(self._fail)
 
     @property
     def address(self) -> str:
@@ -214,7 +220,7 @@ class Shard:
     # ---- telling the machine
 
     def _handle(self, event: fact.SyncerEvent) -> None:
-        if self._stopping.is_set():
+        if self._stopping.is_set() or not self._tenure.holds():
             return  # peers may still talk; what they say belongs to the next life
         for effect in self._recorder.handle(time.monotonic(), event):
             self._do(effect)
@@ -429,7 +435,7 @@ class Shard:
             return disk.merge(fragment, number, effect.version, memory)
 
         try:
-            published = await self._in_worker(merge)
+            published = await self._in_worker(self._tenure.fenced(merge))
         except (MergeError, StorageError) as error:
             logger.warning("round %d of fragment %d: %s", number, fragment, error)
             self._handle(fact.MergeFailed(number, fragment, str(error)))
@@ -468,7 +474,8 @@ class Shard:
         tensors = self._tensors
         if tensors is not None:
             versions = {p: str(f.version) for p, f in self.machine.state.fragments.items()}
-            await self._in_worker(lambda: save_share(self._folder, self.shard, tensors, versions))
+            save = partial(save_share, self._folder, self.shard, tensors, versions)
+            await self._in_worker(self._tenure.fenced(save))
         if self._disk is not None:
             self._disk.memory = encode(remembered(self.machine.state))
             await self._in_worker(self._disk.finish)
@@ -521,7 +528,7 @@ class Shard:
         if self.config.syncer.durable:
             identity = f"{identity_of(self._public)} {self._layout.fingerprint}"
             folder = self._folder / DURABLE / f"shard-{self.shard}"
-            self._disk = ShardDisk(folder, identity, self._tensors)
+            self._disk = ShardDisk(folder, identity, self._tensors, claim=self._tenure.number)
         self._intake = Intake(
             self._tensors,
             self._server.bodies,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from decoupled_diloco.errors import AccessError, TransportError
 from decoupled_diloco.transport.base import Channel, Client
@@ -50,7 +50,7 @@ class Backoff:
 
 async def reconnecting(
     client: Client,
-    address: str,
+    addresses: Sequence[str],
     role: str,
     principal: str,
     backoff: Backoff | None = None,
@@ -61,7 +61,7 @@ async def reconnecting(
 
     Args:
         client: Who dials.
-        address: Where to.
+        addresses: Where to: the first of these that answers.
         role: As for `Client.connect`.
         principal: As for `Client.connect`.
         backoff: Kept by the caller between losses, so that a server that accepts and drops at
@@ -73,12 +73,14 @@ async def reconnecting(
     """
     backoff = backoff or Backoff()
     while True:
-        try:
-            return await client.connect(address, role, principal)
-        except AccessError:
-            raise
-        except TransportError as error:
-            delay = backoff.next()
-            if on_failure is not None:
-                on_failure(error, delay)
+        for address in addresses:
+            try:
+                return await client.connect(address, role, principal)
+            except AccessError:
+                raise
+            except TransportError as error:
+                failure = error
+        delay = backoff.next()
+        if on_failure is not None:
+            on_failure(failure, delay)
         await asyncio.sleep(delay)

@@ -174,7 +174,7 @@ async def test_reconnecting_waits_for_the_server(world: Any) -> None:
     waiting = asyncio.create_task(
         reconnecting(
             world.client(),
-            server.address,
+            [server.address],
             "learner",
             "learner-0",
             Backoff(random.Random(3), floor=0.01, cap=0.05),
@@ -193,7 +193,7 @@ async def test_reconnecting_waits_for_the_server(world: Any) -> None:
 async def test_reconnecting_takes_no_for_an_answer(world: Any) -> None:
     server = await world.server(tokens=Tokens("secret"))
     with pytest.raises(AccessError):
-        await reconnecting(world.client(token="wrong"), server.address, "learner", "learner-0")
+        await reconnecting(world.client(token="wrong"), [server.address], "learner", "learner-0")
 
 
 async def test_stop_closes_channels(world: Any) -> None:

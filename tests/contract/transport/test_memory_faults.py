@@ -52,7 +52,7 @@ async def run_with_cuts(seed: int) -> tuple[int, list[float]]:
     cuts, number, delays = 0, 0, []
     while number < 200:
         channel = await reconnecting(
-            client, server.address, "learner", "a", backoff,
+            client, [server.address], "learner", "a", backoff,
             on_failure=lambda error, delay: delays.append(delay),
         )  # fmt: skip
         try:

@@ -12,6 +12,7 @@ from decoupled_diloco.protocol.effects import (
     AdmitShard,
     AdoptLayout,
     Deny,
+    DenyShard,
     Note,
     Order,
     Persist,
@@ -255,3 +256,46 @@ def test_rule_12_another_seed_is_named_when_one_fails() -> None:
     bench.told(LearnerGone("b", "n"))
     bench.told(ShardSaid(0, SeedFailed(3, "not finite")))
     assert bench.machine.state.seed == "a", "nobody else is here: the same again"
+
+
+def test_who_has_been_replaced_is_turned_away_and_gets_no_term() -> None:
+    bench = Bench()
+    bench.begin()
+    bench.told(ShardGreeted(1, "y"))
+    assert bench.machine.state.terms[1] == 2
+    [denied] = bench.told(ShardGreeted(1, "x"))
+    assert isinstance(denied, DenyShard)
+    assert denied.nonce == "x"
+    assert "another process has taken its place" in denied.reason
+    assert bench.machine.state.terms[1] == 2
+    bench.told(ShardGreeted(1, "y"))
+    assert AdmitShard(1, 2, True, "the run is under way") in bench.effects, "it is the same process"
+
+
+def test_an_older_claim_is_turned_away_even_if_it_greets_for_the_first_time() -> None:
+    """It was paused between its claim and its greeting."""
+    bench = Bench()
+    bench.told(ShardGreeted(1, "b", claim=2))
+    [denied] = bench.told(ShardGreeted(1, "a", claim=1))
+    assert isinstance(denied, DenyShard)
+    assert "claim 2 is newer than this process's, 1" in denied.reason
+    bench.told(ShardGreeted(1, "c", claim=3))
+    assert bench.machine.state.terms[1] == 2
+
+
+def test_a_coordinator_that_is_restored_still_knows_who_was_replaced() -> None:
+    bench = Bench()
+    bench.told(ShardGreeted(1, "a", claim=1))
+    bench.told(ShardGreeted(1, "b", claim=2))
+    again = Bench()
+    again.machine.restore(bench.machine.snapshot())
+    for event in (ShardGreeted(1, "a", claim=1), ShardGreeted(1, "a", claim=2)):
+        assert isinstance(again.told(event)[0], DenyShard)
+
+
+def test_only_so_many_former_processes_are_remembered() -> None:
+    bench = Bench()
+    for number in range(100):
+        bench.told(ShardGreeted(1, f"n{number}"))
+    assert len(bench.machine.state.former[1]) == 16
+    assert bench.machine.state.terms[1] == 100

@@ -40,9 +40,9 @@ def tensors_of_a_shard() -> ShardTensors:
 class Life:
     """One life of a shard, with its disk."""
 
-    def __init__(self, folder: Path, identity: str = "run layout") -> None:
+    def __init__(self, folder: Path, identity: str = "run layout", claim: int = 0) -> None:
         self.tensors = tensors_of_a_shard()
-        self.disk = ShardDisk(folder, identity, self.tensors)
+        self.disk = ShardDisk(folder, identity, self.tensors, claim=claim)
         self.versions = {p: Version(1, 0) for p in FRAGMENTS}
         self.rounds = 0
 
@@ -81,8 +81,8 @@ def life_of(tmp_path: Path) -> Iterator[Callable[..., Life]]:
     """Makes lives on one disk; their files are closed in the end."""
     lives: list[Life] = []
 
-    def make(identity: str = "run layout") -> Life:
-        lives.append(Life(tmp_path, identity))
+    def make(identity: str = "run layout", claim: int = 0) -> Life:
+        lives.append(Life(tmp_path, identity, claim))
         return lives[-1]
 
     yield make
@@ -281,3 +281,25 @@ def test_when_the_run_is_over_only_the_last_state_is_kept(tmp_path: Path, life_o
     life.disk.finish()
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
     assert life_of().disk.recover() == life.durable()
+
+
+@pytest.mark.parametrize("claims", [(1, 2), (0, 1), (1, 0)])
+def test_what_a_replaced_process_still_writes_is_not_read(
+    life_of: Lives, claims: tuple[int, int]
+) -> None:
+    """It writes checkpoints and journals of its own; the next life has what the newer one had."""
+    old = life_of(claim=claims[0]).begin()
+    for number in range(5):
+        old.merge(number % 2)
+    new = life_of(claim=claims[1])
+    assert new.disk.recover() == old.durable()
+    for p in FRAGMENTS:
+        new.versions[p] = Version(2, old.versions[p].counter)
+    new.disk.installed(new.versions)
+    if all(claims):  # without a claim it is sure to be alone
+        for number in range(40):
+            old.merge(number % 2)
+        old.disk.checkpoint()
+    after = life_of(claim=3)
+    assert after.disk.recover() == new.durable()
+    assert same(after.values(), new.values())

@@ -19,7 +19,7 @@ import torch
 
 from decoupled_diloco import __version__
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.addresses import reached_by
+from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import ConfigError, Error
 from decoupled_diloco.launch.data import require_batches
 from decoupled_diloco.launch.doctor import facts, machine
@@ -153,7 +153,8 @@ def _disk(config: RunConfig | None, model: facts.ModelFacts | None) -> Finding:
 def _here(config: RunConfig) -> Iterator[Finding]:
     """What the syncer needs on this machine: ports, secrets, initial weights."""
     settings = config.syncer
-    ports = range(settings.port, settings.port + settings.shards) if settings.port else ()
+    processes = settings.shards * (1 + settings.standbys)
+    ports = range(settings.port, settings.port + processes) if settings.port else ()
     yield machine.judge_ports(
         settings.host, {port: facts.port_problem(settings.host, port) for port in ports}
     )
@@ -185,13 +186,20 @@ async def look_at_all(
 ) -> tuple[Seen, dict[str, Trouble | None]]:
     """The first of the addresses in depth, and whether all shards can be reached."""
     seen = await look(addresses[0], token, seconds)
-    named = seen.run.get("addresses") if seen.run is not None else None
-    known_to_it = named if isinstance(named, list) else []  # It may be anybody's server.
+    given = seen.run.get("addresses") if seen.run is not None else None
+    known_to_it = given if isinstance(given, list) else []  # It may be anybody's server.
     told = [reached_by(str(address), addresses[0]) for address in known_to_it]
-    others = [a for a in dict.fromkeys([*told, *addresses[1:]]) if a != addresses[0]]
-    troubles = await asyncio.gather(*(listens(address) for address in others))
+    named = dict.fromkeys([*told, *addresses[1:]])
+    others = [each for each in named if addresses[0] not in alternatives(each)]
+    troubles = await asyncio.gather(*(one_listens(alternatives(each)) for each in others))
     known = {} if seen.run is None else {addresses[0]: cast("Trouble | None", None)}
     return seen, known | dict(zip(others, troubles, strict=True))
+
+
+async def one_listens(addresses: tuple[str, ...]) -> Trouble | None:
+    """Whether a shard can be reached: it, or its standby."""
+    troubles = await asyncio.gather(*(listens(address) for address in addresses))
+    return None if None in troubles else troubles[0]
 
 
 def limited(seconds: float, work: Callable[[], _T]) -> _T:

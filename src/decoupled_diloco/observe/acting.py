@@ -1,0 +1,46 @@
+"""Which process acts for a shard that has a standby: its lives are the shard's, in turns."""
+
+from __future__ import annotations
+
+import re
+
+from decoupled_diloco.observe.samples import TookOver
+from decoupled_diloco.units import format_duration
+
+OF_A_SHARD = "shard-"
+"""How the name of a shard begins, and of every process and tape of it."""
+
+SHARD = re.compile(r"shard-\d+")
+"""The name of a shard, which is also that of the process that is meant to act for it."""
+
+
+class Acting:
+    """Follows who acts for each shard, record by record."""
+
+    def __init__(self) -> None:
+        self._process: dict[str, str] = {}
+
+    def took_over(self, value: TookOver) -> str:
+        """A process acts from now on; returns that in words, or nothing for the first one."""
+        self._process[f"shard-{value.shard}"] = value.process
+        if value.claim == 1:
+            return ""
+        silent = format_duration(value.waited_seconds)
+        return (
+            f"{value.process} acts for shard {value.shard} by claim {value.claim}: "
+            f"the one before was last renewed {silent} ago"
+        )
+
+    def whose(self, process: str) -> str:
+        """Whose start or end that of a process is: its shard's, if it acts for one.
+
+        >>> acting = Acting()
+        >>> acting.took_over(TookOver("shard-1-standby", 1, 1, 0.0))
+        ''
+        >>> acting.whose("shard-1-standby"), acting.whose("shard-1"), acting.whose("learner-0")
+        ('shard-1', 'shard-1, standing by', 'learner-0')
+        """
+        shard = SHARD.match(process)
+        if shard is None or shard[0] not in self._process:
+            return process
+        return shard[0] if self._process[shard[0]] == process else f"{process}, standing by"

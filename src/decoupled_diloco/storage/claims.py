@@ -1,0 +1,190 @@
+"""Claims in a shared storage: each can be made once, by one process; the newest one counts.
+
+Files of one folder, for claim number 7::
+
+    00000007.json       who made it: created whole, or not at all, and never touched again
+    00000007.renewals   what its holder counts to, replaced whole each time
+
+Nothing is compared here and no clock is read: see `decoupled_diloco.protocol.lease`. The storage
+must show a file to everybody once its creation is confirmed, and must refuse to create it twice,
+as local disks do, and NFS of version 3 or later; ``ddiloco`` uses hard links for it (`os.link`),
+which are atomic on both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.protocol.lease import Condition, Standing
+from decoupled_diloco.storage.disk import DISK
+
+CLAIMS = "claims"
+"""The folder in the run folder; each shard has its own in it."""
+
+NUMBER_DIGITS = 8
+
+
+def create_once(path: Path, text: str, nonce: str) -> bool:
+    """Creates a file whole, and durably, unless it exists.
+
+    Args:
+        path: The file; its folder is made if it does not exist.
+        text: All that is in it.
+        nonce: Of the process, for the name of the file in the making.
+
+    Returns:
+        Whether it was this call that created it.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{nonce}.part")
+    try:
+        DISK.make_folder(path.parent)
+        with DISK.open(part) as file:
+            DISK.truncate(file, 0)
+            DISK.write(file, text.encode())
+            DISK.sync_file(file)
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            return False
+        DISK.sync(path.parent)
+        return True
+    except OSError as error:
+        raise StorageError(f"{path} cannot be created: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):  # a name that nobody looks at
+            DISK.remove(part)
+
+
+def newest_number(folder: Path) -> int:
+    """The highest number among the files that `create_once` has made; 0: there is none.
+
+    Raises:
+        StorageError: The folder cannot be read; one that is not there yet is empty.
+    """
+    return max(_numbers(folder), default=0)
+
+
+def numbered(folder: Path, number: int) -> Path:
+    """The file with a number."""
+    return folder / f"{number:0{NUMBER_DIGITS}d}.json"
+
+
+def _numbers(folder: Path) -> Iterator[int]:
+    try:
+        for path in folder.iterdir():
+            if path.suffix == ".json" and path.stem.isdigit():
+                yield int(path.stem)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
+
+
+class ClaimStore:
+    """The claims of one shard.
+
+    Args:
+        folder: Where they are, in the storage that all contenders share. Its parent must exist:
+            whoever begins a run makes it, once.
+        nonce: Of this process.
+        lease_seconds: How long a claim of this process outlives its last renewal.
+        holder: What to call this process, for people.
+    """
+
+    def __init__(self, folder: Path, nonce: str, lease_seconds: float, holder: str) -> None:
+        self.folder = folder
+        self.nonce = nonce
+        self.lease_seconds = lease_seconds
+        self.holder = holder
+
+    def newest(self) -> int:
+        """The number of the newest claim; 0: there is none.
+
+        Raises:
+            StorageError: The storage cannot be read, or is not there.
+        """
+        self._require_storage()
+        return newest_number(self.folder)
+
+    def look(self) -> Standing:
+        """What the newest claim is.
+
+        Raises:
+            StorageError: The storage cannot be read, or a claim in it is torn.
+        """
+        number = self.newest()
+        if not number:
+            return Standing(0, "", 0, 0.0, "held")
+        path = numbered(self.folder, number)
+        try:
+            claim = json.loads(path.read_text())
+            nonce, lease_seconds = str(claim["nonce"]), float(claim["lease_seconds"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(
+                f"{path} cannot be read ({error}): if it stays so, remove it once no process of "
+                "this shard runs"
+            ) from error
+        renewals, condition = self._renewals(number)
+        return Standing(number, nonce, renewals, lease_seconds, condition)
+
+    def claim(self, number: int) -> bool:
+        """Makes a claim, unless it exists; returns whether it is ours.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self._require_storage()
+        facts = {"nonce": self.nonce, "lease_seconds": self.lease_seconds, "holder": self.holder}
+        return create_once(numbered(self.folder, number), json.dumps(facts), self.nonce)
+
+    def renew(self, number: int, renewals: int, condition: Condition = "held") -> None:
+        """Replaces what the holder of a claim says beside it.
+
+        It need not survive a power cut, after which nobody holds anything: the disk is not waited
+        for.
+
+        Raises:
+            StorageError: It cannot be written, or the claim is no longer there.
+        """
+        claim, path = numbered(self.folder, number), self._renewals_file(number)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            claim.stat()
+            part.write_text(json.dumps({"renewals": renewals, "condition": condition}))
+            DISK.rename(part, path)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    def _require_storage(self) -> None:
+        """An empty mount point looks like a run that nobody has claimed anything of."""
+        root = self.folder.parent
+        if not root.is_dir():
+            raise StorageError(
+                f"{root} does not exist: mount the storage that the processes of this shard share; "
+                f"for a new run in it make the folder once: mkdir -p {root}"
+            )
+
+    def _renewals_file(self, number: int) -> Path:
+        return numbered(self.folder, number).with_suffix(".renewals")
+
+    def _renewals(self, number: int) -> tuple[int, Condition]:
+        path = self._renewals_file(number)
+        try:
+            facts = json.loads(path.read_text())
+            renewals, condition = int(facts["renewals"]), facts["condition"]
+            if condition not in get_args(Condition):
+                raise ValueError(f"condition {condition!r}")
+        except FileNotFoundError:
+            return 0, "held"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{path} cannot be read: {error}") from error
+        return renewals, condition

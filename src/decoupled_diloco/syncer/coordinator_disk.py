@@ -1,0 +1,89 @@
+"""Where the coordinator keeps its state: what it must not forget, in the run folder.
+
+One process may act: one small file, written whole. Several may: every state is a file of its own,
+numbered, created once. Who goes on from state n and creates n + 1 is the only one to do so; an
+earlier coordinator that still writes finds its number taken and ends, before it has told anybody
+anything. So the storage orders the coordinators' decisions, and no clock is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from decoupled_diloco.errors import LeaseError
+from decoupled_diloco.storage.claims import create_once, newest_number, numbered
+from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.syncer.tenure import Tenure, Unchallenged
+
+FILE = "coordinator.json"
+"""The newest state; where several may act, a copy for readers, which decides nothing."""
+
+STATES = "coordinator"
+"""The folder of the numbered states."""
+
+STATES_KEPT = 3
+
+
+def newest_state(folder: Path) -> Path:
+    """Where a run folder has the coordinator's newest state, if it has one.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
+    number = newest_number(folder / STATES)
+    return numbered(folder / STATES, number) if number else folder / FILE
+
+
+class CoordinatorDisk:
+    """The state of one coordinator's life.
+
+    Args:
+        folder: The run folder.
+        tenure: The claim by which this process acts.
+    """
+
+    def __init__(self, folder: Path, tenure: Tenure | Unchallenged) -> None:
+        self._states = folder / STATES
+        self._tenure = tenure
+        self._number = 0
+
+    def find(self) -> Path:
+        """Where the state of an earlier life is, if there was one.
+
+        Raises:
+            StorageError: The folder cannot be read.
+        """
+        if self._tenure.number:
+            self._number = newest_number(self._states)
+        return newest_state(self._states.parent)
+
+    def write(self, text: str) -> None:
+        """Brings a state to the disk.
+
+        Raises:
+            StorageError: It cannot be written; another attempt may succeed.
+            LeaseError: Another coordinator has gone on from the state before.
+        """
+        if self._tenure.number:
+            number = self._number + 1
+            path = numbered(self._states, number)
+            if not create_once(path, text, self._tenure.nonce) or self._newest() > number:
+                raise LeaseError(f"another coordinator has gone on: {path} is not this one's")
+            self._number = number
+            self._forget(number - STATES_KEPT)
+        write_text(self._states.with_name(FILE), text)
+        if not self._tenure.number:
+            self._forget(self._newest())  # of a time when the run had standbys
+
+    def _newest(self) -> int:
+        return newest_number(self._states)
+
+    def _forget(self, last: int) -> None:
+        """Deletes what nobody goes on from; a number that is free again is not the newest."""
+        for number in range(last, 0, -1):
+            path = numbered(self._states, number)
+            if not path.exists():
+                break
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,219 @@
+"""The claim by which a process acts for its shard: the shell around `LeaseMachine`.
+
+A process of a shard that has a standby first waits for its claim, then serves, and ends when it
+loses it. Whatever others must be able to rely on is *fenced*: done while the claim is the newest,
+and told of only if it still is. As the storage shows a claim to everybody once it is made, whoever
+makes the next one finds what was told of before, whatever the clocks say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, assert_never
+
+from decoupled_diloco.errors import LeaseError, StorageError
+from decoupled_diloco.observe.tape import Recorder, TapeWriter
+from decoupled_diloco.protocol import lease
+from decoupled_diloco.protocol.effects import Note
+from decoupled_diloco.protocol.events import Tick
+from decoupled_diloco.protocol.lease import LeaseEffect, LeaseEvent, LeaseMachine
+from decoupled_diloco.storage.claims import ClaimStore
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class Unchallenged:
+    """The tenure of a shard that one process alone can act for."""
+
+    number = 0
+    nonce = ""
+
+    def holds(self) -> bool:
+        """Always."""
+        return True
+
+    def fenced(self, task: Callable[[], _T]) -> Callable[[], _T]:
+        """The task, as it is."""
+        return task
+
+    def when_lost(self, on_lost: Callable[[LeaseError], None]) -> None:
+        """Never."""
+
+
+UNCHALLENGED = Unchallenged()
+
+
+class Tenure:
+    """One process's claim to a shard.
+
+    Args:
+        store: The shard's claims.
+        waits: Another process is meant to be first.
+        tape: Where events go.
+
+    Attributes:
+        nonce: Of this process.
+        number: Of our claim; 0 before `gained`.
+        waited_seconds: How long the claim before ours was silent.
+        run_over: There is nothing left to wait for.
+    """
+
+    def __init__(self, store: ClaimStore, tape: TapeWriter, *, waits: bool) -> None:
+        self.store = store
+        self.nonce = store.nonce
+        self.number = 0
+        self.waited_seconds = 0.0
+        self.run_over = False
+        self.machine = LeaseMachine(store.nonce, store.lease_seconds, waits=waits)
+        self.tape = tape
+        self._recorder = Recorder(self.machine, tape)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="claim")
+        self._settled = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._asking: set[asyncio.Task[None]] = set()
+        self._on_lost: Callable[[LeaseError], None] = lambda error: None
+        self._lost = ""
+
+    async def gained(self) -> bool:
+        """Waits for the claim; ``False``: the run is over, or `give_up` was called."""
+        self._handle(Tick())
+        await self._settled.wait()
+        return self.number > 0
+
+    def when_lost(self, on_lost: Callable[[LeaseError], None]) -> None:
+        """Who is to be told that this process must end."""
+        self._on_lost = on_lost
+        if self._lost:
+            on_lost(LeaseError(self._lost))
+
+    def give_up(self) -> None:
+        """Waits no longer."""
+        self._settled.set()
+
+    def holds(self) -> bool:
+        """Whether this process may act at this instant, by its own clock."""
+        return self.machine.holds(time.monotonic())
+
+    def confirm(self) -> None:
+        """Asks the storage too; for threads.
+
+        Raises:
+            LeaseError: Another process acts for the shard, or may do so.
+            StorageError: The storage cannot be read.
+        """
+        newest = self.store.newest()
+        if newest != self.number or not self.holds():
+            raise LeaseError(
+                f"claim {self.number} is over (the newest is {newest}): nothing is done with it "
+                "any more"
+            )
+
+    def fenced(self, task: Callable[[], _T]) -> Callable[[], _T]:
+        """The task, done only while the claim is the newest, with no result if it is not any more.
+
+        Raises:
+            LeaseError: In the task: see `confirm`. What was done is told to nobody.
+            StorageError: In the task: the storage cannot be read, and nothing was done.
+        """
+
+        def run() -> _T:
+            self.confirm()
+            result = task()
+            try:
+                self.confirm()
+            except StorageError as error:
+                raise LeaseError(f"claim {self.number} cannot be confirmed: {error}") from error
+            return result
+
+        return run
+
+    async def end(self, *, finished: bool) -> None:
+        """Gives the claim back, so that nobody waits for it to run out."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._handle(lease.Leaving(finished))
+        if self._asking:  # a storage that does not answer is left alone after a while
+            await asyncio.wait(self._asking, timeout=self.store.lease_seconds)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        self.tape.close()
+
+    # ---- telling the machine
+
+    def _handle(self, event: LeaseEvent) -> None:
+        for effect in self._recorder.handle(time.monotonic(), event):
+            self._do(effect)
+        deadline = self.machine.deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._handle, Tick())
+
+    def _do(self, effect: LeaseEffect) -> None:
+        match effect:
+            case lease.Look() | lease.Claim() | lease.Renew() | lease.GiveBack():
+                task = asyncio.get_running_loop().create_task(self._ask(effect))
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
+            case lease.Activate(number, waited, why):
+                self.number, self.waited_seconds = number, waited
+                logger.info("this process acts for the shard (%s)", why)
+                self._settled.set()
+            case lease.StepDown(why):
+                self._lost = f"this process no longer acts for its shard: {why}"
+                self._settled.set()
+                self._on_lost(LeaseError(self._lost))
+            case lease.StandDown(why):
+                self.run_over = True
+                logger.info("nothing to wait for (%s)", why)
+                self._settled.set()
+            case Note(text, why):
+                logger.warning("%s: %s", text, why)
+            case _:
+                assert_never(effect)
+
+    async def _ask(self, order: lease.Look | lease.Claim | lease.Renew | lease.GiveBack) -> None:
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(self._worker, self._answer, order)
+        if answer is not None:
+            self._handle(answer)
+
+    def _answer(self, order: Any) -> LeaseEvent | None:
+        """What the storage says to an order."""
+        store = self.store
+        try:
+            match order:
+                case lease.Look():
+                    return lease.Looked(store.look())
+                case lease.Claim(number):
+                    if store.claim(number):
+                        return lease.ClaimMade(number)
+                    return lease.ClaimNotMade(number, "another process was faster")
+                case lease.Renew(number, renewals):
+                    store.renew(number, renewals)
+                    return lease.Renewed(renewals, store.newest())
+                case lease.GiveBack(number, finished):
+                    condition: lease.Condition = "finished" if finished else "released"
+                    store.renew(number, self.machine.state.renewals, condition)
+        except StorageError as error:
+            return _failed(order, str(error))
+        return None
+
+
+def _failed(order: Any, reason: str) -> LeaseEvent | None:
+    match order:
+        case lease.Look():
+            return lease.LookFailed(reason)
+        case lease.Claim(number):
+            return lease.ClaimNotMade(number, reason)
+        case lease.Renew(_, renewals):
+            return lease.RenewFailed(renewals, reason)
+    logger.warning("the claim could not be given back: %s", reason)
+    return None

@@ -1,0 +1,410 @@
+"""Which process may act for a shard: one at a time, whatever clocks, storage and pauses do."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.protocol.effects import Note
+from decoupled_diloco.protocol.events import Tick
+from decoupled_diloco.protocol.lease import (
+    MARGIN,
+    Activate,
+    Claim,
+    ClaimMade,
+    ClaimNotMade,
+    GiveBack,
+    LeaseMachine,
+    Leaving,
+    Look,
+    Looked,
+    LookFailed,
+    Renew,
+    Renewed,
+    RenewFailed,
+    StandDown,
+    Standing,
+    StepDown,
+)
+from unit.protocol.conftest import Bench
+
+LEASE = 4.0
+NOBODY = Standing(0, "", 0, 0.0, "held")
+
+
+def held(number: int, renewals: int = 0, lease: float = LEASE) -> Standing:
+    return Standing(number, "other", renewals, lease, "held")
+
+
+def kinds(effects: list[Any]) -> list[type]:
+    return [type(effect) for effect in effects]
+
+
+@pytest.fixture
+def first() -> Bench:
+    return Bench(LeaseMachine("a", LEASE, waits=False))
+
+
+@pytest.fixture
+def standby() -> Bench:
+    return Bench(LeaseMachine("b", LEASE, waits=True))
+
+
+def acting(bench: Bench, at: float = 100.0) -> Bench:
+    bench.told(Tick(), at)
+    bench.told(Looked(NOBODY))
+    bench.told(ClaimMade(1))
+    assert bench.machine.holds(at)
+    return bench
+
+
+def test_who_is_meant_to_be_first_claims_at_once(first: Bench) -> None:
+    assert kinds(first.told(Tick(), 100.0)) == [Look]
+    [claim] = first.told(Looked(NOBODY), 100.1)
+    assert (type(claim), claim.number) == (Claim, 1)
+    [activate] = first.told(ClaimMade(1), 100.2)
+    assert (type(activate), activate.number) == (Activate, 1)
+
+
+def test_a_claim_counts_from_when_it_was_asked_for(first: Bench) -> None:
+    first.told(Tick(), 100.0)
+    first.told(Looked(NOBODY), 100.0)
+    first.told(ClaimMade(1), 103.0)
+    assert first.machine.holds(103.5)
+    assert not first.machine.holds(100.0 + LEASE * (1 - MARGIN))
+
+
+def test_a_claim_that_took_a_lease_is_over_before_it_begins(first: Bench) -> None:
+    first.told(Tick(), 100.0)
+    first.told(Looked(NOBODY), 100.0)
+    assert kinds(first.told(ClaimMade(1), 104.0)) == [Note, Look]
+    assert not first.machine.holds(104.0)
+
+
+def test_who_acts_renews_four_times_in_a_lease(first: Bench) -> None:
+    acting(first)
+    assert first.machine.deadline() == 101.0
+    [renew] = first.told(Tick(), 101.0)
+    assert (type(renew), renew.number, renew.renewals) == (Renew, 1, 1)
+    assert first.told(Renewed(1, 1), 101.2) == []
+    assert first.machine.holds(101.0 + LEASE * (1 - MARGIN) - 0.01)
+    assert first.machine.deadline() == 102.0
+
+
+def test_who_cannot_renew_steps_down_within_its_lease_and_for_good(first: Bench) -> None:
+    acting(first)
+    first.told(Tick(), 101.0)
+    [note] = first.told(RenewFailed(1, "no such folder"), 101.1)
+    assert note.why == "no such folder"
+    now = first.machine.deadline()
+    while kinds(first.told(Tick(), now)) == [Renew]:
+        assert first.machine.holds(now)
+        assert first.told(RenewFailed(2, "no such folder")) == []
+        now = first.machine.deadline()
+    assert kinds(first.effects) == [StepDown]
+    assert now == pytest.approx(100.0 + LEASE * (1 - MARGIN))
+    assert first.told(Tick(), now + 1) == []
+    assert first.machine.deadline() is None
+
+
+def test_an_answer_that_comes_after_the_lease_does_not_revive_it(first: Bench) -> None:
+    acting(first)
+    first.told(Tick(), 101.0)
+    assert kinds(first.told(Renewed(1, 1), 103.7)) == [StepDown]
+
+
+def test_who_sees_a_newer_claim_steps_down(first: Bench) -> None:
+    acting(first)
+    first.told(Tick(), 101.0)
+    [down] = first.told(Renewed(1, 2), 101.1)
+    assert type(down) is StepDown
+    assert "claim 2 is newer than ours, 1" in down.why
+
+
+def test_a_standby_leaves_the_first_claim_to_others_for_a_lease(standby: Bench) -> None:
+    standby.told(Tick(), 100.0)
+    assert standby.told(Looked(NOBODY)) == []
+    while kinds(standby.effects) != [Claim]:
+        standby.told(Tick(), standby.machine.deadline())
+        standby.told(Looked(NOBODY))
+    assert standby.now == pytest.approx(100.0 + LEASE * (1 + MARGIN))
+
+
+def test_a_standby_waits_for_as_long_as_the_claim_is_renewed(standby: Bench) -> None:
+    standby.told(Tick(), 100.0)
+    for renewals in range(40):
+        assert standby.told(Looked(held(3, renewals // 2))) == []
+        assert kinds(standby.told(Tick(), standby.machine.deadline())) == [Look]
+
+
+def test_a_standby_takes_over_a_lease_after_the_last_change(standby: Bench) -> None:
+    standby.told(Tick(), 100.0)
+    standby.told(Looked(held(3)), 100.3)
+    while kinds(standby.effects) != [Claim]:
+        standby.told(Tick(), standby.machine.deadline())
+        standby.told(Looked(held(3)))
+    assert standby.effects[0].number == 4
+    assert standby.now == pytest.approx(100.3 + LEASE * (1 + MARGIN))
+    [activate] = standby.told(ClaimMade(4))
+    assert activate.waited_seconds == pytest.approx(LEASE * (1 + MARGIN))
+
+
+def test_a_longer_lease_of_the_holder_is_respected(standby: Bench) -> None:
+    standby.told(Tick(), 100.0)
+    standby.told(Looked(held(3, lease=20.0)))
+    while kinds(standby.effects) != [Claim]:
+        standby.told(Tick(), standby.machine.deadline())
+        standby.told(Looked(held(3, lease=20.0)))
+    assert standby.now >= 122.0
+
+
+def test_a_look_that_began_too_early_proves_nothing(standby: Bench) -> None:
+    """It was under way for long; the claim may have been renewed since."""
+    standby.told(Tick(), 100.0)
+    standby.told(Looked(held(3)))
+    standby.told(Tick(), standby.machine.deadline())
+    assert kinds(standby.told(Looked(held(3)), 110.0)) == [Look]
+    assert kinds(standby.told(Looked(held(3)), 110.0)) == [Claim]
+
+
+def test_losing_the_race_is_waiting_on(standby: Bench) -> None:
+    standby.told(Tick(), 100.0)
+    standby.told(Looked(Standing(3, "other", 0, LEASE, "released")))
+    assert kinds(standby.effects) == [Claim]
+    assert kinds(standby.told(ClaimNotMade(4, "somebody else was faster"))) == [Note]
+    assert standby.machine.state.phase == "waiting"
+    assert kinds(standby.told(Tick(), standby.machine.deadline())) == [Look]
+    assert standby.told(Looked(held(4))) == []
+
+
+@pytest.mark.parametrize(("condition", "order"), [("released", Claim), ("finished", StandDown)])
+def test_a_claim_that_is_given_back_is_taken_at_once(
+    standby: Bench, condition: Any, order: type
+) -> None:
+    standby.told(Tick(), 100.0)
+    assert kinds(standby.told(Looked(Standing(3, "a", 9, LEASE, condition)))) == [order]
+
+
+def test_a_plain_start_serves_a_run_that_is_over(first: Bench) -> None:
+    """Learners that come late are told the end."""
+    first.told(Tick(), 100.0)
+    assert kinds(first.told(Looked(Standing(3, "a", 9, LEASE, "finished")))) == [Claim]
+
+
+def test_a_plain_start_that_has_waited_ends_with_the_run(first: Bench) -> None:
+    first.told(Tick(), 100.0)
+    first.told(Looked(held(3)))
+    first.told(Tick(), first.machine.deadline())
+    assert kinds(first.told(Looked(Standing(3, "a", 9, LEASE, "finished")))) == [StandDown]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_who_ends_gives_its_claim_back(first: Bench, finished: bool) -> None:
+    acting(first)
+    [back] = first.told(Leaving(finished), 100.5)
+    assert (type(back), back.number, back.finished) == (GiveBack, 1, finished)
+    assert not first.machine.holds(100.5)
+
+
+def test_a_standby_that_ends_has_nothing_to_give_back(standby: Bench) -> None:
+    standby.told(Tick(), 100.0)
+    assert standby.told(Leaving(False)) == []
+
+
+def test_a_storage_that_has_lost_claims_is_not_believed(standby: Bench) -> None:
+    """An empty mount point must not make a second first one."""
+    standby.told(Tick(), 100.0)
+    standby.told(Looked(held(3)))
+    for _ in range(100):
+        standby.told(Tick(), standby.machine.deadline())
+        assert Claim not in kinds(standby.told(Looked(NOBODY)))
+    assert standby.machine.state.troubled
+
+
+def test_a_storage_out_of_reach_is_told_of_once(standby: Bench) -> None:
+    standby.told(Tick(), 100.0)
+    notes = []
+    for _ in range(20):
+        notes += standby.told(LookFailed("stale file handle"))
+        standby.told(Tick(), standby.machine.deadline())
+    assert len(notes) == 1
+    standby.told(Looked(held(3)))
+    standby.told(Tick(), standby.machine.deadline())
+    assert len(standby.told(LookFailed("stale file handle"))) == 1
+
+
+# ---- several contenders, in worlds drawn from a seed
+
+
+class Storage:
+    """The claims, as all see them."""
+
+    def __init__(self) -> None:
+        self.claims: dict[int, tuple[str, int, Any]] = {}
+
+    def standing(self) -> Standing:
+        if not self.claims:
+            return NOBODY
+        number = max(self.claims)
+        nonce, renewals, condition = self.claims[number]
+        return Standing(number, nonce, renewals, LEASE, condition)
+
+    def carry_out(self, who: str, order: Any) -> Any:
+        match order:
+            case Look():
+                return Looked(self.standing())
+            case Claim(number):
+                if number in self.claims:
+                    return ClaimNotMade(number, "it exists")
+                self.claims[number] = (who, 0, "held")
+                return ClaimMade(number)
+            case Renew(number, renewals):
+                self.claims[number] = (who, renewals, "held")
+                return Renewed(renewals, max(self.claims))
+            case GiveBack(number, finished):
+                renewals = self.claims[number][1]
+                self.claims[number] = (who, renewals, "finished" if finished else "released")
+                return None
+
+
+FAILED = {Look: LookFailed, Claim: ClaimNotMade, Renew: RenewFailed}
+
+
+class Contenders:
+    """Processes with clocks of their own, a slow storage, pauses and crashes, all at random."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.rng = random.Random(seed)
+        self.storage = Storage()
+        self.now = 0.0
+        self.queue: list[tuple[float, int, Any]] = []
+        self.planned = 0
+        self.slow = self.rng.choice([0.0, 0.1, 1.0, LEASE])
+        self.fails = self.rng.choice([0.0, 0.05, 0.4])
+        self.machines: dict[str, LeaseMachine] = {}
+        self.clocks: dict[str, tuple[float, float]] = {}
+        self.paused: dict[str, float] = {}
+        self.seen: Counter[str] = Counter()
+        for number in range(count):
+            self.begin(waits=number > 0)
+
+    def begin(self, *, waits: bool) -> None:
+        name = f"process-{len(self.clocks)}"
+        rate = 1 + self.rng.choice([0.0, 0.04, -0.04])
+        self.clocks[name] = (self.rng.uniform(0.0, 1e4), rate)
+        self.machines[name] = LeaseMachine(name, LEASE, waits=waits)
+        self.at(0.0, lambda: self.tell(name, Tick()))
+
+    def at(self, delay: float, what: Any) -> None:
+        self.planned += 1
+        heapq.heappush(self.queue, (self.now + delay, self.planned, what))
+
+    def clock(self, name: str) -> float:
+        offset, rate = self.clocks[name]
+        return offset + self.now * rate
+
+    def tell(self, name: str, event: Any) -> None:
+        machine = self.machines.get(name)
+        if machine is None:
+            return
+        if self.now < self.paused.get(name, 0.0):
+            self.at(self.paused[name] - self.now, lambda: self.tell(name, event))
+            return
+        effects = machine.handle(self.clock(name), event)
+        machine.check()
+        for effect in effects:
+            self.seen[type(effect).__name__] += 1
+            if isinstance(effect, Look | Claim | Renew | GiveBack):
+                self.order(name, effect)
+        self.plan(name)
+        self.one_acts()
+
+    def plan(self, name: str) -> None:
+        machine = self.machines[name]
+        deadline = machine.deadline()
+        if machine.state.phase == "over":
+            del self.machines[name]  # its supervisor starts it again, and it waits
+            self.at(self.rng.uniform(0.5, 8.0), lambda: self.begin(waits=False))
+        elif deadline is not None:
+            offset, rate = self.clocks[name]
+            delay = max(0.0, (deadline - offset) / rate - self.now) + 1e-9
+            self.at(delay, lambda: self.tell(name, Tick()))
+
+    def order(self, name: str, order: Any) -> None:
+        fails = self.rng.random() < self.fails and not isinstance(order, GiveBack)
+        reached = self.rng.random() < 0.5
+
+        def reach() -> None:
+            answer = self.storage.carry_out(name, order) if reached or not fails else None
+            if fails:
+                arguments = [getattr(order, f) for f in ("number",) if isinstance(order, Claim)]
+                arguments += [order.renewals] if isinstance(order, Renew) else []
+                answer = FAILED[type(order)](*arguments, "the storage fails")
+            if answer is not None:
+                self.at(self.rng.uniform(0.0, self.slow), lambda: self.tell(name, answer))
+
+        self.at(self.rng.uniform(0.0, self.slow), reach)
+
+    def one_acts(self) -> None:
+        acting = [n for n, m in self.machines.items() if m.holds(self.clock(n))]
+        assert len(acting) <= 1, f"{acting} act at once at {self.now:.3f}"
+
+    def mishap(self) -> None:
+        if not self.machines:
+            return
+        name = self.rng.choice(list(self.machines))
+        kind = self.rng.choice(["pause", "pause", "crash", "leave"])
+        if kind == "pause":
+            self.paused[name] = self.now + self.rng.uniform(0.0, 3 * LEASE)
+        elif kind == "crash":
+            del self.machines[name]
+            self.at(self.rng.uniform(0.5, 8.0), lambda: self.begin(waits=False))
+        else:
+            self.tell(name, Leaving(False))
+
+    def run(self, until: float, mishaps: float) -> None:
+        while self.queue and self.queue[0][0] <= until:
+            self.now, _, what = heapq.heappop(self.queue)
+            self.one_acts()
+            what()
+            if self.rng.random() < mishaps:
+                self.mishap()
+        self.now = until
+        self.one_acts()
+
+    def acting(self) -> list[str]:
+        return [n for n, m in self.machines.items() if m.holds(self.clock(n))]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_two_never_act_at_once_and_one_does_in_the_end(count: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        world = Contenders(seed, count)
+        world.run(100.0, mishaps=0.02)
+        world.slow = world.fails = 0.0
+        world.run(100.0 + 8 * LEASE, mishaps=0.0)
+        assert len(world.acting()) == 1, f"seed {seed}"
+        seen += world.seen
+    assert min(seen[k] for k in ("Activate", "StepDown", "GiveBack", "Note", "Renew")) > 100, seen
+
+
+def test_the_model_notices_a_machine_that_believes_a_late_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The check above would fail if leases were counted from the answer to a renewal."""
+
+    def counted_from_the_answer(
+        self: LeaseMachine, now: float, asked_at: float, newest: int
+    ) -> Any:
+        self.state.valid_until = now + self.lease_seconds
+        self.state.next_at = now + self.lease_seconds / 4
+        return []
+
+    monkeypatch.setattr(LeaseMachine, "_renewed", counted_from_the_answer)
+    with pytest.raises(AssertionError, match="act at once"):
+        [Contenders(seed, 2).run(100.0, mishaps=0.02) for seed in range(300)]

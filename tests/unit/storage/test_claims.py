@@ -1,0 +1,139 @@
+"""A claim is made once, by one process, whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.protocol.lease import Standing
+from decoupled_diloco.storage.claims import ClaimStore, create_once, newest_number, numbered
+
+RACES = 100
+
+CONTENDER = f"""
+import sys
+from pathlib import Path
+from decoupled_diloco.storage.claims import ClaimStore
+store = ClaimStore(Path(sys.argv[1]), sys.argv[2], 5.0, "contender")
+for number in range(1, {RACES + 1}):
+    sys.stdin.readline()
+    print(number if store.claim(number) else 0, flush=True)
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ClaimStore:
+    (tmp_path / "claims").mkdir()
+    return ClaimStore(tmp_path / "claims" / "shard-1", "me", 5.0, "shard-1")
+
+
+def test_of_processes_that_race_exactly_one_wins(tmp_path: Path) -> None:
+    folder = tmp_path / "shard-1"
+    contenders = [
+        subprocess.Popen(
+            [sys.executable, "-c", CONTENDER, str(folder), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("left", "right")
+    ]
+    won = {"left": 0, "right": 0}
+    for number in range(1, RACES + 1):
+        for contender in contenders:
+            contender.stdin.write("go\n")
+            contender.stdin.flush()
+        answers = [int(contender.stdout.readline()) for contender in contenders]
+        assert sorted(answers) == [0, number]
+        winner = "left" if answers[0] else "right"
+        assert json.loads(numbered(folder, number).read_text())["nonce"] == winner
+        won[winner] += 1
+    for contender in contenders:
+        contender.communicate()
+        assert contender.returncode == 0
+    assert sum(won.values()) == newest_number(folder) == RACES
+    assert not list(folder.glob(".*")), "nothing is left in the making"
+
+
+def test_nobody_has_made_a_claim(store: ClaimStore) -> None:
+    assert store.look() == Standing(0, "", 0, 0.0, "held")
+
+
+def test_the_newest_claim_counts_and_what_its_holder_counts_to(store: ClaimStore) -> None:
+    assert store.claim(1)
+    other = ClaimStore(store.folder, "other", 9.0, "shard-1-standby")
+    assert not other.claim(1)
+    assert other.look() == Standing(1, "me", 0, 5.0, "held")
+    store.renew(1, 7)
+    assert other.look() == Standing(1, "me", 7, 5.0, "held")
+    assert other.claim(2)
+    store.renew(1, 8)
+    assert store.newest() == 2
+    assert store.look() == Standing(2, "other", 0, 9.0, "held")
+    other.renew(2, 3, "released")
+    assert store.look().condition == "released"
+
+
+def test_a_claim_that_is_gone_cannot_be_renewed(store: ClaimStore) -> None:
+    """The storage was unmounted: what lies below it is another folder."""
+    assert store.claim(1)
+    numbered(store.folder, 1).unlink()
+    with pytest.raises(StorageError, match=r"00000001\.renewals cannot be written"):
+        store.renew(1, 1)
+
+
+@pytest.mark.parametrize("text", ["", '{"nonce": "x"', "[]", '{"nonce": "x"}'])
+def test_a_torn_claim_is_nobodys_to_pass_over(store: ClaimStore, text: str) -> None:
+    assert store.claim(1)
+    numbered(store.folder, 2).write_text(text)
+    with pytest.raises(StorageError, match=r"00000002\.json cannot be read"):
+        store.look()
+    assert not store.claim(2)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"renewals": 3, "condition": "lent"}'])
+def test_a_torn_renewal_is_told(store: ClaimStore, text: str) -> None:
+    assert store.claim(1)
+    (store.folder / "00000001.renewals").write_text(text)
+    with pytest.raises(StorageError, match=r"00000001\.renewals cannot be read"):
+        store.look()
+
+
+def test_a_claim_in_the_making_is_none(store: ClaimStore) -> None:
+    """A process died while it was writing."""
+    assert store.claim(1)
+    (store.folder / ".00000002.json.other.part").write_text('{"nonce": "oth')
+    assert store.look().number == 1
+    assert store.claim(2)
+
+
+def test_a_file_is_created_once_and_never_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "states" / "00000001.json"
+    assert create_once(path, "one", "a")
+    assert not create_once(path, "two", "b")
+    assert path.read_text() == "one"
+
+
+def test_a_storage_that_refuses_is_told(tmp_path: Path) -> None:
+    (tmp_path / "shard-1").write_text("no folder")
+    store = ClaimStore(tmp_path / "shard-1", "me", 5.0, "shard-1")
+    with pytest.raises(StorageError, match="cannot be created"):
+        store.claim(1)
+    with pytest.raises(StorageError, match="cannot be read"):
+        store.look()
+
+
+def test_an_empty_mount_point_is_no_storage(store: ClaimStore) -> None:
+    """Else a process would make a first claim there, beside the real one."""
+    assert store.claim(1)
+    shutil.rmtree(store.folder.parent)
+    for ask in (store.look, store.newest, lambda: store.claim(2)):
+        with pytest.raises(StorageError, match="mount the storage"):
+            ask()
+    assert not store.folder.parent.exists()

@@ -1,0 +1,179 @@
+"""Acting by a claim: in turns, fenced, and not at all without the storage."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.errors import LeaseError, StorageError
+from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.storage.claims import ClaimStore
+from decoupled_diloco.syncer.coordinator_disk import FILE, STATES, STATES_KEPT, CoordinatorDisk
+from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure
+from replay import assert_replays
+
+LEASE_SECONDS = 0.6
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "claims").mkdir()
+    yield tmp_path
+    assert assert_replays(tmp_path) > 0
+
+
+def contender(folder: Path, name: str, lease_seconds: float = LEASE_SECONDS) -> Tenure:
+    store = ClaimStore(folder / "claims" / "shard-1", name, lease_seconds, name)
+    waits = "standby" in name
+    header = {"machine": "lease", "nonce": name, "lease_seconds": lease_seconds, "waits": waits}
+    return Tenure(store, TapeWriter(folder / "tape", f"shard-1.{name}", header), waits=waits)
+
+
+async def test_two_act_in_turns(folder: Path) -> None:
+    first, second = contender(folder, "first"), contender(folder, "standby")
+    waiting = asyncio.ensure_future(second.gained())
+    assert await first.gained()
+    assert (first.number, first.holds()) == (1, True)
+    await asyncio.sleep(2 * LEASE_SECONDS)
+    assert first.holds()
+    assert not waiting.done()
+    await first.end(finished=False)
+    assert not first.holds()
+    assert await waiting
+    assert (second.number, second.holds()) == (2, True)
+    await second.end(finished=True)
+
+
+async def test_who_waits_ends_with_the_run(folder: Path) -> None:
+    first, second = contender(folder, "first"), contender(folder, "standby")
+    assert await first.gained()
+    waiting = asyncio.ensure_future(second.gained())
+    await asyncio.sleep(0.1)
+    await first.end(finished=True)
+    assert not await waiting
+    assert second.run_over
+    await second.end(finished=True)
+
+
+async def test_who_is_told_to_end_while_it_waits_ends(folder: Path) -> None:
+    first, second = contender(folder, "first"), contender(folder, "standby")
+    assert await first.gained()
+    waiting = asyncio.ensure_future(second.gained())
+    await asyncio.sleep(0.1)
+    second.give_up()
+    assert not await waiting
+    assert not second.run_over
+    await second.end(finished=False)
+    await first.end(finished=False)
+
+
+async def test_without_the_storage_it_steps_down_and_another_may_act(folder: Path) -> None:
+    first = contender(folder, "first")
+    assert await first.gained()
+    lost: list[LeaseError] = []
+    first.when_lost(lost.append)
+    (folder / "claims").rename(folder / "unmounted")
+    await asyncio.sleep(1.5 * LEASE_SECONDS)
+    assert not first.holds()
+    assert "could not be renewed" in str(lost[0])
+    (folder / "unmounted").rename(folder / "claims")
+    second = contender(folder, "standby")
+    assert await second.gained()
+    assert second.number == 2
+    await first.end(finished=False)
+    assert second.holds()
+    await second.end(finished=False)
+
+
+async def test_what_is_fenced_is_not_done_once_there_is_a_newer_claim(folder: Path) -> None:
+    """Whatever the clock says: this one's lease is not over."""
+    tenure = contender(folder, "first", lease_seconds=60.0)
+    assert await tenure.gained()
+    done: list[str] = []
+    assert tenure.fenced(lambda: done.append("in time"))() is None
+    assert ClaimStore(tenure.store.folder, "other", 60.0, "other").claim(2)
+    with pytest.raises(LeaseError, match="claim 1 is over"):
+        tenure.fenced(lambda: done.append("late"))()
+    assert done == ["in time"]
+    await tenure.end(finished=False)
+
+
+async def test_what_was_done_while_a_newer_claim_was_made_is_told_to_nobody(folder: Path) -> None:
+    tenure = contender(folder, "first", lease_seconds=60.0)
+    assert await tenure.gained()
+    other = ClaimStore(tenure.store.folder, "other", 60.0, "other")
+    with pytest.raises(LeaseError, match="claim 1 is over"):
+        tenure.fenced(lambda: other.claim(2))()
+    await tenure.end(finished=False)
+
+
+async def test_a_storage_that_is_gone_for_a_moment_is_no_reason_to_end(folder: Path) -> None:
+    tenure = contender(folder, "first", lease_seconds=60.0)
+    assert await tenure.gained()
+    (folder / "claims").rename(folder / "unmounted")
+    with pytest.raises(StorageError, match="mount the storage"):
+        tenure.fenced(lambda: pytest.fail("it cannot be known whether it may"))()
+    (folder / "unmounted").rename(folder / "claims")
+    assert tenure.fenced(lambda: "done")() == "done"
+    with pytest.raises(LeaseError, match="cannot be confirmed"):
+        tenure.fenced(lambda: shutil.rmtree(folder / "claims"))()
+    await tenure.end(finished=False)
+
+
+def test_one_process_alone_has_no_fence() -> None:
+    assert UNCHALLENGED.holds()
+    assert UNCHALLENGED.fenced(lambda: 7)() == 7
+
+
+async def test_a_coordinator_that_was_replaced_writes_nothing_that_is_read(folder: Path) -> None:
+    first, second = contender(folder, "first"), contender(folder, "standby")
+    assert await first.gained()
+    old = CoordinatorDisk(folder, first)
+    assert not old.find().exists()
+    old.write("one")
+    first.number = 1
+    await first.end(finished=False)
+    assert await second.gained()
+    new = CoordinatorDisk(folder, second)
+    assert new.find().read_text() == "one"
+    new.write("two")
+    with pytest.raises(LeaseError, match="another coordinator has gone on"):
+        old.write("another two")
+    for number in range(10):
+        new.write(f"state {number}")
+    with pytest.raises(LeaseError, match="another coordinator has gone on"):
+        old.write("a number that is free again")
+    assert len(list((folder / STATES).glob("*.json"))) <= STATES_KEPT + 1
+    third = contender(folder, "third")
+    await second.end(finished=False)
+    assert await third.gained()
+    assert (folder / FILE).read_text() == "state 9"
+    await third.end(finished=False)
+
+
+async def test_a_coordinator_goes_on_from_the_only_file_of_an_earlier_kind(folder: Path) -> None:
+    (folder / FILE).write_text("of a run without standbys")
+    tenure = contender(folder, "first")
+    assert await tenure.gained()
+    disk = CoordinatorDisk(folder, tenure)
+    assert disk.find().read_text() == "of a run without standbys"
+    disk.write("one")
+    assert CoordinatorDisk(folder, tenure).find().read_text() == "one"
+    await tenure.end(finished=False)
+
+
+async def test_a_run_that_goes_on_without_standbys_forgets_the_numbered_states(
+    folder: Path,
+) -> None:
+    tenure = contender(folder, "first")
+    assert await tenure.gained()
+    CoordinatorDisk(folder, tenure).write("with")
+    await tenure.end(finished=False)
+    alone = CoordinatorDisk(folder, UNCHALLENGED)
+    assert alone.find().read_text() == "with"
+    alone.write("without")
+    assert CoordinatorDisk(folder, UNCHALLENGED).find().read_text() == "without"
