@@ -14,8 +14,9 @@ TABLES = ("learners", "links", "events", "random")
 HEAD = """\
 # Scenario
 
-What `ddiloco simulate` is given: which run, and what happens to it. All times are virtual seconds.
-[Simulate a scenario](../how-to/simulate.md) shows how.
+What `ddiloco simulate` and `ddiloco chaos` are given: which run, and what happens to it. Seconds
+are virtual, or real ones since the first step. [Simulate a scenario](../how-to/simulate.md) and
+[prove it under faults](../how-to/chaos.md) show how.
 """
 
 RUN = """\
