@@ -272,7 +272,7 @@ class Engine:
     def _wires(self, name: str, struck: set[str]) -> list[tuple[Wire, bool]]:
         """The wires of a process to all who are not struck too, each with whether it dials."""
         assert self._links is not None
-        shards = {port: f"shard-{n}" for n, port in enumerate(self.run.ports)}
+        shards = self.run.ports
         own = [(w, True) for w in self._links.wires(name) if shards.get(w.port) not in struck]
         ports = [port for port, shard in shards.items() if shard == name]
         to_it = [

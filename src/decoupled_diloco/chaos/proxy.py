@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from decoupled_diloco.config.addresses import url_of
+from decoupled_diloco.config.addresses import BETWEEN, alternatives, url_of
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.network import resend_seconds
@@ -166,7 +166,10 @@ class Links:
         Raises:
             TransportError: nothing can listen there.
         """
-        return tuple(self._wait(self._open(process, address)) for address in addresses)
+        return tuple(
+            BETWEEN.join(self._wait(self._open(process, one)) for one in alternatives(address))
+            for address in addresses
+        )
 
     def host(self, process: str) -> str:
         """The loopback address that is a process's own."""

@@ -212,9 +212,13 @@ class LocalRun:
                 self.tell(FaultInjected("kill", fault.kill, (fault.kill,)))
 
     @property
-    def ports(self) -> tuple[int, ...]:
-        """The shards' ports, in order, once they are started."""
-        return tuple(self._listen_on)
+    def ports(self) -> dict[int, str]:
+        """The port of each process of a shard, once they are started."""
+        shards = self.config.syncer.shards
+        return {
+            port: process_of(number % shards, standby=number >= shards)
+            for number, port in enumerate(self._listen_on)
+        }
 
     @property
     def global_step(self) -> int:

@@ -42,7 +42,9 @@ COORDINATOR = "coordinator"
 EVALUATOR = "evaluator"
 EVERYBODY = "learners"
 SHARDS = "shards"
-_TAKEN = re.compile(r"(learner|shard)-\d+|coordinator|evaluator|launcher|learners|shards")
+_TAKEN = re.compile(
+    r"(learner|shard)-\d+(-standby)?|coordinator|evaluator|launcher|learners|shards"
+)
 
 RESTART_SECONDS = 0.5
 """How long a process is away that is started again at once: the launcher's first pause."""
@@ -328,7 +330,8 @@ class _Cast:
             EVERYBODY: tuple(self.members),
             SHARDS: ("shard-0", COORDINATOR, *self.shards[1:]),
         }
-        self._single = [COORDINATOR, *([EVALUATOR] if config.run.evaluator else [])]
+        standbys = [f"{shard}-standby" for shard in self.shards if config.syncer.standbys]
+        self._single = [COORDINATOR, *([EVALUATOR] if config.run.evaluator else []), *standbys]
         for name, of_that_name in groupby(sorted(_names(file))):
             if len(list(of_that_name)) > 1:
                 raise ConfigError(

@@ -176,8 +176,9 @@ class EventSettings(Settings):
     spoilt; "join", "leave": a learner comes, or goes and says so."""
 
     target: str
-    """Whom: "learner-3", "shard-0" (which hosts the coordinator), "coordinator", "evaluator", the
-    name of a group, all learners on a link by its name, "learners" or "shards": all of them."""
+    """Whom: "learner-3", "shard-0" (which hosts the coordinator), "coordinator", "evaluator",
+    "shard-0-standby", the name of a group, all learners on a link by its name, "learners" or
+    "shards": all of them."""
 
     choose: Choose = "all"
     """How many of the target, drawn from the seed when it happens: "one", "minority" (the most that

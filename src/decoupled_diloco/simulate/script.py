@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.effects import ClockAdvanced, Tell
 from decoupled_diloco.protocol.messages import Progress
 from decoupled_diloco.simulate.choices import Choices
@@ -58,6 +59,7 @@ class Script:
         self.world = world
         self.clock = self.tokens = 0
         self.changed_at = 0.0
+        _require_no_standbys(scenario)
         self._run = scenario.config.run
         self._tell, self._tell_end = tell, tell_end
         self._processes = {process.name: process for process in world.processes}
@@ -332,3 +334,14 @@ class Script:
             if talk and other not in struck:
                 pairs.append((process, other))
         return pairs
+
+
+def _require_no_standbys(scenario: Scenario) -> None:
+    targets = [happening.target for happening in scenario.happenings]
+    targets += [recurrence.target for recurrence in scenario.recurrences]
+    for name in (name for target in targets for name in target.processes):
+        if name.endswith("-standby"):
+            raise ConfigError(
+                f"target={name!r} is not in the virtual world, whose shards have no standbys: take "
+                "it out, or carry the scenario out on real processes: ddiloco chaos"
+            )
