@@ -207,7 +207,9 @@ def main() -> NoReturn:
         app(standalone_mode=True)
     except Error as error:
         fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:  # typer makes the one of the other
+        if isinstance(end, SystemExit) and end.code != INTERRUPTED:
+            raise
         # At once: taking torch and its threads down can cost seconds on a busy machine, and whoever
         # interrupts a run waits for each of its processes.
         logging.shutdown()
