@@ -159,6 +159,15 @@ def test_an_older_copy_is_ignored(learner_bench: Any) -> None:
     assert bench.publish(V1, V0) == []
 
 
+def test_a_copy_of_an_older_term_is_ignored_however_high_its_counter(learner_bench: Any) -> None:
+    """A process of the shard that was replaced, and does not know it yet, still talks."""
+    bench = started(learner_bench)
+    bench.publish(Version(2, 1), V0)
+    bench.fetched(Version(2, 1))
+    bench.step()
+    assert bench.publish(Version(1, 99), Version(1, 98)) == []
+
+
 def test_a_newer_copy_waits_until_the_fetch_is_over(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.publish(V1, V0)
