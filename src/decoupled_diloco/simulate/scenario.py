@@ -492,9 +492,13 @@ def _recurrences(file: ScenarioFile, cast: _Cast) -> Iterable[Recurrence]:
 
 
 def _check_presence(happenings: Sequence[Happening], members: dict[str, LearnerGroup]) -> None:
-    """Follows every learner's comings and goings, as far as one kind of trigger orders them."""
+    """Follows every learner's comings and goings, as far as one kind of trigger orders them.
+
+    Whom chance chooses out of a group, nobody knows yet.
+    """
     for name, group in members.items():
-        own = [h for h in happenings if name in h.target.processes]
+        known = [h for h in happenings if h.choose == "all" or len(h.target.members) == 1]
+        own = [h for h in known if name in h.target.processes]
         own = [h for h in own if h.kind == "join" or h.kind in _ENDS_PRESENCE]
         joins = any(h.kind == "join" for h in own)
         if not group.present and not joins:

@@ -465,3 +465,11 @@ def test_standbys_are_of_real_processes_only(tmp_path: Path) -> None:
     assert scenario.happenings[0].target.processes == ("shard-1-standby",)
     with pytest.raises(ConfigError, match="whose shards have no standbys"):
         ProtocolRun(scenario)
+
+
+def test_chance_may_choose_somebody_who_is_not_there(tmp_path: Path) -> None:
+    kill = {"kind": "kill", "target": "learners", "for_seconds": 9.0}
+    text = RUN + "".join(event(at_seconds=at, choose="one", **kill) for at in (5.0, 6.0))
+    assert len(load(tmp_path, text).happenings) == 2
+    with pytest.raises(ConfigError, match="it is not there then"):
+        load(tmp_path, text.replace("choose = 'one'\n", ""))
