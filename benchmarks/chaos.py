@@ -1,0 +1,74 @@
+"""Half an hour of failures with real processes: what the survivors lose, and what is accepted.
+
+Carries out the scenario chaos-long (four paced learners, two shards, something fails every twenty
+seconds; see scenarios/chaos-long.toml), or takes a run that has been made with it, and keeps its
+verdict.
+
+    python benchmarks/chaos.py
+    python benchmarks/chaos.py --of RUN
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from evidence import keep, spread
+
+from decoupled_diloco.chaos.verdict import FILE_NAME
+from decoupled_diloco.observe.historian import read_history
+
+ESTIMATE = (
+    "some learner always steps; 0 steps lost by survivors; accepted tokens 0.98 of a fault-free "
+    "run's: a killed learner loses two to three steps, every 80 s, and what it trained while a "
+    "shard was starting; every rule of versions and merges holds, every tape replays"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--of", type=Path, help="A run folder of chaos-long.")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = arguments.of or Path(name) / "run"
+        if arguments.of is None:
+            command = [sys.executable, "-m", "decoupled_diloco.cli", "chaos", "chaos-long"]
+            subprocess.run([*command, "--set", f"run.folder={folder}"], check=False)
+        verdict: dict[str, Any] = json.loads((folder / FILE_NAME).read_text())
+        history = read_history(folder)
+    numbers, faults = verdict["numbers"], verdict["faults"]
+    away: dict[str, list[float]] = {}
+    for outage in history.outages:
+        if outage.seconds is not None:
+            away.setdefault(outage.who.partition("-")[0], []).append(outage.seconds)
+    result = {
+        "faults": sum(faults.values()),
+        "seconds between faults": history.duration / sum(faults.values()),
+        "uptime": numbers["uptime"],
+        "longest moment without a step, seconds": numbers["longest_without_a_step_seconds"],
+        "steps lost by survivors": sum(numbers["lost_steps"].values()),
+        "longest gap of a survivor, in median steps": numbers["longest_gap_medians"],
+        "accepted tokens over a fault-free run's": numbers["accepted_ratio"],
+        "least share of its eligible rounds": min(numbers["participation"].values()),
+        "replayed events": numbers["replayed_events"],
+        "kept": {check["name"]: check["kept"] for check in verdict["checks"]},
+        "seconds away": {who: spread(each) for who, each in away.items()},
+    }
+    keep(
+        "chaos",
+        estimate=ESTIMATE,
+        config={"scenario": "chaos-long", "faults": faults, "seconds": history.duration},
+        raw=verdict,
+        result=result,
+        not_measured="learners on machines of their own; CUDA; a fault-free real run as reference",
+    )
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
