@@ -1,4 +1,4 @@
-"""`ddiloco replay`: does the tape explain the run exactly, and where do two runs part?"""
+"""`ddiloco replay`: do tape and payloads explain the run exactly, and where do two runs part?"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from decoupled_diloco.simulate.replay import Divergence, ProcessReplay
+    from decoupled_diloco.simulate.weights_replay import WeightsReplay
 
 SHOWN_MAX = 3
 """Differences of a process that are shown; the first one is what matters."""
@@ -31,12 +32,22 @@ def replay(
     diff: Annotated[
         Path | None, typer.Option(metavar="OTHER", help="Where this run and another one part.")
     ] = None,
+    weights: Annotated[
+        bool | None,
+        typer.Option(
+            "--weights/--no-weights",
+            help="Compute the weights again, too. Default: if the run has kept its payloads.",
+        ),
+    ] = None,
 ) -> None:
     """Tells fresh state machines what is on the tape: they must order what is on it.
 
-    Exit code 1: they did not, or the two runs part.
+    With syncer.record_payloads every published version is computed again and compared, bit for bit.
+
+    Exit code 1: they did not, some bits are others, or the two runs part.
     """
     from decoupled_diloco.simulate.replay import divergences, replay_run
+    from decoupled_diloco.simulate.weights_replay import has_payloads, replay_weights
 
     console = make_console()
     results, problems = replay_run(run, until)
@@ -46,6 +57,11 @@ def replay(
         console.print(f"nothing on the tape of {run} has a state machine: there is no replay")
     _show(results, console)
     different = any(result.differences for result in results)
+    if weights or (weights is None and has_payloads(run)):
+        computed = replay_weights(run, until)
+        _show_weights(computed, console)
+        wrong = any(each.differences or each.final == "others" for each in computed)
+        different = different or wrong
     if diff is not None:
         parted = divergences(run, diff)
         _show_divergences(parted, diff, console)
@@ -75,6 +91,27 @@ def _show(results: list[ProcessReplay], console: Console) -> None:
                 markup=False,
                 highlight=False,
             )
+
+
+def _show_weights(computed: list[WeightsReplay], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("shard", "merges", "versions", "unknown", "weights", "at the end"):
+        left = title in ("shard", "weights", "at the end")
+        table.add_column(title, justify="left" if left else "right")
+    for each in computed:
+        count = len(each.differences)
+        says = "the same bits" if not count else f"{count} differ"
+        numbers = (str(each.merges), str(each.versions), str(each.unknown))
+        table.add_row(each.who, *numbers, says, each.final)
+    console.print()
+    console.print(table)
+    for each in computed:
+        for note in each.notes[:SHOWN_MAX]:
+            console.print(f"note: {each.who}: {note}", markup=False, highlight=False)
+        for difference in each.differences[:SHOWN_MAX]:
+            console.print(f"{each.who}: other bits: {difference}", markup=False, highlight=False)
 
 
 def _show_divergences(parted: list[Divergence], other: Path, console: Console) -> None:

@@ -309,6 +309,12 @@ class SyncerSettings(Settings):
     connection (10 s); raise it if the shared folder stalls for longer: then a healthy shard steps
     down, and its fragments rest for some seconds."""
 
+    record_payloads: bool = False
+    """Whether each shard keeps every contribution and whole copy that it has verified, in the run
+    folder, so that `ddiloco replay` can compute the run's weights again, bit for bit. That is the
+    uplink codec's size of all parameters (bf16: 2 bytes each) for every learner and period, for as
+    long as there is space; then it ends, and the run goes on."""
+
     pool_mib: int = Field(default=256, ge=1)
     """Memory for bodies on their way in and out of one shard, MiB, at least 1. A shard needs room
     for about learners × rounds in flight × the encoded size of a fragment."""

@@ -169,6 +169,13 @@ class CheckpointWritten:
     cut: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PayloadsEnded:
+    """A shard keeps no more bodies for a replay, and why."""
+
+    problem: str
+
+
 Sample = (
     LossMeasured
     | Evaluated
@@ -185,6 +192,7 @@ Sample = (
     | LinkState
     | BytesMoved
     | CheckpointWritten
+    | PayloadsEnded
 )
 
 

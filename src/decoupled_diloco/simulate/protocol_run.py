@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.tape import merge_tapes
 from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.simulate.bodies import NoBodies
@@ -100,11 +101,17 @@ class ProtocolRun:
         tape: Folder for the event tape; ``None``: none is written.
 
     Raises:
-        ConfigError: the workload's model, whose size is needed, cannot be built.
+        ConfigError: the workload's model, whose size is needed, cannot be built; or bodies are to
+            be kept.
     """
 
     def __init__(self, scenario: Scenario, tape: Path | None = None) -> None:
         config = scenario.config
+        if config.syncer.record_payloads:
+            raise ConfigError(
+                "syncer.record_payloads=true would be ignored, because without tensors there are "
+                "no bodies: leave --protocol-only out, or set it to false"
+            )
         self.scenario = scenario
         self.folder = tape
         self.tally = Tally()

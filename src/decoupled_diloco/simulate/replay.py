@@ -113,7 +113,7 @@ def replay_run(
     """
     reader = TapeReader(path)
     results = []
-    for who, records in _by_process(reader, until_seconds):
+    for who, records in by_process(reader, until_seconds):
         result = ProcessReplay(who)
         for record in records:
             result.lives += record.kind == "start"
@@ -130,8 +130,8 @@ def divergences(left: str | Path, right: str | Path) -> list[Divergence]:
     Raises:
         StorageError: There is no tape.
     """
-    ours = {who: list(map(_content, records)) for who, records in _by_process(TapeReader(left))}
-    theirs = {who: list(map(_content, records)) for who, records in _by_process(TapeReader(right))}
+    ours = {who: list(map(_content, records)) for who, records in by_process(TapeReader(left))}
+    theirs = {who: list(map(_content, records)) for who, records in by_process(TapeReader(right))}
     found = []
     for who in sorted(ours.keys() | theirs.keys()):
         pairs = zip_longest(ours.get(who, []), theirs.get(who, []))
@@ -142,17 +142,23 @@ def divergences(left: str | Path, right: str | Path) -> list[Divergence]:
     return found
 
 
-def _by_process(
-    records: Iterable[Record], until_seconds: float | None = None
+def by_process(
+    records: Iterable[Record], until_seconds: float | None = None, *, samples: bool = False
 ) -> Iterator[tuple[str, list[Record]]]:
-    """The records of each process that has a machine, samples left out, in order of names."""
+    """The records of each process that has a machine, in order of names.
+
+    Args:
+        records: Of all processes.
+        until_seconds: Only those of so many seconds after the first.
+        samples: Whether measurements are among them.
+    """
     mine: dict[str, list[Record]] = {}
     began: float | None = None
     for record in records:
         began = record.wall if began is None else began
         if until_seconds is not None and record.wall - began > until_seconds:
             break
-        if record.kind != "sample":
+        if samples or record.kind != "sample":
             mine.setdefault(record.who, []).append(record)
     for who in sorted(mine):
         header = mine[who][0].data.get("header", {}) if mine[who][0].kind == "start" else {}

@@ -239,6 +239,7 @@ class ShardProcess(Shell):
                     BodySpoiled(expected.learner, order.round, order.fragment, order.ask, wrong)
                 )
                 return
+            self.world.keep_body(self.shard, path, body)
             self.bodies_here[(order.round, expected.learner)] = body
             self.tell(
                 BodyArrived(
@@ -260,6 +261,7 @@ class ShardProcess(Shell):
             if wrong:
                 self.tell(CopySpoiled(*place, wrong))
             else:
+                self.world.keep_body(self.shard, path, body)
                 digest = self.bodies.receive_copy(order.fragment, body)
                 self.tell(CopyArrived(*place, digest))
 

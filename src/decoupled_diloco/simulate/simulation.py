@@ -12,7 +12,9 @@ simulation.close()           # tape.jsonl
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from decoupled_diloco.config.method import public_text
 from decoupled_diloco.errors import ConfigError, MergeError
 from decoupled_diloco.observe.samples import (
     CorpusDescribed,
+    PayloadsEnded,
     SampleGenerated,
     WeightsSaved,
     evaluation_of,
@@ -36,6 +39,8 @@ from decoupled_diloco.simulate.tapes import VirtualTapes
 from decoupled_diloco.simulate.tensors import TensorLearner, TensorShard
 from decoupled_diloco.simulate.training import VirtualRun, virtual_run
 from decoupled_diloco.simulate.world import World
+from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.result import RESULT, assemble, save_share
 from decoupled_diloco.workloads import Workload, load_workload
 from decoupled_diloco.workloads.gpt import GptWorkload
@@ -132,10 +137,30 @@ class Simulation:
         self.tapes = VirtualTapes(folder, self.world, settings, self.run.losses)
         self.script = Script(self.world, scenario, self.tapes.fault, self.tapes.fault_ended)
         self._watch = Clockwatch(self.world, self.script, scenario)
+        if config.syncer.record_payloads:
+            self._keep_bodies()
         if config.run.evaluator:
             process = self.world.learners[EVALUATOR]
             seconds = config.run.evaluate_every_seconds
             Evaluator(process, self.run.workload, self.tapes, seconds)
+
+    def _keep_bodies(self) -> None:
+        """Bodies are kept as by real shards; a disk that is full ends that, and is told."""
+        bodies, options = self.run.bodies, self.world.options
+
+        def ended(problem: str, who: str) -> None:
+            self.tapes.sample(PayloadsEnded(problem), who)
+
+        kept = []
+        for shard in self.world.shards:
+            tensors = ShardTensors(bodies.plan, options.owned(shard.shard))
+            on_end = partial(ended, who=shard.name)
+            payloads = Payloads(self.folder, shard.shard, tensors, on_end)
+            if self.world.weights_from_file:
+                initial = ((p, bodies.initial[p]) for p in tensors.owned)
+                deque(payloads.keep_file(initial), maxlen=0)
+            kept.append(payloads)
+        self.world.keep_body = lambda shard, path, body: kept[shard].keep(path, body.payload)
 
     @property
     def reason(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.simulate.bodies import Bodies, NoBodies
+from decoupled_diloco.simulate.bodies import Bodies, Body, NoBodies
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
@@ -125,6 +125,7 @@ class World:
         self.swaps = False
         self.recorders: list[Recorder] = [] if recorder is None else [recorder]
         self.watchers: list[Watcher] = []
+        self.keep_body: Callable[[int, str, Body], None] = lambda shard, path, body: None
         self.shared_links: dict[str, Link] = {}
         self.coordinator = CoordinatorProcess(self)
         self.shards = [ShardProcess(self, shard) for shard in range(options.shards)]

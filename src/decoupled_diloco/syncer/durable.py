@@ -195,7 +195,7 @@ class ShardDisk:
         state = {
             f"{fragment}.{name}": tensor
             for fragment, entry in self.tensors.fragments.items()
-            for name, tensor in _as_tensors(entry).items()
+            for name, tensor in as_tensors(entry).items()
         }
         metadata = {
             "identity": self.identity,
@@ -258,7 +258,7 @@ class ShardDisk:
         self.memory = json.loads(metadata.get("memory", "null"))
         found: dict[int, Durable] = {}
         for fragment, version in json.loads(metadata["versions"]).items():
-            entry = _from_tensors(self.tensors, int(fragment), state)
+            entry = from_tensors(self.tensors, int(fragment), state)
             self.tensors.fragments[int(fragment)] = entry
             found[int(fragment)] = Durable(Version.read(version), digest(entry.published))
         return found
@@ -323,14 +323,14 @@ class ShardDisk:
         return [path for path in found if path.suffix in wanted and path.stem.isdigit()]
 
 
-def _as_tensors(entry: FragmentTensors) -> dict[str, Tensor]:
+def as_tensors(entry: FragmentTensors) -> dict[str, Tensor]:
+    """A fragment's state by names."""
     outer = {f"outer.{name}": tensor for name, tensor in entry.outer.state_dict().items()}
     return {"master": entry.master, "published": entry.published, **outer}
 
 
-def _from_tensors(
-    tensors: ShardTensors, fragment: int, state: dict[str, Tensor]
-) -> FragmentTensors:
+def from_tensors(tensors: ShardTensors, fragment: int, state: dict[str, Tensor]) -> FragmentTensors:
+    """A fragment's state from a checkpoint's tensors."""
     prefix = f"{fragment}."
     mine = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
     outer = tensors.plan.outer(tensors.plan.fragments[fragment].numel)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
+from decoupled_diloco.merge import Body as TensorBody
 from decoupled_diloco.merge import as_bytes
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import effects as do
@@ -61,6 +62,7 @@ class Intake:
         in_worker: Runs tensor work.
         handle: Tells the machine.
         stopping: Whether the shard is ending, so that what fails now means nothing.
+        keep: Keeps each verified body under its path, in the worker.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Intake:
         in_worker: InWorker,
         handle: Handle,
         stopping: Callable[[], bool],
+        keep: Callable[[str, TensorBody], None] | None = None,
     ) -> None:
         self._tensors = tensors
         self._bodies = bodies
@@ -79,6 +82,7 @@ class Intake:
         self._in_worker = in_worker
         self._handle = handle
         self._stopping = stopping
+        self._keep = keep
         self._expected: dict[str, Expected] = {}
 
     def url(self, path: str) -> str:
@@ -135,6 +139,8 @@ class Intake:
         def verify(body: Body, message: say.Upload) -> None:
             nonlocal norm
             norm = self._tensors.verify(fragment, number, learner, body.buffer, message.digest)
+            if self._keep is not None:
+                self._keep(effect.path, body.buffer)
 
         try:
             message = await self._take(upload, announced, verify)
@@ -168,6 +174,8 @@ class Intake:
             digest = self._tensors.install(fragment, values_of(body.buffer, numel))
             if digest != message.digest:
                 raise ProtocolError(f"the digest is {digest}, {message.digest} was announced")
+            if self._keep is not None:
+                self._keep(effect.path, body.buffer)
 
         try:
             message = await self._take(upload, announced, install)

@@ -34,7 +34,7 @@ from decoupled_diloco.errors import (
     TransportError,
 )
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.observe.samples import BytesMoved
+from decoupled_diloco.observe.samples import BytesMoved, PayloadsEnded
 from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
@@ -47,6 +47,7 @@ from decoupled_diloco.syncer.durable import DURABLE, ShardDisk
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.intake import Intake, Offers
 from decoupled_diloco.syncer.link import CoordinatorLink
+from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
@@ -127,6 +128,7 @@ class Shard:
         self._layout: Layout | None = None
         self._tensors: ShardTensors | None = None
         self._disk: ShardDisk | None = None
+        self._payloads: Payloads | None = None
         self._admitted: say.ShardAdmitted | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -459,14 +461,11 @@ class Shard:
             logger.error("%s: nothing is merged until it can", error)
 
     async def _load_weights(self, tensors: ShardTensors) -> None:
-        path = self.config.sync.initial_weights
+        path, payloads = self.config.sync.initial_weights, self._payloads
         assert path is not None
-        digests = await self._in_worker(
-            lambda: tuple(
-                (p, tensors.install(p, values))
-                for p, values in initial_values(path, tensors.plan, tensors.owned)
-            )
-        )
+        values_of = initial_values(path, tensors.plan, tensors.owned)
+        kept = values_of if payloads is None else payloads.keep_file(values_of)
+        digests = await self._in_worker(lambda: tuple((p, tensors.install(p, v)) for p, v in kept))
         self._handle(fact.WeightsLoaded(digests))
 
     async def _hand_in_share(self, message: say.Swept) -> None:
@@ -510,6 +509,9 @@ class Shard:
     async def _recover(self, disk: ShardDisk, admitted: say.ShardAdmitted) -> None:
         """Reads the disk; then the machine hears of it, and that it may begin."""
         found = await self._in_worker(disk.recover)
+        if found and self._payloads is not None:
+            payloads = self._payloads
+            await self._in_worker(lambda: payloads.keep_recovered(admitted.term))
         for problem in disk.problems:
             logger.warning("%s", problem)
         copies = [fact.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
@@ -529,6 +531,14 @@ class Shard:
             identity = f"{identity_of(self._public)} {self._layout.fingerprint}"
             folder = self._folder / DURABLE / f"shard-{self.shard}"
             self._disk = ShardDisk(folder, identity, self._tensors, claim=self._tenure.number)
+        if self.config.syncer.record_payloads:
+            later = asyncio.get_running_loop().call_soon_threadsafe
+            self._payloads = Payloads(
+                self._folder,
+                self.shard,
+                self._tensors,
+                lambda problem: later(self._payloads_end, problem),
+            )
         self._intake = Intake(
             self._tensors,
             self._server.bodies,
@@ -536,7 +546,13 @@ class Shard:
             in_worker=self._in_worker,
             handle=self._handle,
             stopping=self._stopping.is_set,
+            keep=None if self._payloads is None else self._payloads.keep,
         )
+
+    def _payloads_end(self, problem: str) -> None:
+        logger.warning("recording payloads ends: %s", problem)
+        with contextlib.suppress(StorageError):  # a full disk was told of already
+            self._tape.sample(time.monotonic(), PayloadsEnded(problem))
 
 
 async def _first_message(channel: Channel) -> dict[str, object]:

@@ -1,0 +1,321 @@
+"""A run's weights, computed again from its tape and its payloads, and compared bit for bit.
+
+The orders on the tape are carried out once more on fresh `ShardTensors`, by the same code that
+carried them out in the run: each contribution that was folded is read from the payloads, each merge
+computed, and the digest of every published version compared with the one that everybody was told.
+A shard that was started again goes on from what is computed here; its disk's own state, which is
+among the payloads, must be the same, or takes its place where the tape's last half second went with
+the process that was killed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoupled_diloco.config.method import options_of, plan_of
+from decoupled_diloco.errors import MergeError, ProtocolError, StorageError
+from decoupled_diloco.merge import digest
+from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.samples import PayloadsEnded
+from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.simulate.replay import by_process
+from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.syncer.durable import as_tensors
+from decoupled_diloco.syncer.fragments import FragmentTensors, OuterStep, ShardTensors
+from decoupled_diloco.syncer.payloads import PAYLOADS, read_body, read_layout, read_recovered
+from decoupled_diloco.syncer.result import SHARES
+
+logger = logging.getLogger(__name__)
+
+STATES_KEPT = 4
+"""Of each fragment: a disk can be that far behind what was merged."""
+
+
+@dataclass
+class WeightsReplay:
+    """What has come out for one shard.
+
+    Attributes:
+        who: The shard.
+        versions: Published versions that were computed again.
+        merges: Merges among them.
+        unknown: Published versions that could not be: see the notes.
+        differences: Versions with other bits.
+        notes: What was missing, in words.
+        final: What the weights of the end are: ``"the same"``, ``"others"`` or ``"none"``.
+    """
+
+    who: str
+    versions: int = 0
+    merges: int = 0
+    unknown: int = 0
+    differences: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    final: str = "none"
+
+
+def has_payloads(run: Path) -> bool:
+    """Whether a run has kept its bodies."""
+    return (run / PAYLOADS).is_dir()
+
+
+def replay_weights(run: Path, until_seconds: float | None = None) -> list[WeightsReplay]:
+    """Computes the weights of every shard of a run again.
+
+    Args:
+        run: The run folder.
+        until_seconds: Only up to so many seconds after the run's first record.
+
+    Raises:
+        StorageError: There are no payloads, or something of them is torn.
+        ProtocolError: The tape is not of this version.
+    """
+    if not has_payloads(run):
+        raise StorageError(
+            f"{run / PAYLOADS} does not exist: only a run with syncer.record_payloads = true keeps "
+            "what its weights can be computed from"
+        )
+    lives: dict[int, list[list[Record]]] = {}
+    for _, records in by_process(TapeReader(run), until_seconds, samples=True):
+        header = records[0].data["header"]
+        if header["machine"] == "shard":
+            lives.setdefault(header["shard"], []).extend(_lives(records))
+    results = []
+    for number in sorted(lives):
+        shard = _Shard(run, number)
+        for life in sorted(lives[number], key=lambda records: records[0].wall):
+            for record in life:
+                shard.take(record)
+        shard.end(whole=until_seconds is None)
+        results.append(shard.result)
+    return results
+
+
+def _lives(records: list[Record]) -> list[list[Record]]:
+    """The records of each life; a shard's standby has lives of the same shard."""
+    lives: list[list[Record]] = []
+    for record in records:
+        if record.kind == "start":
+            lives.append([])
+        lives[-1].append(record)
+    return lives
+
+
+class _Shard:
+    """One shard's tensors, through all its lives."""
+
+    def __init__(self, run: Path, shard: int) -> None:
+        self.result = WeightsReplay(f"shard-{shard}")
+        self._run, self._shard = run, shard
+        self._folder = run / PAYLOADS / f"shard-{shard}"
+        self._layout = read_layout(self._folder)
+        self._states: dict[int, dict[Version, FragmentTensors]] = {}
+        self._seen: set[tuple[int, Version]] = set()
+        self._tensors: ShardTensors
+
+    def take(self, record: Record) -> None:
+        """One record of the tape, in order."""
+        if record.kind == "start":
+            self._begin(record.data["header"]["settings"])
+            return
+        value: Any = record.value()
+        match record.kind:
+            case "event":
+                self._event(value)
+            case "effect":
+                self._order(value)
+            case "sample" if isinstance(value, PayloadsEnded):
+                self.result.notes.append(f"recording ended: {value.problem}")
+
+    def _begin(self, settings: Mapping[str, Any]) -> None:
+        plan = plan_of(self._layout, settings)
+        owned = options_of(settings).owned(self._shard)
+        self._tensors = ShardTensors(plan, owned)
+        self._paths: dict[tuple[str, int, int], str] = {}
+        self._announced: dict[tuple[str, int, int], str] = {}
+        self._merging: dict[int, tuple[do.Merge, OuterStep]] = {}
+        self._lost_rounds: set[int] = set()
+        self._unknown: set[int] = set()
+        self._recovered: tuple[fact.DurableCopy, ...] = ()
+
+    # ---- what was told
+
+    def _event(self, event: Any) -> None:
+        match event:
+            case fact.Said(learner, say.Upload() as message):
+                self._announced[learner, message.round, message.ask] = message.digest
+            case fact.BodyArrived():
+                self._arrived(event)
+            case fact.CopyArrived(learner, fragment, attempt, text):
+                self._copied(fragment, self._paths[learner, fragment, attempt], text)
+            case fact.WeightsLoaded(digests):
+                for fragment, text in digests:
+                    self._copied(fragment, f"file/{fragment}", text)
+            case fact.Recovered(copies):
+                self._recovered = copies
+            case fact.TermGranted(admitted):
+                self._recover(admitted.term)
+            case fact.Merged(number, fragment, text):
+                self._merged(number, fragment, text)
+            case fact.MergeFailed(number):
+                self._merging.pop(number, None)
+
+    def _arrived(self, event: fact.BodyArrived) -> None:
+        key = (event.learner, event.round, event.ask)
+        body = read_body(self._folder, self._paths[key])
+        if body is None:
+            self._lose(event.round, f"{self._paths[key]} was not kept")
+            return
+        text = self._announced.get(key) or digest(body)
+        try:
+            self._tensors.verify(event.fragment, event.round, event.learner, body, text)
+        except (ProtocolError, MergeError) as error:
+            self._lose(event.round, f"{self._paths[key]}: {error}")
+
+    def _lose(self, number: int, problem: str) -> None:
+        if not self._lost_rounds:
+            self.result.notes.append(f"round {number} and what follows from it: {problem}")
+        self._lost_rounds.add(number)
+
+    def _copied(self, fragment: int, path: str, text: str) -> None:
+        body = read_body(self._folder, path)
+        if body is None:
+            self._forget(fragment, f"{path} was not kept")
+            return
+        numel = self._tensors.plan.fragments[fragment].numel
+        if self._tensors.install(fragment, values_of(body, numel)) != text:
+            self.result.differences.append(f"{path}: not what was installed as fragment {fragment}")
+        self._unknown.discard(fragment)
+
+    def _recover(self, term: int) -> None:
+        """The shard goes on from its disk: from what was computed here, and both must agree."""
+        kept = read_recovered(self._folder, term, self._tensors) or {}
+        for durable in self._recovered:
+            fragment, version = durable.fragment, durable.version
+            ours = self._states.get(fragment, {}).get(version)
+            if ours is not None and digest(ours.published) != durable.digest:
+                ours = None  # another merge took this version, and its record went with the process
+            theirs = kept.get(fragment)
+            if ours is not None and theirs is not None and not _same(ours, theirs):
+                self.result.differences.append(f"fragment {fragment}: the disk had other bits")
+            if ours is None and theirs is not None:
+                self.result.notes.append(
+                    f"version {version} of fragment {fragment} is taken from what the shard has "
+                    f"recovered in term {term}: its merge is not on the tape"
+                )
+            entry = ours or theirs
+            if entry is None:
+                self._forget(fragment, f"nothing leads to version {version}, which the disk had")
+            else:
+                self._tensors.fragments[fragment] = entry
+        self._recovered = ()
+
+    def _forget(self, fragment: int, problem: str) -> None:
+        self.result.notes.append(f"fragment {fragment} cannot be computed any more: {problem}")
+        self._tensors.fragments.pop(fragment, None)
+        self._unknown.add(fragment)
+
+    # ---- what was ordered
+
+    def _order(self, order: Any) -> None:
+        tensors = self._tensors
+        match order:
+            case do.Expect():
+                self._paths[order.learner, order.round, order.ask] = order.path
+            case do.ExpectCopy():
+                self._paths[order.learner, order.fragment, order.attempt] = order.path
+            case do.Fold(number, fragment, learner, steps, tokens, scale=scale):
+                if number not in self._lost_rounds:
+                    tensors.fold(fragment, number, learner, steps, tokens, scale)
+            case do.Drop(number, _, learner):
+                tensors.drop(number, learner)
+            case do.Abandon(number):
+                tensors.abandon(number)
+            case do.Merge():
+                self._merge(order)
+            case do.Install(fragment, version):
+                self._remember(fragment, version)
+            case do.Broadcast(say.Published() as message) | do.Send(_, say.Published() as message):
+                self._published(message)
+
+    def _merge(self, order: do.Merge) -> None:
+        if order.round in self._lost_rounds and order.fragment not in self._unknown:
+            self._forget(order.fragment, f"round {order.round} of it is lost")
+        if order.fragment in self._unknown:
+            self._tensors.abandon(order.round)
+            return
+        try:
+            step = self._tensors.prepare(order.fragment, order.round)
+        except MergeError:
+            return  # so it was in the run: the tape says so next
+        self._merging[order.round] = (order, step)
+        self._remember(order.fragment, order.version, step.after)
+
+    def _merged(self, number: int, fragment: int, text: str) -> None:
+        if number not in self._merging:
+            return
+        order, step = self._merging.pop(number)
+        self._tensors.commit(fragment, step)
+        self.result.merges += 1
+        if step.copy.digest != text:
+            self.result.differences.append(f"version {order.version} of fragment {fragment}")
+
+    def _remember(
+        self, fragment: int, version: Version, entry: FragmentTensors | None = None
+    ) -> None:
+        entry = entry or self._tensors.fragments.get(fragment)
+        if entry is not None:
+            states = self._states.setdefault(fragment, {})
+            states.pop(version, None)
+            states[version] = entry
+            while len(states) > STATES_KEPT:
+                del states[next(iter(states))]
+
+    def _published(self, message: say.Published) -> None:
+        place = (message.fragment, message.version)
+        if place in self._seen:
+            return
+        self._seen.add(place)
+        entry = self._tensors.fragments.get(message.fragment)
+        if entry is None:
+            self.result.unknown += 1
+            return
+        self.result.versions += 1
+        text = f"version {message.version} of fragment {message.fragment}"
+        if digest(entry.published) != message.digest and text not in self.result.differences:
+            self.result.differences.append(text)
+
+    # ---- the end
+
+    def end(self, *, whole: bool) -> None:
+        """Compares the last weights with those that the run has left."""
+        path = self._run / SHARES / f"shard-{self._shard}.safetensors"
+        if not whole or not path.exists():
+            return
+        theirs = load_weights(path)
+        ours = {f"fragment.{p}": e.published for p, e in self._tensors.fragments.items()}
+        same = theirs.keys() == ours.keys() and all(
+            torch.equal(theirs[name].view(torch.int32), ours[name].view(torch.int32))
+            for name in ours
+        )
+        self.result.final = "the same" if same else "others"
+
+
+def _same(left: FragmentTensors, right: FragmentTensors) -> bool:
+    ours, theirs = as_tensors(left), as_tensors(right)
+    return ours.keys() == theirs.keys() and all(map(_equal, ours.values(), theirs.values()))
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return digest(left) == digest(right)

@@ -1,0 +1,54 @@
+"""Real processes that keep their payloads: the run's weights follow from them, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.launch.local import LocalRun
+from decoupled_diloco.simulate.weights_replay import replay_weights
+from process.runs import config_of, health, local_run, records, send, wait, when
+from replay import assert_replays
+
+
+def running(run: LocalRun, name: str) -> bool:
+    """Whether a shard is at work."""
+    return health(run.addresses[int(name[-1])]).get("phase") == "running"
+
+
+@pytest.mark.parametrize("disk", ["kept", "lost", "none"])
+def test_weights_are_computed_again_whatever_befell_the_shards(tmp_path: Path, disk: str) -> None:
+    """Both shards are killed: with their disks, with disks that are lost, and with none."""
+    folder = tmp_path / "run"
+    config = config_of(
+        folder,
+        run={"learners": 2, "budget_steps": 400},
+        syncer={"shards": 2, "record_payloads": True, "durable": disk != "none"},
+        sync={"quorum": 2},
+    )
+
+    def script() -> Iterator[None]:
+        for name, share in (("shard-1", 0.05), ("shard-0", 0.1)):
+            yield from when(lambda share=share: run.used_budget() > share)
+            child = run.supervisor.children[name]
+            send(run, name, signal.SIGKILL)
+            yield from when(lambda child=child: not child.running)
+            if disk == "lost":
+                shutil.rmtree(folder / "durable" / name)
+            yield from when(lambda name=name: running(run, name))
+
+    with local_run(config) as run:
+        run.start()
+        outcome = wait(run, script())
+    assert outcome.finished, outcome.reason
+    for result in replay_weights(folder):
+        assert sum(r.kind == "start" for r in records(folder, result.who)) == 2
+        assert not result.differences
+        assert result.unknown == 0, result.notes
+        assert result.final == "the same"
+        assert result.versions > 20
+    assert_replays(folder)

@@ -1,0 +1,216 @@
+"""Weights from tape and payloads: every published version bit for bit, or it is said why not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.observe.samples import PayloadsEnded
+from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.simulate.protocol_run import ProtocolRun
+from decoupled_diloco.simulate.scenario import load_scenario
+from decoupled_diloco.simulate.simulation import Simulation
+from decoupled_diloco.simulate.weights_replay import WeightsReplay, replay_weights
+from decoupled_diloco.storage.weights import load_weights, save_weights
+
+RUN = """
+[run]
+budget_steps = 40
+evaluator = false
+
+[sync]
+fragments = 4
+period = 8
+overlap = 2
+quorum = 2
+
+[syncer]
+shards = 2
+record_payloads = true
+
+[workload]
+name = "paced"
+
+[workload.options]
+layers = 1
+width = 32
+heads = 2
+context = 16
+batch_size = 2
+corpus_bytes_max = 200_000
+warmup_steps = 0
+
+[[learners]]
+name = "near"
+count = 2
+variance = 0.1
+
+[[learners]]
+name = "far"
+step_seconds = 1.5
+variance = 0.1
+
+[[events]]
+at_seconds = 12.0
+kind = "kill"
+target = "shard-1"
+for_seconds = 3.0
+
+[[events]]
+at_step = 22
+kind = "kill"
+target = "learner-0"
+for_seconds = 6.0
+"""
+
+
+def simulated(folder: Path, text: str = RUN) -> Simulation:
+    """A scenario, simulated to its end in this process."""
+    folder.mkdir()
+    (folder / "story.toml").write_text(text)
+    simulation = Simulation(load_scenario(folder / "story.toml"), folder)
+    while simulation.advance():
+        pass
+    assert simulation.finished, simulation.reason
+    simulation.finish()
+    simulation.close()
+    return simulation
+
+
+class Answer(NamedTuple):
+    code: int
+    text: str
+
+
+def ddiloco(*arguments: str | Path) -> Answer:
+    """The command, in this process."""
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    return Answer(done.exit_code, done.output)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "kept"
+    simulated(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be spoilt."""
+    shutil.copytree(run, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def published(folder: Path) -> int:
+    """Versions that anybody was told of, by the tape."""
+    told = set()
+    for record in read_tape(folder):
+        message = record.data.get("message", {})
+        if record.kind == "effect" and message.get("type") == "Published":
+            told.add((message["fragment"], *message["version"].values()))
+    return len(told)
+
+
+def test_every_published_version_and_the_last_weights_are_the_same(run: Path) -> None:
+    """A shard dies on the way, and goes on from its disk."""
+    results = replay_weights(run)
+    assert [result.who for result in results] == ["shard-0", "shard-1"]
+    for result in results:
+        assert result.final == "the same"
+        assert (result.unknown, result.differences, result.notes) == (0, [], [])
+        assert result.merges >= 8
+    assert sum(result.versions for result in results) == published(run) > 20
+    lives = [r for r in read_tape(run) if r.who == "shard-1" and r.kind == "start"]
+    assert len(lives) == 2
+
+
+def test_the_command_says_so(run: Path) -> None:
+    done = ddiloco("replay", run)
+    assert done.code == 0, done.text
+    assert done.text.count("the same bits") == 2
+    assert "the same bits" not in ddiloco("replay", run, "--no-weights").text
+
+
+def test_until_computes_the_beginning(run: Path) -> None:
+    some, every = replay_weights(run, 15.0), replay_weights(run)
+    assert 0 < some[0].versions < every[0].versions
+    assert some[0].final == "none"
+    assert not some[0].differences
+
+
+def test_a_payload_with_another_bit_is_found(copied: Path) -> None:
+    (body,) = sorted((copied / "payloads/shard-0/up").glob("1/3/learner-0/*/*"))
+    content = bytearray(body.read_bytes())
+    content[5] ^= 1
+    body.write_bytes(content)
+    assert_found(replay_weights(copied), "contributions are not announced on a virtual tape")
+    assert ddiloco("replay", copied).code == 1
+
+
+def assert_found(results: list[WeightsReplay], why: str) -> None:
+    assert results[0].differences, why
+    assert "version 1." in results[0].differences[0]
+    assert not results[1].differences
+
+
+def test_last_weights_that_are_others_are_found(copied: Path) -> None:
+    path = copied / "checkpoints" / "shard-1.safetensors"
+    state = load_weights(path)
+    state["fragment.1"][0] += 1e-3
+    save_weights(path, state)
+    results = replay_weights(copied)
+    assert [result.final for result in results] == ["the same", "others"]
+    assert ddiloco("replay", copied).code == 1
+
+
+def test_a_body_that_was_not_kept_is_named_and_no_version_is_claimed(copied: Path) -> None:
+    (body,) = sorted((copied / "payloads/shard-0/up").glob("1/3/learner-0/*/*"))
+    body.unlink()
+    result = replay_weights(copied)[0]
+    assert result.unknown > 0
+    assert not result.differences
+    assert result.final == "others"
+    assert "/up/1/3/learner-0/" in result.notes[0]
+    assert "was not kept" in result.notes[0]
+
+
+def test_without_payloads_there_is_one_sentence(copied: Path) -> None:
+    shutil.rmtree(copied / "payloads")
+    with pytest.raises(StorageError, match=r"syncer\.record_payloads = true"):
+        replay_weights(copied)
+    done = ddiloco("replay", copied)
+    assert done.code == 0
+    assert "same bits" not in done.text
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter(range(10**9))
+
+    def usage(path: Path) -> shutil._ntuple_diskusage:
+        return shutil._ntuple_diskusage(10**12, 0, 10**12 if next(free) < 25 else 10**6)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    simulated(tmp_path / "full")
+    ends = [r.value() for r in read_tape(tmp_path / "full") if r.type == "PayloadsEnded"]
+    assert len(ends) == 2
+    assert isinstance(ends[0], PayloadsEnded)
+    assert "the journal may need" in ends[0].problem
+    for result in replay_weights(tmp_path / "full"):
+        assert result.unknown > 0
+        assert any(note.startswith("recording ended: ") for note in result.notes)
+        assert not result.differences
+
+
+def test_without_tensors_there_is_nothing_to_keep(tmp_path: Path) -> None:
+    (tmp_path / "story.toml").write_text(RUN)
+    with pytest.raises(ConfigError, match=r"syncer\.record_payloads=true would be ignored"):
+        ProtocolRun(load_scenario(tmp_path / "story.toml"))
