@@ -93,7 +93,7 @@ CORE = (
     Break(
         "a shard that starts again is given the term it had, and uses versions again",
         CoordinatorMachine,
-        "_shard_greeted",
+        "_new_process",
         "state.terms.get(shard, 0) + 1",
         "max(1, state.terms.get(shard, 0))",
     ),

@@ -199,10 +199,13 @@ def draw(seed: int, changes: Changes | None = None) -> Scenario:
 def _left(faults: Sequence[Fault], world: World, changes: Changes) -> list[Fault]:
     """The faults that are not taken away, nor the process that they would strike."""
     there = {"", *(process.name for process in world.processes)}
+    until = changes.faulty_seconds or float("inf")
     return [
         fault
         for number, fault in enumerate(faults)
-        if number not in changes.without_faults and {fault.process, fault.peer} <= there
+        if number not in changes.without_faults
+        and {fault.process, fault.peer} <= there
+        and fault.at < until
     ]
 
 
