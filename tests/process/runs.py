@@ -64,9 +64,9 @@ def config_file(folder: Path, **tables: Any) -> Path:
 
 
 @contextlib.contextmanager
-def local_run(config: RunConfig) -> Iterator[LocalRun]:
+def local_run(config: RunConfig, *, resume: bool = False) -> Iterator[LocalRun]:
     """A `LocalRun` that is closed in any case."""
-    run = LocalRun(config)
+    run = LocalRun(config, resume=resume)
     try:
         yield run
     finally:

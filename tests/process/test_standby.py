@@ -224,5 +224,27 @@ def test_a_shard_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:
     assert_replays(folder)
 
 
+def test_a_run_that_was_over_goes_on_with_its_standbys(tmp_path: Path) -> None:
+    """Whoever begins again is not told that there is nothing left to do."""
+    folder = tmp_path / "run"
+    for claim, budget_steps in ((1, 40), (2, 80)):
+        config = config_of(
+            folder,
+            run={"learners": 1, "budget_steps": budget_steps},
+            syncer={**STANDBYS, "shards": 1},
+        )
+        with local_run(config, resume=claim == 2) as run:
+            run.start()
+            outcome = wait(run)
+        assert outcome.finished, outcome.reason
+        assert {name: child.code for name, child in run.supervisor.children.items()} == {
+            "shard-0": 0,
+            "shard-0-standby": 0,
+            "learner-0": 0,
+        }
+        assert len(acting(folder, 0)) == claim, "one has acted all the time"
+    assert_replays(folder)
+
+
 class Enough(Exception):
     """The test has seen what it wanted; the run need not end."""

@@ -22,7 +22,7 @@ from decoupled_diloco.launch.secrets import read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved
 from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
-from decoupled_diloco.storage.claims import CLAIMS
+from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.syncer.result import assemble, read_layout
 from decoupled_diloco.workloads import load_workload
 
@@ -124,7 +124,7 @@ class LocalRun:
         joined = ",".join(self._told(self.addresses))
         local = tuple(map(on_this_machine, self.addresses))
         if config.syncer.standbys:
-            (self.path / CLAIMS).mkdir(exist_ok=True)
+            self._reopen_claims()
         for number, port in enumerate(ports):
             turn, shard = divmod(number, config.syncer.shards)
             arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(port)]
@@ -193,6 +193,14 @@ class LocalRun:
         if learners and all(name in down for name in learners):
             return f"no learner runs: {self.supervisor.last_words(learners[0])}"
         return None
+
+    def _reopen_claims(self) -> None:
+        """The claims of an earlier launch, whose processes are all gone, do not say it is over."""
+        claims, syncer = self.path / CLAIMS, self.config.syncer
+        claims.mkdir(exist_ok=True)
+        for shard in range(syncer.shards):
+            folder = claims / process_of(shard, standby=False)
+            ClaimStore(folder, "", syncer.lease_seconds, "launcher").reopen()
 
     def _processes_of(self, shard: int) -> list[Child]:
         """The processes that act for a shard in turns."""

@@ -208,7 +208,8 @@ class LeaseMachine:
     Args:
         nonce: Of this process.
         lease_seconds: How long a claim outlives its last renewal.
-        waits: Another process is meant to be first: it gets a lease's time to make its claim.
+        waits: Another process is meant to be first: it gets a lease's time to make its claim. For
+            a process that starts again while another one acts it makes no difference.
     """
 
     def __init__(self, nonce: str, lease_seconds: float, *, waits: bool) -> None:
@@ -289,10 +290,9 @@ class LeaseMachine:
         if state.seen is not None and standing.number < state.seen.number:
             return self._lost(now, standing.number, state.seen.number)
         self._told_of_trouble("")
-        came_after = state.seen is None and not self.waits
         if standing != state.seen:
             state.seen, state.changed_at = standing, now
-        if standing.condition == "finished" and not came_after:
+        if standing.condition == "finished":
             state.phase = "over"
             return [StandDown("the run is over")]
         why = self._free(asked_at, standing)
@@ -316,7 +316,7 @@ class LeaseMachine:
 
     def _free(self, asked_at: float, standing: Standing) -> str:
         """Why the next claim may be made; empty: it may not."""
-        if standing.condition == "released" or standing.condition == "finished":
+        if standing.condition == "released":
             return f"claim {standing.number} was given back"
         if standing.number == 0 and not self.waits:
             return "nobody has made a claim"

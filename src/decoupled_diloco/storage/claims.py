@@ -164,6 +164,16 @@ class ClaimStore:
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
+    def reopen(self) -> None:
+        """Takes back that the run is over; for when nobody acts, and it is to go on.
+
+        Raises:
+            StorageError: The storage cannot be read or written.
+        """
+        standing = self.look()
+        if standing.condition == "finished":
+            self.renew(standing.number, standing.renewals, "released")
+
     def _require_storage(self) -> None:
         """An empty mount point looks like a run that nobody has claimed anything of."""
         root = self.folder.parent

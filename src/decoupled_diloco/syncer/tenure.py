@@ -172,7 +172,11 @@ class Tenure:
                 self._on_lost(LeaseError(self._lost))
             case lease.StandDown(why):
                 self.run_over = True
-                logger.info("nothing to wait for (%s)", why)
+                logger.info(
+                    "nothing to wait for (%s): to go on with it, use --resume, or remove %s",
+                    why,
+                    self.store.folder,
+                )
                 self._settled.set()
             case Note(text, why):
                 logger.warning("%s: %s", text, why)

@@ -189,10 +189,10 @@ def test_a_claim_that_is_given_back_is_taken_at_once(
     assert kinds(standby.told(Looked(Standing(3, "a", 9, LEASE, condition)))) == [order]
 
 
-def test_a_plain_start_serves_a_run_that_is_over(first: Bench) -> None:
-    """Learners that come late are told the end."""
+def test_a_run_that_is_over_is_nobodys_to_go_on_with(first: Bench) -> None:
+    """Else a process that starts again late would keep the run's end from its launcher."""
     first.told(Tick(), 100.0)
-    assert kinds(first.told(Looked(Standing(3, "a", 9, LEASE, "finished")))) == [Claim]
+    assert kinds(first.told(Looked(Standing(3, "a", 9, LEASE, "finished")))) == [StandDown]
 
 
 def test_a_plain_start_that_has_waited_ends_with_the_run(first: Bench) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.lease import Standing
+from decoupled_diloco.protocol.lease import Condition, Standing
 from decoupled_diloco.storage.claims import ClaimStore, create_once, newest_number, numbered
 
 RACES = 100
@@ -137,3 +137,17 @@ def test_an_empty_mount_point_is_no_storage(store: ClaimStore) -> None:
         with pytest.raises(StorageError, match="mount the storage"):
             ask()
     assert not store.folder.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("finished", "released"), ("released", "released"), ("held", "held")]
+)
+def test_a_run_that_was_over_may_go_on(
+    store: ClaimStore, before: Condition, after: Condition
+) -> None:
+    store.reopen()
+    assert store.newest() == 0
+    assert store.claim(1)
+    store.renew(1, 5, before)
+    store.reopen()
+    assert store.look() == Standing(1, "me", 5, 5.0, after)
