@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,60 @@ from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.checkpoint import CheckpointFolder
 from decoupled_diloco.observe.tape import read_tape
-from integration.system import Model, System, Trainer, equal, parameters, training, until
+from integration.system import (
+    Model,
+    System,
+    Trainer,
+    equal,
+    free_ports,
+    parameters,
+    training,
+    until,
+)
 from replay import assert_replays
 
 Make = Callable[..., System]
 ALONE = {"sync": {"quorum": 2}, "run": {"budget_steps": 1000}}
 """Nothing is ever merged, since the second learner does not come."""
+
+
+class Thread(threading.Thread):
+    """A function in a thread; its result or error."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self.work, self.found, self.error = work, None, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.found = self.work()
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> Any:
+        self.join(60)
+        if self.error is not None:
+            raise self.error
+        return self.found
+
+
+@contextmanager
+def stepping(loop: Loop) -> Iterator[None]:
+    """The loop goes on in a thread of its own meanwhile."""
+    stop = threading.Event()
+
+    def go_on() -> None:
+        while not (stop.is_set() or loop.dead):
+            loop.steps(1)
+            time.sleep(0.01)
+
+    thread = Thread(go_on)
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.result()
 
 
 class Position:
@@ -39,6 +91,7 @@ class Loop:
     """One life of a learner that keeps itself: real steps of AdamW, a position in the data."""
 
     def __init__(self, system: System, folder: Path, seed: int = 0, **options: Any) -> None:
+        self.dead = False
         self.model = Model(seed)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=0.01)
@@ -191,7 +244,8 @@ def test_a_checkpoint_of_another_run_is_not_used(make: Make, tmp_path: Path) -> 
         assert second.learner.steps == 0
         second.learner.close()
         (how,) = recovered(other)
-        assert (how["way"], how["why"]) == ("published", "its checkpoint is of another run")
+        assert how["way"] == "published"
+        assert how["why"] == "its checkpoint is of another run: the run has only begun"
     finally:
         other.close()
 
@@ -289,3 +343,83 @@ def test_who_goes_is_dismissed_at_once_where_nothing_can_be_merged(make: Make) -
     assert not learner.hand_in(600.0), "it does not wait for a second learner"
     assert not learner.step(tokens=8), "who has handed in is done"
     learner.close()
+
+
+@pytest.mark.parametrize("listen", [None, "127.0.0.1:0"])
+def test_who_begins_with_nothing_takes_the_optimizer_of_a_healthy_learner(
+    make: Make, tmp_path: Path, listen: str | None
+) -> None:
+    system = make(run={"budget_steps": 100_000}, token="secret")
+    system.start()
+    options = {"donate": ("optimizer", "data"), "listen": listen, "token": "secret"}
+    donor = Loop(system, tmp_path / "donor", **options)
+    donor.steps(5)
+    with stepping(donor):
+        joiner = Loop(system, tmp_path / "joiner", seed=1, name="learner-1", **options)
+        moments = joiner.optimizer.state_dict()["state"]
+        assert moments, "it has the donor's moments"
+        assert joiner.position.batches >= 5
+        assert all(float(each["step"]) == joiner.position.batches for each in moments.values())
+        joiner.steps(2)
+        joiner.learner.close()
+    assert not donor.learner._background._donations._parcels, "the copy is not kept"
+    donor.learner.close()
+    (how,) = recovered(system, "learner-1")
+    assert (how["way"], how["donor"]) == ("donor", "learner-0")
+    assert how["why"] == ("by a relay" if listen is None else "from itself")
+    assert how["nbytes"] > 0
+    system.stop()
+    assert_replays(system.folder)
+
+
+def test_a_donor_that_is_out_of_reach_is_relayed(make: Make, tmp_path: Path) -> None:
+    system = make(run={"budget_steps": 100_000})
+    system.start()
+    donor = Loop(system, tmp_path, listen="127.0.0.1:0")
+    donor.learner._background._donations._listen = _nowhere  # type: ignore[method-assign]
+    donor.steps(3)
+    with stepping(donor):
+        joiner = Loop(system, tmp_path, name="learner-1")
+        joiner.learner.close()
+    donor.learner.close()
+    (how,) = recovered(system, "learner-1")
+    assert (how["way"], how["why"]) == ("donor", "by a relay")
+
+
+async def _nowhere() -> str:
+    return f"http://127.0.0.1:{free_ports(1)[0]}"
+
+
+def test_a_donor_that_dies_while_it_gives_is_replaced(make: Make, tmp_path: Path) -> None:
+    system = make(run={"budget_steps": 100_000})
+    system.start()
+    first, second = Loop(system, tmp_path), Loop(system, tmp_path, name="learner-1")
+    first.learner._background._donations._deliver = _never  # type: ignore[method-assign]
+    first.steps(3)
+    second.steps(3)
+    with stepping(first), stepping(second):
+        joining = Thread(lambda: Loop(system, tmp_path, name="learner-2"))
+        until(lambda: first.learner._background._donations._parcels, "the first is asked")
+        first.dead = True
+        first.die()
+        joiner = joining.result()
+        joiner.learner.close()
+    second.learner.close()
+    (how,) = recovered(system, "learner-2")
+    assert (how["way"], how["donor"]) == ("donor", "learner-1")
+
+
+async def _never(order: object) -> None:
+    await asyncio.sleep(3600)
+
+
+def test_who_finds_no_donor_begins_afresh(make: Make, tmp_path: Path) -> None:
+    system = make(run={"budget_steps": 100_000})
+    system.start()
+    with training(Trainer(system, "learner-0")):
+        until(lambda: system.rounds() > 3, "the run is under way")
+        joiner = Loop(system, tmp_path, name="learner-1")
+        assert not joiner.optimizer.state_dict()["state"]
+        joiner.learner.close()
+    (how,) = recovered(system, "learner-1")
+    assert how["way"] == "published"

@@ -373,6 +373,11 @@ class LearnerSettings(Settings):
     `RUN/learners`, 0 and up; 0: never, and one that is started again begins its data anew. A step
     waits for a copy in memory alone; the disk gets 16 bytes a parameter each time with AdamW."""
 
+    listen: str = ""
+    """Where other learners fetch this one's optimizer state if they begin without a checkpoint,
+    "host:port"; port 0: any free one. Default: nowhere, a shard relays it, which takes the syncer's
+    bandwidth twice."""
+
     hand_in_seconds: float = Field(default=10.0, ge=0)
     """How long a learner that is told to go (SIGTERM) waits for what it has trained to be taken, 0
     and up; 0: it goes at once. The notice of a cloud's preemption leaves 30 to 120 seconds."""

@@ -226,6 +226,8 @@ def run_learner(
     workload = load_workload(config.workload.name, config.workload_options())
     model = workload.model()
     optimizer = workload.optimizer(model)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # what is kept of it, and put back, is a scheduled rate
     name = config.learner_ids[index]
     position = Position()
     every_seconds = config.learner.checkpoint_every_seconds
@@ -240,10 +242,14 @@ def run_learner(
         checkpoint=folder / "learners" if every_seconds else None,
         checkpoint_every_seconds=every_seconds,
         hand_in_seconds=config.learner.hand_in_seconds,
+        donate=("optimizer", "data"),
+        listen=config.learner.listen or None,
         give_up_seconds=config.learner.give_up_seconds,
         tape=folder / "tape" / f"{name}.jsonl",
     ) as learner:
         _require_same_work(learner.settings, read_public(public_text(config)))
+        if learner.epoch == 1:
+            position.batches = 0  # a donor's position is for who has lost its own
         logger.info("%s begins at batch %d of its data", name, position.batches)
         termination.at_boundary()
         train(
@@ -276,11 +282,10 @@ def train(
     termination: Termination,
 ) -> None:
     """The training loop of the built-in workloads; ends at a boundary when told to go."""
-    rates = [group["lr"] for group in optimizer.param_groups]
     for batch in workload.batches(part, parts, position.batches):
         factor = workload.schedule(learner.global_step)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
         loss = workload.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from decoupled_diloco.launch import local, roles, supervisor
-from decoupled_diloco.learner import background, joining
+from decoupled_diloco.learner import background, donations, joining
 from decoupled_diloco.learner import learner as learner_process
 from decoupled_diloco.observe import writer
 from decoupled_diloco.observe.chronicle import Chronicle
 from decoupled_diloco.observe.chronicle_data import Member, ShardLog
 from decoupled_diloco.protocol import (
+    donating,
     grace,
     learner_copies,
     lease,
@@ -418,6 +419,30 @@ def _recovery() -> list[Interval]:
             "waits for the word of a shard that is out of reach",
             _s(recovery.SHARD_PATIENCE_SECONDS),
             ("protocol.recovery.SHARD_PATIENCE_SECONDS",),
+        ),
+        row(
+            "donor's copy",
+            "is waited for, and a little longer by who asks",
+            _s(donating.OFFER_SECONDS),
+            ("protocol.donating.OFFER_SECONDS",),
+        ),
+        row(
+            "donor's next chunk",
+            f"or another donor, {donating.DONORS_MAX} in all, then a fresh optimizer",
+            _s(donating.STALL_SECONDS),
+            ("protocol.donating.STALL_SECONDS", "protocol.donating.DONORS_MAX"),
+        ),
+        row(
+            "relayed chunk",
+            "is tried again",
+            _s(donations.AGAIN_SECONDS),
+            ("learner.donations.AGAIN_SECONDS",),
+        ),
+        row(
+            "donor out of reach",
+            "is relayed after so many attempts in a row",
+            str(donations.DIRECT_TRIES_MAX),
+            ("learner.donations.DIRECT_TRIES_MAX",),
         ),
         row(
             "last checkpoint",

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.config.method import (
-    Public,
     blend_alpha_of,
     options_of,
     plan_of,
@@ -39,10 +38,12 @@ from decoupled_diloco.errors import (
     TransportError,
 )
 from decoupled_diloco.learner.checks import layout_text
+from decoupled_diloco.learner.donations import Donations, Surroundings
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.joining import Coordinations, CoordinatorLink, Identity
-from decoupled_diloco.learner.keeper import Keeper
+from decoupled_diloco.learner.keeper import Keeper, tell_recovery
 from decoupled_diloco.learner.plan import StepPlan
+from decoupled_diloco.learner.shared import Shared, Unrecorded
 from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
@@ -52,6 +53,13 @@ from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.donation import (
+    CopyState,
+    DropState,
+    FetchState,
+    ForgetState,
+    RelayState,
+)
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.transport.backoff import Backoff
@@ -62,7 +70,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TO_LEARNER = get_args(say.ToLearner)
 
-_OF_THE_BOUNDARY = (do.Snapshot, do.Apply, do.Hold, do.Release, do.EndTraining)
+_OF_THE_BOUNDARY = (do.Snapshot, do.Apply, do.Hold, do.Release, do.EndTraining, CopyState)
 
 FETCHES_PER_SHARD = 4
 """Copies on their way from or to one shard at once: a joiner with many fragments takes them in
@@ -70,27 +78,6 @@ turn, each over as many connections as the link rewards, in bounded memory."""
 
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
-
-
-class Unrecorded:
-    """A recorder that records nothing."""
-
-    def __init__(self, machine: LearnerMachine) -> None:
-        self._machine = machine
-
-    def handle(self, now: float, event: fact.LearnerEvent) -> list[do.LearnerEffect]:
-        """The machine's answer."""
-        return self._machine.handle(now, event)
-
-
-@dataclass
-class Shared:
-    """What the trainer and the background share, once the run has let this process in."""
-
-    machine: LearnerMachine
-    tensors: LearnerTensors
-    public: Public
-    recorder: Recorder[Any, Any] | Unrecorded
 
 
 class Background:
@@ -104,6 +91,7 @@ class Background:
         tape: Where events go, or ``None``.
         give_up_seconds: After so long without any shard, give up; ``None``: never.
         keeper: A learner's own checkpoint; ``None`` for observers.
+        donations: What a learner gives to others and takes from them.
 
     Attributes:
         restoring: The learner goes on from its own checkpoint, which the trainer puts back.
@@ -120,8 +108,10 @@ class Background:
         tape: Callable[[dict[str, Any]], TapeWriter] | None,
         give_up_seconds: float | None,
         keeper: Keeper | None = None,
+        donations: Donations | None = None,
     ) -> None:
         self.keeper = keeper
+        self._donations = donations or Donations({})
         self.restoring = False
         self.run_id = ""
         self.identity = identity
@@ -179,10 +169,14 @@ class Background:
             effects = shared.recorder.handle(time.monotonic(), event)
             plan = StepPlan.of(effects)
             shared.tensors.carry_out(plan)
+            copies = [effect for effect in effects if isinstance(effect, CopyState)]
             for effect in effects:
                 if not isinstance(effect, _OF_THE_BOUNDARY):
                     self._enqueue(shared, effect)
             pending = bool(self._queue)
+        for order in copies:
+            self._donations.copy(order)
+            self._in_loop(partial(self._spawn_quietly, self._donations.serve(order)))
         if pending:
             self._in_loop(lambda: self._guarded(self._drain))
         return plan
@@ -307,24 +301,14 @@ class Background:
                 self._fail(ProtocolError(reason))
             case do.Note(text, why):
                 logger.info("%s: %s (%s)", self.identity.name, text, why)
+            case RelayState() | ForgetState() | FetchState() | DropState():
+                self._donations.carry_out(effect, self.identity.name)
             case do.Recovered():
-                self._tell_recovery(effect)
+                tell_recovery(self.identity.name, effect)
             case do.Relabel() | do.RunOver() | do.Release() | do.Hold() | do.EndTraining():
                 pass  # the machine's state says it; the trainer was notified
-            case do.Snapshot() | do.Apply():
+            case do.Snapshot() | do.Apply() | CopyState():
                 raise AssertionError("only a step boundary orders this")
-
-    def _tell_recovery(self, recovered: do.Recovered) -> None:
-        count = recovered.kept + recovered.overwritten
-        logger.info(
-            "%s begins after %.1f s from %s: own progress goes on in %d of %d fragments (%s)",
-            self.identity.name,
-            recovered.seconds,
-            recovered.way,
-            recovered.kept,
-            count,
-            recovered.why,
-        )
 
     def _say(self, shard: int, message: say.FromLearner | say.Hello) -> None:
         channel = self._channels.get(shard)
@@ -355,6 +339,7 @@ class Background:
         if self._stop_asked.is_set():
             return
         self._client = self._make_client()
+        self._donations.enter(self._surroundings(self._client))
         stopped = self._loop.create_task(self._stop.wait())
         try:
             joining = self._loop.create_task(self._coordinator.join(self._client))
@@ -375,12 +360,22 @@ class Background:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._donations.close()
             await self._client.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _surroundings(self, client: Client) -> Surroundings:
+        return Surroundings(
+            self._told, self._spawn, self._in_worker, lambda: client, lambda: self._shards[0]
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
+
+    def _spawn_quietly(self, work: Coroutine[Any, Any, None]) -> None:
+        self._spawn(work)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -456,13 +451,14 @@ class Background:
     def _begin(self, shared: Shared, keeper: Keeper) -> None:
         """Tells the machine what this process begins with."""
         numels = tuple(part.numel for part in shared.tensors.plan.fragments)
+        gives = self._donations.wanted
         problem = keeper.fits(self.run_id, numels)
         checkpoint = keeper.loaded
         if problem or checkpoint is None:
             if checkpoint is not None:
                 logger.warning("%s: %s: it is not used", self.identity.name, problem)
             keeper.forget()
-            self._told(fact.Began(why=problem))
+            self._told(fact.Began(why=problem, seeks_donor=gives, gives=gives))
             return
         self.restoring = True
         shared.tensors.published = [held.published for held in checkpoint.fragments]
@@ -471,7 +467,7 @@ class Background:
             for index, held in enumerate(checkpoint.fragments)
         )
         why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
-        self._told(fact.Began(fragments, why))
+        self._told(fact.Began(fragments, why, gives=gives))
 
     # ---- shards
 

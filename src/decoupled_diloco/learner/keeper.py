@@ -27,6 +27,7 @@ from decoupled_diloco.learner.checkpoint import (
 )
 from decoupled_diloco.merge import digest
 from decoupled_diloco.observe.samples import CheckpointWritten, Sample
+from decoupled_diloco.protocol.effects import Recovered
 from decoupled_diloco.storage.states import on_host, pack
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,21 @@ class Keeper:
         self.counted = Counted(checkpoint.steps, checkpoint.tokens, checkpoint.discarded_tokens)
         self.forget()
 
+    def adopt(self, donor: str, state: Mapping[str, Any]) -> None:
+        """Takes what a donor has given, as far as this learner has objects of these names.
+
+        Raises:
+            ConfigError: Something of it does not fit.
+        """
+        for name in sorted(state.keys() & self._stateful.keys()):
+            try:
+                self._stateful[name].load_state_dict(state[name])
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"the {name} of {donor} does not fit this learner's ({error}): build the same "
+                    "in every learner, or leave it out of donate="
+                ) from error
+
     @property
     def _place(self) -> Path | None:
         return None if self.folder is None else self.folder.path
@@ -230,6 +246,19 @@ def all_stateful(
     if OPTIMIZER in objects:
         raise ConfigError(f"stateful has {OPTIMIZER!r}: give the inner optimizer as optimizer=")
     return objects if optimizer is None else {OPTIMIZER: optimizer, **objects}
+
+
+def tell_recovery(learner: str, recovered: Recovered) -> None:
+    """Logs how a learner has come by its state."""
+    logger.info(
+        "%s begins after %.1f s from %s: own progress goes on in %d of %d fragments (%s)",
+        learner,
+        recovered.seconds,
+        recovered.donor or recovered.way,
+        recovered.kept,
+        recovered.kept + recovered.overwritten,
+        recovered.why,
+    )
 
 
 def _require_stateful(name: str, thing: Any) -> None:

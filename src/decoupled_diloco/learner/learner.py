@@ -13,9 +13,6 @@ learner.close()
 from __future__ import annotations
 
 import logging
-import os
-import re
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +25,16 @@ import torch
 
 from decoupled_diloco.config.addresses import alternatives
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.background import Background, Shared
-from decoupled_diloco.learner.checkpoint import CheckpointFolder, LearnerCheckpoint
+from decoupled_diloco.learner.background import Background
+from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
+from decoupled_diloco.learner.donations import Donations
 from decoupled_diloco.learner.joining import Identity
 from decoupled_diloco.learner.keeper import Counted, Keeper, all_stateful, held_fragment
+from decoupled_diloco.learner.parts import default_id, donations_of, keeper_of, open_tape
+from decoupled_diloco.learner.shared import Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
-from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol.coordinator import LEARNER_ID
 from decoupled_diloco.protocol.events import Paused, StepFinished, ToldToGo
 from decoupled_diloco.protocol.leaving import handed_in
@@ -67,6 +66,7 @@ class _Participant:
         tape: str | Path | None,
         client: Callable[[], Client] | None,
         keeper: Keeper | None = None,
+        donations: Donations | None = None,
     ) -> None:
         if not LEARNER_ID.fullmatch(name):
             raise ConfigError(
@@ -88,9 +88,10 @@ class _Participant:
             addresses,
             store,
             client=client or (lambda: HttpClient(token=token)),
-            tape=None if tape is None else lambda header: _open_tape(Path(tape), name, header),
+            tape=None if tape is None else lambda header: open_tape(Path(tape), name, header),
             give_up_seconds=give_up_seconds,
             keeper=keeper,
+            donations=donations,
         )
         self._background.start()
         try:
@@ -205,6 +206,11 @@ class Learner(_Participant):
             objects are put back, and fragments that the run has moved on from are overwritten.
         checkpoint_every_seconds: How often one is taken, at the end of a `step`: so call that last
             in the loop. The step waits for the copy to host memory alone. 0: only in `close`.
+        donate: What this learner gives to one that begins without a checkpoint, and takes if it is
+            such a one itself: ``"optimizer"`` and names of ``stateful`` objects that are not each
+            learner's own. Empty: nothing.
+        listen: ``"host:port"`` at which other learners reach this one, to fetch what it gives
+            straight from it; port 0: any. Default: a shard relays it.
         hand_in_seconds: How long `close` waits, if the run goes on without this learner, for what
             is trained and not merged yet to be taken. Default: 0, it is thrown away.
         store: How to read and write the parameters; default: `ModuleStore(model)`.
@@ -231,6 +237,8 @@ class Learner(_Participant):
         checkpoint: str | Path | None = None,
         checkpoint_every_seconds: float = 60.0,
         hand_in_seconds: float = 0.0,
+        donate: Sequence[str] = ("optimizer",),
+        listen: str | None = None,
         after_apply: Callable[[tuple[int, ...]], None] | None = None,
         give_up_seconds: float | None = None,
         tape: str | Path | None = None,
@@ -246,10 +254,12 @@ class Learner(_Participant):
             refuse_what_is_not_finite(model)
         self._after_apply = after_apply
         self._hand_in_seconds = hand_in_seconds
-        self._keeper = _keeper(
+        objects = all_stateful(optimizer, stateful)
+        self._donations = donations_of(objects, donate, stateful or {}, listen)
+        self._keeper = keeper_of(
             learner_id,
             model,
-            all_stateful(optimizer, stateful),
+            objects,
             checkpoint,
             checkpoint_every_seconds,
         )
@@ -263,6 +273,7 @@ class Learner(_Participant):
             tape=tape,
             client=client,
             keeper=self._keeper,
+            donations=self._donations,
         )
 
     def _begin(self) -> None:
@@ -270,6 +281,9 @@ class Learner(_Participant):
         restoring = self._background.restoring
         if restoring:
             self._keeper.restore()
+        elif self._donations.taken is not None:
+            self._keeper.adopt("the donor", self._donations.taken)
+            self._donations.taken = None
         applied = self._background.tell(Paused()).applied
         if restoring and self._after_apply is not None:
             self._after_apply(applied)
@@ -517,7 +531,7 @@ class Observer(_Participant):
         super().__init__(
             ModuleStore(model),
             syncer,
-            name=name or f"observer-{_default_id()}",
+            name=name or f"observer-{default_id()}",
             role="observer",
             token=token,
             give_up_seconds=give_up_seconds,
@@ -554,33 +568,3 @@ class Observer(_Participant):
     def close(self) -> None:
         """Ends the observation."""
         self._leave("")
-
-
-def _open_tape(path: Path, name: str, header: dict[str, Any]) -> TapeWriter:
-    """The tape; a full disk ends it, and nothing else."""
-    return TapeWriter(path, name, header, on_failure=lambda error: logger.error("%s", error))
-
-
-def _keeper(
-    learner_id: str | None,
-    model: torch.nn.Module,
-    stateful: Mapping[str, Any],
-    checkpoint: str | Path | None,
-    every_seconds: float,
-) -> Keeper:
-    if not 0 <= every_seconds < float("inf"):
-        raise ConfigError(f"checkpoint_every_seconds={every_seconds}: 0 or more")
-    if checkpoint is None:
-        return Keeper(learner_id or _default_id(), model, stateful, None, 0.0)
-    if learner_id is None:
-        raise ConfigError(
-            "checkpoint= without learner_id=: give this learner a name that stays the same when it "
-            "is started again"
-        )
-    folder = CheckpointFolder(Path(checkpoint) / learner_id)
-    return Keeper(learner_id, model, stateful, folder, every_seconds)
-
-
-def _default_id() -> str:
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "host"
-    return f"{host[:40]}-{os.getpid()}"

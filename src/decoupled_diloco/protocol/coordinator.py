@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
+from decoupled_diloco.protocol.donors import Donors
 from decoupled_diloco.protocol.effects import (
     Admit,
     AdmitShard,
@@ -24,7 +25,6 @@ from decoupled_diloco.protocol.effects import (
     CoordinatorEffect,
     Deny,
     DenyShard,
-    Inform,
     Note,
     Order,
     Persist,
@@ -41,17 +41,21 @@ from decoupled_diloco.protocol.events import (
 )
 from decoupled_diloco.protocol.messages import (
     Begin,
+    ChunkTaken,
     DonorWanted,
     EndOrdered,
     FinishOrdered,
     FromMember,
     FromShard,
-    NoDonor,
     Progress,
+    RelayWanted,
     SeedFailed,
     SeedNamed,
     ShardReady,
+    StateDeclined,
+    StateOffered,
     Swept,
+    Trains,
 )
 from decoupled_diloco.protocol.options import Options
 
@@ -108,6 +112,7 @@ class CoordinatorMachine:
         self.options = options
         self.weights_from_file = weights_from_file
         self.state = CoordinatorState()
+        self.donors = Donors()
         self._present_shards: set[int] = set()
 
     def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
@@ -153,6 +158,7 @@ class CoordinatorMachine:
         for name, enrolled in self.state.learners.items():
             self.state.learners[name] = replace(enrolled, present=False)
         self._present_shards.clear()
+        self.donors = Donors()
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
@@ -213,8 +219,19 @@ class CoordinatorMachine:
             return []  # another process bears this id by now
         match message:
             case DonorWanted():
-                reason = "nobody here gives state away"
-                return [Inform(learner, NoDonor(reason), reason)]
+                present = {name: each.present for name, each in self.state.learners.items()}
+                clock = max(self.state.clocks.values(), default=0)
+                return self.donors.wanted(learner, message, present, clock)
+            case StateOffered():
+                return self.donors.offered(learner, message)
+            case StateDeclined(joiner, attempt, reason):
+                return self.donors.declined(learner, joiner, attempt, reason)
+            case RelayWanted(attempt):
+                return self.donors.relay_wanted(learner, attempt)
+            case ChunkTaken(attempt, chunk):
+                return self.donors.chunk_taken(learner, attempt, chunk)
+            case Trains(gives):
+                return self.donors.trains(learner, gives=gives)
             case _:
                 assert_never(message)
 
@@ -224,11 +241,12 @@ class CoordinatorMachine:
         if known is None or known.nonce != nonce:
             return []
         state.learners[learner] = replace(known, present=False)
+        effects = self.donors.gone(learner)
         if state.phase != "seeding" or state.seed != learner:
-            return []
+            return effects
         state.phase, state.seed = "gathering", ""
         note = Note(f"{learner}, the seed of the initial weights, is gone", "its connection broke")
-        return [note, *self._name_seed()]
+        return [*effects, note, *self._name_seed()]
 
     # ---- begin
 

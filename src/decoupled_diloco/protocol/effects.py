@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from decoupled_diloco.protocol.donation import (
+    CloseRelay,
+    CopyState,
+    DropState,
+    FetchState,
+    ForgetState,
+    OpenRelay,
+    RelayOn,
+    RelayState,
+)
 from decoupled_diloco.protocol.messages import (
     FromLearner,
     FromMember,
@@ -463,6 +473,11 @@ LearnerEffect = (
     | Release
     | Ready
     | Recovered
+    | CopyState
+    | RelayState
+    | ForgetState
+    | FetchState
+    | DropState
     | EndTraining
     | RunOver
     | Expelled
@@ -547,5 +562,16 @@ class Persist:
 
 
 CoordinatorEffect = (
-    Admit | Deny | Inform | AdoptLayout | AdmitShard | DenyShard | Order | Persist | Note
+    Admit
+    | Deny
+    | Inform
+    | OpenRelay
+    | RelayOn
+    | CloseRelay
+    | AdoptLayout
+    | AdmitShard
+    | DenyShard
+    | Order
+    | Persist
+    | Note
 )

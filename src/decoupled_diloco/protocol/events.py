@@ -334,16 +334,70 @@ class Began:
     """The run has let this process in; told before anything else.
 
     ``kept``: what its own checkpoint has, every fragment; empty: it has none. ``why``: where that
-    comes from, or why there is none, in words.
+    comes from, or why there is none, in words. ``seeks_donor``: then it would take the optimizer's
+    state from a healthy learner. ``gives``: it gives its own to others.
     """
 
     kept: tuple[KeptFragment, ...] = ()
     why: str = ""
+    seeks_donor: bool = False
+    gives: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopied:
+    """A copy of this learner's state is on the host, cut into chunks; see `StateOffered`."""
+
+    learner: str
+    attempt: int
+    head_nbytes: int
+    nbytes: int
+    digest: str
+    address: str
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateNotCopied:
+    """This learner's state could not be copied, or not be delivered to the relay."""
+
+    learner: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkArrived:
+    """A chunk of the donor's state is here, its digest verified, and all before it."""
+
+    attempt: int
+    chunk: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateArrived:
+    """The donor's state is here, whole."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateFailed:
+    """The donor's state cannot be had this way."""
+
+    attempt: int
+    reason: str
 
 
 LearnerEvent = (
     Tick
     | Began
+    | StateCopied
+    | StateNotCopied
+    | ChunkArrived
+    | StateArrived
+    | StateFailed
     | StepFinished
     | Paused
     | ToldToGo

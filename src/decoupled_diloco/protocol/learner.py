@@ -16,7 +16,7 @@ import copy
 from dataclasses import replace
 from typing import Literal, assert_never
 
-from decoupled_diloco.protocol import leaving, recovery
+from decoupled_diloco.protocol import donating, leaving, recovery
 from decoupled_diloco.protocol.effects import (
     NOTHING_NEW,
     Apply,
@@ -34,6 +34,7 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import (
     Began,
+    ChunkArrived,
     CoordinatorLinked,
     CoordinatorTold,
     CoordinatorUnlinked,
@@ -43,6 +44,10 @@ from decoupled_diloco.protocol.events import (
     LearnerEvent,
     Linked,
     Paused,
+    StateArrived,
+    StateCopied,
+    StateFailed,
+    StateNotCopied,
     StepFinished,
     Tick,
     Told,
@@ -58,6 +63,8 @@ from decoupled_diloco.protocol.messages import (
     CopyWanted,
     Decline,
     Dismissed,
+    DonorLost,
+    DonorNamed,
     Ending,
     Finished,
     Hello,
@@ -67,8 +74,11 @@ from decoupled_diloco.protocol.messages import (
     Published,
     Pull,
     Refusal,
+    RelayOpened,
     Role,
     Shifted,
+    StateUnwanted,
+    StateWanted,
     StepReport,
     ToLearner,
     ToMember,
@@ -120,7 +130,8 @@ class LearnerMachine:
     def _dispatch(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
         match event:
             case Tick():
-                return retry(self.state, self.options, now)
+                effects = retry(self.state, self.options, now)
+                return effects + donating.patience_over(self.state, now)
             case Began():
                 return recovery.began(self.state, now, event)
             case StepFinished(tokens):
@@ -139,10 +150,22 @@ class LearnerMachine:
                 return effects + self._over_if_done()
             case Told(shard, message):
                 return self._told(now, shard, message)
-            case CoordinatorLinked() | CoordinatorUnlinked():
+            case CoordinatorLinked():
+                return donating.asked_again(self.state, now)
+            case CoordinatorUnlinked():
                 return []
             case CoordinatorTold(message):
-                return self._coordinator_told(message)
+                return self._coordinator_told(now, message)
+            case StateCopied():
+                return donating.copied(self.state, event)
+            case StateNotCopied():
+                return donating.not_copied(self.state, event)
+            case ChunkArrived():
+                return donating.chunk_arrived(self.state, now, event)
+            case StateArrived(attempt):
+                return donating.state_arrived(self.state, attempt)
+            case StateFailed(attempt, reason):
+                return donating.state_failed(self.state, now, attempt, reason)
             case Fetched(fragment, version):
                 return fetched(self.state, self.options, fragment, version)
             case FetchFailed(fragment, version, reason):
@@ -210,6 +233,8 @@ class LearnerMachine:
         for shard, link in enumerate(state.shards):
             if link.linked and link.offset is not None and self.role == "learner":
                 effects.append(Say(shard, report, "a step is finished"))
+        if state.givings:
+            effects += donating.at_boundary(state, now)
         return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
@@ -353,10 +378,21 @@ class LearnerMachine:
         decline = Decline(pull.round, index, pull.ask, nothing_new, reason)
         return [Say(self.options.owner(index), decline, reason)]
 
-    def _coordinator_told(self, message: ToMember) -> list[LearnerEffect]:
+    def _coordinator_told(self, now: float, message: ToMember) -> list[LearnerEffect]:
+        state = self.state
         match message:
-            case NoDonor(reason):
-                return [Note("it begins with a fresh optimizer", reason)]
+            case NoDonor():
+                return donating.no_donor(state, message)
+            case DonorNamed():
+                return donating.named(state, now, message)
+            case DonorLost():
+                return donating.donor_lost(state, now, message)
+            case StateWanted():
+                return donating.wanted(state, now, message)
+            case StateUnwanted():
+                return donating.unwanted(state, message)
+            case RelayOpened():
+                return donating.relay_opened(state, now, message)
             case _:
                 assert_never(message)
 
@@ -444,7 +480,8 @@ class LearnerMachine:
                 return self._outcome(message)
             case Published():
                 self._hear_clock(now, link, message.clock)
-                return published(self.state, self.options, message)
+                effects = published(self.state, self.options, message)
+                return effects if self.state.ready else effects + donating.look(self.state, now)
             case Shifted(by):
                 if link.offset is not None:
                     link.offset += by

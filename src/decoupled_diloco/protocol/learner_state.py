@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from decoupled_diloco.protocol.grace import MovingAverage
-from decoupled_diloco.protocol.messages import Published, Pull, Version
+from decoupled_diloco.protocol.messages import DonorNamed, Holding, Published, Pull, Version
 from decoupled_diloco.protocol.options import Alignment
 
 
@@ -91,6 +92,33 @@ class Recovery:
     why: str = ""
     from_checkpoint: bool = False
     patient_until: float | None = None
+    search: Search | None = None
+    gives: bool = False
+
+
+@dataclass(slots=True)
+class Search:
+    """The search for a donor; over when ``phase`` is ``found`` or ``given up``.
+
+    ``until``: how long the present phase may last; ``relayed``: the copy comes by a shard.
+    """
+
+    phase: Literal["waiting", "asking", "copying", "found", "given up"] = "waiting"
+    attempt: int = 0
+    until: float | None = None
+    named: DonorNamed | None = None
+    relayed: bool = False
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Giving:
+    """A learner that this one's state is for, once the versions are seen; ``until``: or never."""
+
+    attempt: int
+    seen: tuple[Holding, ...]
+    until: float
+    copied: bool = False
 
 
 @dataclass(slots=True)
@@ -99,7 +127,7 @@ class LearnerState:
 
     ``attention``: fragments for which a boundary may bring something: a staged copy, a pull.
     ``retrying``: fragments of which a copy may have to be asked for again. ``leaving``: why this
-    learner is about to go.
+    learner is about to go. ``givings``: to whom this learner gives its optimizer's state.
     """
 
     fragments: list[FragmentView]
@@ -118,6 +146,7 @@ class LearnerState:
     retrying: set[int] = field(default_factory=set)
     recovery: Recovery | None = None
     leaving: str = ""
+    givings: dict[str, Giving] = field(default_factory=dict)
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""

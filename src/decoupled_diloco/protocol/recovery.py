@@ -14,9 +14,10 @@ Functions of the learner's state.
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import LearnerEffect, Ready, Recovered
+from decoupled_diloco.protocol.effects import LearnerEffect, Ready, Recovered, TellCoordinator
 from decoupled_diloco.protocol.events import Began, KeptFragment
-from decoupled_diloco.protocol.learner_state import LearnerState, Recovery
+from decoupled_diloco.protocol.learner_state import LearnerState, Recovery, Search
+from decoupled_diloco.protocol.messages import Trains
 from decoupled_diloco.protocol.options import Options
 
 SHARD_PATIENCE_SECONDS = 10.0
@@ -27,6 +28,9 @@ then it trains on from what it has, as one would that loses a shard on the way."
 def began(state: LearnerState, now: float, event: Began) -> list[LearnerEffect]:
     """This process was let in; perhaps its own checkpoint is there."""
     state.recovery = Recovery(now, event.why, bool(event.kept))
+    state.recovery.gives = event.gives
+    if event.seeks_donor and not event.kept:
+        state.recovery.search = Search()
     if event.kept:
         state.recovery.patient_until = now + SHARD_PATIENCE_SECONDS
     for own in event.kept:
@@ -38,7 +42,12 @@ def began(state: LearnerState, now: float, event: Began) -> list[LearnerEffect]:
 
 def deadline(state: LearnerState) -> float | None:
     """When to look again, though nothing has happened."""
-    return None if state.recovery is None else state.recovery.patient_until
+    recovery = state.recovery
+    if recovery is None:
+        return None
+    search = None if recovery.search is None else recovery.search.until
+    instants = [instant for instant in (recovery.patient_until, search) if instant is not None]
+    return min(instants, default=None)
 
 
 def ready_if_complete(state: LearnerState, options: Options, now: float) -> list[LearnerEffect]:
@@ -51,9 +60,17 @@ def ready_if_complete(state: LearnerState, options: Options, now: float) -> list
         return []
     if recovery is not None and recovery.from_checkpoint and not _is_current(state, options):
         return []
+    search = None if recovery is None else recovery.search
+    if search is not None and search.phase not in ("found", "given up"):
+        return []
     state.ready = True
     ready = Ready("every fragment is here")
-    return [ready] if recovery is None else [_recovered(state, recovery, now), ready]
+    if recovery is None:
+        return [ready]
+    effects: list[LearnerEffect] = [_recovered(state, recovery, now), ready]
+    if recovery.gives or recovery.search is not None:
+        effects.append(TellCoordinator(Trains(recovery.gives), "it has begun to train"))
+    return effects
 
 
 def kept(state: LearnerState) -> tuple[KeptFragment, ...]:
@@ -86,4 +103,10 @@ def _recovered(state: LearnerState, recovery: Recovery, now: float) -> Recovered
     if recovery.from_checkpoint:
         overwritten = len(state.fragments) - kept
         return Recovered("checkpoint", seconds, kept, overwritten, recovery.why)
+    search = recovery.search
+    if search is not None and search.phase == "found":
+        named = search.named
+        assert named is not None
+        how = "by a relay" if search.relayed else "from itself"
+        return Recovered("donor", seconds, 0, len(state.fragments), how, named.donor, named.nbytes)
     return Recovered("published", seconds, 0, len(state.fragments), recovery.why)

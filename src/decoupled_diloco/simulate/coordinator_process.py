@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
+from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.effects import (
     Admit,
     AdmitShard,
@@ -143,6 +144,8 @@ class CoordinatorProcess(Shell):
                 connection.close(self)
             case Order(shard, message):
                 self._order(shard, message)
+            case OpenRelay() | RelayOn() | CloseRelay():
+                pass  # a virtual chunk passes whenever both ends are alive
             case AdoptLayout() | Note():
                 pass
 

@@ -153,6 +153,7 @@ def draw(seed: int, changes: Changes | None = None) -> Scenario:
         disk_lost=choices.fork("disks").pick([0.0, 0.3, 1.0]),
         checkpoints=choices.fork("checkpoints").pick([0.0, 0.05, 0.5]),
         checkpoint_lost=choices.fork("checkpoint lost").pick([0.0, 0.3]),
+        donors=choices.fork("donors").pick([0.0, 1.0]),
         preempted=choices.fork("preempted").pick([0.0, 0.5]),
     )
     from_file = choices.chance(0.2)

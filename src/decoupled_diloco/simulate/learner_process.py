@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, assert_never
 
+from decoupled_diloco.protocol.donation import (
+    CopyState,
+    DropState,
+    FetchState,
+    ForgetState,
+    RelayState,
+)
 from decoupled_diloco.protocol.effects import (
     Apply,
     EndTraining,
@@ -55,6 +62,7 @@ from decoupled_diloco.protocol.messages import (
     Upload,
 )
 from decoupled_diloco.simulate.bodies import Body, LearnerBodies
+from decoupled_diloco.simulate.donations import VirtualDonations
 from decoupled_diloco.simulate.learner_disk import LearnerDisk
 from decoupled_diloco.simulate.network import Connection, Link
 from decoupled_diloco.simulate.shell import REDIAL_SECONDS, Shell
@@ -116,6 +124,7 @@ class LearnerProcess(Shell):
         self.joined = self.stepping = self.stopped = self.held = False
         self.epoch = 0
         self.disk = LearnerDisk(self)
+        self.donations = VirtualDonations(self)
         self.patience: float | None = None
 
     @property
@@ -169,7 +178,9 @@ class LearnerProcess(Shell):
         self.machine = LearnerMachine(options, self.name, epoch, nonce, self.spec.role)
         self.bodies = self.world.bodies.learner(self.name, epoch, self.spec.tokens_per_step)
         if not self.is_observer:
-            self.tell(Began(self.disk.recover()))
+            self.donations.begin()
+            seeks = self.choices.fork("donor").chance(self.world.donors)
+            self.tell(Began(self.disk.recover(), seeks_donor=seeks, gives=True))
         for shard in range(options.shards):
             self._dial(shard)
 
@@ -291,6 +302,8 @@ class LearnerProcess(Shell):
             case Expelled(reason):
                 self.expelled = reason
                 self.world.expelled(self, reason)
+            case CopyState() | RelayState() | ForgetState() | FetchState() | DropState():
+                self.donations.carry_out(effect)
             case Recovered() | Note():
                 pass
             case _:

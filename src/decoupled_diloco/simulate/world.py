@@ -52,6 +52,7 @@ class Mishaps:
         disk_lost: that a shard that starts again finds its disk empty.
         checkpoints: that a learner's checkpoint is on its disk, at each of its steps.
         checkpoint_lost: that a learner that starts again finds none.
+        donors: that a learner without a checkpoint looks for a donor of its optimizer's state.
         preempted: that a learner that is struck down is told before, and hands in what it has.
     """
 
@@ -65,6 +66,7 @@ class Mishaps:
     checkpoints: float = 0.0
     checkpoint_lost: float = 0.0
     preempted: float = 0.0
+    donors: float = 0.0
 
 
 class World:
@@ -118,7 +120,7 @@ class World:
         self.poison = mishaps.poison
         self.disk_lies, self.disk_lost = mishaps.disk_lies, mishaps.disk_lost
         self.checkpoints, self.checkpoint_lost = mishaps.checkpoints, mishaps.checkpoint_lost
-        self.preempted = mishaps.preempted
+        self.preempted, self.donors = mishaps.preempted, mishaps.donors
         self.events = 0
         self.shards_finished = 0
         self.may_restart: Callable[[Shell], bool] = lambda process: True

@@ -37,6 +37,7 @@ from decoupled_diloco.observe.tape import Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
+from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.events import (
     CoordinatorEvent,
     JoinAsked,
@@ -48,8 +49,9 @@ from decoupled_diloco.protocol.events import (
 )
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, newest_state
+from decoupled_diloco.syncer.relay import Relay
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
-from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.base import BodyStore, Channel
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class CoordinatorHost:
         addresses: Where learners reach the shards, in order.
         folder: The run folder; the state is kept here.
         tape: Makes the tape of its events, given what a replay needs to know of this life.
+        bodies: Where the process of shard 0 takes bodies in and offers them: for relays.
         spawn: Runs a coroutine in the process's loop; should it fail, the process ends.
         tenure: The claim by which this process acts.
 
@@ -92,6 +95,7 @@ class CoordinatorHost:
         folder: Path,
         tape: Callable[[Mapping[str, Any]], TapeWriter],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        bodies: BodyStore,
         tenure: Tenure | Unchallenged = UNCHALLENGED,
     ) -> None:
         self._settings = public_text(config)
@@ -108,6 +112,7 @@ class CoordinatorHost:
         self.tape = tape(header | {"settings": self._public})
         self._recorder = Recorder(self.machine, self.tape)
         self._spawn = spawn
+        self._relay = Relay(bodies, spawn)
         self._orders: deque[do.CoordinatorEffect] = deque()
         self._persisting = False
         self._shards: dict[int, ShardLink] = {}
@@ -280,6 +285,12 @@ class CoordinatorHost:
                 self._answer(connection, say.JoinRefused(reason, retry))
             case do.Inform(learner, message):
                 self._inform(learner, message)
+            case OpenRelay(_, donor, _, path, head_nbytes, nbytes):
+                self._relay.open(path, donor, head_nbytes, nbytes)
+            case RelayOn(path, chunk):
+                self._relay.taken(path, chunk)
+            case CloseRelay(path, why):
+                self._relay.close(path, why)
             case do.AdoptLayout():
                 for link in self._shards.values():
                     link(say.LayoutSet(self._layout_text()))

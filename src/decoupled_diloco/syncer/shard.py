@@ -113,7 +113,15 @@ class Shard:
         self.machine = SyncerMachine(options_of(self._public), shard)
         self._recorder = Recorder(self.machine, tape)
         self._host = (
-            CoordinatorHost(config, addresses, folder, coordinator_tape, self._spawn, tenure)
+            CoordinatorHost(
+                config,
+                addresses,
+                folder,
+                coordinator_tape,
+                self._spawn,
+                self._server.bodies,
+                tenure,
+            )
             if coordinator_tape is not None
             else None
         )

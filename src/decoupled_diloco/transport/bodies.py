@@ -66,7 +66,7 @@ class Bodies:
     def offer(self, path: str, body: memoryview, digest: str) -> str:
         """See `BodyStore.offer`."""
         self._offers[_key(path)] = Offer(body.cast("B"), digest)
-        return _url(path)
+        return body_url(path)
 
     def withdraw(self, path: str) -> None:
         """See `BodyStore.withdraw`."""
@@ -79,7 +79,7 @@ class Bodies:
         key = _key(path)
         assert key not in self._uploads, f"an upload to {path!r} is expected already"
         self._gone.pop(("PUT", key), None)
-        upload = BodyUpload(self, key, _url(path), nbytes, principal)
+        upload = BodyUpload(self, key, body_url(path), nbytes, principal)
         self._uploads[key] = upload
         return upload
 
@@ -380,5 +380,6 @@ def _key(path: str) -> str:
     return quote(path.strip("/"))
 
 
-def _url(path: str) -> str:
+def body_url(path: str) -> str:
+    """The relative URL of a path that is offered or expected."""
     return PREFIX + _key(path)

@@ -57,6 +57,7 @@ class HttpClient:
         congestion: Congestion control asked for on sockets that send bodies over a long link;
             None keeps the kernel's default.
         trusted: Further addresses (`http://host:port`) that may see the token.
+        principal: Whose requests they are where nothing was connected to before.
         rng: Source of jitter; inject a seeded one to repeat a run.
     """
 
@@ -67,10 +68,12 @@ class HttpClient:
         limits: Limits | None = None,
         congestion: str | None = BBR,
         trusted: Iterable[str] = (),
+        principal: str = "",
         rng: random.Random | None = None,
     ) -> None:
         self.stats = Stats()
         self._token = token
+        self._principal = principal
         self._limits = limits or Limits()
         self._congestion = congestion
         self._rng = rng or random.Random()
@@ -176,7 +179,7 @@ class HttpClient:
         principal = self._principals.get(origin)
         if principal is None and self._base is not None:
             principal = self._principals[self._base]
-        headers = {"X-Principal": principal or ""}
+        headers = {"X-Principal": principal or self._principal}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         return headers

@@ -1,0 +1,97 @@
+"""The parts that a participant is made of, from the arguments of its constructor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoupled_diloco.config.run import PORT_MAX
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.checkpoint import OPTIMIZER, CheckpointFolder
+from decoupled_diloco.learner.donations import Donations
+from decoupled_diloco.learner.keeper import Keeper
+from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.http import HttpServer
+from decoupled_diloco.transport.tokens import Tokens
+
+logger = logging.getLogger(__name__)
+
+
+def open_tape(path: Path, name: str, header: dict[str, Any]) -> TapeWriter:
+    """The tape; a full disk ends it, and nothing else."""
+    return TapeWriter(path, name, header, on_failure=lambda error: logger.error("%s", error))
+
+
+def keeper_of(
+    learner_id: str | None,
+    model: torch.nn.Module,
+    stateful: Mapping[str, Any],
+    checkpoint: str | Path | None,
+    every_seconds: float,
+) -> Keeper:
+    """What takes the checkpoints of a `Learner`.
+
+    Raises:
+        ConfigError: The arguments do not go together, or a state cannot be kept.
+        StorageError: The checkpoints cannot be read.
+    """
+    if not 0 <= every_seconds < float("inf"):
+        raise ConfigError(f"checkpoint_every_seconds={every_seconds}: 0 or more")
+    if checkpoint is None:
+        return Keeper(learner_id or default_id(), model, stateful, None, 0.0)
+    if learner_id is None:
+        raise ConfigError(
+            "checkpoint= without learner_id=: give this learner a name that stays the same when it "
+            "is started again"
+        )
+    folder = CheckpointFolder(Path(checkpoint) / learner_id)
+    return Keeper(learner_id, model, stateful, folder, every_seconds)
+
+
+def donations_of(
+    objects: Mapping[str, Any],
+    donate: Sequence[str],
+    stateful: Mapping[str, Any],
+    listen: str | None,
+) -> Donations:
+    """What a `Learner` gives and takes.
+
+    Raises:
+        ConfigError: Nothing has one of the names, or the address is none.
+    """
+    known = {OPTIMIZER, *stateful}
+    unknown = [name for name in donate if name not in known]
+    if unknown:
+        raise ConfigError(f"donate has {unknown[0]!r}, which is none of {', '.join(sorted(known))}")
+    given = {name: objects[name] for name in donate if name in objects}
+    if listen is None:
+        return Donations(given)
+    host, colon, port = listen.rpartition(":")
+    if not (colon and host and port.isdigit() and int(port) <= PORT_MAX):
+        raise ConfigError(f"listen={listen!r} is no address: write it as 'host:port'")
+    return Donations(given, lambda key: _server(host.strip("[]"), int(port), key))
+
+
+def _server(host: str, port: int, key: str) -> HttpServer:
+    """What serves this learner's state; it holds no conversations."""
+
+    async def refuse(channel: Channel) -> None:
+        await channel.close("a learner is no shard: dial the syncer")
+
+    return HttpServer(
+        host=host, port=port, tokens=Tokens(key), on_channel=refuse, pool_bytes=1 << 20
+    )
+
+
+def default_id() -> str:
+    """A name of this process: host and process id."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "host"
+    return f"{host[:40]}-{os.getpid()}"

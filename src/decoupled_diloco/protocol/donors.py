@@ -1,0 +1,168 @@
+"""Who gives its optimizer's state to a learner that begins with none (rule 16): the coordinator's.
+
+```
+         DonorWanted            StateOffered              RelayWanted, or no address
+ (joiner) ────────▶ asking donor ─────────▶ named ──────────────▶ relayed
+                       │  StateDeclined, donor gone │                │
+                       └──────────▶ DonorLost: the joiner asks again ◀┘     Trains: over
+```
+Nothing of it is durable: a coordinator that starts again is asked again. The joiner's patience
+bounds everything; a donor's training loop is never waited for, nor waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
+from decoupled_diloco.protocol.effects import CoordinatorEffect, Inform
+from decoupled_diloco.protocol.messages import (
+    DonorLost,
+    DonorNamed,
+    DonorWanted,
+    NoDonor,
+    RelayOpened,
+    StateOffered,
+    StateUnwanted,
+    StateWanted,
+)
+
+
+@dataclass(slots=True)
+class Donation:
+    """One learner's way to a state; ``path``: of its relay, if there is one."""
+
+    donor: str
+    attempt: int
+    offered: StateOffered | None = None
+    path: str = ""
+
+
+@dataclass(slots=True)
+class Donors:
+    """Who trains, and who is being given what; ``relays`` counts them, for names of their own."""
+
+    training: set[str] = field(default_factory=set)
+    donations: dict[str, Donation] = field(default_factory=dict)
+    relays: int = 0
+
+    def wanted(
+        self, joiner: str, message: DonorWanted, present: Mapping[str, bool], clock: int
+    ) -> list[CoordinatorEffect]:
+        """A learner asks for a donor: the first by name that is present and gives to nobody."""
+        effects = self._over(joiner, "it asks anew")
+        if clock == 0:
+            return [*effects, _none(joiner, message.attempt, "the run has only begun")]
+        busy = {donation.donor for donation in self.donations.values()}
+        others = [n for n in sorted(self.training - {joiner}) if present.get(n)]
+        free = [n for n in others if n not in message.refused and n not in busy]
+        if not free:
+            reason = "no other learner is there that trains" if not others else "nobody is left"
+            return [*effects, _none(joiner, message.attempt, reason)]
+        self.donations[joiner] = Donation(free[0], message.attempt)
+        request = StateWanted(joiner, message.attempt, message.seen)
+        return [*effects, Inform(free[0], request, f"{joiner} begins with nothing")]
+
+    def offered(self, donor: str, message: StateOffered) -> list[CoordinatorEffect]:
+        """A donor's copy is ready."""
+        donation = self._of(donor, message.learner, message.attempt)
+        if donation is None:
+            unwanted = StateUnwanted(message.learner, message.attempt)
+            return [Inform(donor, unwanted, "it is not waited for any more")]
+        donation.offered = message
+        named = DonorNamed(
+            donor,
+            message.attempt,
+            message.head_nbytes,
+            message.nbytes,
+            message.digest,
+            message.address,
+            message.key,
+        )
+        effects: list[CoordinatorEffect] = [Inform(message.learner, named, "its copy is ready")]
+        if not message.address:
+            effects += self._open_relay(message.learner, donation, "its donor does not listen")
+        return effects
+
+    def declined(
+        self, donor: str, joiner: str, attempt: int, reason: str
+    ) -> list[CoordinatorEffect]:
+        """A donor cannot."""
+        if self._of(donor, joiner, attempt) is None:
+            return []
+        lost = Inform(joiner, DonorLost(donor, attempt, reason), reason)
+        return [*self._over(joiner, reason, tell_donor=False), lost]
+
+    def relay_wanted(self, joiner: str, attempt: int) -> list[CoordinatorEffect]:
+        """The donor is out of the learner's reach."""
+        donation = self.donations.get(joiner)
+        if donation is None or donation.attempt != attempt or donation.offered is None:
+            reason = "it is not known here: ask again"
+            return [Inform(joiner, DonorLost("", attempt, reason), reason)]
+        if donation.path:
+            return []
+        return self._open_relay(joiner, donation, "it cannot reach its donor")
+
+    def chunk_taken(self, joiner: str, attempt: int, chunk: int) -> list[CoordinatorEffect]:
+        """There is room in the relay again."""
+        donation = self.donations.get(joiner)
+        if donation is None or donation.attempt != attempt or not donation.path:
+            return []
+        return [RelayOn(donation.path, chunk, f"{joiner} has it")]
+
+    def trains(self, learner: str, *, gives: bool) -> list[CoordinatorEffect]:
+        """A learner has begun to train: it needs no donor, and may be one."""
+        if gives:
+            self.training.add(learner)
+        return self._over(learner, f"{learner} trains")
+
+    def gone(self, learner: str) -> list[CoordinatorEffect]:
+        """A learner is gone: as one that is given to, or as one that gives."""
+        self.training.discard(learner)
+        effects = self._over(learner, f"{learner} is gone")
+        for joiner, donation in list(self.donations.items()):
+            if donation.donor == learner:
+                effects += self.declined(learner, joiner, donation.attempt, f"{learner} is gone")
+        return effects
+
+    def _of(self, donor: str, joiner: str, attempt: int) -> Donation | None:
+        donation = self.donations.get(joiner)
+        mine = donation is not None and (donation.donor, donation.attempt) == (donor, attempt)
+        return donation if mine else None
+
+    def _open_relay(self, joiner: str, donation: Donation, why: str) -> list[CoordinatorEffect]:
+        offered = donation.offered
+        assert offered is not None
+        self.relays += 1
+        donation.path = f"/relay/{joiner}/{donation.donor}/{self.relays}"
+        opened = RelayOpened(joiner, donation.attempt, donation.path)
+        return [
+            OpenRelay(
+                joiner,
+                donation.donor,
+                donation.attempt,
+                donation.path,
+                offered.head_nbytes,
+                offered.nbytes,
+                why,
+            ),
+            Inform(donation.donor, opened, why),
+            Inform(joiner, opened, why),
+        ]
+
+    def _over(self, joiner: str, why: str, *, tell_donor: bool = True) -> list[CoordinatorEffect]:
+        donation = self.donations.pop(joiner, None)
+        if donation is None:
+            return []
+        effects: list[CoordinatorEffect] = []
+        if donation.path:
+            effects.append(CloseRelay(donation.path, why))
+        if tell_donor:
+            unwanted = StateUnwanted(joiner, donation.attempt)
+            effects.append(Inform(donation.donor, unwanted, why))
+        return effects
+
+
+def _none(joiner: str, attempt: int, reason: str) -> CoordinatorEffect:
+    return Inform(joiner, NoDonor(reason, attempt), reason)
