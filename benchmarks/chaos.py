@@ -48,15 +48,17 @@ def main() -> None:
             away.setdefault(outage.who.partition("-")[0], []).append(outage.seconds)
     result = {
         "faults": sum(faults.values()),
-        "seconds between faults": history.duration / sum(faults.values()),
+        "seconds between faults": round(history.duration / sum(faults.values()), 1),
         "uptime": numbers["uptime"],
-        "longest moment without a step, seconds": numbers["longest_without_a_step_seconds"],
+        "longest moment without a step, seconds": round(
+            numbers["longest_without_a_step_seconds"], 2
+        ),
         "steps lost by survivors": sum(numbers["lost_steps"].values()),
-        "longest gap of a survivor, in median steps": numbers["longest_gap_medians"],
-        "accepted tokens over a fault-free run's": numbers["accepted_ratio"],
-        "least share of its eligible rounds": min(numbers["participation"].values()),
+        "longest gap of a survivor, in median steps": round(numbers["longest_gap_medians"], 2),
+        "accepted tokens over a fault-free run's": round(numbers["accepted_ratio"], 4),
+        "least share of its eligible rounds": round(min(numbers["participation"].values()), 4),
         "replayed events": numbers["replayed_events"],
-        "kept": {check["name"]: check["kept"] for check in verdict["checks"]},
+        "promises kept": "; ".join(c["name"] for c in verdict["checks"] if c["kept"]),
         "seconds away": {who: spread(each) for who, each in away.items()},
     }
     keep(

@@ -148,7 +148,7 @@ def main() -> None:
     parts = sum(value for part, value in ledger.items() if part != "trained")
     result = {
         **{check["name"]: f"{check['measured']}" for check in raw["checks"]},
-        "kept": [check["name"] for check in raw["checks"] if check["kept"]],
+        "promises kept": "; ".join(c["name"] for c in raw["checks"] if c["kept"]),
         "ledger: parts over trained": parts / ledger["trained"],
         "accepted over trained": ledger["merged"] / ledger["trained"],
         "seconds away": {g: spread(s) for g, s in raw["away_seconds"].items() if s},

@@ -27,6 +27,8 @@ TITLES = {
     "outer": "Which outer optimizer",
     "speeds": "Learners of unequal speed",
     "kill": "One of four learners is killed",
+    "chaos": "Half an hour of failures of every kind",
+    "kills": "Each kind of process is killed fifty times, then everything",
     "takeover": "A shard's standby takes over",
     "data_plane_wan": "Bodies over a long link",
     "data_plane_loopback": "Bodies on loopback",
