@@ -17,7 +17,7 @@ from typing import Any
 
 from decoupled_diloco.observe.historian import is_shard
 from decoupled_diloco.observe.records import Record
-from decoupled_diloco.observe.samples import FaultEnded, FaultInjected
+from decoupled_diloco.observe.samples import EndRequested, FaultEnded, FaultInjected
 from decoupled_diloco.protocol.effects import Accept, Admit, Evict, Install, RoundFinished, Stop
 from decoupled_diloco.protocol.events import BodyArrived, Disconnected, TermGranted
 from decoupled_diloco.protocol.messages import Version
@@ -29,6 +29,7 @@ _LOOKED_AT = frozenset(
         Admit,
         BodyArrived,
         Disconnected,
+        EndRequested,
         Evict,
         FaultEnded,
         FaultInjected,
@@ -58,6 +59,7 @@ class Facts:
     Attributes:
         faults: Every fault that was caused on purpose, in order.
         membership: For each shard and learner: when the shard counted on it.
+        told_to_end: When a process was told to end: it hands in what it has, and steps no more.
         stopped: Shards that have ended of themselves.
         merges: How many rounds were merged, by fragment.
         contributions: How many contributions are in them.
@@ -68,6 +70,7 @@ class Facts:
     membership: defaultdict[tuple[str, str], list[list[float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    told_to_end: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     stopped: set[str] = field(default_factory=set)
     merges: Counter[int] = field(default_factory=Counter)
     contributions: int = 0
@@ -112,6 +115,9 @@ class _Reader:
         value = record.value()
         if isinstance(value, FaultInjected | FaultEnded):
             self._fault(value, at)
+        elif isinstance(value, EndRequested):
+            for name in value.names:
+                self.facts.told_to_end[name].append(at)
         elif isinstance(value, Admit):
             self._admitted(value)
         elif is_shard(who):

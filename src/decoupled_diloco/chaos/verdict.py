@@ -206,7 +206,7 @@ class _Judge:
             median = learner.step_seconds_median
             own = self._disturbances(name, STEP_KINDS, GAP_MEDIANS * (median or 0.0))
             lost[name] = 0
-            for begin, end in _gaps(learner, self.history.duration) if median else ():
+            for begin, end in self._gaps(learner) if median else ():
                 if median and end - begin > GAP_MEDIANS * median and not _overlaps(own, begin, end):
                     steps = round((end - begin) / median) - 1
                     lost[name] += steps
@@ -222,6 +222,20 @@ class _Judge:
             f"0 steps ({GAP_MEDIANS:g} median steps without one)",
             details,
         )
+
+    def _gaps(self, learner: LearnerHistory) -> Iterator[_Span]:
+        """The time between steps, and from a life's last step to its end, if it was not its own."""
+        told = self.facts.told_to_end[learner.name]
+        for life in learner.lives:
+            yield from pairwise(life.steps_at)
+            if life.steps_at and not life.over:
+                last = life.steps_at[-1]
+                # What a killed process had not written yet is missing on its tape.
+                unwritten = 2 * FLUSH_SECONDS if life.crashed else 0.0
+                end = min(_ended(life), self.history.duration) - unwritten
+                end = min([end, *(max(at, last) for at in told if at >= life.started_at)])
+                if end > last:
+                    yield last, end
 
     def _longest_gap(self) -> float:
         """In medians, of whom nothing disturbed."""
@@ -432,18 +446,6 @@ def _ended(life: Life) -> float:
 
 def _overlaps(spans: Iterable[_Span], begin: float, end: float) -> bool:
     return any(a < end and begin < b for a, b in spans)
-
-
-def _gaps(learner: LearnerHistory, duration: float) -> Iterator[_Span]:
-    """The time between steps, and from a life's last step to its end, if that was not its own."""
-    for life in learner.lives:
-        yield from pairwise(life.steps_at)
-        if life.steps_at and not life.over:
-            # What a killed process had not written yet is missing on its tape.
-            unwritten = 2 * FLUSH_SECONDS if life.crashed else 0.0
-            end = min(_ended(life), duration) - unwritten
-            if end > life.steps_at[-1]:
-                yield life.steps_at[-1], end
 
 
 def _tick_before(shard: ShardHistory, each: Round) -> float:

@@ -272,3 +272,20 @@ def test_a_run_that_does_not_end(folder: Path, share: float) -> None:
     assert [check.name for check in told.checks if not check.kept] == [
         "the run ends with all fragments"
     ]
+
+
+def test_who_is_told_to_end_hands_in_and_steps_no_more(folder: Path, share: float) -> None:
+    def ends(records: Records) -> Iterator[dict[str, Any]]:
+        yield from (r for r in records if r["at"] < 120)
+
+    def told(records: Records) -> Iterator[dict[str, Any]]:
+        for record in records:
+            if record["type"] == "ProcessEnded" and record["data"]["name"] == "learner-0":
+                asked = {**record, "type": "EndRequested", "at": 119.5}
+                yield {**asked, "data": {"names": ["learner-0"]}}
+            yield record
+
+    rewrite(folder, "learner-0", ends)
+    assert "survivors lose no step" in broken(folder, share)
+    rewrite(folder, "launcher", told)
+    assert "survivors lose no step" not in broken(folder, share)
