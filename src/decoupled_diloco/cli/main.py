@@ -50,7 +50,8 @@ app = Commands(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 done, 2 wrong configuration or usage, 3 protocol, 4 transport, 5 access "
-    "refused, 6 storage, 7 merge, 130 interrupted, 1 anything else.",
+    "refused, 6 storage, 7 merge, 8 another process acts for the shard, 130 interrupted, 1 "
+    "anything else.",
 )
 
 
