@@ -56,7 +56,14 @@ SECTIONS = (
         "Messages",
         "What processes say to each other. They stand in the field `message` of the events and "
         "effects above, as an object with its `type`.",
-        (messages.ToLearner, messages.FromLearner, messages.ToShard, messages.FromShard),
+        (
+            messages.ToLearner,
+            messages.FromLearner,
+            messages.ToMember,
+            messages.FromMember,
+            messages.ToShard,
+            messages.FromShard,
+        ),
     ),
 )
 

@@ -22,6 +22,13 @@ from decoupled_diloco.errors import (
 if TYPE_CHECKING:
     from decoupled_diloco.export.run import load_exported
     from decoupled_diloco.learner.learner import Learner, Observer
+    from decoupled_diloco.learner.leased import (
+        LeasedBatches,
+        MapParts,
+        PartedData,
+        StreamParts,
+        leased,
+    )
 
 __version__ = "0.1.0"
 
@@ -30,12 +37,17 @@ __all__ = [
     "ConfigError",
     "Error",
     "Learner",
+    "LeasedBatches",
+    "MapParts",
     "MergeError",
     "Observer",
+    "PartedData",
     "ProtocolError",
     "StorageError",
+    "StreamParts",
     "TransportError",
     "__version__",
+    "leased",
     "load_exported",
 ]
 
@@ -46,6 +58,10 @@ def __getattr__(name: str) -> Any:
         from decoupled_diloco.learner import learner
 
         return getattr(learner, name)
+    if name in ("LeasedBatches", "MapParts", "PartedData", "StreamParts", "leased"):
+        from decoupled_diloco.learner import leased
+
+        return getattr(leased, name)
     if name == "load_exported":
         from decoupled_diloco.export.run import load_exported
 

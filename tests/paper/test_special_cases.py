@@ -23,6 +23,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 LEARNERS = 3
 STEPS = 13
 TINY = (
+    "data.leases=false",  # each learner draws from its own part, as in the papers
     f"run.learners={LEARNERS}",
     f"sync.quorum={LEARNERS}",
     "run.budget_steps=1000",

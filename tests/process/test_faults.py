@@ -36,6 +36,7 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
         run={"learners": 3, "budget_steps": 300},
         syncer={"shards": 2},
         learner={"checkpoint_every_seconds": 0.2},
+        data={"leases": False},
         faults=[{"at": 0.2, "kill": "learner-1"}],
     )
     with local_run(config) as run:

@@ -14,12 +14,17 @@ def test_the_public_names_are_these() -> None:
         "ConfigError",
         "Error",
         "Learner",
+        "LeasedBatches",
+        "MapParts",
         "MergeError",
         "Observer",
+        "PartedData",
         "ProtocolError",
         "StorageError",
+        "StreamParts",
         "TransportError",
         "__version__",
+        "leased",
         "load_exported",
     ]
     assert all(hasattr(dd, name) for name in dd.__all__)

@@ -17,6 +17,7 @@ from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
 from decoupled_diloco.cli.goodput import goodput
+from decoupled_diloco.cli.ledger import ledger
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
     Resume,
@@ -191,6 +192,7 @@ app.command()(explain)
 app.command()(report)
 app.command()(replay)
 app.command()(goodput)
+app.command()(ledger)
 
 
 @app.callback(invoke_without_command=True)

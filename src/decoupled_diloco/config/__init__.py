@@ -2,6 +2,7 @@
 
 from decoupled_diloco.config.files import dump_config, load_config
 from decoupled_diloco.config.run import (
+    DataSettings,
     FaultSettings,
     LearnerSettings,
     OuterSettings,
@@ -14,6 +15,7 @@ from decoupled_diloco.config.run import (
 from decoupled_diloco.config.settings import Settings, suggestion
 
 __all__ = [
+    "DataSettings",
     "FaultSettings",
     "LearnerSettings",
     "OuterSettings",

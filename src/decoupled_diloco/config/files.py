@@ -48,6 +48,7 @@ def dump_config(config: RunConfig) -> str:
         "outer": config.outer.applicable(),
         "syncer": config.syncer.applicable(),
         "learner": config.learner.applicable(),
+        "data": config.data.applicable(),
         "workload": config.workload.applicable(),
         "faults": [fault.applicable() for fault in config.faults],
     }

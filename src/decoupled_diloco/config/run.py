@@ -387,6 +387,30 @@ class LearnerSettings(Settings):
     share this machine: learners × threads should not exceed its cores."""
 
 
+class DataSettings(Settings):
+    """`[data]`: how the learners share the workload's data."""
+
+    table: ClassVar[str] = "[data]"
+
+    leases: bool = True
+    """true: the data are cut into virtual parts that the coordinator lends out, so that each is
+    trained once in a pass, whoever comes and goes, and RUN/data.ledger tells by whom. false: each
+    of the run's learners has a fixed part of its own, and draws from it at random (the papers'
+    setting; for learners whose data differ)."""
+
+    parts: int = Field(default=128, ge=1, le=1 << 24)
+    """Virtual parts, at least 1; fewer where a pass has fewer batches. Several times the learners,
+    so that the last ones of a pass are shared evenly; few enough that a part lasts many steps."""
+
+    leases_ahead: int = Field(default=2, ge=1, le=63)
+    """Leases that a learner holds beyond the one it trains, 1 to 63. It trains on that long while
+    the coordinator is away; then it repeats its last part, and the ledger says so."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """Without leases there are no parts."""
+        return {} if self.leases else dict.fromkeys(("parts", "leases_ahead"), "with leases=false")
+
+
 class WorkloadSettings(Settings):
     """`[workload]`: what the learners train."""
 
@@ -433,6 +457,9 @@ class RunConfig(Settings):
     learner: LearnerSettings = Field(default_factory=LearnerSettings)
     """The learner's processes."""
 
+    data: DataSettings = Field(default_factory=DataSettings)
+    """How the learners share the data."""
+
     workload: WorkloadSettings = Field(default_factory=WorkloadSettings)
     """Model and data."""
 
@@ -463,14 +490,15 @@ class RunConfig(Settings):
 
         Returns:
             `run` (name, seed, learners, budgets), `sync` (without `initial_weights`, a path on the
-            syncer's machine), `outer`, `workload`, each to be read back by its own class, and
-            `digest`: SHA-256 of their canonical JSON, in hex.
+            syncer's machine), `outer`, `data`, `workload`, each to be read back by its own class,
+            and `digest`: SHA-256 of their canonical JSON, in hex.
         """
         private = {"folder", "evaluator", "evaluate_every_seconds"}
         public: dict[str, Any] = {
             "run": {k: v for k, v in self.run.applicable().items() if k not in private},
             "sync": {k: v for k, v in self.sync.applicable().items() if k != "initial_weights"},
             "outer": self.outer.applicable(),
+            "data": self.data.applicable(),
             "workload": {"name": self.workload.name, "options": self.workload_options()},
         }
         canonical = json.dumps(public, sort_keys=True, separators=(",", ":"), default=str)

@@ -16,7 +16,7 @@ FACTS = "export.json"
 """What was exported, and which files belong to it."""
 
 RUN_FILE = "run.toml"
-OF_A_RUN = ("lock", "tape", "checkpoints", "coordinator.json", "learners")
+OF_A_RUN = ("lock", "tape", "checkpoints", "coordinator.json", "data.ledger", "learners")
 """Any of them beside `RUN_FILE`: the folder is a run's, not an export's."""
 
 

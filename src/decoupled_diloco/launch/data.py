@@ -2,8 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError, Error
-from decoupled_diloco.workloads import Workload
+from decoupled_diloco.workloads import Batch, Workload
+from decoupled_diloco.workloads.base import Placed
+from decoupled_diloco.workloads.parts import WorkloadParts
+
+
+def require_data(workload: Workload, config: RunConfig) -> int:
+    """Draws the first batch, and the first one of the last part: of what is lent out, or is fixed.
+
+    Returns:
+        Tokens of a batch.
+
+    Raises:
+        ConfigError: A part has no batch; says why.
+    """
+    name, learners = config.workload.name, config.run.learners
+    if not config.data.leases:
+        return require_batches(workload, name, learners)
+    if isinstance(workload, Placed):
+        workload.take_place(0, learners)
+    try:
+        data = WorkloadParts(workload, config.data.parts)
+    except Error:
+        raise
+    except Exception as problem:  # A workload may be anybody's code.
+        text = f"workload {name!r} gives no data: {type(problem).__name__}: {problem}"
+        raise ConfigError(text) from problem
+    return _first_tokens(workload, name, data.parts, lambda part: data.open(part, 0, 0))
 
 
 def require_batches(workload: Workload, name: str, parts: int) -> int:
@@ -20,10 +49,16 @@ def require_batches(workload: Workload, name: str, parts: int) -> int:
     Raises:
         ConfigError: A part has no batch; says why.
     """
+    return _first_tokens(workload, name, parts, lambda part: iter(workload.batches(part, parts)))
+
+
+def _first_tokens(
+    workload: Workload, name: str, parts: int, batches: Callable[[int], Iterator[Batch]]
+) -> int:
     tokens = 0
     for part in sorted({0, parts - 1}):
         try:
-            tokens = workload.tokens(next(iter(workload.batches(part, parts))))
+            tokens = max(tokens, workload.tokens(next(batches(part))))
         except Error:
             raise
         except StopIteration:

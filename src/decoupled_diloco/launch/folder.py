@@ -3,7 +3,7 @@
 ```
 RUN/run.toml  lock  token  coordinator.json  tape/*.jsonl  tape.jsonl  logs/*.log  learners/
     checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png  export/
-    durable/shard-*/  payloads/shard-*/
+    durable/shard-*/  payloads/shard-*/  data.ledger
 ```
 """
 

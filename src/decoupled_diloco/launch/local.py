@@ -14,7 +14,7 @@ from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine, url_of
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
-from decoupled_diloco.launch.data import require_batches
+from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.launch.resume import standing_of
 from decoupled_diloco.launch.roles import EVALUATOR, open_tape, process_of
@@ -78,7 +78,7 @@ class LocalRun:
         self._absent = frozenset(absent)
         workload = load_workload(config.workload.name, config.workload_options())
         if learners:
-            require_batches(workload, config.workload.name, config.run.learners)
+            require_data(workload, config)
         self._with_learners = learners
         if config.syncer.principals_file is not None:
             self._require_principals(config.syncer.principals_file)

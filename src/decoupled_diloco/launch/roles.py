@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.launch.termination import Termination
 from decoupled_diloco.learner.learner import Learner, Observer
+from decoupled_diloco.learner.leased import LeasedBatches
 from decoupled_diloco.observe.samples import (
     CorpusDescribed,
     SampleGenerated,
@@ -39,7 +40,9 @@ from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.http import HttpClient, HttpServer
 from decoupled_diloco.units import MIB
-from decoupled_diloco.workloads import Workload, load_workload
+from decoupled_diloco.workloads import Batch, Workload, load_workload
+from decoupled_diloco.workloads.base import Placed
+from decoupled_diloco.workloads.parts import WorkloadParts
 
 logger = logging.getLogger(__name__)
 
@@ -217,10 +220,10 @@ def run_learner(
     Raises:
         Error: the run refuses this learner, or the syncer was out of reach for too long.
     """
-    if not 0 <= index < config.run.learners:
+    if index < 0 or (index >= config.run.learners and not config.data.leases):
         raise ConfigError(
             f"index={index} is no learner of this run: 0 to {config.run.learners - 1}, or raise "
-            "learners"
+            "learners, or leave data.leases=true, so that there may be any number"
         )
     torch.set_num_threads(config.learner.threads)
     workload = load_workload(config.workload.name, config.workload_options())
@@ -228,8 +231,11 @@ def run_learner(
     optimizer = workload.optimizer(model)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # what is kept of it, and put back, is a scheduled rate
-    name = config.learner_ids[index]
+    name = f"learner-{index}"
+    if isinstance(workload, Placed):
+        workload.take_place(index, config.run.learners)
     position = Position()
+    parts = LeasedBatches(WorkloadParts(workload, config.data.parts))
     every_seconds = config.learner.checkpoint_every_seconds
     termination = termination or Termination()
     with Learner(
@@ -238,7 +244,7 @@ def run_learner(
         token=token,
         learner_id=name,
         optimizer=optimizer,
-        stateful={"data": position},
+        stateful={"data": parts if config.data.leases else position},
         checkpoint=folder / "learners" if every_seconds else None,
         checkpoint_every_seconds=every_seconds,
         hand_in_seconds=config.learner.hand_in_seconds,
@@ -250,20 +256,35 @@ def run_learner(
         _require_same_work(learner.settings, read_public(public_text(config)))
         if learner.epoch == 1:
             position.batches = 0  # a donor's position is for who has lost its own
-        logger.info("%s begins at batch %d of its data", name, position.batches)
         termination.at_boundary()
-        train(
-            workload, model, optimizer, learner, index, config.run.learners, position, termination
-        )
+        if config.data.leases:
+            batches: Iterator[Batch] = parts.of(learner)
+        else:
+            batches = fixed_batches(config, workload, index, position)
+        train(workload, model, optimizer, learner, batches, termination)
     if termination.asked:
         raise KeyboardInterrupt
+
+
+def fixed_batches(
+    config: RunConfig, workload: Workload, index: int, position: Position
+) -> Iterator[Batch]:
+    """The batches of a learner's fixed part, from where its last life was."""
+    logger.info("learner-%d begins at batch %d of its data", index, position.batches)
+    for batch in workload.batches(index, config.run.learners, position.batches):
+        position.advance()  # a checkpoint of the step that trains it counts it
+        yield batch
 
 
 def _require_same_work(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """What a learner takes from its own file must be what the run's other learners have."""
     difference = difference_of(
-        {"learners": ours["run"]["learners"], "workload": ours["workload"]},
-        {"learners": theirs["run"]["learners"], "workload": theirs["workload"]},
+        {"learners": ours["run"]["learners"], "data": ours["data"], "workload": ours["workload"]},
+        {
+            "learners": theirs["run"]["learners"],
+            "data": theirs.get("data"),
+            "workload": theirs["workload"],
+        },
     )
     if difference:
         raise ConfigError(
@@ -276,13 +297,11 @@ def train(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     learner: Learner,
-    part: int,
-    parts: int,
-    position: Position,
+    batches: Iterator[Batch],
     termination: Termination,
 ) -> None:
     """The training loop of the built-in workloads; ends at a boundary when told to go."""
-    for batch in workload.batches(part, parts, position.batches):
+    for batch in batches:
         factor = workload.schedule(learner.global_step)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -290,7 +309,6 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        position.advance()
         if not learner.step(tokens=workload.tokens(batch), loss=loss.item()) or termination.asked:
             return
 

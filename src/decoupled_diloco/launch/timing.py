@@ -21,6 +21,7 @@ from decoupled_diloco.protocol import (
     grace,
     learner_copies,
     lease,
+    leases,
     membership,
     recovery,
     syncer,
@@ -395,6 +396,18 @@ def _begin_and_end() -> list[Interval]:
             "for the other shards to hear of the end",
             _s(coordinator.FAREWELL_SECONDS),
             ("syncer.coordinator.FAREWELL_SECONDS",),
+        ),
+        row(
+            "coordinator listens",
+            "at the end, for learners to say which of their data are durable",
+            _s(coordinator.LAST_REPORT_SECONDS),
+            ("syncer.coordinator.LAST_REPORT_SECONDS",),
+        ),
+        row(
+            "leases of data",
+            "a learner that is gone for so long loses its parts to others",
+            _s(leases.GRACE_SECONDS),
+            ("protocol.leases.GRACE_SECONDS",),
         ),
         row(
             "learner's farewell",

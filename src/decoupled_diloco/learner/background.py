@@ -356,7 +356,10 @@ class Background:
             await stopped
         finally:
             stopped.cancel()
-            await asyncio.gather(*(c.close("goodbye") for c in list(self._channels.values())))
+            open_channels = list(self._channels.values())
+            await asyncio.gather(
+                *(c.close("goodbye") for c in open_channels), self._coordinator.close()
+            )
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)

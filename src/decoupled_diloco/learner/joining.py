@@ -84,6 +84,11 @@ class CoordinatorLink:
         if self._channel is not None:
             self._channel.send(encode(message))
 
+    async def close(self) -> None:
+        """Ends the conversation when all that was said is on its way."""
+        if self._channel is not None:
+            await self._channel.close("goodbye")
+
     async def join(self, client: Client) -> Channel:
         """Asks the coordinator to be let in, for as long as it takes.
 

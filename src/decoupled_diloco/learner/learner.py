@@ -31,6 +31,7 @@ from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_no
 from decoupled_diloco.learner.donations import Donations
 from decoupled_diloco.learner.joining import Identity
 from decoupled_diloco.learner.keeper import Counted, Keeper, all_stateful, held_fragment
+from decoupled_diloco.learner.lease_desk import LeaseDesk
 from decoupled_diloco.learner.parts import default_id, donations_of, keeper_of, open_tape
 from decoupled_diloco.learner.shared import Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
@@ -275,6 +276,7 @@ class Learner(_Participant):
             keeper=self._keeper,
             donations=self._donations,
         )
+        self.leases = LeaseDesk(self._background)
 
     def _begin(self) -> None:
         """The first boundary: what an earlier life has kept, then what is newer."""
@@ -350,7 +352,7 @@ class Learner(_Participant):
         if self._unchecked is not None:
             refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
             self._unchecked = None
-        plan = self._background.tell(StepFinished(int(tokens)))
+        plan = self._background.tell(StepFinished(int(tokens), self.leases.taken()))
         applied = plan.applied + (self._hold() if plan.hold else ())
         if applied and self._after_apply is not None:
             self._after_apply(applied)
@@ -464,6 +466,7 @@ class Learner(_Participant):
             self.hand_in(self._hand_in_seconds)
             self.checkpoint()
             self._keeper.wait(CHECKPOINT_SECONDS)
+        self.leases.close()
         self._leave("the run is over" if self.over else "its loop has ended")
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:

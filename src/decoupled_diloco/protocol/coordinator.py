@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
+from decoupled_diloco.protocol import leases
 from decoupled_diloco.protocol.donors import Donors
 from decoupled_diloco.protocol.effects import (
     Admit,
@@ -39,6 +40,10 @@ from decoupled_diloco.protocol.events import (
     ShardSaid,
     Tick,
 )
+from decoupled_diloco.protocol.lease_messages import (
+    DataReport,
+)
+from decoupled_diloco.protocol.leases import Absences, LeaseBook
 from decoupled_diloco.protocol.messages import (
     Begin,
     ChunkTaken,
@@ -103,6 +108,7 @@ class CoordinatorState:
     swept: set[int] = field(default_factory=set)
     clocks: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
+    data: LeaseBook = field(default_factory=LeaseBook)
 
 
 class CoordinatorMachine:
@@ -114,18 +120,20 @@ class CoordinatorMachine:
         self.state = CoordinatorState()
         self.donors = Donors()
         self._present_shards: set[int] = set()
+        self._absences = Absences()
 
     def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
+        self._absences.noticed(now, self.state.data)
         match event:
             case Tick():
-                return []
+                return self._absences.over(now, self.state.data)
             case JoinAsked():
                 return self._join_asked(event)
             case MemberSaid(learner, nonce, message):
                 return self._member_said(learner, nonce, message)
             case LearnerGone(learner, nonce):
-                return self._learner_gone(learner, nonce)
+                return self._learner_gone(now, learner, nonce)
             case ShardGreeted():
                 return self._shard_greeted(event)
             case ShardGone(shard):
@@ -137,8 +145,8 @@ class CoordinatorMachine:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """The coordinator has no deadlines of its own."""
-        return None
+        """When the leases of a learner that is gone are over."""
+        return self._absences.deadline
 
     def snapshot(self) -> CoordinatorState:
         """A copy of the whole state; what ``Persist`` writes."""
@@ -159,6 +167,7 @@ class CoordinatorMachine:
             self.state.learners[name] = replace(enrolled, present=False)
         self._present_shards.clear()
         self.donors = Donors()
+        self._absences = Absences(unnoticed=True)
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
@@ -167,6 +176,7 @@ class CoordinatorMachine:
         assert all(enrolled.epoch >= 1 for enrolled in state.learners.values())
         assert state.phase != "running" or len(state.ready) == self.options.shards
         assert state.phase != "finished" or len(state.swept) == self.options.shards
+        leases.check(state.data)
 
     # ---- learners
 
@@ -200,6 +210,9 @@ class CoordinatorMachine:
         state.learners[event.learner] = replace(known, present=True)
         why = f"epoch {known.epoch}"
         effects.append(Persist(why))
+        self._absences.ended(event.learner)
+        newer = f"a newer process is {event.learner}"
+        effects += leases.take_back(state.data, event.learner, newer, before_epoch=known.epoch)
         effects.append(Admit(event.connection, event.learner, known.epoch, why))
         return effects + self._name_seed()
 
@@ -232,16 +245,19 @@ class CoordinatorMachine:
                 return self.donors.chunk_taken(learner, attempt, chunk)
             case Trains(gives):
                 return self.donors.trains(learner, gives=gives)
+            case DataReport():
+                return leases.report(self.state.data, learner, known.epoch, message)
             case _:
                 assert_never(message)
 
-    def _learner_gone(self, learner: str, nonce: str) -> list[CoordinatorEffect]:
+    def _learner_gone(self, now: float, learner: str, nonce: str) -> list[CoordinatorEffect]:
         state = self.state
         known = state.learners.get(learner)
         if known is None or known.nonce != nonce:
             return []
         state.learners[learner] = replace(known, present=False)
         effects = self.donors.gone(learner)
+        self._absences.began(now, learner, state.data)
         if state.phase != "seeding" or state.seed != learner:
             return effects
         state.phase, state.seed = "gathering", ""
@@ -411,4 +427,5 @@ def _copied(state: CoordinatorState) -> CoordinatorState:
         ready=set(state.ready),
         swept=set(state.swept),
         clocks=dict(state.clocks),
+        data=leases.copied(state.data),
     )

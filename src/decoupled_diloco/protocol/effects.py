@@ -15,6 +15,7 @@ from decoupled_diloco.protocol.donation import (
     RelayOn,
     RelayState,
 )
+from decoupled_diloco.protocol.ledger import LedgerEntry
 from decoupled_diloco.protocol.messages import (
     FromLearner,
     FromMember,
@@ -561,8 +562,17 @@ class Persist:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Write this into the data ledger, durably, before any later effect of this list."""
+
+    entry: LedgerEntry
+    why: str
+
+
 CoordinatorEffect = (
-    Admit
+    Enter
+    | Admit
     | Deny
     | Inform
     | OpenRelay

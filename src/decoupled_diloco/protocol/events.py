@@ -223,9 +223,13 @@ SyncerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """The training loop is at a step boundary. ``tokens`` were trained since the last one."""
+    """The training loop is at a step boundary. ``tokens`` were trained since the last one.
+
+    ``batches``: what was taken meanwhile of the leased part that the loop has now.
+    """
 
     tokens: int
+    batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +242,31 @@ class ToldToGo:
     """The process is told to end; its loop steps no more, and what it has is to be handed in."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataOpened:
+    """The training loop takes its batches from leased parts; it holds ``ahead`` spare leases."""
+
+    parts: int
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartWanted:
+    """The training loop needs a part; the one it had, if any, has ``batches`` and no more.
+
+    ``None``: it had none, or was asked to leave it. ``taken``: batches of it that belong to the
+    step that is under way.
+    """
+
+    batches: int | None
+    taken: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataClosed:
+    """The training loop has ended: what it holds of the data goes to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +430,9 @@ LearnerEvent = (
     | StepFinished
     | Paused
     | ToldToGo
+    | DataOpened
+    | PartWanted
+    | DataClosed
     | Linked
     | Unlinked
     | Told

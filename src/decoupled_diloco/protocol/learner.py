@@ -16,7 +16,7 @@ import copy
 from dataclasses import replace
 from typing import Literal, assert_never
 
-from decoupled_diloco.protocol import donating, leaving, recovery
+from decoupled_diloco.protocol import donating, learner_data, leaving, recovery
 from decoupled_diloco.protocol.effects import (
     NOTHING_NEW,
     Apply,
@@ -39,10 +39,13 @@ from decoupled_diloco.protocol.events import (
     CoordinatorTold,
     CoordinatorUnlinked,
     CopyFailed,
+    DataClosed,
+    DataOpened,
     Fetched,
     FetchFailed,
     LearnerEvent,
     Linked,
+    PartWanted,
     Paused,
     StateArrived,
     StateCopied,
@@ -57,7 +60,12 @@ from decoupled_diloco.protocol.events import (
 )
 from decoupled_diloco.protocol.foresight import due_ahead
 from decoupled_diloco.protocol.learner_copies import fetch_failed, fetched, published, retry
+from decoupled_diloco.protocol.learner_data import DataView, merged
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState, ShardView, Taken
+from decoupled_diloco.protocol.lease_messages import (
+    DataRefused,
+    LeasesGiven,
+)
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
     CopyWanted,
@@ -134,8 +142,10 @@ class LearnerMachine:
                 return effects + donating.patience_over(self.state, now)
             case Began():
                 return recovery.began(self.state, now, event)
-            case StepFinished(tokens):
-                return self._stepped(now, tokens)
+            case StepFinished(tokens, batches):
+                return self._stepped(now, tokens) + self._trained(batches)
+            case DataOpened() | PartWanted() | DataClosed():
+                return self._data(event)
             case Paused():
                 return self._boundary(now) + self._hold_or_release()
             case ToldToGo(why):
@@ -151,9 +161,9 @@ class LearnerMachine:
             case Told(shard, message):
                 return self._told(now, shard, message)
             case CoordinatorLinked():
-                return donating.asked_again(self.state, now)
+                return donating.asked_again(self.state, now) + self._coordinated(linked=True)
             case CoordinatorUnlinked():
-                return []
+                return self._coordinated(linked=False)
             case CoordinatorTold(message):
                 return self._coordinator_told(now, message)
             case StateCopied():
@@ -333,7 +343,8 @@ class LearnerMachine:
         pull = view.pull
         if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
             if steps == 0 and (pull.final or self.state.leaving):
-                return self._decline(index, view, NOTHING_NEW, nothing_new=True)
+                declined = self._decline(index, view, NOTHING_NEW, nothing_new=True)
+                return declined + self._merged(view, self.state.step)
             if steps > 0:
                 effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
                 return effects + self._send(index, view, pull)
@@ -393,8 +404,40 @@ class LearnerMachine:
                 return donating.unwanted(state, message)
             case RelayOpened():
                 return donating.relay_opened(state, now, message)
+            case LeasesGiven() | DataRefused():
+                return [] if state.data is None else learner_data.told(state.data, message)
             case _:
                 assert_never(message)
+
+    # ---- leased data
+
+    def _coordinated(self, *, linked: bool) -> list[LearnerEffect]:
+        state = self.state
+        state.coordinated = linked
+        return (
+            [] if state.data is None else learner_data.link(state.data, state.step, linked=linked)
+        )
+
+    def _data(self, event: DataOpened | PartWanted | DataClosed) -> list[LearnerEffect]:
+        state = self.state
+        if isinstance(event, DataOpened):
+            step = self._durable_step()
+            state.data = DataView(
+                event.parts, 1 + event.ahead, state.coordinated, durable_step=step
+            )
+        return [] if state.data is None else learner_data.looped(state.data, state.step, event)
+
+    def _trained(self, batches: int) -> list[LearnerEffect]:
+        step, data, period = self.state.step, self.state.data, self.options.period
+        return [] if data is None else learner_data.stepped(data, step, batches, period)
+
+    def _durable_step(self) -> int:
+        return min(view.merged_step for view in self.state.fragments)
+
+    def _merged(self, view: FragmentView, step: int) -> list[LearnerEffect]:
+        view.merged_step = max(view.merged_step, step)
+        data = self.state.data
+        return [] if data is None else merged(data, self.state.step, self._durable_step())
 
     # ---- synchronous baselines
 
@@ -534,9 +577,10 @@ class LearnerMachine:
         if view.pull is not None and view.pull.round == message.round:
             view.pull = None
         if message.verdict == "accepted":
-            if taken is not None and message.version is not None:
-                view.accepted = (message.version, taken)
-            return []
+            if taken is None or message.version is None:
+                return []
+            view.accepted = (message.version, taken)
+            return self._merged(view, taken.step)
         if message.verdict == "behind":
             view.behind = True
         if message.verdict == "abandoned":

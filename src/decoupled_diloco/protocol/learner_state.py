@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from decoupled_diloco.protocol.grace import MovingAverage
+from decoupled_diloco.protocol.learner_data import DataView
 from decoupled_diloco.protocol.messages import DonorNamed, Holding, Published, Pull, Version
 from decoupled_diloco.protocol.options import Alignment
 
@@ -37,6 +38,8 @@ class FragmentView:
     ``restored``: its parameters come from an earlier life's checkpoint. What that life sent after
     it may be in any newer version, so that only an overwrite is safe.
 
+    ``merged_step``: the newest own step that is in an accepted contribution.
+
     There is one snapshot at a time: from sending it until its outcome is applied no other is
     taken, so that carrying subtracts exactly what was merged.
     """
@@ -56,6 +59,7 @@ class FragmentView:
     pull: Pull | None = None
     owed_at: int | None = None
     restored: bool = False
+    merged_step: int = 0
 
     @property
     def newest(self) -> Version | None:
@@ -128,6 +132,8 @@ class LearnerState:
     ``attention``: fragments for which a boundary may bring something: a staged copy, a pull.
     ``retrying``: fragments of which a copy may have to be asked for again. ``leaving``: why this
     learner is about to go. ``givings``: to whom this learner gives its optimizer's state.
+    ``coordinated``: the coordinator can be told things. ``data``: the leased parts of the data;
+    ``None``: the loop does not use them.
     """
 
     fragments: list[FragmentView]
@@ -147,6 +153,8 @@ class LearnerState:
     recovery: Recovery | None = None
     leaving: str = ""
     givings: dict[str, Giving] = field(default_factory=dict)
+    coordinated: bool = False
+    data: DataView | None = None
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from decoupled_diloco.protocol.lease_messages import DataRefused, DataReport, LeasesGiven
 from decoupled_diloco.protocol.options import Alignment
 
 Role = Literal["learner", "observer"]
@@ -521,8 +522,19 @@ ToLearner = (
     | Ending
     | Finished
 )
-FromMember = Trains | DonorWanted | StateOffered | StateDeclined | RelayWanted | ChunkTaken
-ToMember = NoDonor | DonorNamed | DonorLost | StateWanted | StateUnwanted | RelayOpened
+FromMember = (
+    Trains | DonorWanted | StateOffered | StateDeclined | RelayWanted | ChunkTaken | DataReport
+)
+ToMember = (
+    NoDonor
+    | DonorNamed
+    | DonorLost
+    | StateWanted
+    | StateUnwanted
+    | RelayOpened
+    | LeasesGiven
+    | DataRefused
+)
 FROM_MEMBER: tuple[type[FromMember], ...] = get_args(FromMember)
 TO_MEMBER: tuple[type[ToMember], ...] = get_args(ToMember)
 FromShard = ShardReady | SeedFailed | Progress | Swept

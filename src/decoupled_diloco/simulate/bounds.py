@@ -35,6 +35,7 @@ from decoupled_diloco.protocol.effects import Broadcast, Evict, Install
 from decoupled_diloco.protocol.events import StepFinished
 from decoupled_diloco.protocol.gate import SAMPLES_MAX
 from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
+from decoupled_diloco.protocol.leases import HELD_MAX
 from decoupled_diloco.protocol.messages import Published, Version
 from decoupled_diloco.simulate.bodies import NoBodies
 from decoupled_diloco.simulate.learner_process import LearnerProcess
@@ -178,6 +179,7 @@ class Bounds:
             assert len(shard.bodies_here) <= rounds * count, f"{who} keeps too many bodies"
         elif who in self.world.learners and self.world.learners[who].machine is not None:
             allowed = 6 * options.fragments + 4 * options.shards
+            allowed += 0 if self.world.data is None else 3 * HELD_MAX
         else:
             return
         process: Any = shard or self.world.learners[who]

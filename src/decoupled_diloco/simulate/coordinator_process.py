@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
@@ -14,6 +15,7 @@ from decoupled_diloco.protocol.effects import (
     CoordinatorEffect,
     Deny,
     DenyShard,
+    Enter,
     Inform,
     Note,
     Order,
@@ -27,6 +29,8 @@ from decoupled_diloco.protocol.events import (
     ShardGreeted,
     ShardSaid,
 )
+from decoupled_diloco.protocol.leases import LeaseBook, apply, copied
+from decoupled_diloco.protocol.ledger import LedgerEntry
 from decoupled_diloco.protocol.messages import (
     Admitted,
     Join,
@@ -54,6 +58,8 @@ class CoordinatorProcess(Shell):
     def __init__(self, world: World) -> None:
         super().__init__(world, "coordinator")
         self.durable: CoordinatorState | None = None
+        self.ledger: list[LedgerEntry] = []
+        self._book = LeaseBook()
         self.guests: dict[int, Join | ShardHello] = {}
         self.visits: Counter[tuple[str, str]] = Counter()
         self.shards: dict[int, Connection] = {}
@@ -61,6 +67,8 @@ class CoordinatorProcess(Shell):
 
     def begin(self) -> None:
         """Starts, or starts again from what is durable."""
+        if self.durable is not None:
+            self.durable = replace(self.durable, data=copied(self._book))
         super().begin()
         self.guests.clear()
         self.visits.clear()
@@ -116,11 +124,11 @@ class CoordinatorProcess(Shell):
         match effect:
             case Persist():
                 self.durable = self.machine.snapshot()
-                if self.choices.chance(self.world.crash_after_persist):
-                    self.world.crash(self)
-                    self.world.clockwork.after(
-                        self.choices.uniform(0.1, 3.0), self.world.restart, self
-                    )
+                self._written()
+            case Enter(entry):
+                self.ledger.append(entry)
+                apply(self._book, entry)
+                self._written()
             case Admit(number, _, epoch):
                 self._answer(number, Admitted(epoch, "", LAYOUT, ()))
             case Deny(number, reason, retry):
@@ -148,6 +156,11 @@ class CoordinatorProcess(Shell):
                 pass  # a virtual chunk passes whenever both ends are alive
             case AdoptLayout() | Note():
                 pass
+
+    def _written(self) -> None:
+        if self.choices.chance(self.world.crash_after_persist):
+            self.world.crash(self)
+            self.world.clockwork.after(self.choices.uniform(0.1, 3.0), self.world.restart, self)
 
     def _inform(self, learner: str, message: ToMember) -> None:
         for number, guest in reversed(self.guests.items()):

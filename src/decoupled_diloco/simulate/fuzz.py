@@ -23,8 +23,10 @@ from decoupled_diloco.simulate.bodies import NoBodies
 from decoupled_diloco.simulate.bounds import Bounds
 from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.data_checker import DataChecker
 from decoupled_diloco.simulate.faults import Fault, random_faults, strike
 from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
+from decoupled_diloco.simulate.leased_loop import NumberedParts, VirtualData
 from decoupled_diloco.simulate.shell import Shell
 from decoupled_diloco.simulate.shrink import Changes, Size, shrink, signature
 from decoupled_diloco.simulate.world import Mishaps, World
@@ -104,6 +106,14 @@ def random_learners(choices: Choices, count: int, step_seconds: float) -> list[L
     return specs
 
 
+def random_data(choices: Choices) -> VirtualData | None:
+    """Parts of some batches each, in half of all worlds."""
+    if choices.chance(0.5):
+        return None
+    parts = NumberedParts(choices.integer(1, 12), choices.pick([1, 4, 12]))
+    return VirtualData(parts, choices.integer(1, 3), choices.pick([1, 1, 3]))
+
+
 @dataclass(slots=True)
 class Scenario:
     """One random world and what will befall it."""
@@ -180,6 +190,7 @@ def draw(seed: int, changes: Changes | None = None) -> Scenario:
         weights_from_file=from_file,
         fragment_bytes=fragment_bytes[: options.fragments],
         inbox_seconds=inbox_seconds,
+        data=random_data(choices.fork("data")),
     )
     strike(world, _left(faults, world, changes))
     return Scenario(
@@ -215,6 +226,7 @@ def run(seed: int, recorder: Any = None, changes: Changes | None = None) -> Repo
     started = time.perf_counter()
     scenario = draw(seed, changes)
     world, checker = scenario.world, scenario.checker
+    data = None if world.data is None else DataChecker(world)
     if recorder is not None:
         world.recorders.insert(0, recorder)
     world.run(until=scenario.faulty_seconds)
@@ -229,11 +241,15 @@ def run(seed: int, recorder: Any = None, changes: Changes | None = None) -> Repo
         _go_on(scenario, patience)
         standing = scenario.bounds.standing()
         assert not standing, f"{standing} do not step: {_phases(world)}"
+        if data is not None and all(keeps_up(scenario, name) for name in _trainers(scenario)):
+            data.check_progress(6 * patience)
     if scenario.ends:
         steps = scenario.options.budget_steps or 0
         world.run(until=world.now + 2 * patience + 2 * steps * slowest)
         assert world.finished, f"the run does not end: {_phases(world)}"
         checker.check_end()
+    if data is not None:
+        data.check_accounts()
     merged = sum(r.verdict == "merged" for r in checker.rounds)
     return Report(
         seed,
@@ -271,6 +287,10 @@ def _all_here(world: World) -> bool:
 
 def _is_over(process: Shell) -> bool:
     return isinstance(process, LearnerProcess) and process.over
+
+
+def _trainers(scenario: Scenario) -> list[str]:
+    return [spec.name for spec in scenario.learners if spec.role == "learner"]
 
 
 def keeps_up(scenario: Scenario, learner: str) -> bool:

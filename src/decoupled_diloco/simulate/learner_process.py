@@ -37,6 +37,7 @@ from decoupled_diloco.protocol.events import (
     CoordinatorTold,
     CoordinatorUnlinked,
     CopyFailed,
+    DataClosed,
     Fetched,
     FetchFailed,
     Linked,
@@ -64,6 +65,7 @@ from decoupled_diloco.protocol.messages import (
 from decoupled_diloco.simulate.bodies import Body, LearnerBodies
 from decoupled_diloco.simulate.donations import VirtualDonations
 from decoupled_diloco.simulate.learner_disk import LearnerDisk
+from decoupled_diloco.simulate.leased_loop import LeasedLoop
 from decoupled_diloco.simulate.network import Connection, Link
 from decoupled_diloco.simulate.shell import REDIAL_SECONDS, Shell
 
@@ -126,6 +128,7 @@ class LearnerProcess(Shell):
         self.disk = LearnerDisk(self)
         self.donations = VirtualDonations(self)
         self.patience: float | None = None
+        self.loop: LeasedLoop | None = None
 
     @property
     def at_boundary(self) -> bool:
@@ -181,6 +184,8 @@ class LearnerProcess(Shell):
             self.donations.begin()
             seeks = self.choices.fork("donor").chance(self.world.donors)
             self.tell(Began(self.disk.recover(), seeks_donor=seeks, gives=True))
+        data = None if self.is_observer else self.world.data
+        self.loop = None if data is None else LeasedLoop(self, data)
         for shard in range(options.shards):
             self._dial(shard)
 
@@ -214,11 +219,15 @@ class LearnerProcess(Shell):
 
     def _begin_training(self) -> None:
         self.tell(Paused())
+        if self.loop is not None:
+            self.loop.open()
         self._start_step()
 
     def _start_step(self) -> None:
         if self.held or self.stopped or self.stepping or self.is_observer or self.leaving:
             return
+        if self.loop is not None and not self.loop.draw():
+            return  # before its first lease; the answer begins the loop
         self.stepping = True
         seconds = self.spec.step_seconds * self.slowness
         if self.spec.variance:
@@ -231,12 +240,16 @@ class LearnerProcess(Shell):
         if self.world.inbox_seconds and not (self.recorders or self.world.checks):
             self._finish_step_of_many()
             return
-        self.tell(StepFinished(self.bodies.step()))
+        self.tell(self._step())
         if self.alive and self.machine is not None:
             self.disk.at_boundary()
             if self.patience is not None:
                 self._hand_in()
             self._start_step()
+
+    def _step(self) -> StepFinished:
+        tokens = self.bodies.step()
+        return StepFinished(tokens) if self.loop is None else self.loop.finished(tokens)
 
     def _finish_step_of_many(self) -> None:
         """As `tell`, by the shortest way: with thousands of learners this is nearly all."""
@@ -244,7 +257,7 @@ class LearnerProcess(Shell):
         if machine is None:
             return
         world.events += 1
-        for effect in machine.handle(self.clock, StepFinished(self.bodies.step())):
+        for effect in machine.handle(self.clock, self._step()):
             if type(effect) is Say and type(effect.message) is StepReport:
                 connection = self.shards.get(effect.shard)
                 if connection is not None and connection.open[self.name]:
@@ -263,6 +276,12 @@ class LearnerProcess(Shell):
             self.tell(Paused())
         if self.leaving and self.alive and handed_in(self.machine.state, self.world.options):
             self._go()
+        elif self.loop is not None and isinstance(event, CoordinatorTold):
+            self.later(0.0, self._start_first_step)
+
+    def _start_first_step(self) -> None:
+        if self.machine is not None and self.machine.state.data is not None:
+            self._start_step()
 
     # ---- orders
 
@@ -341,6 +360,11 @@ class LearnerProcess(Shell):
 
     def leave(self, reason: str) -> None:
         """Says goodbye, as a loop that ends of itself does; the process is gone then."""
+        if self.loop is not None:
+            self.loop = None
+            self.tell(DataClosed())
+        if not self.alive:
+            return  # that was the last that it had to say
         for connection in list(self.shards.values()):
             connection.send(self, Leave(reason))
         self.end()

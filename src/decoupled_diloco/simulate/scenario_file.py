@@ -421,7 +421,7 @@ class ScenarioFile(Settings):
         return run
 
 
-RUN_TABLES = ("run", "sync", "outer", "syncer", "learner", "workload", "faults")
+RUN_TABLES = ("run", "sync", "outer", "syncer", "learner", "data", "workload", "faults")
 """The tables of a RUN.toml."""
 
 

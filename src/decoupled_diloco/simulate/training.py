@@ -9,8 +9,9 @@ result.evaluate()["loss"]
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,12 @@ from decoupled_diloco.config.method import (
 from decoupled_diloco.errors import Error
 from decoupled_diloco.merge import gather, layout_of, tensors_of
 from decoupled_diloco.simulate.learner_process import LearnerSpec
+from decoupled_diloco.simulate.leased_loop import VirtualData
 from decoupled_diloco.simulate.tensors import TensorBodies, TensorShard, Trainee, global_weights
 from decoupled_diloco.simulate.world import Recorder, World
 from decoupled_diloco.syncer.result import initial_values
-from decoupled_diloco.workloads import Workload, load_workload
+from decoupled_diloco.workloads import Batch, Workload, load_workload
+from decoupled_diloco.workloads.parts import WorkloadParts
 
 
 @dataclass
@@ -38,9 +41,7 @@ class WorkloadTrainee:
     """A workload's model, optimizer and data, trained step by step."""
 
     workload: Workload
-    part: int
-    parts: int
-    start: int
+    draw: Callable[[], Batch]
     global_step: Callable[[], int]
     on_step: Callable[[float], None]
     model: nn.Module = field(init=False)
@@ -49,11 +50,10 @@ class WorkloadTrainee:
         self.model = self.workload.model()
         self.optimizer = self.workload.optimizer(self.model)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.batches = self.workload.batches(self.part, self.parts, self.start)
 
     def step(self) -> int:
         """One inner step."""
-        batch = next(self.batches)
+        batch = self.draw()
         factor = self.workload.schedule(self.global_step())
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
@@ -144,9 +144,7 @@ def virtual_run(
             raise Error(f"{name!r} is no learner of this run: {', '.join(losses)}")
         return WorkloadTrainee(
             workload,
-            config.learner_ids.index(name),
-            config.run.learners,
-            start=len(losses[name]),
+            draw=_leased(built, name) if data else _fixed(workload, config, name, losses),
             global_step=lambda: built.learners[name].machine.global_step,
             on_step=losses[name].append,
         )
@@ -160,15 +158,36 @@ def virtual_run(
     bodies = TensorBodies(plan, trainee, blend_alpha_of(public), initial)
     specs = learners or [LearnerSpec(name) for name in config.learner_ids]
     observers = {spec.name for spec in specs if spec.role == "observer"}
+    data = None
+    if config.data.leases:
+        data = VirtualData(WorkloadParts(workload, config.data.parts), config.data.leases_ahead)
     built = World(
         options_of(public),
         specs,
         seed=config.run.seed if seed is None else seed,
         bodies=bodies,
         recorder=recorder,
+        data=data,
         **{"weights_from_file": path is not None, **world},
     )
     return VirtualRun(built, workload, bodies, losses)
+
+
+def _leased(world: World, name: str) -> Callable[[], Batch]:
+    def draw() -> Batch:
+        loop = world.learners[name].loop
+        assert loop is not None, "the world has data"
+        return loop.batch
+
+    return draw
+
+
+def _fixed(
+    workload: Workload, config: RunConfig, name: str, losses: Mapping[str, Sequence[float]]
+) -> Callable[[], Batch]:
+    """The batches of a learner's fixed part; a restarted one goes on where it was."""
+    part, parts = config.learner_ids.index(name), config.run.learners
+    return partial(next, workload.batches(part, parts, len(losses[name])))
 
 
 def train_virtually(

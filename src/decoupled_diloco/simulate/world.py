@@ -19,6 +19,7 @@ from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
 from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
+from decoupled_diloco.simulate.leased_loop import VirtualData
 from decoupled_diloco.simulate.network import Endpoint, Link, Network
 from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shell import Shell
@@ -85,6 +86,7 @@ class World:
         checks: assert every invariant of a machine after each of its events; that looks at all
             learners each time, so it is left out where there are thousands.
         inbox_seconds: how often a shard looks into its inbox for step reports; 0: each at once.
+        data: what the learners lease; ``None``: they need no data.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class World:
         merge_seconds: float = 0.002,
         checks: bool = True,
         inbox_seconds: float = 0.0,
+        data: VirtualData | None = None,
     ) -> None:
         mishaps = mishaps or Mishaps()
         self.options = options
@@ -113,6 +116,7 @@ class World:
         self.merge_seconds = merge_seconds
         self.checks = checks
         self.inbox_seconds = inbox_seconds
+        self.data = data
         self.spurious_ticks = mishaps.spurious_ticks
         self.spoil = mishaps.spoil
         self.merge_fails = mishaps.merge_fails

@@ -1,9 +1,9 @@
 """The coordinator's shell: joins and shards at its channels, its state on disk.
 
 It lives in the process of shard 0. What it must not forget (epochs, terms, layout, phase) is one
-small JSON file, written whole and forced to disk before anybody hears of the change. A thread
-writes it, so that a slow disk delays joins and never a heartbeat; while the disk is full, orders
-wait, and the rounds of the shards go on.
+small JSON file, written whole, and the data ledger, which is appended to; both are forced to disk
+before anybody hears of the change. A thread writes them, so that a slow disk delays joins and never
+a heartbeat; while the disk is full, orders wait, and the rounds of the shards go on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never, get_args
 
@@ -46,8 +48,11 @@ from decoupled_diloco.protocol.events import (
     ShardGone,
     ShardGreeted,
     ShardSaid,
+    Tick,
 )
+from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, newest_state
 from decoupled_diloco.syncer.relay import Relay
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
@@ -60,6 +65,9 @@ RETRY_SECONDS = 1.0
 
 FAREWELL_SECONDS = 20.0
 """How long the coordinator waits at the end for the other shards to be gone."""
+
+LAST_REPORT_SECONDS = 5.0
+"""How long it waits at the end for learners to say which of their data are durable, and to go."""
 
 _NOT_THE_RUNS = (
     "the model is not the run's: build the same one in every learner "
@@ -107,14 +115,21 @@ class CoordinatorHost:
         self._run = uuid.uuid4().hex
         from_file = config.sync.initial_weights is not None
         self.machine = CoordinatorMachine(options_of(self._public), weights_from_file=from_file)
+        self._entered: tuple[LedgerEntry, ...] = ()
         state = self._load()
+        book = self.machine.state.data
+        self._ledger = DataLedger(folder, book, self._entered, tenure.number)
+        if state is not None or self._ledger.book.entries:
+            self.machine.restore(replace(self.machine.snapshot(), data=self._ledger.book))
+            state = self._state()
         header = {"machine": "coordinator", "weights_from_file": from_file, "state": state}
         self.tape = tape(header | {"settings": self._public})
         self._recorder = Recorder(self.machine, self.tape)
         self._spawn = spawn
         self._relay = Relay(bodies, spawn)
         self._orders: deque[do.CoordinatorEffect] = deque()
-        self._persisting = False
+        self._writing = False
+        self._timer: asyncio.TimerHandle | None = None
         self._shards: dict[int, ShardLink] = {}
         self._greeting: ShardLink = lambda message: None
         self._gone = asyncio.Event()
@@ -143,6 +158,7 @@ class CoordinatorHost:
                 self._handle(MemberSaid(join.learner, join.nonce, message))
         finally:
             del self._joining[connection]
+            self._gone.set()
             # Who has joined again before its old connection was found dead is not gone.
             rest = {(other.learner, other.nonce) for _, other, _ in self._joining.values()}
             if (join.learner, join.nonce) not in rest:
@@ -216,12 +232,20 @@ class CoordinatorHost:
         return ""
 
     async def everyone_gone(self) -> None:
-        """Waits until the other shards have heard the last order and gone, but not for ever."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_SECONDS):
-                while any(shard != 0 for shard in self._shards):
-                    self._gone.clear()
-                    await self._gone.wait()
+        """Waits until learners and other shards have said their last and gone, but not for ever."""
+
+        async def nobody(seconds: float, present: Callable[[], bool]) -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while present():
+                        self._gone.clear()
+                        await self._gone.wait()
+
+        await nobody(LAST_REPORT_SECONDS, lambda: self._writing or self._has_learners())
+        await nobody(FAREWELL_SECONDS, lambda: any(shard != 0 for shard in self._shards))
+
+    def _has_learners(self) -> bool:
+        return any(join.role == "learner" for _, join, _ in self._joining.values())
 
     def shard_greeted(self, hello: say.ShardHello, link: ShardLink) -> None:
         """A shard is here; ``link`` brings it messages, if it may act for the shard."""
@@ -247,31 +271,59 @@ class CoordinatorHost:
                     self._greeting(say.JoinRefused(reason, True))
             self._orders.append(effect)
         self._carry_out()
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.machine.deadline()
+        if deadline is not None:
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+
+    def _wake(self) -> None:
+        self._spawn(self._tick())
+
+    async def _tick(self) -> None:
+        self._handle(Tick())
 
     def _carry_out(self) -> None:
         """Carries orders out, in order, up to one that must be on disk first."""
-        while self._orders and not self._persisting:
+        while self._orders and not self._writing:
             effect = self._orders.popleft()
             if isinstance(effect, do.Persist):
-                self._persisting = True
-                self._spawn(self._persist())
+                self._write_by(self._saving)
+            elif isinstance(effect, do.Enter):
+                # Those that follow go along: an entry may be on the disk before its time.
+                entries = [effect.entry, *self._pending_entries()]
+                self._write_by(partial(self._appending, entries))
             else:
                 self._do(effect)
 
-    async def _persist(self) -> None:
-        """Writes the state, trying again for as long as the disk is full; then orders go on."""
+    def _pending_entries(self) -> list[LedgerEntry]:
+        entries = [order.entry for order in self._orders if isinstance(order, do.Enter)]
+        self._orders = deque(o for o in self._orders if not isinstance(o, do.Enter))
+        return entries
+
+    def _write_by(self, task: Callable[[], Callable[[], None]]) -> None:
+        self._writing = True
+        self._spawn(self._write(task))
+
+    async def _write(self, task: Callable[[], Callable[[], None]]) -> None:
+        """Writes, trying again for as long as the disk is full; then orders go on."""
         told = False
         while True:
-            document = self._document()
             try:
-                await asyncio.to_thread(self._save, document)
+                await asyncio.to_thread(task())
                 break
             except StorageError as error:
                 if not told:
-                    logger.error("%s: joins and the end of the run wait for it", error)
+                    logger.error("%s: joins, leases and the end of the run wait for it", error)
                 told = True
                 await asyncio.sleep(RETRY_SECONDS)
-        self._persisting = False
+        self._writing = False
+        self._gone.set()
         self._carry_out()
 
     def _do(self, effect: do.CoordinatorEffect) -> None:
@@ -304,7 +356,7 @@ class CoordinatorHost:
                 logger.info("%s (%s)", text, why)
             case do.DenyShard():
                 pass  # it was told at once
-            case do.Persist():
+            case do.Persist() | do.Enter():
                 raise AssertionError("carried out elsewhere")
             case _:
                 assert_never(effect)
@@ -340,8 +392,19 @@ class CoordinatorHost:
     def _state(self) -> Any:
         return _STATE.dump_python(self.machine.snapshot(), mode="json")
 
-    def _save(self, document: dict[str, Any]) -> None:
-        self._disk.write(json.dumps(document))
+    def _appending(self, entries: list[LedgerEntry]) -> Callable[[], None]:
+        document = self._document() | {"entered": [encode(entry) for entry in entries]}
+
+        def write() -> None:
+            if self._tenure.number:  # first the state, which only one coordinator can go on from
+                self._disk.write(json.dumps(document))
+            self._ledger.append(entries)
+
+        return write
+
+    def _saving(self) -> Callable[[], None]:
+        document = self._document()
+        return lambda: self._disk.write(json.dumps(document))
 
     def _load(self) -> Any:
         """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""
@@ -350,6 +413,7 @@ class CoordinatorHost:
             return None
         document, state, self._layout = kept
         self._run = str(document.get("run", self._run))
+        self._entered = tuple(decode(each, LEDGER_ENTRIES) for each in document.get("entered", ()))
         self.machine.restore(state)
         return document["state"]
 

@@ -14,6 +14,37 @@ Batch: TypeAlias = Any
 
 
 @runtime_checkable
+class InPasses(Protocol):
+    """A workload whose data end: each datum is in one batch of each pass over them.
+
+    The built-in workloads are like this. Of any other one, `parts.WorkloadParts` takes so many
+    batches of `Workload.batches` for a part.
+    """
+
+    def pass_batches(self) -> int:
+        """How many batches a pass has, at least 1."""
+        ...
+
+    def pass_batch(self, turn: int, index: int) -> Batch:
+        """Batch number `index` of a pass; depends on nothing but the options and these two.
+
+        Args:
+            turn: Which pass, 0 and up; each is shuffled anew.
+            index: 0 to `pass_batches` - 1.
+        """
+        ...
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A workload that wants to know which learner it trains in, where the data do not say so."""
+
+    def take_place(self, index: int, learners: int) -> None:
+        """Called once, before the first batch, with the learner's number and the run's learners."""
+        ...
+
+
+@runtime_checkable
 class Workload(Protocol):
     """Model, data, loss and schedule, the same in each process that is built with the same options.
 

@@ -21,7 +21,14 @@ from decoupled_diloco.workloads.inner import (
     make_optimizer,
     rate_factor,
 )
-from decoupled_diloco.workloads.text import Corpus, batch_at, held_out_batches, load_corpus
+from decoupled_diloco.workloads.text import (
+    Corpus,
+    batch_at,
+    held_out_batches,
+    load_corpus,
+    pass_batch_at,
+    windows_of,
+)
 from decoupled_diloco.workloads.transformer import MLP, Block, initialize, rotary
 
 VOCABULARY = 256
@@ -113,6 +120,24 @@ class GptWorkload:
                 )
             )
             step += 1
+
+    def pass_batches(self) -> int:
+        """Batches of a pass in which every window of the text comes once."""
+        return -(-windows_of(self.corpus.train, self.options.context) // self.options.batch_size)
+
+    def pass_batch(self, turn: int, index: int) -> TextBatch:
+        """One batch of a pass; windows from anywhere in the text."""
+        options = self.options
+        return _split(
+            pass_batch_at(
+                self.corpus.train,
+                turn=turn,
+                index=index,
+                batch_size=options.batch_size,
+                context=options.context,
+                seed=options.seed,
+            )
+        )
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         """Mean cross-entropy of the next byte, nats."""

@@ -70,14 +70,18 @@ class PacedWorkload(GptWorkload):
 
     def batches(self, part: int, parts: int, start: int = 0) -> Iterator[TextBatch]:
         """The endless batches of one learner; from here on its own pace holds."""
+        self.take_place(part, parts)
+        return super().batches(part, parts, start)
+
+    def take_place(self, index: int, learners: int) -> None:
+        """From here on the pace of this learner holds; one that came later has the last one's."""
         seconds = self._options.step_seconds
-        if isinstance(seconds, tuple) and len(seconds) != parts:
+        if isinstance(seconds, tuple) and len(seconds) != learners:
             raise ConfigError(
-                f"step_seconds lists {len(seconds)}, but there are {parts} learners: "
+                f"step_seconds lists {len(seconds)}, but there are {learners} learners: "
                 "give one number for all, or one for each"
             )
-        self._part = part
-        return super().batches(part, parts, start)
+        self._part = min(index, learners - 1)
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         """Wait for the step's time, then compute the mean cross-entropy of the next byte."""

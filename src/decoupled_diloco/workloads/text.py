@@ -13,7 +13,9 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,6 +137,54 @@ def batch_at(
     rng = np.random.default_rng([seed, part, step])
     offsets = torch.from_numpy(mine.start + rng.integers(starts, size=batch_size))
     return _windows(text, offsets, context)
+
+
+def windows_of(text: Tensor, context: int) -> int:
+    """Windows of a pass.
+
+    Neighbours share one byte: the last target of one is the first input of the next. A rest that is
+    smaller than a window is left out.
+
+    Raises:
+        ConfigError: The text is smaller than one window.
+    """
+    count = (len(text) - 1) // context
+    if count < 1:
+        raise ConfigError(
+            f"the text has {len(text)} bytes, fewer than context={context} + 1: lower context or "
+            "raise corpus_bytes_max"
+        )
+    return count
+
+
+@lru_cache(maxsize=2)
+def pass_order(count: int, seed: int, turn: int) -> np.ndarray[Any, Any]:
+    """The order in which a pass goes through its items: int64 [count], drawn anew for each."""
+    return np.random.default_rng([seed, turn]).permutation(count)
+
+
+def pass_batch_at(
+    text: Tensor, *, turn: int, index: int, batch_size: int, context: int, seed: int
+) -> Tensor:
+    """Batch number `index` of a pass in which every window of the text comes once.
+
+    Args:
+        text: uint8 [N].
+        turn: Which pass, 0 and up.
+        index: Number of the batch; the last one of a pass may be smaller.
+        batch_size: B, windows.
+        context: T, bytes that the model sees at once.
+        seed: Another seed, another order.
+
+    Returns:
+        int64 [B, T + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`.
+
+    Raises:
+        ConfigError: The text is smaller than one window.
+    """
+    order = pass_order(windows_of(text, context), seed, turn)
+    mine = order[index * batch_size : (index + 1) * batch_size]
+    return _windows(text, torch.from_numpy(mine * context), context)
 
 
 def held_out_batches(text: Tensor, *, count: int, batch_size: int, context: int) -> list[Tensor]:

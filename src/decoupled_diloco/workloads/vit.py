@@ -30,7 +30,7 @@ from decoupled_diloco.workloads.inner import (
     make_optimizer,
     rate_factor,
 )
-from decoupled_diloco.workloads.text import region
+from decoupled_diloco.workloads.text import pass_order, region
 from decoupled_diloco.workloads.transformer import MLP, Block, initialize
 
 SIDE = 8
@@ -129,6 +129,20 @@ class VitWorkload:
         while True:
             yield batch_at(self.digits.train, part, parts, step, self.options)
             step += 1
+
+    def pass_batches(self) -> int:
+        """Batches of a pass in which every training image comes once."""
+        return -(-len(self.digits.train[1]) // self.options.batch_size)
+
+    def pass_batch(self, turn: int, index: int) -> ImageBatch:
+        """One batch of a pass, its images moved a little; the last one may be smaller."""
+        options, (images, labels) = self.options, self.digits.train
+        order = pass_order(len(labels), options.seed, turn)
+        chosen = torch.from_numpy(order[index * options.batch_size :][: options.batch_size])
+        rng = np.random.default_rng([options.seed, turn, index, 1])
+        reach = options.shift_pixels_max
+        shifts = rng.integers(-reach, reach + 1, size=(len(chosen), 2))
+        return shifted(images[chosen], torch.from_numpy(shifts)), labels[chosen]
 
     def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
         """Mean cross-entropy of the digit, nats."""

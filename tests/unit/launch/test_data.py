@@ -10,7 +10,7 @@ import pytest
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.data import require_batches
+from decoupled_diloco.launch.data import require_batches, require_data
 from decoupled_diloco.launch.doctor.examine import Case, examine
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.workloads import load_workload
@@ -28,6 +28,7 @@ def config_of(folder: Path, name: str, options: dict[str, Any]) -> RunConfig:
         run={"folder": folder, "learners": 3, "budget_steps": 8},
         sync={"quorum": 1},
         syncer={"port": 0},
+        data={"leases": False},
         workload={"name": name, "options": options},
     )
 
@@ -49,6 +50,20 @@ def test_the_doctor_tells(
     (found,) = [each for each in examine(case) if each.check == "data"]
     assert found.level == "error"
     assert sentence.removeprefix("part 0 of 3 ") in found.text
+
+
+def test_leased_data_need_one_window(tmp_path: Path) -> None:
+    """What is too little for a part of its own each is enough to share."""
+    tables = {"run": {"folder": tmp_path / "run", "budget_steps": 8}, "syncer": {"port": 0}}
+    options = {"corpus_bytes_max": 20_000}
+    for context, sentence in ((8000, ""), (30_000, "has 20000 bytes, fewer than context=30000")):
+        workload = load_workload("gpt", {**options, "context": context, "batch_size": 1})
+        config = RunConfig(**tables, workload={"name": "gpt"})
+        if not sentence:
+            assert require_data(workload, config) == 8000
+            continue
+        with pytest.raises(ConfigError, match=sentence):
+            require_data(workload, config)
 
 
 def test_the_doctor_tells_how_large_a_batch_is(tmp_path: Path) -> None:

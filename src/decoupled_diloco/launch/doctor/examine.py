@@ -21,7 +21,7 @@ from decoupled_diloco import __version__
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import ConfigError, Error
-from decoupled_diloco.launch.data import require_batches
+from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.doctor import facts, machine
 from decoupled_diloco.launch.doctor import syncer as judge
 from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
@@ -111,11 +111,8 @@ def _model(
 
 def _data(config: RunConfig, workload: Workload) -> Finding:
     """Whether each learner has a batch: here, or in a run that learners join one by one."""
-    learners = config.run.learners
     try:
-        tokens = limited(
-            DATA_SECONDS, lambda: require_batches(workload, config.workload.name, learners)
-        )
+        tokens = limited(DATA_SECONDS, lambda: require_data(workload, config))
     except TimeoutError:
         text = f"{config.workload.name} gives no batch within {DATA_SECONDS:g} s"
         return warning("data", text, "each learner waits as long when it starts")
