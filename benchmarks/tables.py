@@ -34,6 +34,8 @@ TITLES = {
     "data_plane_loopback": "Bodies on loopback",
     "merging": "Merging",
     "events": "Random worlds, every event checked",
+    "goodput": "Goodput of a million chips, simulated",
+    "goodput_real": "The goodput simulator against real runs",
 }
 
 
@@ -170,6 +172,76 @@ def pairs(result: Any) -> str:
     return table(["", ""], rows)
 
 
+def goodput(result: Any) -> str:
+    chips = list(next(iter(result["goodput"].values())))
+    rows = []
+    for name, cells in result["goodput"].items():
+        shown = []
+        for cell in cells.values():
+            text = f"{cell['goodput']:.1f} ±{cell['goodput_interval']:.1f}"
+            published = cell["published"]
+            shown.append(text if published is None else f"{text} ({published:g})")
+        rows.append([name, *shown])
+    header = ["goodput, %", *(f"{int(each) / 1e3:g} k chips" for each in chips)]
+    parts = [
+        table(header, rows),
+        "In brackets what was published; the first two rows are fitted, all else is predicted. "
+        "± is the 95 % interval over seeds.",
+        "![Goodput over chips](results/goodput/goodput.png)",
+        _unequal(result["unequal"]),
+        "Four fast and four slow learners, 18 % apart, 10 % jitter, no failures.",
+        _scavenged(result["scavenged"]),
+        "Time of training, as a share of that without: more chips are there for half of the work.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _unequal(result: Any) -> str:
+    rows = [
+        [
+            name,
+            f"{row['goodput']:.1f} %" + (f" ({row['published']})" if row["published"] else ""),
+            f"{row['pace']:.0f} %",
+            f"{row['slow_in_rounds']:.0f} %",
+        ]
+        for name, row in result.items()
+    ]
+    header = ["", "goodput (published)", "ticks per step of the fastest", "slow ones in rounds"]
+    return table(header, rows)
+
+
+def _scavenged(result: Any) -> str:
+    rows = [
+        [name] + [f"{row[system]:.2f} ({row[system + '_published']:.2f})" for system in SCAVENGING]
+        for name, row in result.items()
+    ]
+    return table(["scavenged chips", *SCAVENGING], rows)
+
+
+def goodput_real(result: Any) -> str:
+    rows = [
+        [
+            name,
+            f"{row['measured']:.1f} %",
+            f"{row['predicted']:.1f} % ({row['predicted'] - row['measured']:+.1f})",
+            f"{own:.1f} % ({own - row['measured']:+.1f})",
+            f"{row['join_seconds']:.1f} s",
+        ]
+        for name, row in result["schedules"].items()
+        for own in [row["predicted_with_own_lengths"]]
+    ]
+    told = ", ".join(f"{name} {value:.2f} s" for name, value in result["lengths"].items())
+    header = [
+        "schedule",
+        "measured",
+        "predicted from another run",
+        "predicted from its own lengths",
+        "its joins took",
+    ]
+    return table(header, rows) + f"\n\nLengths of the other run: {told}."
+
+
+SCAVENGING = ("decoupled", "elastic")
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
     "quality": quality,
@@ -177,6 +249,8 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "speeds": speeds,
     "data_plane_wan": data_plane,
     "data_plane_loopback": data_plane,
+    "goodput": goodput,
+    "goodput_real": goodput_real,
 }
 
 

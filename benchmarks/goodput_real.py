@@ -1,0 +1,177 @@
+"""The goodput simulator against real runs: four learners, killed after six schedules.
+
+Real processes (`ddiloco train` of the paced workload, SIGKILL, restarts by the launcher). The
+simulator is told the lengths of a step, of a restart and of a join, and says what share of the
+learners' time each schedule leaves in steps: once with the lengths of a run of its own with one
+kill, once with the means of the very run that it predicts, because a join takes as long as the
+machine is busy.
+
+    python benchmarks/goodput_real.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from evidence import keep
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.goodput.accounts import Account, Feed, enter
+from decoupled_diloco.goodput.chance import Slices
+from decoupled_diloco.goodput.life import NEVER, Habits, Life
+from decoupled_diloco.goodput.settings import SECOND, microseconds
+from decoupled_diloco.launch.local import LocalRun
+from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe.historian import read_history
+
+ESTIMATE = (
+    "within 2 points of goodput for one kill at a time; up to 5 too high where several learners "
+    "start at once, because they share two cores while they import torch; within 2 points "
+    "everywhere with the lengths of the same run"
+)
+LEARNERS = 4
+MEASURED = ((0.3, 1),)
+SCHEDULES: dict[str, tuple[tuple[float, int], ...]] = {
+    "no kill": (),
+    "one kill": ((0.4, 0),),
+    "two learners, one after the other": ((0.1, 1), (0.5, 2)),
+    "the same learner twice": ((0.1, 3), (0.6, 3)),
+    "two learners at once": ((0.2, 0), (0.2, 1)),
+    "four kills": ((0.1, 0), (0.2, 1), (0.3, 2), (0.4, 3)),
+}
+"""For each schedule the kills: share of the budget, learner."""
+
+
+def run(kills: tuple[tuple[float, int], ...], steps: int, step_seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        config = RunConfig(
+            run={
+                "name": "goodput",
+                "folder": str(Path(name) / "run"),
+                "learners": LEARNERS,
+                "budget_steps": steps,
+                "evaluator": False,
+            },
+            sync={"fragments": 4, "period": 12, "overlap": 2},
+            syncer={"shards": 1, "port": 0},
+            workload={"name": "paced", "options": {"step_seconds": step_seconds}},
+            faults=[{"at": at, "kill": f"learner-{who}"} for at, who in kills],
+        )
+        local = LocalRun(config)
+        try:
+            local.start()
+            outcome = local.wait(lambda: None)
+        finally:
+            local.close()
+        assert outcome.finished, outcome.reason
+        history = read_history(config.run.folder)
+        account = account_for(history)
+    assert account.span is not None
+    end = account.span[1]
+    return {
+        "kills": kills,
+        "goodput": 100 * (account.time.stepping or 0.0),
+        "span_seconds": account.time.seconds("allocated") / LEARNERS,
+        "step_seconds": statistics.median(
+            learner.step_seconds_median or step_seconds for learner in history.learners.values()
+        ),
+        "outages": [
+            {
+                "who": each.who,
+                "back": each.back_at is not None,
+                "down_seconds": (each.restarted_at or end) - each.down_at,
+                "away_seconds": (each.back_at or end) - each.down_at,
+            }
+            for each in history.outages
+        ],
+        "time": {
+            part: account.time.seconds(part)
+            for part in ("useful", "discarded", "waiting", "down", "joining", "other")
+        },
+    }
+
+
+def told(kills: list[int], down: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """The kills of one learner as failures of its only chip."""
+    if kills:
+        yield kills, [0] * len(kills), [down] * len(kills)
+    while True:
+        yield [NEVER], [0], [1]
+
+
+def predicted(kills: tuple[tuple[float, int], ...], steps: int, times: dict[str, float]) -> float:
+    """Goodput of a schedule, percent, from the measured lengths of time."""
+    step, end = microseconds(times["step"]), microseconds(steps * times["step"])
+    habits = Habits(
+        step=step, downscale=0, upscale=microseconds(times["join"]), window=0, sudden=True
+    )
+    account = Account()
+    for who in range(LEARNERS):
+        at = [round(share * end) for share, victim in kills if victim == who]
+        life = Life(Slices(1, 1), habits, told(at, microseconds(times["down"])))
+        enter(account, Feed(life).take(end))
+    account.check()
+    others = LEARNERS * microseconds(times["other"])
+    return 100 * max(0, account.useful - others) / account.allocated
+
+
+def lengths(measured: dict[str, Any], otherwise: dict[str, float]) -> dict[str, float]:
+    """Step, restart, join, and what else a learner stands, seconds: means of a run.
+
+    A learner that was not back when the run ended counts with the time until then. What a run
+    without a kill cannot tell is taken from ``otherwise``.
+    """
+    outages, found = measured["outages"], {**otherwise, "step": measured["step_seconds"]}
+    if outages:
+        down = statistics.fmean(each["down_seconds"] for each in outages)
+        away = statistics.fmean(each["away_seconds"] for each in outages)
+        found |= {"down": down, "join": away - down}
+    return found
+
+
+def first_lengths(measured: dict[str, Any]) -> dict[str, float]:
+    """Those of the run for measuring, with what its learners stood at its beginning and end."""
+    parts, found = measured["time"], lengths(measured, {})
+    joining = max(0.0, parts["joining"] - found["join"])
+    other = parts["waiting"] + parts["other"] + joining
+    return {**found, "other": other / LEARNERS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--step-seconds", type=float, default=0.3)
+    arguments = parser.parse_args()
+    measured = run(MEASURED, arguments.steps, arguments.step_seconds)
+    times = first_lengths(measured)
+    print(times, flush=True)
+    raw, result = {"for measuring": measured}, {}
+    for name, kills in SCHEDULES.items():
+        raw[name] = run(kills, arguments.steps, arguments.step_seconds)
+        own = lengths(raw[name], times)
+        result[name] = {
+            "predicted": predicted(kills, arguments.steps, times),
+            "predicted_with_own_lengths": predicted(kills, arguments.steps, own),
+            "measured": raw[name]["goodput"],
+            "join_seconds": own["join"],
+        }
+        print(name, result[name], flush=True)
+    keep(
+        "goodput_real",
+        estimate=ESTIMATE,
+        config={**vars(arguments), "learners": LEARNERS, "lengths": times, "unit": SECOND},
+        raw=raw,
+        result={"lengths": times, "schedules": result},
+        not_measured="learners on machines of their own, where a restart costs the others nothing; "
+        "the machine was busy with other tests meanwhile, so each schedule ran once under a load "
+        "of its own",
+    )
+
+
+if __name__ == "__main__":
+    main()
