@@ -111,6 +111,46 @@ def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Pat
     assert clock_of(folder) >= BUDGET + 12
 
 
+def cuts(folder: Path) -> list[int]:
+    """The complete cuts, ascending."""
+    return sorted(int(p.parent.name[4:]) for p in folder.glob("checkpoints/cut-*/manifest.json"))
+
+
+def test_a_run_goes_back_to_a_consistent_cut_and_names_one_that_is_corrupt(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    file = config_file(
+        folder,
+        run={"budget_steps": 5 * BUDGET, "checkpoint_every_seconds": 1.0},
+        syncer={"shards": 2},
+        learner={"checkpoint_every_seconds": 1.0},
+    )
+    fixed = ("--set", "data.leases=false", "--set", "data.parts=", "--set", "data.leases_ahead=")
+    with stopped_at_exit(command("train", str(file), *fixed)) as process:
+        until(lambda: len(cuts(folder)) >= 2 or process.poll() is not None, "two cuts", 60)
+        assert process.poll() is None, process.communicate()[0]
+        kill_everything(folder, process)
+    *_, before, newest = cuts(folder)
+    part = folder / f"checkpoints/cut-{newest:06d}/shard-1.safetensors"
+    content = bytearray(part.read_bytes())
+    content[-20] ^= 1
+    part.write_bytes(content)
+    code, text = train("--resume", str(folder), "--cut", str(newest))
+    assert code == 6
+    assert "is torn" in text
+    code, text = train("--resume", str(folder), "--cut", "last")
+    assert code == 0, text
+    assert f"cut {newest} is not used" in text
+    assert f"back to cut {before}" in text
+    assert list(folder.glob("set-aside-1/durable/shard-1/*.safetensors"))
+    recovered = [r for r in records(folder, "learner-0") if r.type == "Recovered"]
+    assert recovered[-1].data["way"] == "checkpoint"
+    assert recovered[-1].data["kept"] + recovered[-1].data["overwritten"] == 4
+    results, _ = replay_run(folder)
+    assert {r.who: r.differences for r in results if r.differences} == {}
+    code, text = train(str(file), "--cut", "last")
+    assert code == 2
+
+
 def test_what_cannot_go_on_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, text = train("--resume", str(folder))

@@ -20,6 +20,7 @@ from decoupled_diloco.cli.goodput import goodput
 from decoupled_diloco.cli.ledger import ledger
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
+    CutToGoBackTo,
     Resume,
     RunFile,
     RunOrFolder,
@@ -57,12 +58,14 @@ app = Commands(
 
 
 @app.command()
-def train(run: RunOrFolder, settings: Sets = None, resume: Resume = False) -> None:
+def train(
+    run: RunOrFolder, settings: Sets = None, resume: Resume = False, cut: CutToGoBackTo = ""
+) -> None:
     """Everything on this machine: shards, learners, evaluator, supervised; then the report."""
     from decoupled_diloco.cli.train import train_locally
 
-    config = _run_of(run, settings, resume=resume)
-    exit_with(train_locally(config, make_console(), resume=resume))
+    config = _run_of(run, settings, resume=resume, cut=cut)
+    exit_with(train_locally(config, make_console(), resume=resume, cut=cut))
 
 
 @app.command()
@@ -70,6 +73,7 @@ def syncer(
     run: RunOrFolder,
     settings: Sets = None,
     resume: Resume = False,
+    cut: CutToGoBackTo = "",
     shard: Annotated[
         int | None, typer.Option(help="Serve this one shard only; default: all, supervised.")
     ] = None,
@@ -87,13 +91,13 @@ def syncer(
 ) -> None:
     """The syncer: all its shards on this machine, or one of them."""
     given = _as_settings(addresses, token_file, port if shard is None else None)
-    config = _run_of(run, [*(settings or ()), *given], resume=resume)
+    config = _run_of(run, [*(settings or ()), *given], resume=resume, cut=cut)
     if standby and not (config.syncer.standbys and shard is not None):
         fail("--standby is for one shard (--shard) of a run with syncer.standbys=1")
     if shard is None:
         from decoupled_diloco.cli.train import serve_locally
 
-        exit_with(serve_locally(config, make_console(), resume=resume))
+        exit_with(serve_locally(config, make_console(), resume=resume, cut=cut))
     if resume:
         fail(f"--shard {shard} goes on by itself with what is in its folder: leave --resume out")
     from decoupled_diloco.launch import roles
@@ -222,8 +226,10 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _run_of(run: str, settings: list[str] | None, *, resume: bool) -> RunConfig:
+def _run_of(run: str, settings: list[str] | None, *, resume: bool, cut: str) -> RunConfig:
     """The settings of a new run, or of one that goes on in its folder."""
+    if cut and not resume:
+        fail("--cut says where to go back to: give --resume and the folder of the run, too")
     if resume:
         from decoupled_diloco.config.resume import load_resumed  # torch takes seconds
 

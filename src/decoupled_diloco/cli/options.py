@@ -63,6 +63,14 @@ RunOrFolder = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in the folder RUN, where it was.")
 ]
+CutToGoBackTo = Annotated[
+    str,
+    typer.Option(
+        "--cut",
+        metavar="last|NUMBER",
+        help="With --resume: go back to this consistent checkpoint of the whole run.",
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as sync.period=48."),

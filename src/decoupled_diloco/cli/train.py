@@ -19,14 +19,17 @@ from decoupled_diloco.launch.resume import standing_of
 from decoupled_diloco.observe.progress import Progress
 
 
-def train_locally(config: RunConfig, console: Console, *, resume: bool = False) -> int:
+def train_locally(
+    config: RunConfig, console: Console, *, resume: bool = False, cut: str = ""
+) -> int:
     """Runs everything on this machine; returns the exit code."""
-    if resume and _tell_if_finished(config, console):
+    if resume and not cut and _tell_if_finished(config, console):
         return 0
-    run = LocalRun(config, resume=resume)
+    run = LocalRun(config, resume=resume, cut=cut)
     budget = (config.run.budget_steps, config.run.budget_tokens)
     with reader_may_be_gone():
         tell_beginning(config, run.path, run.folder.moved_to, console)
+        _tell_where_from(run, console)
     try:
         with termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
             run.start()
@@ -48,11 +51,13 @@ def train_locally(config: RunConfig, console: Console, *, resume: bool = False) 
     return INTERRUPTED if outcome.reason == "interrupted" else 1
 
 
-def serve_locally(config: RunConfig, console: Console, *, resume: bool = False) -> int:
+def serve_locally(
+    config: RunConfig, console: Console, *, resume: bool = False, cut: str = ""
+) -> int:
     """Runs all shards on this machine, for learners that are started elsewhere."""
-    if resume and _tell_if_finished(config, console):
+    if resume and not cut and _tell_if_finished(config, console):
         return 0
-    run = LocalRun(config, learners=False, resume=resume)
+    run = LocalRun(config, learners=False, resume=resume, cut=cut)
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
         with termination_as_interrupt():
@@ -61,6 +66,7 @@ def serve_locally(config: RunConfig, console: Console, *, resume: bool = False) 
             with reader_may_be_gone():
                 _tell_how_to_join(config, run, console)
                 tell_beginning(config, run.path, run.folder.moved_to, console, here=False)
+                _tell_where_from(run, console)
             with Progress(run.path, *budget, console=console) as progress:
                 outcome = run.wait(progress.poll)
                 progress.poll()
@@ -87,6 +93,11 @@ def _tell_if_finished(config: RunConfig, console: Console) -> bool:
             highlight=False,
         )
     return standing.is_finished
+
+
+def _tell_where_from(run: LocalRun, console: Console) -> None:
+    if run.went_back:
+        console.print(run.went_back, soft_wrap=True, highlight=False)
 
 
 def _tell_how_to_join(config: RunConfig, run: LocalRun, console: Console) -> None:

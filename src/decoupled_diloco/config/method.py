@@ -93,6 +93,7 @@ def options_of(public: Public) -> Options:
         uplink_codec=sync.uplink_codec,
         budget_steps=public["run"].get("budget_steps"),
         budget_tokens=public["run"].get("budget_tokens"),
+        checkpoint_every_seconds=float(public["run"].get("checkpoint_every_seconds", 0.0)),
     )
 
 

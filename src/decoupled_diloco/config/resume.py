@@ -15,7 +15,10 @@ from decoupled_diloco.errors import ConfigError
 
 RUN_FILE = "run.toml"
 
-_MAY_CHANGE = {"run": {"budget_steps", "budget_tokens"}, "workload": {"total_steps"}}
+_MAY_CHANGE = {
+    "run": {"budget_steps", "budget_tokens", "checkpoint_every_seconds"},
+    "workload": {"total_steps"},
+}
 
 
 def lasting(public: Public) -> dict[str, Any]:

@@ -52,6 +52,11 @@ class RunSettings(Settings):
     budget_tokens: int | None = Field(default=None, ge=1)
     """The run ends when all learners together have trained on this many tokens, at least 1."""
 
+    checkpoint_every_seconds: float = Field(default=600.0, ge=0)
+    """Seconds from one consistent checkpoint of the whole run to the next; 0: none. It is for going
+    back (ddiloco train --resume RUN --cut last): what a crash needs, every process writes anyway.
+    Two are kept, 12 bytes a parameter at the shards and 16 at each learner."""
+
     evaluator: bool = True
     """Start a process that evaluates the global weights on held-out data while the run goes on. It
     only reads. Turn it off where every core counts."""

@@ -16,7 +16,7 @@ from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.folder import RunFolder
-from decoupled_diloco.launch.resume import standing_of
+from decoupled_diloco.launch.resume import go_back, half_way, standing_of
 from decoupled_diloco.launch.roles import EVALUATOR, open_tape, process_of
 from decoupled_diloco.launch.secrets import read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
@@ -53,6 +53,7 @@ class LocalRun:
         config: The run.
         learners: Whether to start learners and the evaluator, too.
         resume: Go on with the run in its folder.
+        cut: Go back to this consistent cut first: ``"last"`` or its number; only with ``resume``.
         dial: How a process of a name reaches these addresses of shards, if not directly: other
             addresses with the same ports. Who is told of the shards then puts the host in that it
             has dialled itself.
@@ -69,6 +70,7 @@ class LocalRun:
         *,
         learners: bool = True,
         resume: bool = False,
+        cut: str = "",
         dial: Callable[[str, tuple[str, ...]], tuple[str, ...]] | None = None,
         absent: Collection[str] = (),
     ) -> None:
@@ -84,6 +86,8 @@ class LocalRun:
             self._require_principals(config.syncer.principals_file)
         self.folder = RunFolder(Path(config.run.folder), resume=resume)
         self.path = self.folder.path
+        cut = cut or (half_way(self.path) if resume else "")
+        self.went_back = go_back(self.path, config, cut) if cut else ""
         self.standing = standing_of(self.path, config) if resume else None
         (self.path / "run.toml").write_text(dump_config(config))
         settings = config.syncer

@@ -7,16 +7,29 @@ after any restart, and tapes are appended to.
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text, read_public
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.learner.checkpoint import LearnerCheckpoint, cut_of
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.coordinator import Phase
-from decoupled_diloco.syncer.coordinator import read_state
+from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.syncer.coordinator import document_at_cut, read_state
+from decoupled_diloco.syncer.coordinator_disk import FILE, newest_state
+from decoupled_diloco.syncer.cuts import Manifest, cut_folders, read_manifest
+from decoupled_diloco.syncer.durable import DURABLE, EXACT
 from decoupled_diloco.syncer.result import RESULT
+
+LEARNERS = "learners"
+"""The folder of the learners' own checkpoints in the run folder."""
+
+GOING_BACK = "going-back"
+"""The file that names the cut while a run is being put back to it."""
 
 
 @dataclass(frozen=True)
@@ -58,3 +71,107 @@ def standing_of(folder: Path, config: RunConfig) -> Standing:
     weights = folder / RESULT
     phase = None if kept is None else kept.phase
     return Standing(phase, faults, weights if weights.exists() else None)
+
+
+def go_back(folder: Path, config: RunConfig, which: str) -> str:
+    """Puts a run back to a consistent cut; what is newer is set aside, not deleted.
+
+    Args:
+        folder: The run folder, which nobody else uses.
+        config: The run.
+        which: ``"last"`` or the number of a cut. A last one that is torn or corrupt is named, and
+            the one before it is used.
+
+    Returns:
+        What was done, in words.
+
+    Raises:
+        ConfigError: ``which`` is neither.
+        StorageError: There is no such cut, whole.
+    """
+    if config.syncer.standbys:
+        raise ConfigError("--cut is not built for runs with syncer.standbys: leave it out")
+    if config.data.leases:
+        raise ConfigError(
+            "--cut is not built for runs whose data are leased, because the ledger does not go "
+            "back: leave it out, or train with data.leases=false"
+        )
+    manifest, problems = _chosen(folder, which)
+    write_text(folder / GOING_BACK, str(manifest.number))
+    aside = _free(folder / "set-aside")
+    for part in manifest.shards:
+        durable = folder / DURABLE / part.who
+        if durable.exists():
+            _move(durable, aside / DURABLE / part.who)
+        durable.mkdir(parents=True)
+        shutil.copyfile(manifest.part(part.who), durable / "00000001.safetensors")
+        (durable / EXACT).touch()
+    for own in sorted((folder / LEARNERS).glob("*")):
+        for file in sorted(own.glob("*.safetensors")):
+            if cut_of(file) != manifest.number:
+                _move(file, aside / LEARNERS / own.name / file.name)
+    _put_coordinator_back(folder, config, manifest)
+    (folder / GOING_BACK).unlink()
+    missing = f", without {', '.join(manifest.missing)}" if manifest.missing else ""
+    words = f"back to cut {manifest.number}{missing}; what is newer is in {aside}"
+    return "; ".join([*problems, words])
+
+
+def half_way(folder: Path) -> str:
+    """The cut that a run was being put back to when that was interrupted; empty: it was not."""
+    file = folder / GOING_BACK
+    return file.read_text() if file.exists() else ""
+
+
+def _chosen(folder: Path, which: str) -> tuple[Manifest, list[str]]:
+    if which != "last" and not which.isdigit():
+        raise ConfigError(f"--cut {which!r} is neither 'last' nor the number of a cut")
+    found = cut_folders(folder)
+    if which != "last":
+        found = [path for path in found if int(path.name[4:]) == int(which)]
+    problems: list[str] = []
+    for path in found:
+        try:
+            manifest = read_manifest(path)
+            manifest.check()
+            _check_learners(folder, manifest)
+            return manifest, problems
+        except StorageError as error:
+            problems.append(f"{error}: cut {int(path.name[4:])} is not used")
+    raise StorageError(
+        f"{folder} has no whole cut {'' if which == 'last' else which} to go back to"
+        f"{''.join(f'; {problem}' for problem in problems)}: leave --cut out to go on with the "
+        "newest state of every process"
+    )
+
+
+def _check_learners(folder: Path, manifest: Manifest) -> None:
+    """Learners' parts, as far as they are here; one that trains elsewhere has its own."""
+    for part in manifest.learners:
+        own = folder / LEARNERS / part.who
+        if own.exists():
+            files = [file for file in own.glob("*.safetensors") if cut_of(file) == manifest.number]
+            if not files:
+                raise StorageError(f"{own} lacks its part of cut {manifest.number}")
+            LearnerCheckpoint.read(files[0])
+
+
+def _put_coordinator_back(folder: Path, config: RunConfig, manifest: Manifest) -> None:
+    """Its part, with every epoch and term that was ever given out."""
+    newest = read_state(folder, read_public(public_text(config)))
+    path = newest_state(folder)
+    for file in {path, folder / FILE}:
+        document = document_at_cut(manifest.coordinator, newest)
+        write_text(file, json.dumps(document))
+
+
+def _move(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source.rename(target)
+
+
+def _free(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return free

@@ -42,7 +42,7 @@ from decoupled_diloco.learner.donations import Donations, Surroundings
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.joining import Coordinations, CoordinatorLink, Identity
 from decoupled_diloco.learner.keeper import Keeper, tell_recovery
-from decoupled_diloco.learner.plan import StepPlan
+from decoupled_diloco.learner.plan import OF_THE_BOUNDARY, StepPlan
 from decoupled_diloco.learner.shared import Shared, Unrecorded
 from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.merge import Layout, as_bytes, digest
@@ -61,7 +61,7 @@ from decoupled_diloco.protocol.donation import (
     RelayState,
 )
 from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
 from decoupled_diloco.transport.backoff import Backoff
 from decoupled_diloco.transport.base import Channel, Client
 
@@ -69,8 +69,6 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _TO_LEARNER = get_args(say.ToLearner)
-
-_OF_THE_BOUNDARY = (do.Snapshot, do.Apply, do.Hold, do.Release, do.EndTraining, CopyState)
 
 FETCHES_PER_SHARD = 4
 """Copies on their way from or to one shard at once: a joiner with many fragments takes them in
@@ -171,7 +169,7 @@ class Background:
             shared.tensors.carry_out(plan)
             copies = [effect for effect in effects if isinstance(effect, CopyState)]
             for effect in effects:
-                if not isinstance(effect, _OF_THE_BOUNDARY):
+                if not isinstance(effect, OF_THE_BOUNDARY):
                     self._enqueue(shared, effect)
             pending = bool(self._queue)
         for order in copies:
@@ -307,13 +305,19 @@ class Background:
                 tell_recovery(self.identity.name, effect)
             case do.Relabel() | do.RunOver() | do.Release() | do.Hold() | do.EndTraining():
                 pass  # the machine's state says it; the trainer was notified
-            case do.Snapshot() | do.Apply() | CopyState():
+            case do.ForgetCuts(keep, before) if self.keeper:
+                self.keeper.forget_cuts(keep, before)
+            case do.Snapshot() | do.Apply() | do.TakeCut() | CopyState():
                 raise AssertionError("only a step boundary orders this")
 
     def _say(self, shard: int, message: say.FromLearner | say.Hello) -> None:
         channel = self._channels.get(shard)
         if channel is not None:
-            channel.send(encode(message))
+            channel.send(coloured(message, self.shared.machine.state.cut if self.shared else 0))
+
+    def tell_later(self, event: fact.LearnerEvent) -> None:
+        """`tell` for another thread."""
+        self._in_loop(partial(self._guarded, partial(self._told, event)))
 
     def _fail(self, error: Error) -> None:
         with self.lock:
@@ -472,8 +476,6 @@ class Background:
         why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
         self._told(fact.Began(fragments, why, gives=gives))
 
-    # ---- shards
-
     async def _follow(self, shard: int, addresses: tuple[str, ...]) -> None:
         """Keeps one shard's connection, for ever."""
         backoff, told = Backoff(), False
@@ -520,8 +522,11 @@ class Background:
         self._told(fact.Linked(shard))
         try:
             while True:
-                message = cast("say.ToLearner", decode(await channel.receive(), _TO_LEARNER))
+                cut = colour(data := await channel.receive())
+                message = cast("say.ToLearner", decode(data, _TO_LEARNER))
                 backoff.reset()
+                if self.shared is not None and cut > self.shared.machine.state.cut_heard:
+                    self._told(fact.CutHeard(cut))
                 self._told(fact.Told(shard, message))
         except ProtocolError as error:
             await channel.close(str(error))
@@ -531,8 +536,6 @@ class Background:
             self._alone_since = time.monotonic()
             self.sample(LinkState(shard, False))
             self._told(fact.Unlinked(shard))
-
-    # ---- bodies
 
     async def _in_worker(self, task: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, task)

@@ -28,6 +28,7 @@ from decoupled_diloco.learner.checkpoint import (
 from decoupled_diloco.merge import digest
 from decoupled_diloco.observe.samples import CheckpointWritten, Sample
 from decoupled_diloco.protocol.effects import Recovered
+from decoupled_diloco.storage.sealed import seal_of
 from decoupled_diloco.storage.states import on_host, pack
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,15 @@ class Counted:
     steps: int = 0
     tokens: int = 0
     discarded_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """What has become of a checkpoint: the digest over it and its size, or why there is none."""
+
+    digest: str
+    nbytes: int
+    problem: str = ""
 
 
 class Keeper:
@@ -93,7 +103,7 @@ class Keeper:
         self.loaded = folder.newest() if folder is not None else None
         self._taken_at = time.monotonic()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ddiloco-checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Future[Written] | None = None
 
     # ---- going on
 
@@ -172,7 +182,7 @@ class Keeper:
 
     def take(
         self, outline: LearnerCheckpoint, tell: Callable[[Sample], None]
-    ) -> Future[None] | None:
+    ) -> Future[Written] | None:
         """Copies everything as it is at this step boundary, and has it written.
 
         Args:
@@ -198,17 +208,26 @@ class Keeper:
 
     def _write(
         self, checkpoint: LearnerCheckpoint, copy_seconds: float, tell: Callable[[Sample], None]
-    ) -> None:
+    ) -> Written:
         assert self.folder is not None
-        started, nbytes, problem = time.monotonic(), 0, ""
+        started, nbytes, seal, problem = time.monotonic(), 0, "", ""
         try:
-            nbytes = self.folder.save(_with_digests(checkpoint)).stat().st_size
+            path = self.folder.save(_with_digests(checkpoint))
+            nbytes, seal = path.stat().st_size, seal_of(path)
         except (Error, OSError) as error:
             problem = str(error)
             logger.error("%s: no checkpoint of %s this time", error, self.learner)
         seconds = time.monotonic() - started
         cut = checkpoint.cut
         tell(CheckpointWritten(checkpoint.steps, nbytes, copy_seconds, seconds, problem, cut))
+        return Written(seal, nbytes, problem)
+
+    def forget_cuts(self, keep: tuple[int, ...], before: int) -> None:
+        """Deletes, in time, the checkpoints of cuts that nobody will go back to."""
+        if self.folder is not None:
+            forget, unneeded = self.folder.forget_cuts, lambda n: n < before and n not in keep
+            with contextlib.suppress(RuntimeError):  # closing
+                self._writer.submit(forget, unneeded)
 
     def wait(self, seconds: float) -> None:
         """Waits at most so long for what is being written."""

@@ -30,14 +30,15 @@ from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
 from decoupled_diloco.learner.donations import Donations
 from decoupled_diloco.learner.joining import Identity
-from decoupled_diloco.learner.keeper import Counted, Keeper, all_stateful, held_fragment
+from decoupled_diloco.learner.keeper import Counted, Keeper, Written, all_stateful, held_fragment
 from decoupled_diloco.learner.lease_desk import LeaseDesk
 from decoupled_diloco.learner.parts import default_id, donations_of, keeper_of, open_tape
+from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.shared import Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.protocol.coordinator import LEARNER_ID
-from decoupled_diloco.protocol.events import Paused, StepFinished, ToldToGo
+from decoupled_diloco.protocol.events import CutWritten, Paused, StepFinished, ToldToGo
 from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
 from decoupled_diloco.transport.base import Client
@@ -286,11 +287,11 @@ class Learner(_Participant):
         elif self._donations.taken is not None:
             self._keeper.adopt("the donor", self._donations.taken)
             self._donations.taken = None
-        applied = self._background.tell(Paused()).applied
+        applied = self._at_boundary(Paused()).applied
         if restoring and self._after_apply is not None:
             self._after_apply(applied)
 
-    def checkpoint(self, cut: int | None = None) -> Future[None] | None:
+    def checkpoint(self, cut: int | None = None) -> Future[Written] | None:
         """Takes a checkpoint now; call it between two steps, in the thread of the training loop.
 
         Args:
@@ -352,7 +353,7 @@ class Learner(_Participant):
         if self._unchecked is not None:
             refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
             self._unchecked = None
-        plan = self._background.tell(StepFinished(int(tokens), self.leases.taken()))
+        plan = self._at_boundary(StepFinished(int(tokens), self.leases.taken()))
         applied = plan.applied + (self._hold() if plan.hold else ())
         if applied and self._after_apply is not None:
             self._after_apply(applied)
@@ -366,13 +367,31 @@ class Learner(_Participant):
         state = self._shared.machine.state
         return not (state.ended or state.leaving)
 
+    def _at_boundary(self, event: StepFinished | Paused) -> StepPlan:
+        """Carries a boundary out; its part of a cut comes before anything newer is applied."""
+        background = self._background
+        plan = background.tell(event)
+        if plan.cut is None:
+            return plan
+        number, written = plan.cut, self.checkpoint(plan.cut)
+
+        def tell(part: Written) -> None:
+            background.tell_later(CutWritten(number, part.digest, part.nbytes, part.problem))
+
+        if written is None:
+            tell(Written("", 0, "it keeps no checkpoints"))
+        else:
+            written.add_done_callback(lambda done: tell(done.result()))
+        rest = background.tell(Paused())
+        return StepPlan(plan.orders + rest.orders, plan.hold or rest.hold)
+
     def _hold(self) -> tuple[int, ...]:
         """Waits for what is due; only with the run's setting ``wait="at_overlap"``."""
         background, applied = self._background, tuple[int, ...]()
         with background.changed:
             while self._shared.machine.state.holding:
                 self._raise_failure()
-                applied += background.tell(Paused()).applied
+                applied += self._at_boundary(Paused()).applied
                 if self._shared.machine.state.holding:
                     background.changed.wait(1.0)
         return applied

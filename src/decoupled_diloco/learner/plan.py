@@ -10,8 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from decoupled_diloco.protocol.effects import Apply, Hold, LearnerEffect, Snapshot
+from decoupled_diloco.protocol.donation import CopyState
+from decoupled_diloco.protocol.effects import (
+    Apply,
+    EndTraining,
+    Hold,
+    LearnerEffect,
+    Release,
+    Snapshot,
+    TakeCut,
+)
 from decoupled_diloco.protocol.wire import decode, encode
+
+OF_THE_BOUNDARY = (Snapshot, Apply, Hold, Release, EndTraining, TakeCut, CopyState)
+"""Orders that the training loop carries out itself, or sees in the machine's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +33,25 @@ class StepPlan:
     Attributes:
         orders: What to apply, then what to snapshot, in this order.
         hold: Do not start the next step yet (synchronous baselines only).
+        cut: Take this process's part of this cut, and then look at the boundary again.
     """
 
     orders: tuple[Apply | Snapshot, ...] = ()
     hold: bool = False
+    cut: int | None = None
 
     @classmethod
     def of(cls, effects: Iterable[LearnerEffect]) -> StepPlan:
         """The part of a machine's answer that belongs to the boundary.
 
         >>> StepPlan.of([Hold("not back yet")])
-        StepPlan(orders=(), hold=True)
+        StepPlan(orders=(), hold=True, cut=None)
         """
         effects = list(effects)
         return cls(
             tuple(effect for effect in effects if isinstance(effect, (Apply, Snapshot))),
             any(isinstance(effect, Hold) for effect in effects),
+            next((effect.number for effect in effects if isinstance(effect, TakeCut)), None),
         )
 
     @property
@@ -46,7 +61,11 @@ class StepPlan:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, for a broadcast to the other ranks."""
-        return {"orders": [encode(order) for order in self.orders], "hold": self.hold}
+        return {
+            "orders": [encode(order) for order in self.orders],
+            "hold": self.hold,
+            "cut": self.cut,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> StepPlan:
@@ -57,4 +76,4 @@ class StepPlan:
         """
         kinds: tuple[type[Any], ...] = (Apply, Snapshot)
         orders = [cast("Apply | Snapshot", decode(order, kinds)) for order in data["orders"]]
-        return cls(tuple(orders), bool(data["hold"]))
+        return cls(tuple(orders), bool(data["hold"]), data.get("cut"))

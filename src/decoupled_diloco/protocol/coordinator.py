@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
 from decoupled_diloco.protocol import leases
+from decoupled_diloco.protocol.cuts import Cuts
 from decoupled_diloco.protocol.donors import Donors
 from decoupled_diloco.protocol.effects import (
     Admit,
@@ -47,6 +48,7 @@ from decoupled_diloco.protocol.leases import Absences, LeaseBook
 from decoupled_diloco.protocol.messages import (
     Begin,
     ChunkTaken,
+    CutKept,
     DonorWanted,
     EndOrdered,
     FinishOrdered,
@@ -109,6 +111,8 @@ class CoordinatorState:
     clocks: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
     data: LeaseBook = field(default_factory=LeaseBook)
+    cut: int = 0
+    cuts_kept: list[int] = field(default_factory=list)
 
 
 class CoordinatorMachine:
@@ -121,10 +125,18 @@ class CoordinatorMachine:
         self.donors = Donors()
         self._present_shards: set[int] = set()
         self._absences = Absences()
+        self._cuts = Cuts()
 
     def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
         self._absences.noticed(now, self.state.data)
+        effects, options = self._dispatch(now, event), self.options
+        every = options.checkpoint_every_seconds
+        return effects + self._cuts.look(
+            self.state, now, every, self._present_shards, options.shards
+        )
+
+    def _dispatch(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         match event:
             case Tick():
                 return self._absences.over(now, self.state.data)
@@ -138,15 +150,16 @@ class CoordinatorMachine:
                 return self._shard_greeted(event)
             case ShardGone(shard):
                 self._present_shards.discard(shard)
-                return []
+                return self._cuts.give_up(f"shard-{shard} is gone")
             case ShardSaid(shard, message):
                 return self._shard_said(shard, message)
             case _:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """When the leases of a learner that is gone are over."""
-        return self._absences.deadline
+        """When the leases of a learner that is gone are over, or the next cut is due."""
+        instants = (self._absences.deadline, self._cuts.due_at)
+        return min((instant for instant in instants if instant is not None), default=None)
 
     def snapshot(self) -> CoordinatorState:
         """A copy of the whole state; what ``Persist`` writes."""
@@ -168,6 +181,7 @@ class CoordinatorMachine:
         self._present_shards.clear()
         self.donors = Donors()
         self._absences = Absences(unnoticed=True)
+        self._cuts = Cuts()
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
@@ -231,6 +245,8 @@ class CoordinatorMachine:
         if known is None or known.nonce != nonce:
             return []  # another process bears this id by now
         match message:
+            case CutKept():
+                return self._cuts.learner_kept(self.state, learner, message)
             case DonorWanted():
                 present = {name: each.present for name, each in self.state.learners.items()}
                 clock = max(self.state.clocks.values(), default=0)
@@ -259,7 +275,7 @@ class CoordinatorMachine:
         effects = self.donors.gone(learner)
         self._absences.began(now, learner, state.data)
         if state.phase != "seeding" or state.seed != learner:
-            return effects
+            return [*effects, *self._cuts.learner_gone(state, learner)]
         state.phase, state.seed = "gathering", ""
         note = Note(f"{learner}, the seed of the initial weights, is gone", "its connection broke")
         return [*effects, note, *self._name_seed()]
@@ -297,6 +313,7 @@ class CoordinatorMachine:
         self._present_shards.add(shard)
         effects: list[CoordinatorEffect] = []
         if state.nonces.get(shard) != event.nonce:
+            effects += self._cuts.give_up(f"shard-{shard} has started again")
             self._new_process(event)
             effects.append(Persist(f"shard {shard} has term {state.terms[shard]}"))
         begun = state.phase in ("running", "ending", "finished")
@@ -346,6 +363,8 @@ class CoordinatorMachine:
                 return self._progressed(shard, clock, tokens)
             case Swept():
                 return self._shard_swept(shard)
+            case CutKept():
+                return self._cuts.shard_kept(self.state, shard, message)
             case _:
                 assert_never(message)
 
@@ -428,4 +447,5 @@ def _copied(state: CoordinatorState) -> CoordinatorState:
         swept=set(state.swept),
         clocks=dict(state.clocks),
         data=leases.copied(state.data),
+        cuts_kept=list(state.cuts_kept),
     )

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from decoupled_diloco.protocol.cut_effects import BeginCut as BeginCut
+from decoupled_diloco.protocol.cut_effects import ForgetCuts as ForgetCuts
+from decoupled_diloco.protocol.cut_effects import KeepCut as KeepCut
+from decoupled_diloco.protocol.cut_effects import TakeCut as TakeCut
 from decoupled_diloco.protocol.donation import (
     CloseRelay,
     CopyState,
@@ -296,6 +300,8 @@ SyncerEffect = (
     | RoundOpened
     | RoundFinished
     | ClockAdvanced
+    | TakeCut
+    | ForgetCuts
     | Note
     | Stop
 )
@@ -482,6 +488,8 @@ LearnerEffect = (
     | EndTraining
     | RunOver
     | Expelled
+    | TakeCut
+    | ForgetCuts
     | Note
 )
 
@@ -571,7 +579,9 @@ class Enter:
 
 
 CoordinatorEffect = (
-    Enter
+    BeginCut
+    | KeepCut
+    | Enter
     | Admit
     | Deny
     | Inform

@@ -73,10 +73,15 @@ class ShardMemory:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What an earlier life of this shard has left on its disk; told before ``TermGranted``."""
+    """What an earlier life of this shard has left on its disk; told before ``TermGranted``.
+
+    ``exact``: it is its part of a cut that the whole run goes back to; whoever holds something
+    newer has it from a time that is no more.
+    """
 
     copies: tuple[DurableCopy, ...]
     memory: ShardMemory | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,23 @@ class MergeFailed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class CutHeard:
+    """A message with this cut number has come; told before the message itself."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutWritten:
+    """This process's part of a cut is on its disk; or it cannot be, and why."""
+
+    number: int
+    digest: str
+    nbytes: int
+    problem: str = ""
+
+
 SyncerEvent = (
     Tick
     | Recovered
@@ -215,6 +237,8 @@ SyncerEvent = (
     | WeightsLoaded
     | Merged
     | MergeFailed
+    | CutHeard
+    | CutWritten
 )
 
 
@@ -443,6 +467,8 @@ LearnerEvent = (
     | FetchFailed
     | UploadFailed
     | CopyFailed
+    | CutHeard
+    | CutWritten
 )
 
 

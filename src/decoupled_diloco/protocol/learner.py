@@ -16,7 +16,14 @@ import copy
 from dataclasses import replace
 from typing import Literal, assert_never
 
-from decoupled_diloco.protocol import donating, learner_data, leaving, recovery
+from decoupled_diloco.protocol import (
+    donating,
+    learner_copies,
+    learner_cuts,
+    learner_data,
+    leaving,
+    recovery,
+)
 from decoupled_diloco.protocol.effects import (
     NOTHING_NEW,
     Apply,
@@ -29,7 +36,6 @@ from decoupled_diloco.protocol.effects import (
     RunOver,
     Say,
     SendBody,
-    SendCopy,
     Snapshot,
 )
 from decoupled_diloco.protocol.events import (
@@ -39,6 +45,8 @@ from decoupled_diloco.protocol.events import (
     CoordinatorTold,
     CoordinatorUnlinked,
     CopyFailed,
+    CutHeard,
+    CutWritten,
     DataClosed,
     DataOpened,
     Fetched,
@@ -69,6 +77,7 @@ from decoupled_diloco.protocol.lease_messages import (
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
     CopyWanted,
+    CutOrdered,
     Decline,
     Dismissed,
     DonorLost,
@@ -90,7 +99,6 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     ToLearner,
     ToMember,
-    Version,
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
@@ -180,6 +188,10 @@ class LearnerMachine:
                 return fetched(self.state, self.options, fragment, version)
             case FetchFailed(fragment, version, reason):
                 return fetch_failed(self.state, self.options, now, fragment, version, reason)
+            case CutHeard(number):
+                return learner_cuts.heard(self.state, number)
+            case CutWritten():
+                return learner_cuts.written(event)
             case UploadFailed(number, fragment, ask, reason):
                 # It may have arrived all the same: the outcome will tell.
                 why = f"upload failed: {reason}"
@@ -214,16 +226,7 @@ class LearnerMachine:
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
-        state = self.state
-        for index, view in enumerate(state.fragments):
-            assert view.staged is None or view.held is None or view.staged > view.held
-            assert view.snapshot is None or view.snapshot.base == view.held
-            assert state.steps_of(view) >= 0 <= state.tokens_of(view)
-            waits = view.staged is not None or view.pull is not None
-            assert not waits or index in state.attention
-            assert view.retry_at is None or index in state.retrying
-            assert view.fetching is None or view.latest is not None
-            assert view.pull is None or view.held is None or view.pull.base >= view.held
+        self.state.check_fragments()
         assert not self.state.holding or self.options.wait == "at_overlap"
 
     # ---- the training thread
@@ -248,8 +251,10 @@ class LearnerMachine:
         return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
-        """What a step boundary allows: applying, then snapshots."""
+        """What a step boundary allows: its part of a cut, or else applying, then snapshots."""
         state = self.state
+        if cut := learner_cuts.at_boundary(state, self.role):
+            return cut
         effects: list[LearnerEffect] = []
         if state.ending and not state.ended:
             state.ended = True
@@ -404,6 +409,8 @@ class LearnerMachine:
                 return donating.unwanted(state, message)
             case RelayOpened():
                 return donating.relay_opened(state, now, message)
+            case CutOrdered():
+                return learner_cuts.ordered(state, message)
             case LeasesGiven() | DataRefused():
                 return [] if state.data is None else learner_data.told(state.data, message)
             case _:
@@ -529,8 +536,8 @@ class LearnerMachine:
                 if link.offset is not None:
                     link.offset += by
                 return []
-            case CopyWanted(fragment, attempt, version, path):
-                return self._copy_wanted(shard, fragment, attempt, version, path)
+            case CopyWanted():
+                return learner_copies.copy_wanted(self.state, shard, message)
             case Ending():
                 self.state.ending = True
                 for view in self.state.fragments:
@@ -586,15 +593,6 @@ class LearnerMachine:
         if message.verdict == "abandoned":
             view.owed_at = None
         return self._release_if_free(f"round {message.round}: {message.verdict}")
-
-    def _copy_wanted(
-        self, shard: int, fragment: int, attempt: int, version: Version | None, path: str
-    ) -> list[LearnerEffect]:
-        held = self.state.fragments[fragment].held
-        if version is not None and version != held:
-            reason = f"I hold {held}, not {version}"
-            return [Say(shard, CopyDeclined(fragment, attempt, reason), reason)]
-        return [SendCopy(shard, fragment, attempt, version, path, "the shard asked for it")]
 
     def _fragments_of(self, shard: int) -> list[FragmentView]:
         return [self.state.fragments[p] for p in self.options.owned(shard)]

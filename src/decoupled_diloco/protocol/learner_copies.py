@@ -6,9 +6,15 @@ whole; one fetch of a fragment is under way at a time, and what is newer by then
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import Fetch, LearnerEffect, Note, Relabel, Say
+from decoupled_diloco.protocol.effects import Fetch, LearnerEffect, Note, Relabel, Say, SendCopy
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState
-from decoupled_diloco.protocol.messages import Holding, Published, Version
+from decoupled_diloco.protocol.messages import (
+    CopyDeclined,
+    CopyWanted,
+    Holding,
+    Published,
+    Version,
+)
 from decoupled_diloco.protocol.options import Options
 
 RETRY_SECONDS = 1.0
@@ -106,3 +112,13 @@ def retry(state: LearnerState, options: Options, now: float) -> list[LearnerEffe
         if view.retry_at is None:
             state.retrying.discard(index)
     return effects
+
+
+def copy_wanted(state: LearnerState, shard: int, wanted: CopyWanted) -> list[LearnerEffect]:
+    """A shard asks for a whole fragment: the parameters, or the published copy that is held."""
+    held, version = state.fragments[wanted.fragment].held, wanted.version
+    if version is not None and version != held:
+        reason = f"I hold {held}, not {version}"
+        return [Say(shard, CopyDeclined(wanted.fragment, wanted.attempt, reason), reason)]
+    why = "the shard asked for it"
+    return [SendCopy(shard, wanted.fragment, wanted.attempt, version, wanted.path, why)]

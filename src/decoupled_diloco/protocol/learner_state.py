@@ -134,6 +134,8 @@ class LearnerState:
     learner is about to go. ``givings``: to whom this learner gives its optimizer's state.
     ``coordinated``: the coordinator can be told things. ``data``: the leased parts of the data;
     ``None``: the loop does not use them.
+    ``cut``: the consistent cut that its part was taken of last; ``cut_heard``: the newest that it
+    has heard of, whose part is due at the next boundary.
     """
 
     fragments: list[FragmentView]
@@ -155,6 +157,8 @@ class LearnerState:
     givings: dict[str, Giving] = field(default_factory=dict)
     coordinated: bool = False
     data: DataView | None = None
+    cut: int = 0
+    cut_heard: int = 0
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""
@@ -170,3 +174,15 @@ class LearnerState:
             view = self.fragments[index]
             if view.staged is None and view.pull is None:
                 self.attention.discard(index)
+
+    def check_fragments(self) -> None:
+        """Asserts what must hold of each fragment."""
+        for index, view in enumerate(self.fragments):
+            assert view.staged is None or view.held is None or view.staged > view.held
+            assert view.snapshot is None or view.snapshot.base == view.held
+            assert self.steps_of(view) >= 0 <= self.tokens_of(view)
+            waits = view.staged is not None or view.pull is not None
+            assert not waits or index in self.attention
+            assert view.retry_at is None or index in self.retrying
+            assert view.fetching is None or view.latest is not None
+            assert view.pull is None or view.held is None or view.pull.base >= view.held

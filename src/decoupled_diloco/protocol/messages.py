@@ -509,6 +509,36 @@ class FinishOrdered:
     """Coordinator → shard: all are swept, the run is over."""
 
 
+# ---- consistent cuts
+
+
+@dataclass(frozen=True, slots=True)
+class CutOrdered:
+    """Coordinator → everybody: take your part of this cut; of earlier ones keep only ``keep``."""
+
+    number: int
+    keep: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CutKept:
+    """Learner or shard → coordinator: my part is on my disk; or it cannot be, and why."""
+
+    number: int
+    digest: str
+    nbytes: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CutPart:
+    """One participant's part of a complete cut, as its manifest names it."""
+
+    who: str
+    digest: str
+    nbytes: int
+
+
 FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Leaving | Leave
 ToLearner = (
     Welcome
@@ -523,7 +553,14 @@ ToLearner = (
     | Finished
 )
 FromMember = (
-    Trains | DonorWanted | StateOffered | StateDeclined | RelayWanted | ChunkTaken | DataReport
+    Trains
+    | DonorWanted
+    | StateOffered
+    | StateDeclined
+    | RelayWanted
+    | ChunkTaken
+    | DataReport
+    | CutKept
 )
 ToMember = (
     NoDonor
@@ -534,11 +571,12 @@ ToMember = (
     | RelayOpened
     | LeasesGiven
     | DataRefused
+    | CutOrdered
 )
 FROM_MEMBER: tuple[type[FromMember], ...] = get_args(FromMember)
 TO_MEMBER: tuple[type[ToMember], ...] = get_args(ToMember)
-FromShard = ShardReady | SeedFailed | Progress | Swept
-ToShard = LayoutSet | SeedNamed | Begin | EndOrdered | FinishOrdered
+FromShard = ShardReady | SeedFailed | Progress | Swept | CutKept
+ToShard = LayoutSet | SeedNamed | Begin | EndOrdered | FinishOrdered | CutOrdered
 Message = (
     Hello
     | FromLearner

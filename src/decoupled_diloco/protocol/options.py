@@ -41,6 +41,7 @@ class Options:
         uplink_codec: name of the wire format of contributions.
         budget_steps: the run ends when the slowest shard's clock reaches it; ``None``: no limit.
         budget_tokens: the run ends when this many tokens were trained; ``None``: no limit.
+        checkpoint_every_seconds: how often a consistent cut of the run begins; 0: only on demand.
     """
 
     fragments: int = 24
@@ -60,6 +61,7 @@ class Options:
     uplink_codec: str = "bf16"
     budget_steps: int | None = None
     budget_tokens: int | None = None
+    checkpoint_every_seconds: float = 0.0
 
     def owned(self, shard: int) -> tuple[int, ...]:
         """The fragments of one shard."""

@@ -24,10 +24,12 @@ from decoupled_diloco.protocol.effects import (
     Accept,
     Broadcast,
     ClockAdvanced,
+    ForgetCuts,
     Reject,
     Send,
     Stop,
     SyncerEffect,
+    TakeCut,
     Tell,
 )
 from decoupled_diloco.protocol.events import (
@@ -35,6 +37,8 @@ from decoupled_diloco.protocol.events import (
     BodySpoiled,
     CopyArrived,
     CopySpoiled,
+    CutHeard,
+    CutWritten,
     Disconnected,
     Greeted,
     Heard,
@@ -58,6 +62,8 @@ from decoupled_diloco.protocol.messages import (
     Begin,
     Copy,
     CopyDeclined,
+    CutKept,
+    CutOrdered,
     Decline,
     Ending,
     EndOrdered,
@@ -189,8 +195,9 @@ class SyncerMachine:
         match event:
             case Tick():
                 return syncer_members.ticked(state, options, now)
-            case Recovered(copies, memory):
+            case Recovered(copies, memory, exact):
                 state.durable = {c.fragment: c for c in copies if c.fragment in self._owned_set}
+                state.durable_is_exact = exact
                 if memory is not None:
                     recall(state, memory)
                 return []
@@ -228,8 +235,20 @@ class SyncerMachine:
                 return self._merged(now, number, fragment, digest)
             case MergeFailed(number, fragment, reason):
                 return syncer_rounds.merge_failed(state, now, number, fragment, reason)
+            case CutHeard(number):
+                return self._take_cut(number, "a message is of it")
+            case CutWritten(number, digest, nbytes, problem):
+                kept = CutKept(number, digest, nbytes, problem)
+                return [Tell(kept, problem or "its part is on the disk")]
             case _:
                 assert_never(event)
+
+    def _take_cut(self, number: int, why: str) -> list[SyncerEffect]:
+        """Its part of a cut; before and after rounds it has none, and the cut is not complete."""
+        if number <= self.state.cut:
+            return []
+        self.state.cut = number
+        return [TakeCut(number, why)] if self.state.phase == "running" else []
 
     def _ordered(self, now: float, message: ToShard) -> list[SyncerEffect]:
         state = self.state
@@ -242,6 +261,9 @@ class SyncerMachine:
                 if state.phase != "ready" or state.fill is None or state.fill.attempt != attempt:
                     return []
                 return self._run(now, "every shard holds its share of the initial weights")
+            case CutOrdered(number, keep):
+                forget = ForgetCuts(keep, number, "newer ones are complete")
+                return [forget, *self._take_cut(number, "the coordinator orders it")]
             case EndOrdered():
                 if self.state.end_ordered:
                     return []

@@ -214,7 +214,9 @@ def progress(state: SyncerState, owned: tuple[int, ...], now: float) -> list[Syn
             continue
         holder = _newest_holder(state, fragment, fill.refused.get(fragment, set()))
         durable = state.durable.get(fragment)
-        if durable is not None and (holder is None or durable.version >= holder.held[fragment]):
+        if durable is not None and (
+            state.durable_is_exact or holder is None or durable.version >= holder.held[fragment]
+        ):
             fill.digests[fragment] = durable.digest
             fill.asked_version[fragment] = durable.version
         elif holder is not None:

@@ -89,9 +89,12 @@ class Fill:
 class SyncerState:
     """The state of one shard.
 
+    ``cut``: the newest consistent cut of the run that it has heard of.
+
     ``queue``: the tick at which a fragment that waits was due. ``step_seconds``: ξ_step, that of
     the fastest live learner, found anew at every tick; 0 while unknown. ``members_stepping``: live
-    learners that have reported a step. ``durable``: what this life has found on its disk.
+    learners that have reported a step. ``durable``: what this life has found on its disk;
+    ``durable_is_exact``: nothing newer may take its place.
     """
 
     phase: Phase = "starting"
@@ -114,6 +117,7 @@ class SyncerState:
     asks: int = 0
     timing: Timing = field(default_factory=Timing)
     durable: dict[int, DurableCopy] = field(default_factory=dict)
+    durable_is_exact: bool = False
     fill: Fill | None = None
     closing: set[int] = field(default_factory=set)
     lease_check_at: float | None = None
@@ -122,6 +126,7 @@ class SyncerState:
     end_ordered: bool = False
     finish_ordered: bool = False
     deadline_told: float | None = None
+    cut: int = 0
 
     @property
     def tokens(self) -> int:

@@ -37,6 +37,28 @@ def encode(value: object) -> Json:
     return {"type": type(value).__name__, **fields}
 
 
+def coloured(message: object, cut: int) -> Json:
+    """A message as JSON, with its sender's cut number.
+
+    >>> from decoupled_diloco.protocol.messages import Ending
+    >>> coloured(Ending(), 3), coloured(Ending(), 0)
+    ({'type': 'Ending', 'cut': 3}, {'type': 'Ending'})
+    """
+    data = encode(message)
+    if cut:
+        data["cut"] = cut
+    return data
+
+
+def colour(data: Json) -> int:
+    """The cut number of a message, which is taken out of it.
+
+    Raises:
+        ProtocolError: It is no number.
+    """
+    return _integer(data.pop("cut", 0), "cut")
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, (str, int, float, bool)) or value is None:
         return value

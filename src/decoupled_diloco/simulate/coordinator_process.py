@@ -12,11 +12,13 @@ from decoupled_diloco.protocol.effects import (
     Admit,
     AdmitShard,
     AdoptLayout,
+    BeginCut,
     CoordinatorEffect,
     Deny,
     DenyShard,
     Enter,
     Inform,
+    KeepCut,
     Note,
     Order,
     Persist,
@@ -60,6 +62,7 @@ class CoordinatorProcess(Shell):
         self.durable: CoordinatorState | None = None
         self.ledger: list[LedgerEntry] = []
         self._book = LeaseBook()
+        self.part = CoordinatorState()
         self.guests: dict[int, Join | ShardHello] = {}
         self.visits: Counter[tuple[str, str]] = Counter()
         self.shards: dict[int, Connection] = {}
@@ -154,6 +157,10 @@ class CoordinatorProcess(Shell):
                 self._order(shard, message)
             case OpenRelay() | RelayOn() | CloseRelay():
                 pass  # a virtual chunk passes whenever both ends are alive
+            case BeginCut():
+                self.part = self.machine.snapshot()
+            case KeepCut(number):
+                self.world.cuts.complete[number] = effect, self.part
             case AdoptLayout() | Note():
                 pass
 

@@ -23,15 +23,20 @@ from decoupled_diloco.simulate.bodies import NoBodies
 from decoupled_diloco.simulate.bounds import Bounds
 from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.cuts import check_cut, resumed
 from decoupled_diloco.simulate.data_checker import DataChecker
 from decoupled_diloco.simulate.faults import Fault, random_faults, strike
 from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
 from decoupled_diloco.simulate.leased_loop import NumberedParts, VirtualData
+from decoupled_diloco.simulate.network import Link
 from decoupled_diloco.simulate.shell import Shell
 from decoupled_diloco.simulate.shrink import Changes, Size, shrink, signature
 from decoupled_diloco.simulate.world import Mishaps, World
 
 COMMAND = "python -m decoupled_diloco.simulate.fuzz --seed {seed}"
+
+RESUMED = 0.3
+"""Share of the worlds with complete cuts in which another world goes on from one of them."""
 
 SETTLE_SECONDS = 90.0
 """When faults have ceased: leases (10 s), lost connections (11 s), backoff, a missed first upload
@@ -78,6 +83,7 @@ def random_options(choices: Choices, learners: int) -> Options:
         counter_cap_periods=choices.integer(1, 4),
         norm_gate=choices.fork("gate").pick([0.0, 10.0]),
         oversized=choices.fork("oversized").pick(["refuse", "clip"]),
+        checkpoint_every_seconds=choices.fork("cuts").pick([0.0, 2.0, 5.0, 15.0]),
     )
 
 
@@ -192,6 +198,8 @@ def draw(seed: int, changes: Changes | None = None) -> Scenario:
         inbox_seconds=inbox_seconds,
         data=random_data(choices.fork("data")),
     )
+    # Its orders reach one participant long before another: what a cut must not mind.
+    world.coordinator.link = Link(jitter=choices.fork("orders").pick([0.0, 0.0, 3.0, 10.0]))
     strike(world, _left(faults, world, changes))
     return Scenario(
         seed,
@@ -231,6 +239,52 @@ def run(seed: int, recorder: Any = None, changes: Changes | None = None) -> Repo
         world.recorders.insert(0, recorder)
     world.run(until=scenario.faulty_seconds)
     heal(world)
+    _must_go_on(scenario, data)
+    if data is not None:
+        data.check_accounts()
+    _must_go_on_from_a_cut(scenario)
+    merged = sum(r.verdict == "merged" for r in checker.rounds)
+    return Report(
+        seed,
+        world.events,
+        time.perf_counter() - started,
+        merged,
+        len(checker.rounds) - merged,
+        "finished" if world.finished else "went on",
+    )
+
+
+def _must_go_on_from_a_cut(scenario: Scenario) -> None:
+    """Every complete cut is consistent, and what goes on from one goes on as it should."""
+    complete = sorted(scenario.world.cuts.complete)
+    for number in complete:
+        check_cut(scenario.world, number)
+    choices = Choices(f"{scenario.seed}/resume")
+    old = scenario.world
+    if not complete or old.data is not None or not choices.chance(RESUMED):
+        return  # leased data do not go back with a cut
+    number = choices.pick(complete)
+
+    def make() -> World:
+        return World(
+            scenario.options,
+            scenario.learners,
+            seed=f"{scenario.seed}/cut-{number}",
+            bodies=old.bodies,
+            weights_from_file=old.weights_from_file,
+            inbox_seconds=old.inbox_seconds,
+        )
+
+    world = resumed(old, number, make)
+    world.run(until=1.0)
+    _must_go_on(replace(scenario, world=world, checker=Checker(world), bounds=Bounds(world)))
+    for later in sorted(world.cuts.complete):
+        check_cut(world, later)
+
+
+def _must_go_on(scenario: Scenario, data: DataChecker | None = None) -> None:
+    """Without faults every fragment goes on, and a run with a budget ends with nothing missing."""
+    world, checker = scenario.world, scenario.checker
     slowest = max(pace(spec, scenario.options) for spec in scenario.learners)
     patience = SETTLE_SECONDS + 4 * (scenario.options.period + 4) * slowest
     if not world.finished:
@@ -248,17 +302,6 @@ def run(seed: int, recorder: Any = None, changes: Changes | None = None) -> Repo
         world.run(until=world.now + 2 * patience + 2 * steps * slowest)
         assert world.finished, f"the run does not end: {_phases(world)}"
         checker.check_end()
-    if data is not None:
-        data.check_accounts()
-    merged = sum(r.verdict == "merged" for r in checker.rounds)
-    return Report(
-        seed,
-        world.events,
-        time.perf_counter() - started,
-        merged,
-        len(checker.rounds) - merged,
-        "finished" if world.finished else "went on",
-    )
 
 
 def _go_on(scenario: Scenario, patience: float) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.protocol.recovery import kept
 from decoupled_diloco.simulate.bodies import LineageLearner
+from decoupled_diloco.simulate.cuts import LearnerPart
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.learner_process import LearnerProcess
@@ -37,6 +38,18 @@ class LearnerDisk:
         fragments = kept(learner.machine.state)
         if fragments:
             self._fragments, self._values = fragments, learner.bodies.keep()
+
+    def put(self, fragments: tuple[KeptFragment, ...], values: Any) -> None:
+        """Has this checkpoint, and no other."""
+        self._fragments, self._values = fragments, values
+
+    def part(self) -> LearnerPart:
+        """What a checkpoint has of this boundary."""
+        learner = self._learner
+        bodies = learner.bodies
+        if not isinstance(bodies, LineageLearner):
+            return LearnerPart(kept(learner.machine.state), None)
+        return LearnerPart(kept(learner.machine.state), bodies.keep(), bodies.life, bodies.steps)
 
     def recover(self) -> tuple[KeptFragment, ...]:
         """The newest checkpoint, now in the new life's parameters; empty: there is none."""

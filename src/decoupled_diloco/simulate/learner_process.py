@@ -17,6 +17,7 @@ from decoupled_diloco.protocol.effects import (
     EndTraining,
     Expelled,
     Fetch,
+    ForgetCuts,
     Hold,
     LearnerEffect,
     Note,
@@ -29,6 +30,7 @@ from decoupled_diloco.protocol.effects import (
     SendBody,
     SendCopy,
     Snapshot,
+    TakeCut,
     TellCoordinator,
 )
 from decoupled_diloco.protocol.events import (
@@ -37,6 +39,8 @@ from decoupled_diloco.protocol.events import (
     CoordinatorTold,
     CoordinatorUnlinked,
     CopyFailed,
+    CutHeard,
+    CutWritten,
     DataClosed,
     Fetched,
     FetchFailed,
@@ -129,6 +133,7 @@ class LearnerProcess(Shell):
         self.donations = VirtualDonations(self)
         self.patience: float | None = None
         self.loop: LeasedLoop | None = None
+        self.cut_taken = False
 
     @property
     def at_boundary(self) -> bool:
@@ -152,6 +157,16 @@ class LearnerProcess(Shell):
         machine = LearnerMachine(old.options, old.learner, old.epoch, old.nonce, old.role)
         machine.restore(old.snapshot())
         return machine
+
+    @property
+    def cut(self) -> int:
+        """See `Endpoint`."""
+        return 0 if self.machine is None else self.machine.state.cut
+
+    def hear_cut(self, cut: int) -> None:
+        """See `Endpoint`."""
+        if self.machine is not None and cut > self.machine.state.cut_heard:
+            self.tell(CutHeard(cut))
 
     # ---- joining
 
@@ -218,10 +233,17 @@ class LearnerProcess(Shell):
     # ---- the training loop
 
     def _begin_training(self) -> None:
-        self.tell(Paused())
+        self._at_boundary(Paused())
         if self.loop is not None:
             self.loop.open()
         self._start_step()
+
+    def _at_boundary(self, event: StepFinished | Paused) -> None:
+        """Its part of a cut comes before anything newer is applied."""
+        self.tell(event)
+        if self.cut_taken:
+            self.cut_taken = False
+            self.tell(Paused())
 
     def _start_step(self) -> None:
         if self.held or self.stopped or self.stepping or self.is_observer or self.leaving:
@@ -240,7 +262,7 @@ class LearnerProcess(Shell):
         if self.world.inbox_seconds and not (self.recorders or self.world.checks):
             self._finish_step_of_many()
             return
-        self.tell(self._step())
+        self._at_boundary(self._step())
         if self.alive and self.machine is not None:
             self.disk.at_boundary()
             if self.patience is not None:
@@ -264,6 +286,9 @@ class LearnerProcess(Shell):
                     world.shards[effect.shard].post(connection, effect.message)
             elif self.alive and self.life == life:
                 self.carry_out(effect)
+        if self.cut_taken and self.alive and self.life == life:
+            self.cut_taken = False
+            self.tell(Paused())
         if self.alive and self.life == life:
             if machine.state.retrying:
                 self._plan_tick(False)
@@ -273,7 +298,7 @@ class LearnerProcess(Shell):
         """While the loop stands still, every event may bring something to do."""
         idle = self.held or self.stopped or self.is_observer or self.leaving
         if idle and not isinstance(event, Paused | StepFinished) and self.machine.state.ready:
-            self.tell(Paused())
+            self._at_boundary(Paused())
         if self.leaving and self.alive and handed_in(self.machine.state, self.world.options):
             self._go()
         elif self.loop is not None and isinstance(event, CoordinatorTold):
@@ -323,7 +348,12 @@ class LearnerProcess(Shell):
                 self.world.expelled(self, reason)
             case CopyState() | RelayState() | ForgetState() | FetchState() | DropState():
                 self.donations.carry_out(effect)
-            case Recovered() | Note():
+            case TakeCut(number):
+                self.cut_taken = True
+                self.world.cuts.learners[number, self.name] = self.disk.part()
+                seconds = self.world.cut_seconds
+                self.later(self.choices.uniform(0.0, seconds), self.tell, CutWritten(number, "", 0))
+            case Recovered() | ForgetCuts() | Note():
                 pass
             case _:
                 assert_never(effect)

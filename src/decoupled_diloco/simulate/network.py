@@ -48,6 +48,14 @@ class Endpoint(Process):
         self.connections: dict[int, Connection] = {}
         self.data_sent = self.data_received = 0
 
+    @property
+    def cut(self) -> int:
+        """The number of the consistent cut that its messages are of."""
+        return 0
+
+    def hear_cut(self, cut: int) -> None:
+        """A message of this cut is about to be received."""
+
     def accepted(self, connection: Connection) -> None:
         """Somebody has connected to this process."""
 
@@ -79,7 +87,7 @@ class Connection:
     def send(self, sender: Endpoint, message: Any) -> None:
         """Sends a message; nothing happens if this end is no longer open."""
         if self.open[sender.name]:
-            self._carry(self.other(sender), self._arrived, message)
+            self._carry(self.other(sender), self._arrived, (sender.cut, message))
 
     def delay(self) -> float:
         """One way, seconds."""
@@ -96,9 +104,9 @@ class Connection:
         self._arrives_at[end.name] = instant
         return instant
 
-    def deliver(self, end: Endpoint, message: Any) -> None:
-        """A message has come as far as this end."""
-        self._reach(end, self._arrived, message)
+    def deliver(self, end: Endpoint, message: Any, cut: int = 0) -> None:
+        """A message of this cut has come as far as this end."""
+        self._reach(end, self._arrived, (cut, message))
 
     def is_stalled_to(self, end: Endpoint) -> bool:
         """Whether what is under way to this end does not get through at present."""
@@ -149,8 +157,11 @@ class Connection:
             return
         end.run(end.life, False, function, (end, message))
 
-    def _arrived(self, end: Endpoint, message: Any) -> None:
+    def _arrived(self, end: Endpoint, coloured: tuple[int, Any]) -> None:
         if self.open[end.name] and not self.broken:
+            cut, message = coloured
+            if cut:
+                end.hear_cut(cut)
             end.received(self, message)
 
     def _ended(self, end: Endpoint, _: Any) -> None:

@@ -15,6 +15,7 @@ from decoupled_diloco.protocol.effects import (
     Expect,
     ExpectCopy,
     Fold,
+    ForgetCuts,
     Install,
     LoadWeights,
     Merge,
@@ -25,6 +26,7 @@ from decoupled_diloco.protocol.effects import (
     Send,
     Stop,
     SyncerEffect,
+    TakeCut,
     Tell,
     Unexpect,
 )
@@ -33,6 +35,8 @@ from decoupled_diloco.protocol.events import (
     BodySpoiled,
     CopyArrived,
     CopySpoiled,
+    CutHeard,
+    CutWritten,
     Disconnected,
     DurableCopy,
     Greeted,
@@ -60,6 +64,7 @@ from decoupled_diloco.protocol.messages import (
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.simulate.bodies import Body, ShardBodies
+from decoupled_diloco.simulate.cuts import ShardPart
 from decoupled_diloco.simulate.network import Connection
 from decoupled_diloco.simulate.shell import Shell
 
@@ -103,12 +108,14 @@ class ShardProcess(Shell):
         self.who: dict[int, tuple[str, int]] = {}
         self.expected: dict[str, Expected] = {}
         self.paths: dict[tuple[Any, ...], str] = {}
-        self.inboxes: dict[float, list[tuple[Connection, StepReport]]] = {}
+        self.inboxes: dict[float, list[tuple[Connection, StepReport, int]]] = {}
         self.bodies_here: dict[tuple[int, str], Body] = {}
         self.worker_free_at = 0.0
         self.disk: dict[int, Kept] = {}
         self.disk_is_full = False
         self.memory: ShardMemory | None = None
+        self.exact = False
+        self.newest: dict[int, DurableCopy] = {}
 
     def begin(self) -> None:
         """Starts with nothing but its disk."""
@@ -119,6 +126,7 @@ class ShardProcess(Shell):
         self.paths.clear()
         self.bodies_here.clear()
         self.worker_free_at = 0.0
+        self.newest = {}
         options = self.world.options
         self.machine = SyncerMachine(options, self.shard)
         self.bodies = self.world.bodies.shard(self.shard, options.owned(self.shard))
@@ -133,6 +141,16 @@ class ShardProcess(Shell):
         return machine
 
     # ---- what arrives
+
+    @property
+    def cut(self) -> int:
+        """See `Endpoint`."""
+        return 0 if self.machine is None else self.machine.state.cut
+
+    def hear_cut(self, cut: int) -> None:
+        """See `Endpoint`."""
+        if cut > self.cut:
+            self.tell(CutHeard(cut))
 
     def coordinator_reached(self, connection: Connection) -> None:
         """See `Shell`."""
@@ -163,15 +181,17 @@ class ShardProcess(Shell):
         if inbox is None:
             inbox = self.inboxes[instant] = []
             clockwork.at(instant, self._look_into_inbox, instant)
-        inbox.append((connection, report))
+        inbox.append((connection, report, connection.other(self).cut))
 
     def _look_into_inbox(self, instant: float) -> None:
         inbox = self.inboxes.pop(instant)
         who, bound = self.who, self.bound
         reports = []
-        for connection, report in inbox:
+        if self.alive and not self.paused:
+            self.hear_cut(max(cut for _, _, cut in inbox))
+        for connection, report, cut in inbox:
             if self.paused or connection.is_stalled_to(self):
-                connection.deliver(self, report)
+                connection.deliver(self, report, cut)
             elif connection.open[self.name] and not connection.broken:
                 learner = who[connection.number][0] if connection.number in who else ""
                 if bound.get(learner) is connection:
@@ -326,7 +346,9 @@ class ShardProcess(Shell):
                 self.finished = True
                 self.world.shards_finished += 1
                 self.end()
-            case RoundOpened() | RoundFinished() | ClockAdvanced() | Note():
+            case TakeCut(number):
+                self._work(self._take_part, number, remembered(self.machine.state))
+            case RoundOpened() | RoundFinished() | ClockAdvanced() | ForgetCuts() | Note():
                 pass
             case _:
                 assert_never(effect)
@@ -358,12 +380,18 @@ class ShardProcess(Shell):
         self._keep(order.fragment, order.version, digest)
         self.tell(Merged(order.round, order.fragment, digest))
 
+    def _take_part(self, number: int, memory: ShardMemory) -> None:
+        kept = {p: Kept(copy, self.bodies.keep(p)) for p, copy in self.newest.items()}
+        self.world.cuts.shards[number, self.shard] = ShardPart(kept, memory)
+        self.tell(CutWritten(number, "", 0))
+
     def _norm(self, fragment: int, body: Body) -> float:
         poisoned = self.choices.chance(self.world.poison)
         return self.bodies.norm(fragment, body) * (1e6 if poisoned else 1.0)
 
     def _keep(self, fragment: int, version: Version, digest: str) -> None:
         """Brings a version to the disk, before anybody hears of it."""
+        self.newest[fragment] = DurableCopy(fragment, version, digest)
         if not self.choices.chance(self.world.disk_lies):
             self.disk[fragment] = Kept(
                 DurableCopy(fragment, version, digest), self.bodies.keep(fragment)
@@ -376,7 +404,9 @@ class ShardProcess(Shell):
         for fragment, kept in self.disk.items():
             assert self.bodies.recover(fragment, kept.content) == kept.copy.digest
         if self.disk:
-            self.tell(Recovered(tuple(kept.copy for kept in self.disk.values()), self.memory))
+            copies = tuple(kept.copy for kept in self.disk.values())
+            self.tell(Recovered(copies, self.memory, self.exact))
+            self.exact = False
 
     def _load(self) -> None:
         owned = self.world.options.owned(self.shard)

@@ -18,6 +18,7 @@ from decoupled_diloco.simulate.bodies import Bodies, Body, NoBodies
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
+from decoupled_diloco.simulate.cuts import WorldCuts
 from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
 from decoupled_diloco.simulate.leased_loop import VirtualData
 from decoupled_diloco.simulate.network import Endpoint, Link, Network
@@ -125,6 +126,8 @@ class World:
         self.disk_lies, self.disk_lost = mishaps.disk_lies, mishaps.disk_lost
         self.checkpoints, self.checkpoint_lost = mishaps.checkpoints, mishaps.checkpoint_lost
         self.preempted, self.donors = mishaps.preempted, mishaps.donors
+        self.cuts = WorldCuts()
+        self.cut_seconds = 0.3
         self.events = 0
         self.shards_finished = 0
         self.may_restart: Callable[[Shell], bool] = lambda process: True

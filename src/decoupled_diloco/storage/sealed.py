@@ -39,6 +39,16 @@ def save_sealed(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, s
     save_weights(path, tensors, entries | {SEAL_KEY: _seal(entries)})
 
 
+def seal_of(path: Path) -> str:
+    """The digest over everything in a file of `save_sealed`.
+
+    Raises:
+        StorageError: The file is missing, torn or corrupt, as far as its texts tell.
+    """
+    _checked(path)
+    return load_metadata(path)[SEAL_KEY]
+
+
 def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a file of `save_sealed`.
 

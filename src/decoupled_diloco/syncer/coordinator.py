@@ -39,6 +39,7 @@ from decoupled_diloco.observe.tape import Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
+from decoupled_diloco.protocol.cuts import raised
 from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.events import (
     CoordinatorEvent,
@@ -54,6 +55,7 @@ from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, newest_state
+from decoupled_diloco.syncer.cuts import write_manifest
 from decoupled_diloco.syncer.relay import Relay
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import BodyStore, Channel
@@ -110,6 +112,7 @@ class CoordinatorHost:
         self._public = read_public(self._settings)
         self._addresses = addresses
         self._tenure = tenure
+        self._folder = folder
         self._disk = CoordinatorDisk(folder, tenure)
         self._layout: Layout | None = None
         self._run = uuid.uuid4().hex
@@ -135,6 +138,7 @@ class CoordinatorHost:
         self._gone = asyncio.Event()
         self._joining: dict[int, tuple[Channel, say.Join, Layout | None]] = {}
         self._connections = 0
+        self._part: dict[str, Any] = {}
 
     # ---- learners and observers
 
@@ -274,13 +278,19 @@ class CoordinatorHost:
         self._arm()
 
     def _arm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Wakes the machine at its deadline."""
+        self.close()
         deadline = self.machine.deadline()
         if deadline is not None:
             delay = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay, self._wake)
+
+    def close(self) -> None:
+        """Nothing more happens of itself."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _wake(self) -> None:
         self._spawn(self._tick())
@@ -343,6 +353,10 @@ class CoordinatorHost:
                 self._relay.taken(path, chunk)
             case CloseRelay(path, why):
                 self._relay.close(path, why)
+            case do.BeginCut():
+                self._part = self._document()
+            case do.KeepCut():
+                self._spawn(self._keep_cut(effect, self._part))
             case do.AdoptLayout():
                 for link in self._shards.values():
                     link(say.LayoutSet(self._layout_text()))
@@ -360,6 +374,14 @@ class CoordinatorHost:
                 raise AssertionError("carried out elsewhere")
             case _:
                 assert_never(effect)
+
+    async def _keep_cut(self, effect: do.KeepCut, part: dict[str, Any]) -> None:
+        missing = f", without {', '.join(effect.missing)}" if effect.missing else ""
+        try:
+            await asyncio.to_thread(write_manifest, self._folder, effect, part)
+            logger.info("cut %d of the whole run is complete%s", effect.number, missing)
+        except StorageError as error:
+            logger.error("%s: cut %d of the run is not complete", error, effect.number)
 
     def _answer(self, connection: int, message: say.Message) -> None:
         if connection in self._joining:
@@ -431,6 +453,18 @@ def read_state(folder: Path, public: Public) -> CoordinatorState | None:
     machine = CoordinatorMachine(options_of(public))
     machine.restore(kept[1])
     return machine.state
+
+
+def document_at_cut(part: Mapping[str, Any], newest: CoordinatorState | None) -> dict[str, Any]:
+    """What the coordinator's file holds to go on from its part of a cut.
+
+    Args:
+        part: The document as it was then.
+        newest: What it has known last: no epoch or term is given out twice.
+    """
+    state = _STATE.validate_python(part["state"])
+    back = raised(state, newest or state)
+    return {**part, "state": _STATE.dump_python(back, mode="json")}
 
 
 def _read(file: Path, public: Public) -> tuple[Any, CoordinatorState, Layout | None] | None:

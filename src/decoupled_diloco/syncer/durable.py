@@ -21,6 +21,7 @@ process still writes falls into none of its files.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, Sh
 
 Json = dict[str, Any]
 
+EXACT = "exact"
+"""A file of this name: the checkpoint beside it is a part of a cut that the run goes back to, and
+nothing newer that anybody holds may take its place."""
+
 DURABLE = "durable"
 """The folder in the run folder; each shard has its own in it."""
 
@@ -57,6 +62,43 @@ class Durable:
 
     version: Version
     digest: str
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """All that a shard needs to go on from one moment.
+
+    Attributes:
+        state: Tensors that are never written to again.
+        metadata: What they are.
+        disk: Where to.
+    """
+
+    state: dict[str, Tensor]
+    metadata: dict[str, str]
+    disk: Disk = DISK
+
+    def write(self, path: Path) -> str:
+        """Writes it; returns the digest over everything in it.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        digests = {name: digest(tensor) for name, tensor in self.state.items()}
+        metadata = self.metadata | {"digests": json.dumps(digests)}
+        save_weights(path, self.state, metadata, self.disk)
+        return _seal(metadata)
+
+
+def part_digest(path: Path) -> str:
+    """The digest over everything in a file of `ShardPart.write`, every byte of it checked.
+
+    Raises:
+        StorageError: It is missing, torn or corrupt.
+    """
+    metadata = load_metadata(path)
+    _load_checked(path, metadata)
+    return _seal(metadata)
 
 
 class ShardDisk:
@@ -116,6 +158,11 @@ class ShardDisk:
             return found
         return {}
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is there was put there to go back to; see `EXACT`."""
+        return (self.folder / EXACT).exists()
+
     def installed(self, versions: Mapping[int, Version], memory: Json | None = None) -> None:
         """All fragments bear these versions now: where the run begins, or goes on after a restart.
 
@@ -129,6 +176,7 @@ class ShardDisk:
         self.close()  # no journal leads from what it had to what is here now
         self._versions, self.memory = dict(versions), memory
         self.checkpoint()
+        (self.folder / EXACT).unlink(missing_ok=True)
 
     def merge(
         self, fragment: int, number: int, version: Version, memory: Json | None = None
@@ -192,6 +240,15 @@ class ShardDisk:
 
     def _save(self, path: Path) -> int:
         """Writes a checkpoint; its size in bytes."""
+        self.part(self.memory).write(path)
+        return path.stat().st_size
+
+    def part(self, memory: Json | None) -> ShardPart:
+        """All fragments as they are now, to be written elsewhere, by any thread.
+
+        Args:
+            memory: What the shard knows besides.
+        """
         state = {
             f"{fragment}.{name}": tensor
             for fragment, entry in self.tensors.fragments.items()
@@ -200,11 +257,9 @@ class ShardDisk:
         metadata = {
             "identity": self.identity,
             "versions": json.dumps({str(p): str(v) for p, v in self._versions.items()}),
-            "memory": json.dumps(self.memory),
-            "digests": json.dumps({name: digest(tensor) for name, tensor in state.items()}),
+            "memory": json.dumps(memory),
         }
-        save_weights(path, state, metadata, self._disk)
-        return path.stat().st_size
+        return ShardPart(state, metadata, self._disk)
 
     def finish(self) -> None:
         """The run is over: only the last state is kept.
@@ -250,11 +305,7 @@ class ShardDisk:
                 f"{path} is of a run with other settings or another model: train in another "
                 "folder, or with the settings of that run"
             )
-        state = load_weights(path)
-        digests = json.loads(metadata.get("digests", "{}"))
-        wrong = [name for name, tensor in state.items() if digests.get(name) != digest(tensor)]
-        if wrong:
-            raise StorageError(f"{path} is torn: {wrong[0]} is not what was written")
+        state = _load_checked(path, metadata)
         self.memory = json.loads(metadata.get("memory", "null"))
         found: dict[int, Durable] = {}
         for fragment, version in json.loads(metadata["versions"]).items():
@@ -321,6 +372,19 @@ class ShardDisk:
         except FileNotFoundError:
             return []
         return [path for path in found if path.suffix in wanted and path.stem.isdigit()]
+
+
+def _load_checked(path: Path, metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    state = load_weights(path)
+    digests = json.loads(metadata.get("digests", "{}"))
+    wrong = [name for name, tensor in state.items() if digests.get(name) != digest(tensor)]
+    if wrong:
+        raise StorageError(f"{path} is torn: {wrong[0]} is not what was written")
+    return state
+
+
+def _seal(metadata: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode()).hexdigest()
 
 
 def as_tensors(entry: FragmentTensors) -> dict[str, Tensor]:

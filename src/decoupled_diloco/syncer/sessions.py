@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.protocol.wire import colour, coloured, decode
 from decoupled_diloco.transport.base import Channel
 
 _FROM_LEARNER = get_args(say.FromLearner)
@@ -33,6 +33,7 @@ class Sessions:
         handle: Tells the machine that somebody greets or is gone.
         said: Takes what a learner says on its current connection.
         spawn: Runs a coroutine in the process's loop.
+        cut: The number of the newest cut that the machine has heard of.
     """
 
     def __init__(
@@ -41,16 +42,18 @@ class Sessions:
         handle: Callable[[fact.SyncerEvent], None],
         said: Callable[[str, say.FromLearner], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        cut: Callable[[], int],
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.greeting: dict[int, tuple[Channel, say.Role]] = {}
         self._handle = handle
         self._said = said
         self._spawn = spawn
+        self._cut = cut
         self._connections = 0
 
-    async def serve(self, channel: Channel, hello: say.Hello) -> None:
-        """Follows a connection from its greeting until it is gone.
+    async def serve(self, channel: Channel, hello: say.Hello, cut: int) -> None:
+        """Follows a connection from its greeting, which was of this cut, until it is gone.
 
         Raises:
             ProtocolError: What comes is no message of a learner, or the name is an observer's.
@@ -62,10 +65,14 @@ class Sessions:
         self._connections += 1
         connection = self._connections
         self.greeting[connection] = channel, hello.role
+        self._hear(cut)
         self._handle(fact.Greeted(connection, hello))
         try:
             while True:
-                message = cast("say.FromLearner", decode(await channel.receive(), _FROM_LEARNER))
+                data = await channel.receive()
+                cut = colour(data)
+                message = cast("say.FromLearner", decode(data, _FROM_LEARNER))
+                self._hear(cut)
                 if self._is_current(hello.learner, connection):
                     self._said(hello.learner, message)
         finally:
@@ -84,18 +91,18 @@ class Sessions:
     def reject(self, connection: int, reason: str, *, final: bool) -> None:
         """The machine does not let a greeting in."""
         channel, _ = self.greeting.pop(connection)
-        channel.send(encode(say.Refusal(reason, final)))
+        channel.send(coloured(say.Refusal(reason, final), self._cut()))
         self._spawn(channel.close(reason))
 
     def send(self, learner: str, message: say.ToLearner) -> None:
         """Tells a learner something, if it is there."""
         session = self.sessions.get(learner)
         if session is not None:
-            session.channel.send(encode(message))
+            session.channel.send(coloured(message, self._cut()))
 
     def broadcast(self, message: say.ToLearner) -> None:
         """Tells everybody who is there something."""
-        encoded = encode(message)
+        encoded = coloured(message, self._cut())
         for session in self.sessions.values():
             session.channel.send(encoded)
 
@@ -113,6 +120,11 @@ class Sessions:
                 session.heard = session.channel.last_received
                 heard.append(learner)
         return tuple(heard)
+
+    def _hear(self, cut: int) -> None:
+        """A shard takes its part of a cut before a message of it does anything here."""
+        if cut > self._cut():
+            self._handle(fact.CutHeard(cut))
 
     def _is_current(self, learner: str, connection: int) -> bool:
         session = self.sessions.get(learner)

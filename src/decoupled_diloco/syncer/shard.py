@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never, cast
 
 import torch
 
@@ -41,8 +41,9 @@ from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
-from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.protocol.wire import colour, decode, encode
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
+from decoupled_diloco.syncer.cuts import forget_cuts, part_file
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.intake import Intake, Offers
@@ -140,7 +141,12 @@ class Shard:
         self._admitted: say.ShardAdmitted | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sessions = Sessions(handle=self._handle, said=self._said, spawn=self._spawn)
+        self._sessions = Sessions(
+            handle=self._handle,
+            said=self._said,
+            spawn=self._spawn,
+            cut=lambda: self.machine.state.cut,
+        )
         self._intake: Intake | None = None
         self._offers = Offers(self._server.bodies)
         self._timer: asyncio.TimerHandle | None = None
@@ -192,6 +198,8 @@ class Shard:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._bytes_moved()
+        if self._host is not None:
+            self._host.close()
         await self._server.stop()
         await self._client.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
@@ -314,11 +322,12 @@ class Shard:
         """One control connection; its first message says what it is for."""
         try:
             kinds: tuple[type[Any], ...] = (say.Hello, say.Join, say.ShardHello)
-            first: Any = decode(await _first_message(channel), kinds)
+            data = await _first_message(channel)
+            cut, first = colour(data), cast("Any", decode(data, kinds))
             match first:
                 case say.Hello():
                     self._require_principal(channel, first.learner)
-                    await self._sessions.serve(channel, first)
+                    await self._sessions.serve(channel, first, cut)
                 case _ if self._host is None:
                     channel.send(encode(say.Referred(self._addresses[0])))
                     await channel.close("this shard does not host the coordinator")
@@ -366,6 +375,10 @@ class Shard:
                 pass
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
+            case do.TakeCut(number):
+                self._spawn(self._take_cut(number, encode(remembered(self.machine.state))))
+            case do.ForgetCuts(keep, before):
+                self._spawn(asyncio.to_thread(forget_cuts, self._folder, keep, before))
             case do.Stop():
                 self._spawn(self._stop_last())
             case _:
@@ -468,6 +481,20 @@ class Shard:
         except StorageError as error:
             logger.error("%s: nothing is merged until it can", error)
 
+    async def _take_cut(self, number: int, memory: dict[str, Any]) -> None:
+        """The part is what the worker has when this has come through its queue; rounds go on."""
+        disk = self._disk
+        if disk is None:
+            self._handle(fact.CutWritten(number, "", 0, "syncer.durable=false keeps nothing"))
+            return
+        part = await self._in_worker(lambda: disk.part(memory))
+        path = part_file(self._folder, number, self.shard)
+        try:
+            digest = await asyncio.to_thread(part.write, path)
+            self._handle(fact.CutWritten(number, digest, path.stat().st_size))
+        except (StorageError, OSError) as error:
+            self._handle(fact.CutWritten(number, "", 0, str(error)))
+
     async def _load_weights(self, tensors: ShardTensors) -> None:
         path, payloads = self.config.sync.initial_weights, self._payloads
         assert path is not None
@@ -525,7 +552,7 @@ class Shard:
         copies = [fact.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
         if copies:
             memory = None if disk.memory is None else decode(disk.memory, [fact.ShardMemory])
-            self._handle(fact.Recovered(tuple(copies), memory))
+            self._handle(fact.Recovered(tuple(copies), memory, disk.is_exact))
         self._handle(fact.TermGranted(admitted))
         self._coordinator.let_go()
 

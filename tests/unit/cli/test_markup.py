@@ -21,8 +21,9 @@ SOURCE = Path(__file__).parents[3] / "src" / "decoupled_diloco"
 class Served:
     """A run that ends at once; what it would start is of no interest here."""
 
-    def __init__(self, config: RunConfig, *, learners: bool, resume: bool) -> None:
+    def __init__(self, config: RunConfig, *, learners: bool, resume: bool, cut: str) -> None:
         self.path = config.run.folder
+        self.went_back = cut
         self.folder = SimpleNamespace(moved_to=Path("runs/a[b].1"), resumed=resume)
         self.addresses = ("http://127.0.0.1:7070",)
         self.secret_file = Path(config.run.folder) / "token"

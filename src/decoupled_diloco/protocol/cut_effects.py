@@ -1,0 +1,50 @@
+"""What the state machines order for a consistent cut of the run; see `cuts`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoupled_diloco.protocol.messages import CutPart
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCut:
+    """Take this process's part of a cut as it is now, then say `CutWritten`.
+
+    A shard: as of its worker's queue. A learner: at this boundary, at which nothing was applied;
+    then say ``Paused``, so that it is.
+    """
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCuts:
+    """Parts of other cuts than these, and of those before ``before``, are needed no more."""
+
+    keep: tuple[int, ...]
+    before: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginCut:
+    """The coordinator's own part of this cut is what it knows now."""
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCut:
+    """A cut is complete: write its manifest.
+
+    ``missing``: learners that were there when it began and gave no part.
+    """
+
+    number: int
+    shards: tuple[CutPart, ...]
+    learners: tuple[CutPart, ...]
+    missing: tuple[str, ...]
+    why: str

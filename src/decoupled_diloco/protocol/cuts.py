@@ -1,0 +1,179 @@
+"""Consistent cuts of the whole run without a pause: when one begins, and when it is complete.
+
+Lai and Yang's colouring: every process has a cut number, and every message between learners and
+shards carries its sender's. The coordinator raises the number; who hears a higher one takes its own
+part of the cut before the message has any effect on that part. So no part knows of anything that
+another did after its own, in whatever order messages and bodies travel; what was under way is in
+the sender's part, and is lost as on a broken link.
+
+A shard's part is what its disk would hold, in the order of its worker's queue. A learner's part is
+its checkpoint, taken at its next step boundary before anything staged is applied. A cut is complete
+when every shard and every learner that is present has its part on a disk. A learner that leaves
+meanwhile is named as missing; a shard that leaves ends the cut, because its next life renames the
+versions that the parts speak of. Functions of the coordinator's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from decoupled_diloco.protocol.effects import (
+    BeginCut,
+    CoordinatorEffect,
+    Inform,
+    KeepCut,
+    Note,
+    Order,
+    Persist,
+)
+from decoupled_diloco.protocol.messages import CutKept, CutOrdered, CutPart
+
+if TYPE_CHECKING:
+    from decoupled_diloco.protocol.coordinator import CoordinatorState
+
+KEPT_MAX = 2
+"""Complete cuts that are kept: one may turn out corrupt."""
+
+
+@dataclass(slots=True)
+class OpenCut:
+    """A cut under way: whose part is still to come, what has come, who cannot give one and why."""
+
+    number: int
+    shards_awaited: set[int]
+    learners_awaited: set[str]
+    shards: list[CutPart] = field(default_factory=list)
+    learners: list[CutPart] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Cuts:
+    """The cuts of one life of the coordinator; the numbers alone outlive it."""
+
+    open: OpenCut | None = None
+    due_at: float | None = None
+
+    def begin(
+        self, state: CoordinatorState, shards: Iterable[int], why: str
+    ) -> list[CoordinatorEffect]:
+        """Begins a cut; one that is still open ends without being complete."""
+        effects = self.give_up("the next one begins")
+        learners = sorted(name for name, known in state.learners.items() if known.present)
+        state.cut += 1
+        self.open = OpenCut(state.cut, set(shards), set(learners))
+        order = CutOrdered(state.cut, tuple(state.cuts_kept))
+        return [
+            *effects,
+            Persist(f"cut {state.cut} begins"),
+            BeginCut(state.cut, why),
+            *(Order(shard, order, why) for shard in sorted(self.open.shards_awaited)),
+            *(Inform(learner, order, why) for learner in learners),
+        ]
+
+    def give_up(self, reason: str) -> list[CoordinatorEffect]:
+        """The open cut, if there is one, will not be complete."""
+        if self.open is None:
+            return []
+        awaited = [f"shard-{shard}" for shard in sorted(self.open.shards_awaited)]
+        awaited += sorted(self.open.learners_awaited)
+        text = f"cut {self.open.number} is given up, without {', '.join(awaited) or 'nobody'}"
+        self.open = None
+        return [Note(text, reason)]
+
+    def shard_kept(
+        self, state: CoordinatorState, shard: int, message: CutKept
+    ) -> list[CoordinatorEffect]:
+        """A shard has its part, or cannot have it."""
+        cut = self.open
+        if cut is None or cut.number != message.number or shard not in cut.shards_awaited:
+            return []
+        if message.problem:
+            return self.give_up(f"shard-{shard}: {message.problem}")
+        cut.shards_awaited.discard(shard)
+        cut.shards.append(CutPart(f"shard-{shard}", message.digest, message.nbytes))
+        return self._complete(state)
+
+    def learner_kept(
+        self, state: CoordinatorState, learner: str, message: CutKept
+    ) -> list[CoordinatorEffect]:
+        """A learner has its part, or cannot have it."""
+        cut = self.open
+        if cut is None or cut.number != message.number or learner not in cut.learners_awaited:
+            return []
+        if message.problem:
+            return self.learner_gone(state, learner)
+        cut.learners_awaited.discard(learner)
+        cut.learners.append(CutPart(learner, message.digest, message.nbytes))
+        return self._complete(state)
+
+    def learner_gone(self, state: CoordinatorState, learner: str) -> list[CoordinatorEffect]:
+        """Nothing more comes from a learner."""
+        if self.open is None or learner not in self.open.learners_awaited:
+            return []
+        self.open.learners_awaited.discard(learner)
+        self.open.missing.append(learner)
+        return self._complete(state)
+
+    def _complete(self, state: CoordinatorState) -> list[CoordinatorEffect]:
+        cut = self.open
+        if cut is None or cut.shards_awaited or cut.learners_awaited:
+            return []
+        self.open = None
+        state.cuts_kept = [*state.cuts_kept, cut.number][-KEPT_MAX:]
+        why = "every part is on a disk"
+        kept = KeepCut(
+            cut.number,
+            _by_name(cut.shards),
+            _by_name(cut.learners),
+            tuple(sorted(cut.missing)),
+            why,
+        )
+        return [kept, Persist(f"cut {cut.number} is complete")]
+
+    def look(
+        self,
+        state: CoordinatorState,
+        now: float,
+        every_seconds: float,
+        present: set[int],
+        shards: int,
+    ) -> list[CoordinatorEffect]:
+        """Begins the cut that is due; none while the run is not under way or a shard is away."""
+        if state.phase != "running":
+            self.due_at = None
+            return self.give_up(f"the run is {state.phase}")
+        if not every_seconds:
+            return []
+        if self.due_at is None:
+            self.due_at = now + every_seconds
+        if now < self.due_at:
+            return []
+        self.due_at = now + every_seconds
+        if len(present) < shards:
+            return self.give_up("a shard is away")
+        return self.begin(state, present, f"every {every_seconds:g} s")
+
+
+def raised(state: CoordinatorState, newest: CoordinatorState) -> CoordinatorState:
+    """The coordinator's part with every epoch and term that was ever given out."""
+    terms = {s: max(t, newest.terms.get(s, 0)) for s, t in state.terms.items()}
+    learners = {
+        name: replace(known, nonce="", present=False) for name, known in newest.learners.items()
+    }
+    return replace(
+        state,
+        terms=newest.terms | terms,
+        learners=learners,
+        nonces={},
+        former={},
+        claims=newest.claims,
+        cut=newest.cut,
+        cuts_kept=[],
+    )
+
+
+def _by_name(parts: Iterable[CutPart]) -> tuple[CutPart, ...]:
+    return tuple(sorted(parts, key=lambda part: part.who))

@@ -1,0 +1,134 @@
+"""Consistent cuts of the whole run on disk: the shards' parts, and the manifest of a complete one.
+
+```
+RUN/checkpoints/cut-000012/shard-0.safetensors   shard-1.safetensors   manifest.json
+```
+
+A shard's part is a checkpoint as in `durable`. Learners keep theirs in their own folders. The
+manifest is written last, whole or not at all: a cut without one is not complete. It names every
+part with its digest, who is missing, and holds the coordinator's own part.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Container
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.protocol.effects import KeepCut
+from decoupled_diloco.protocol.messages import CutPart
+from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.syncer.durable import part_digest
+from decoupled_diloco.syncer.result import SHARES
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete cut.
+
+    Attributes:
+        number: Of the cut.
+        folder: Where the shards' parts are.
+        shards: Their parts.
+        learners: Those of the learners, in their own checkpoint folders.
+        missing: Learners that were there and gave none.
+        coordinator: What the coordinator's file held.
+    """
+
+    number: int
+    folder: Path
+    shards: tuple[CutPart, ...]
+    learners: tuple[CutPart, ...]
+    missing: tuple[str, ...]
+    coordinator: dict[str, Any]
+
+    def part(self, who: str) -> Path:
+        """The file of a shard's part."""
+        return self.folder / f"{who}.safetensors"
+
+    def check(self) -> None:
+        """Reads the shards' parts, every byte.
+
+        Raises:
+            StorageError: One is missing, torn, corrupt or another one.
+        """
+        for part in self.shards:
+            path = self.part(part.who)
+            if part_digest(path) != part.digest:
+                raise StorageError(f"{path} is not the part that belongs to cut {self.number}")
+
+
+def cut_folder(run: Path, number: int) -> Path:
+    """Where the parts of a cut are in a run folder."""
+    return run / SHARES / f"cut-{number:06d}"
+
+
+def part_file(run: Path, number: int, shard: int) -> Path:
+    """The file of one shard's part."""
+    return cut_folder(run, number) / f"shard-{shard}.safetensors"
+
+
+def write_manifest(run: Path, cut: KeepCut, coordinator: dict[str, Any]) -> None:
+    """Makes a cut complete.
+
+    Raises:
+        StorageError: It cannot be written; the cut is not complete.
+    """
+    document = {
+        "format": FORMAT,
+        "cut": cut.number,
+        "shards": [asdict(part) for part in cut.shards],
+        "learners": [asdict(part) for part in cut.learners],
+        "missing": list(cut.missing),
+        "coordinator": coordinator,
+    }
+    write_text(cut_folder(run, cut.number) / MANIFEST, json.dumps(document, indent=1))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in the folder of a cut.
+
+    Raises:
+        StorageError: The cut is not complete, or its manifest cannot be read.
+    """
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_text())
+        if document["format"] != FORMAT:
+            raise StorageError(f"{path} has format {document['format']}, this reads {FORMAT}")
+        return Manifest(
+            int(document["cut"]),
+            folder,
+            tuple(CutPart(**part) for part in document["shards"]),
+            tuple(CutPart(**part) for part in document["learners"]),
+            tuple(document["missing"]),
+            dict(document["coordinator"]),
+        )
+    except FileNotFoundError:
+        raise StorageError(f"{folder} is not complete: it has no {MANIFEST}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{path} cannot be read: {error!r}") from error
+
+
+def cut_folders(run: Path) -> list[Path]:
+    """The folders of all cuts of a run, complete or not, newest first."""
+    found = [path for path in (run / SHARES).glob("cut-*") if path.name[4:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[4:]), reverse=True)
+
+
+def forget_cuts(run: Path, keep: Container[int], before: int) -> None:
+    """Deletes what nobody will go back to; what cannot be deleted is tried again next time."""
+    for folder in cut_folders(run):
+        number = int(folder.name[4:])
+        if number < before and number not in keep:
+            shutil.rmtree(folder, ignore_errors=True)
