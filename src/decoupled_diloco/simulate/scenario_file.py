@@ -386,6 +386,9 @@ class ScenarioFile(Settings):
     learner: dict[str, Any] | None = None
     """See `sync`."""
 
+    data: dict[str, Any] | None = None
+    """See `sync`."""
+
     workload: dict[str, Any] | None = None
     """See `sync`."""
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.shipped import shipped
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import Scenario, dump_scenario, load_scenario
+from decoupled_diloco.simulate.scenario_file import RUN_TABLES, ScenarioFile
 
 RUN = """
 [run]
@@ -473,3 +475,8 @@ def test_chance_may_choose_somebody_who_is_not_there(tmp_path: Path) -> None:
     assert len(load(tmp_path, text).happenings) == 2
     with pytest.raises(ConfigError, match="it is not there then"):
         load(tmp_path, text.replace("choose = 'one'\n", ""))
+
+
+def test_every_table_of_a_run_may_stand_in_a_scenario() -> None:
+    tables = {field.alias or name for name, field in RunConfig.model_fields.items()}
+    assert tables <= set(RUN_TABLES) <= set(ScenarioFile.model_fields)
