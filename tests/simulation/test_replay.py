@@ -75,6 +75,21 @@ def test_an_order_that_the_machines_do_not_give_is_named(runs: Path, tmp_path: P
     assert '"discarded_tokens"' in done.stdout
 
 
+@pytest.mark.parametrize("kind", ["Fetched", "Linked", "Welcome"])
+def test_a_tape_without_one_of_its_events_is_one_sentence(
+    runs: Path, tmp_path: Path, kind: str
+) -> None:
+    def forget(lines: list[str]) -> list[str]:
+        index = next(i for i, line in enumerate(lines) if f'"type":"{kind}"' in line)
+        return lines[:index] + lines[index + 1 :]
+
+    folder = edited(runs / "a", tmp_path / "hole", forget)
+    done = ddiloco("replay", folder, cwd=runs)
+    assert done.returncode in (1, 6), done.stdout
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "differ" in done.stdout or "the tape of learner-0 was changed" in done.stderr
+
+
 def test_a_tape_that_is_cut_replays_as_far_as_it_goes(runs: Path, tmp_path: Path) -> None:
     def cut(lines: list[str]) -> list[str]:
         return [*lines[:200], lines[200][:30]]

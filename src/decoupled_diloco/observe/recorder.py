@@ -90,6 +90,7 @@ def replay(
 
     Raises:
         ProtocolError: An event on the tape is not one of this version.
+        StorageError: Records are missing or in another order.
     """
     differences: list[Difference] = []
     machine: Machine[Any, Any] | None = None
@@ -98,8 +99,9 @@ def replay(
         if first.kind == "start":
             machine = machine_factory(first.data.get("header", {}))
             continue
-        assert machine is not None, f"the tape of {first.who} does not begin with a start record"
-        effects = machine.handle(first.at, first.value())
+        if machine is None:
+            raise StorageError(f"the tape of {first.who} does not begin with a start record")
+        effects = _handled(machine, first)
         replayed = [plain_numbers(wire.encode(effect)) for effect in effects]
         if number + 1 == len(turns) or turns[number + 1][0].kind == "start":
             del replayed[len(taped) :]
@@ -111,13 +113,28 @@ def replay(
     return differences
 
 
+def _handled(machine: Machine[Any, Any], record: Record) -> list[Any]:
+    """What a machine orders at a taped event, which it may find impossible if others are gone."""
+    event = record.value()
+    try:
+        return list(machine.handle(record.at, event))
+    except (AssertionError, LookupError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"the tape of {record.who} was changed: record {record.seq} of life {record.life}, "
+            f"{record.type}, cannot follow those before it ({error!r})"
+        ) from error
+
+
 def _turns(records: Iterable[Record]) -> Iterator[tuple[Record, list[dict[str, Any]]]]:
     """Start records and events, each event with the effects that it caused."""
     current: tuple[Record, list[dict[str, Any]]] | None = None
     for record in records:
         if record.kind == "effect":
-            assert current is not None
-            assert record.cause == current[0].seq, "an effect stands apart from its event"
+            if current is None or record.cause != current[0].seq:
+                raise StorageError(
+                    f"the tape of {record.who} was changed: record {record.seq} of life "
+                    f"{record.life}, {record.type}, stands apart from the event that caused it"
+                )
             current[1].append({"type": record.type, **record.data})
         elif record.kind != "sample":
             if current is not None:
