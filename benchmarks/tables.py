@@ -27,6 +27,8 @@ TITLES = {
     "outer": "Which outer optimizer",
     "speeds": "Learners of unequal speed",
     "kill": "One of four learners is killed",
+    "joining": "A learner joins",
+    "loss_under_faults": "Loss under faults",
     "chaos": "Half an hour of failures of every kind",
     "kills": "Each kind of process is killed fifty times, then everything",
     "takeover": "A shard's standby takes over",
