@@ -162,6 +162,20 @@ def data_plane(result: Any) -> str:
     )
 
 
+def loss_under_faults(result: Any) -> str:
+    gap, seconds = result["gap_percent"], result["virtual_seconds"]
+    rows = [
+        ["without faults", f"{result['without']:.4f}", f"{seconds['without']:.0f} s", "0"],
+        [
+            "with faults",
+            f"{result['with']:.4f} ({gap['mean']:+.2f} % [{gap['low']:+.2f}, {gap['high']:+.2f}])",
+            f"{seconds['with']:.0f} s",
+            ", ".join(map(str, result["faults"])),
+        ],
+    ]
+    return table(["", "evaluation loss", "virtual time", "faults of each seed"], rows)
+
+
 def pairs(result: Any) -> str:
     rows = []
     for name, value in result.items():
@@ -249,6 +263,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "quality": quality,
     "outer": outer,
     "speeds": speeds,
+    "loss_under_faults": loss_under_faults,
     "data_plane_wan": data_plane,
     "data_plane_loopback": data_plane,
     "goodput": goodput,
