@@ -32,6 +32,7 @@ TITLES = {
     "chaos": "Half an hour of failures of every kind",
     "kills": "Each kind of process is killed fifty times, then everything",
     "takeover": "A shard's standby takes over",
+    "recovery": "A learner comes back",
     "data_plane_wan": "Bodies over a long link",
     "data_plane_loopback": "Bodies on loopback",
     "merging": "Merging",
@@ -258,12 +259,25 @@ def goodput_real(result: Any) -> str:
 
 
 SCAVENGING = ("decoupled", "elastic")
+
+
+def recovery(result: Any) -> str:
+    ways = ("own checkpoint", "donor, direct", "donor, relay", "published copies")
+    costs = ("checkpoint: copy", "checkpoint: write")
+    rows = [
+        [f"{row['million_parameters']} M", *(f"{row[name]:.2f} s" for name in (*ways, *costs))]
+        for row in result["rows"]
+    ]
+    return table(["fp32 parameters", *ways, *costs], rows)
+
+
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
     "quality": quality,
     "outer": outer,
     "speeds": speeds,
     "loss_under_faults": loss_under_faults,
+    "recovery": recovery,
     "data_plane_wan": data_plane,
     "data_plane_loopback": data_plane,
     "goodput": goodput,

@@ -138,7 +138,7 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         exec(code, given)
         if isinstance(given["loader"], Loader):
             assert given["loader"].began_at > 0
-            assert given["learner"].steps == given["position"]
+            assert given["learner"].steps == given["position"].batches
 
 
 COMMAND = re.compile(r"(?:`|^|\| )ddiloco ([a-z]+)((?: [^`\n]*)?)", re.MULTILINE)

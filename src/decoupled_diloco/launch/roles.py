@@ -248,7 +248,7 @@ def run_learner(
         checkpoint=folder / "learners" if every_seconds else None,
         checkpoint_every_seconds=every_seconds,
         hand_in_seconds=config.learner.hand_in_seconds,
-        donate=("optimizer", "data"),
+        donate=("optimizer",) if config.data.leases else ("optimizer", "data"),
         listen=config.learner.listen or None,
         give_up_seconds=config.learner.give_up_seconds,
         tape=folder / "tape" / f"{name}.jsonl",

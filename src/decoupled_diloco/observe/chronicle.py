@@ -72,6 +72,7 @@ LOOKED_AT = frozenset(
         do.Merge,
         do.Note,
         do.Ready,
+        do.Recovered,
         do.RoundFinished,
         do.RoundOpened,
         do.RunOver,
@@ -512,6 +513,8 @@ class Chronicle:
                 learner.process = "training"
             case do.EndTraining() | do.RunOver():
                 learner.process = "finished"
+            case do.Recovered():
+                learner.recoveries.append(value)
             case BytesMoved():
                 learner.bytes_moved[learner.started_at or 0.0] = value
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from decoupled_diloco.observe.live import Rate
 from decoupled_diloco.observe.samples import BytesMoved
-from decoupled_diloco.protocol.effects import Fold, RoundFinished, RoundOpened
+from decoupled_diloco.protocol.effects import Fold, Recovered, RoundFinished, RoundOpened
 from decoupled_diloco.protocol.messages import Hello, StepReport, Version
 
 RECENT_ROUNDS = 50
@@ -231,6 +231,7 @@ class LearnerLog:
         unrecorded: Steps and tokens that shards heard of, and that earlier processes did not live
             to write down: a process that is killed takes its last records with it.
         discarded: Fragment-tokens discarded, by mode and reason, from its own tape.
+        recoveries: How each of its processes came by its state, from its own tape.
         reasons: How many merged rounds it was in, or why not.
         tokens_counted: Of its tokens, what the total of the run holds.
         accepted: For each shard, how many rounds it had merged when this learner was last in one.
@@ -261,6 +262,7 @@ class LearnerLog:
     discarded: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes_up: int = 0
     bytes_moved: dict[float, BytesMoved] = field(default_factory=dict)
+    recoveries: list[Recovered] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
     accepted_at: float | None = None

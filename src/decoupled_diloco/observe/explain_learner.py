@@ -30,7 +30,8 @@ from decoupled_diloco.observe.historian import is_shard
 from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
 from decoupled_diloco.observe.progress import natural
 from decoupled_diloco.observe.words import BULLET, listing, many, percent, when
-from decoupled_diloco.units import format_count, format_duration
+from decoupled_diloco.protocol.effects import Recovered
+from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 GAPS_MAX = 5
 """Gaps that are told, the longest."""
@@ -117,7 +118,25 @@ def _lives(chronicle: Chronicle, learner: LearnerLog) -> list[str]:
             told.append(text)
         text = f"epoch {epoch}: {', then again '.join(told)}"
         lines.append(f"{BULLET}{text}; {many(steps, 'step')} reported.")
+    lines += [f"{BULLET}{_recovery(each)}." for each in learner.recoveries]
     return lines or [BULLET + "it has never joined a shard."]
+
+
+def _recovery(recovered: Recovered) -> str:
+    """How one of its processes came by its state."""
+    seconds = format_duration(recovered.seconds)
+    overwritten = many(recovered.overwritten, "fragment")
+    if recovered.way == "checkpoint":
+        return (
+            f"began after {seconds} from {recovered.why}: its progress went on in "
+            f"{recovered.kept}, and {overwritten} had moved on"
+        )
+    if recovered.way == "donor":
+        size = format_bytes(recovered.nbytes)
+        how = f"{size} {recovered.why}"
+        return f"began after {seconds} with the optimizer of {recovered.donor}, {how}"
+    why = f" ({recovered.why})" if recovered.why else ""
+    return f"began after {seconds} with the published copies and a fresh optimizer{why}"
 
 
 def _unbroken(stays: list[Stay]) -> list[tuple[Stay, Stay]]:
