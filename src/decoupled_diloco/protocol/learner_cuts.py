@@ -35,8 +35,12 @@ def at_boundary(state: LearnerState, role: Role) -> list[LearnerEffect]:
     if state.cut >= state.cut_heard:
         return []
     state.cut = state.cut_heard
-    takes = state.ready and not state.ending and role == "learner"
-    return [TakeCut(state.cut, "before anything newer is applied")] if takes else []
+    if not state.ready or state.ending or role != "learner":
+        return []
+    if any(view.held is None for view in state.fragments):  # its first boundary
+        problem = "it is only joining"
+        return [TellCoordinator(CutKept(state.cut, "", 0, problem), problem)]
+    return [TakeCut(state.cut, "before anything newer is applied")]
 
 
 def written(event: CutWritten) -> list[LearnerEffect]:
