@@ -162,12 +162,31 @@ def test_joins_wait_for_a_disk_that_can_be_written_and_rounds_do_not(
         (system.folder / "coordinator.part").mkdir()
         late = Trainer(system, "learner-1", steps_max=2)
         late.start()
-        until(lambda: "joins and the end of the run wait for it" in caplog.text, "it says so")
+        told = "joins, leases and the end of the run wait for it"
+        until(lambda: told in caplog.text, "it says so")
         rounds = system.rounds()
         until(lambda: system.rounds() > rounds + 4, "rounds go on")
         assert not late.joined.is_set()
         (system.folder / "coordinator.part").rmdir()
         assert late.end().steps == 2
+
+
+def test_nobody_hears_of_the_first_versions_before_the_disk_has_them(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = make(run=LONG)
+    blocked = system.folder / "durable"
+    blocked.parent.mkdir(parents=True, exist_ok=True)
+    blocked.write_text("as good as a full disk")
+    system.start()
+    first = Trainer(system, "learner-0", steps_max=2)
+    first.start()
+    until(lambda: "nothing is merged until it can" in caplog.text, "it says so")
+    time.sleep(1.0)
+    assert not first.joined.is_set()
+    blocked.unlink()
+    assert first.end().steps == 2
+    assert list((system.folder / "durable" / "shard-0").glob("*.safetensors"))
 
 
 class Held(HttpClient):

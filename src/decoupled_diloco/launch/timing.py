@@ -32,7 +32,7 @@ from decoupled_diloco.protocol import (
 from decoupled_diloco.protocol.effects import RoundOpened
 from decoupled_diloco.protocol.membership import UploadEstimate
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.syncer import coordinator, shard
+from decoupled_diloco.syncer import coordinator, sessions, shard
 from decoupled_diloco.transport import backoff, bodies, channel, documents, http_client, http_server
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.units import format_duration
@@ -141,8 +141,8 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
         row(
             "first word",
             "of a new connection",
-            _s(shard.GREETING_SECONDS),
-            ("syncer.shard.GREETING_SECONDS",),
+            _s(sessions.GREETING_SECONDS),
+            ("syncer.sessions.GREETING_SECONDS",),
         ),
         row(
             "redial",
@@ -417,7 +417,7 @@ def _begin_and_end() -> list[Interval]:
         ),
         row(
             "state on a full disk",
-            "the coordinator tries again after",
+            "the coordinator, and a shard before the run begins, try again after",
             _s(coordinator.RETRY_SECONDS),
             ("syncer.coordinator.RETRY_SECONDS",),
         ),

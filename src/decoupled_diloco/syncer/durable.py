@@ -371,6 +371,8 @@ class ShardDisk:
             found = list(self.folder.iterdir())
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise StorageError(f"{self.folder} cannot be read: {error.strerror}") from error
         return [path for path in found if path.suffix in wanted and path.stem.isdigit()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, cast, get_args
@@ -11,6 +12,9 @@ from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import colour, coloured, decode
 from decoupled_diloco.transport.base import Channel
+
+GREETING_SECONDS = 10.0
+"""How long a new connection may take to say what it is for: as long as one may be silent."""
 
 _FROM_LEARNER = get_args(say.FromLearner)
 
@@ -129,3 +133,18 @@ class Sessions:
     def _is_current(self, learner: str, connection: int) -> bool:
         session = self.sessions.get(learner)
         return session is not None and session.connection == connection
+
+
+async def first_message(channel: Channel) -> dict[str, object]:
+    """What a new connection says first.
+
+    Raises:
+        ProtocolError: It takes too long.
+    """
+    try:
+        async with asyncio.timeout(GREETING_SECONDS):
+            return await channel.receive()
+    except TimeoutError:
+        raise ProtocolError(
+            f"it has not said within {GREETING_SECONDS:g} s what it is here for"
+        ) from None

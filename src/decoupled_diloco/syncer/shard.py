@@ -22,7 +22,6 @@ from typing import Any, TypeVar, assert_never, cast
 
 import torch
 
-from decoupled_diloco import __version__
 from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
 from decoupled_diloco.config.resume import identity_of
 from decoupled_diloco.config.run import RunConfig
@@ -42,22 +41,20 @@ from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.wire import colour, decode, encode
-from decoupled_diloco.syncer.coordinator import CoordinatorHost
+from decoupled_diloco.syncer.coordinator import RETRY_SECONDS, CoordinatorHost
 from decoupled_diloco.syncer.cuts import forget_cuts, part_file
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
+from decoupled_diloco.syncer.health import health_of
 from decoupled_diloco.syncer.intake import Intake, Offers
 from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
-from decoupled_diloco.syncer.sessions import Sessions
+from decoupled_diloco.syncer.sessions import Sessions, first_message
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
-
-GREETING_SECONDS = 10.0
-"""How long a new connection may take to say what it is for: as long as one may be silent."""
 
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
@@ -214,18 +211,7 @@ class Shard:
 
     def health(self) -> dict[str, object]:
         """What `/healthz` answers."""
-        state = self.machine.state
-        return {
-            "shard": self.shard,
-            "version": __version__,
-            "run": self.config.run.name,
-            "phase": state.phase,
-            "term": state.term,
-            "clock": state.clock,
-            "learners": sorted(state.members),
-            "observers": sorted(state.observers),
-            "open_rounds": len(state.rounds),
-        }
+        return health_of(self.machine, self.config.run.name)
 
     def describe(self) -> dict[str, object]:
         """What `/run` answers: the settings, where the shards are, the run's layout once known."""
@@ -322,7 +308,7 @@ class Shard:
         """One control connection; its first message says what it is for."""
         try:
             kinds: tuple[type[Any], ...] = (say.Hello, say.Join, say.ShardHello)
-            data = await _first_message(channel)
+            data = await first_message(channel)
             cut, first = colour(data), cast("Any", decode(data, kinds))
             match first:
                 case say.Hello():
@@ -443,6 +429,10 @@ class Shard:
     def _report(self, message: say.FromShard) -> None:
         if isinstance(message, say.Swept):
             self._spawn(self._hand_in_share(message))
+        elif isinstance(message, say.ShardReady) and self._disk is not None:
+            # Nobody hears of the first versions before the disk has them.
+            tell = partial(self._coordinator.tell, message)
+            self._spawn(self._keep_installed(self._disk, tell))
         else:
             self._coordinator.tell(message)
 
@@ -470,16 +460,27 @@ class Shard:
         whole = tensors.whole(fragment)
         digest = self.machine.state.fragments[fragment].digest
         self._offers.offer(fragment, version, PublishedCopy(torch.empty(0), whole, digest))
-        if fragment == self.machine.owned[-1] and self._disk is not None:
+        begins = self.machine.state.phase == "ready"
+        if fragment == self.machine.owned[-1] and self._disk is not None and not begins:
             self._spawn(self._keep_installed(self._disk))
 
-    async def _keep_installed(self, disk: ShardDisk) -> None:
-        versions = {p: f.version for p, f in self.machine.state.fragments.items() if f.version}
-        try:
+    async def _keep_installed(
+        self, disk: ShardDisk, then: Callable[[], None] | None = None
+    ) -> None:
+        """Writes what all fragments are now; with something to do ``then``, until it can."""
+        while True:
+            versions = {p: f.version for p, f in self.machine.state.fragments.items() if f.version}
             memory = encode(remembered(self.machine.state))
-            await self._in_worker(lambda: disk.installed(versions, memory))
-        except StorageError as error:
-            logger.error("%s: nothing is merged until it can", error)
+            try:
+                await self._in_worker(partial(disk.installed, versions, memory))
+                break
+            except StorageError as error:
+                logger.error("%s: nothing is merged until it can", error)
+            if then is None:
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+        if then is not None:
+            then()
 
     async def _take_cut(self, number: int, memory: dict[str, Any]) -> None:
         """The part is what the worker has when this has come through its queue; rounds go on."""
@@ -588,13 +589,3 @@ class Shard:
         logger.warning("recording payloads ends: %s", problem)
         with contextlib.suppress(StorageError):  # a full disk was told of already
             self._tape.sample(time.monotonic(), PayloadsEnded(problem))
-
-
-async def _first_message(channel: Channel) -> dict[str, object]:
-    try:
-        async with asyncio.timeout(GREETING_SECONDS):
-            return await channel.receive()
-    except TimeoutError:
-        raise ProtocolError(
-            f"it has not said within {GREETING_SECONDS:g} s what it is here for"
-        ) from None

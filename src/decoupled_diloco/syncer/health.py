@@ -1,0 +1,27 @@
+"""What a shard answers at `/healthz`."""
+
+from __future__ import annotations
+
+from decoupled_diloco import __version__
+from decoupled_diloco.protocol.syncer import SyncerMachine
+
+
+def health_of(machine: SyncerMachine, run: str) -> dict[str, object]:
+    """The shard's state in a few words, as plain JSON values.
+
+    Args:
+        machine: The shard's.
+        run: The run's name.
+    """
+    state = machine.state
+    return {
+        "shard": machine.shard,
+        "version": __version__,
+        "run": run,
+        "phase": state.phase,
+        "term": state.term,
+        "clock": state.clock,
+        "learners": sorted(state.members),
+        "observers": sorted(state.observers),
+        "open_rounds": len(state.rounds),
+    }
