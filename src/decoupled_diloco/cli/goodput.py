@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from decoupled_diloco.cli import goodput_options as options
 from decoupled_diloco.cli.options import listed, make_console
 from decoupled_diloco.errors import ConfigError, StorageError
@@ -25,6 +27,33 @@ if TYPE_CHECKING:
 YEAR_DAYS = 365.25
 SHOWN_MIN = 0.05
 """A cause is a column if any row has so much of it, percent."""
+
+SEVERAL = ("barrier", "decoupled")
+WITH_SYSTEMS: dict[str, tuple[str, ...]] = {
+    "learners": SEVERAL,
+    "quorum": ("decoupled",),
+    "slack_steps": ("decoupled",),
+    "period": ("barrier",),
+    "slowdowns": SEVERAL,
+    "jitter": SEVERAL,
+    "restart_seconds": ("data-parallel",),
+    "checkpoint_seconds": ("data-parallel",),
+    "downscale_seconds": ("elastic", *SEVERAL),
+    "upscale_seconds": ("elastic", *SEVERAL),
+    "join_seconds": ("decoupled",),
+}
+"""Options that are of some systems only."""
+
+WITH_OPTIONS = {
+    "straggler_seconds": "straggler_days",
+    "straggler_slowdown": "straggler_days",
+    "scavenged_block_chips": "scavenged_share",
+    "stay_seconds": "scavenged_share",
+    "away_seconds": "scavenged_share",
+    "join_seconds": "scavenged_share",
+    "timeline_hours": "timeline",
+}
+"""Options that need another one."""
 
 CAUSES = {
     "waiting": "wait",
@@ -43,6 +72,7 @@ _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 def goodput(
+    context: typer.Context,
     chips: options.Chips = "150k,300k,600k,1.2M,2.4M",
     learners: options.Learners = "8",
     system: options.SystemNames = "data-parallel,elastic,decoupled",
@@ -87,6 +117,7 @@ def goodput(
     from decoupled_diloco.goodput.study import Effort, cells, study
 
     console = make_console()
+    _refuse_what_is_ignored(context)
     if calibrate:
         _calibrate(console, json_file)
         return
@@ -139,6 +170,35 @@ def goodput(
 
 
 # ---- what is given
+
+
+def _refuse_what_is_ignored(context: typer.Context) -> None:
+    """An option that the others leave nothing to do is a mistake."""
+    given = {
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    }
+    systems, names = _systems(context.params["system"]), dict(_option_names(context))
+    if context.params["calibrate"]:
+        for name in sorted(given - {"calibrate", "json_file"}):
+            raise ConfigError(f"--calibrate fits published cells alone: leave out {names[name]}")
+    for name in sorted(given & WITH_SYSTEMS.keys()):
+        if not set(systems) & set(WITH_SYSTEMS[name]):
+            raise ConfigError(
+                f"{names[name]} is of {' and '.join(WITH_SYSTEMS[name])} only: leave it out, or "
+                f"name the system with --system"
+            )
+    for name in sorted(given & WITH_OPTIONS.keys()):
+        if not context.params[WITH_OPTIONS[name]]:
+            raise ConfigError(f"{names[name]} does nothing without {names[WITH_OPTIONS[name]]}")
+
+
+def _option_names(context: typer.Context) -> Iterable[tuple[str, str]]:
+    """For each parameter the option that stands on the command line."""
+    for parameter in context.command.params:
+        if parameter.name:
+            yield parameter.name, parameter.opts[0]
 
 
 def _constants(**given: float | None) -> Constants:

@@ -134,6 +134,7 @@ def half_width(values: Sequence[float]) -> float | None:
 
 def study(cluster: Cluster, effort: Effort) -> Row:
     """Simulates one cluster, as long as the interval is wide or for the days that are given."""
+    _check_schedule(cluster, effort)
     days = effort.days or _first_days(cluster)
     for _ in range(DOUBLINGS_MAX):
         seeds = range(effort.first_seed, effort.first_seed + effort.seeds)
@@ -144,9 +145,23 @@ def study(cluster: Cluster, effort: Effort) -> Row:
         if effort.days is not None or 2 * days > DAYS_MAX:
             break
         days *= min(4.0, max(1.5, (width / INTERVAL_POINTS) ** 2))
-    unequal = cluster.slowdowns or cluster.jitter
+    unequal = cluster.system == "decoupled" and (cluster.slowdowns or cluster.jitter)
     pace = pace_of(cluster, effort.first_seed) if unequal else None
     return Row(cluster, accounts, accounts[0].wall / SECOND / DAY_SECONDS, pace)
+
+
+def _check_schedule(cluster: Cluster, effort: Effort) -> None:
+    """A schedule of preemptions is one of a run of known length."""
+    for each in cluster.preemptions:
+        if effort.days is None:
+            raise ConfigError(
+                "preemptions have their instants in a run of known length: give days (--days)"
+            )
+        if each.at_seconds >= effort.days * DAY_SECONDS:
+            raise ConfigError(
+                f"a preemption at {each.at_seconds / 3600:g} h comes after days={effort.days:g}: "
+                "give more days, or an earlier instant"
+            )
 
 
 def _first_days(cluster: Cluster) -> float:

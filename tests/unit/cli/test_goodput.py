@@ -13,7 +13,8 @@ from decoupled_diloco.cli.goodput_options import complete_systems
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.errors import ConfigError, StorageError
 
-SMALL = ("goodput", "--chips", "50k", "--learners", "2,4", "--days", "0.2", "--seeds", "2")
+ONE = ("goodput", "--chips", "50k", "--days", "0.2", "--seeds", "2")
+SMALL = (*ONE, "--learners", "2,4")
 
 
 def test_table_rows_and_pictures(tmp_path: Path) -> None:
@@ -37,17 +38,18 @@ def test_table_rows_and_pictures(tmp_path: Path) -> None:
 
 
 def test_rows_on_standard_output() -> None:
-    result = CliRunner().invoke(app, [*SMALL, "--system", "data-parallel", "--json", "-"])
+    result = CliRunner().invoke(app, [*ONE, "--system", "data-parallel", "--json", "-"])
     (row,) = json.loads(result.stdout)
     assert row["badput"]["restart"] > 0
 
 
 def test_every_option_reaches_the_simulation() -> None:
     """Each of these changes the row."""
-    base = [*SMALL[:3], "--learners", "2", "--days", "1", "--seeds", "1", "--json", "-"]
+    base = [*ONE[:3], "--days", "1", "--seeds", "1", "--json", "-"]
 
     def row(system: str, *options: str) -> object:
-        result = CliRunner().invoke(app, [*base, "--system", system, *options])
+        learners = ["--learners", "2"] if system in ("barrier", "decoupled") else []
+        result = CliRunner().invoke(app, [*base, "--system", system, *learners, *options])
         assert result.exit_code == 0, (options, result.output, result.exception)
         (document,) = json.loads(result.stdout)
         return document
@@ -103,11 +105,17 @@ def test_every_option_reaches_the_simulation() -> None:
         (("--quorum", "9"), "quorum=9"),
         (("--system", "x"), "--system 'x' is none of"),
         (("--downscale-seconds", "-1"), "downscale_seconds=-1"),
-        (("--slowdowns", "1x4"), "speeds are given for 4 learners, learners=8"),
+        (("--slowdowns", "1x4", "--days", "1"), "speeds are given for 4 learners, learners=8"),
         (("--slowdowns", "fast"), "'fast' is no number"),
         (("--preempt", "1,2"), "is not START,HOURS,SHARE"),
         (("--tokens-per-chip-second", "0"), "tokens=0"),
         (("--days", "-1"), "days=-1"),
+        (("--preempt", "1,2,0.5"), "give days (--days)"),
+        (("--preempt", "30,2,0.5", "--days", "1"), "comes after days=1"),
+        (("--calibrate", "--chips", "1M"), "leave out --chips"),
+        (("--system", "elastic", "--quorum", "2"), "--quorum is of decoupled only"),
+        (("--system", "elastic", "--learners", "2"), "--learners is of barrier and decoupled"),
+        (("--stay-seconds", "60"), "--stay-seconds does nothing without --scavenged-share"),
     ],
 )
 def test_what_cannot_be_is_told(options: tuple[str, ...], message: str) -> None:
@@ -119,7 +127,7 @@ def test_what_cannot_be_is_told(options: tuple[str, ...], message: str) -> None:
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     for option in ("--json", "--plot"):
         options = [option, str(tmp_path / "no" / "folder.png")]
-        result = CliRunner().invoke(app, [*SMALL, "--system", "elastic", *options])
+        result = CliRunner().invoke(app, [*ONE, "--system", "elastic", *options])
         assert isinstance(result.exception, StorageError)
 
 
