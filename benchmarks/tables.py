@@ -242,7 +242,7 @@ def goodput_real(result: Any) -> str:
             f"{row['measured']:.1f} %",
             f"{row['predicted']:.1f} % ({row['predicted'] - row['measured']:+.1f})",
             f"{own:.1f} % ({own - row['measured']:+.1f})",
-            f"{row['join_seconds']:.1f} s",
+            f"{row['join_seconds']:.1f} s" if row["join_seconds"] else "",
         ]
         for name, row in result["schedules"].items()
         for own in [row["predicted_with_own_lengths"]]
