@@ -33,7 +33,9 @@ at least one learner steps.
 * **unsent**: not merged when the tape ends, on a learner that still lives.
 
 Discarded is everything but *merged* and *unsent*. A version that was merged and then lost with its
-shard, before anybody had taken it, counts as merged until the learner hears what was restored.
+shard, before anybody had taken it, counts as merged until a round goes on from what was restored.
+What one life was trained on and a later one, from a checkpoint, got merged is merged, and no longer
+the earlier one's rest.
 """
 
 from __future__ import annotations
@@ -45,7 +47,13 @@ from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import Literal, get_args
 
-from decoupled_diloco.observe.history import GAP_MEDIANS, LearnerHistory, Life, RunHistory
+from decoupled_diloco.observe.history import (
+    GAP_MEDIANS,
+    LearnerHistory,
+    Life,
+    Round,
+    RunHistory,
+)
 from decoupled_diloco.observe.ledger import GivenUp, Open
 
 NANO = 1_000_000_000
@@ -311,11 +319,14 @@ def _uptime(accounts: Iterable[LearnerAccount], span: tuple[float, float] | None
 def _folded(history: RunHistory) -> dict[str, list[Folded]]:
     """What the shards have merged of each learner."""
     found: dict[str, list[Folded]] = {}
-    for r in (r for shard in history.shards.values() for r in shard.rounds):
+    restored = _restored(history)
+    for r in _merged(history):
         result = r.result
-        if result.verdict != "merged" or result.version is None:
-            continue
+        assert result.version is not None
         version = (result.version.term, result.version.counter)
+        later = restored.get(result.fragment, {}).items()
+        if any(term > version[0] and counter < version[1] for term, counter in later):
+            continue  # lost with the shard, before anybody had taken it
         for part in result.participants:
             if part.state == "folded":
                 seconds = part.delivered_seconds
@@ -325,28 +336,93 @@ def _folded(history: RunHistory) -> dict[str, list[Folded]]:
     return found
 
 
+def _merged(history: RunHistory) -> Iterator[Round]:
+    for shard in history.shards.values():
+        for r in shard.rounds:
+            if r.result.verdict == "merged" and r.result.version is not None:
+                yield r
+
+
+def _restored(history: RunHistory) -> dict[int, dict[int, int]]:
+    """By fragment and term, the counter that its shard went on from: the least of its bases.
+
+    A shard that starts again gives what it has restored its new term and the old counter.
+    """
+    found: dict[int, dict[int, int]] = {}
+    for r in _merged(history):
+        base = r.result.base
+        if base is not None:
+            counters = found.setdefault(r.result.fragment, {})
+            counters[base.term] = min(base.counter, counters.get(base.term, base.counter))
+    return found
+
+
 def _tokens(learner: LearnerHistory, fragments: int, folded: list[Folded]) -> TokenAccount:
     """One learner's tokens, all its lives together."""
     total = TokenAccount(fragments)
     begins = [-math.inf, *(life.started_at for life in learner.lives[1:]), math.inf]
+    rests: list[_Rest] = []
     for life, (begin, end) in zip(learner.lives, pairwise(begins), strict=False):
-        ledger = life.ledger
-        own_folded = [each for each in folded if begin <= each.arrived_at < end]
-        given_up = sum(entry.tokens for entry in ledger.given_up)
-        yet_merged = sum(_yet_merged(entry, own_folded) for entry in ledger.given_up)
-        entries = ledger.open(fragments)
-        delivered = _delivered(entries, own_folded)
-        own = TokenAccount(
-            fragments,
-            trained=ledger.trained * fragments,
-            merged=ledger.merged + yet_merged + delivered,
-            in_flight=ledger.in_flight,
-            missed=ledger.missed,
-            given_up=given_up - yet_merged,
+        own, rest, brought = _tokens_of_life(
+            life, fragments, [each for each in folded if begin <= each.arrived_at < end]
         )
-        rest = sum(entry.tokens for entry in entries) - delivered
-        total = _sum_tokens(fragments, [total, replace(own, **{_fate_of_the_rest(life): rest})])
+        _hand_on(rests, brought)
+        rests.append(rest)
+        total = _sum_tokens(fragments, [total, own])
+    for rest in rests:
+        left = TokenAccount(fragments, **{rest.fate: sum(rest.tokens.values())})
+        total = _sum_tokens(fragments, [total, left])
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What a life has left undelivered, by fragment, and what became of it."""
+
+    fate: str
+    tokens: dict[int, int]
+
+
+def _tokens_of_life(
+    life: Life, fragments: int, folded: list[Folded]
+) -> tuple[TokenAccount, _Rest, dict[int, int]]:
+    """One life's tokens but for its rest, that rest, and by fragment what earlier lives' is merged.
+
+    ``merged`` is without what was brought from there.
+    """
+    ledger = life.ledger
+    brought, merged, given_up = dict(ledger.brought), ledger.merged, 0
+    for entry in ledger.given_up:
+        found = _yet_merged(entry, folded)
+        old = min(entry.carried, found)
+        brought[entry.fragment] = brought.get(entry.fragment, 0) + old
+        merged += found
+        given_up += entry.tokens - (found - old)
+    rest = {}
+    for open_ in ledger.open(fragments):
+        found = _delivered(open_, folded)
+        old = min(open_.carried, found)
+        brought[open_.fragment] = brought.get(open_.fragment, 0) + old
+        merged += found
+        rest[open_.fragment] = open_.tokens - (found - old)
+    own = TokenAccount(
+        fragments,
+        trained=ledger.trained * fragments,
+        merged=merged,
+        in_flight=ledger.in_flight,
+        missed=ledger.missed,
+        given_up=given_up,
+    )
+    return own, _Rest(_fate_of_the_rest(life), rest), brought
+
+
+def _hand_on(rests: list[_Rest], brought: dict[int, int]) -> None:
+    """What a later life has got merged is no longer an earlier one's rest; the latest pays first."""
+    for fragment, tokens in brought.items():
+        for rest in reversed(rests):
+            taken = min(tokens, rest.tokens[fragment])
+            rest.tokens[fragment] -= taken
+            tokens -= taken
 
 
 def _fate_of_the_rest(life: Life) -> str:
@@ -363,18 +439,17 @@ def _yet_merged(entry: GivenUp, folded: Iterable[Folded]) -> int:
         (each.fragment, each.version, each.tokens) == (sent.fragment, sent.version, sent.tokens)
         for each in folded
     )
-    return min(sent.tokens, entry.tokens) if sent and known else 0
+    return min(sent.tokens, entry.tokens + entry.carried) if sent and known else 0
 
 
-def _delivered(entries: list[Open], folded: Iterable[Folded]) -> int:
-    """What the shards merged of tokens that a life has left open."""
-    newer = dict.fromkeys((entry.fragment for entry in entries), 0)
-    held = {entry.fragment: entry.held for entry in entries}
-    for each in folded:
-        base = held.get(each.fragment)
-        if each.fragment in newer and (base is None or each.version > base):
-            newer[each.fragment] += each.tokens
-    return sum(min(entry.tokens, newer[entry.fragment]) for entry in entries)
+def _delivered(entry: Open, folded: Iterable[Folded]) -> int:
+    """What the shards merged of tokens that a life has left open, or has carried."""
+    newer = sum(
+        each.tokens
+        for each in folded
+        if each.fragment == entry.fragment and (entry.held is None or each.version > entry.held)
+    )
+    return min(entry.tokens + entry.carried, newer)
 
 
 def _sum_tokens(fragments: int, accounts: Iterable[TokenAccount]) -> TokenAccount:

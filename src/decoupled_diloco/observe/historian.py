@@ -54,7 +54,7 @@ from decoupled_diloco.protocol.effects import (
     RoundFinished,
     RunOver,
 )
-from decoupled_diloco.protocol.events import Greeted, StepFinished, TermGranted
+from decoupled_diloco.protocol.events import Began, Greeted, StepFinished, TermGranted
 
 OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
 """Processes that are neither learners nor shards."""
@@ -70,6 +70,7 @@ _LOOKED_AT = frozenset(
     for cls in (
         Accept,
         Apply,
+        Began,
         BytesMoved,
         ClockAdvanced,
         CorpusDescribed,
@@ -290,6 +291,10 @@ class _Historian:
                 life.step_tokens.append(tokens)
                 life.ledger.stepped(tokens)
                 learner.tokens += tokens
+            case Began(kept=kept):
+                for own in kept:
+                    version = (own.version.term, own.version.counter)
+                    life.ledger.restored(own.fragment, version, own.tokens)
             case LossMeasured(_, global_step, _, loss):
                 if loss is None or abs(loss) > LOSS_MAX:
                     learner.losses_not_finite += 1

@@ -4,6 +4,10 @@ A merge takes one of P fragments of the model, so tokens are counted **per fragm
 tokens is n *fragment tokens* of each fragment. What a fragment was trained on since its counters
 were last reset is open; an ``Apply`` closes it: part of it is in the merged copy, the rest was
 thrown away. Counts are whole numbers, so that sums are exact.
+
+A life that goes on from a checkpoint has in its parameters what an earlier one was trained on since
+the fragment's version. These tokens are *carried*: they stay the earlier life's, whose trace ends
+with it, unless this life gets them merged: then they are *brought*.
 """
 
 from __future__ import annotations
@@ -28,16 +32,22 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """``tokens`` that were thrown away although ``sent``, a part of them, may have been merged."""
+    """``tokens`` that were thrown away although ``sent``, a part of them, may have been merged.
+
+    Of what was sent, ``carried`` were an earlier life's; they are not among ``tokens``.
+    """
 
     tokens: int
     sent: Sent | None
+    carried: int = 0
+    fragment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
     """``tokens`` of a fragment that no merged copy has closed; ``held``: the version it came from.
 
+    ``carried``: what an earlier life was trained on, beside them.
     What the shards merged of this life into a newer version is among them. That needs no record of
     what was sent, which is lost with the last records of a process that is killed.
     """
@@ -45,6 +55,7 @@ class Open:
     fragment: int
     tokens: int
     held: tuple[int, int] | None
+    carried: int = 0
 
 
 @dataclass(slots=True)
@@ -53,7 +64,8 @@ class Ledger:
 
     Attributes:
         trained: Tokens of its steps (each counts once for every fragment).
-        merged: What merged copies contain that it took.
+        merged: What merged copies contain that it took, of its own training and of an earlier one.
+        brought: By fragment, how much of that was an earlier life's.
         in_flight: Trained between a snapshot and the merged copy that overwrote it.
         missed: Overwritten by a version that it had no part in.
         given_up: Thrown away because the outcome of what was sent never came.
@@ -64,6 +76,8 @@ class Ledger:
     in_flight: int = 0
     missed: int = 0
     given_up: list[GivenUp] = field(default_factory=list)
+    brought: dict[int, int] = field(default_factory=dict)
+    _carried: dict[int, int] = field(default_factory=dict)
     _since: dict[int, int] = field(default_factory=dict)
     _sent: dict[int, Sent] = field(default_factory=dict)
     _held: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -75,6 +89,11 @@ class Ledger:
     def sent(self, fragment: int, base: tuple[int, int], tokens: int) -> None:
         """A snapshot with this many tokens went out, against this version."""
         self._sent[fragment] = Sent(fragment, (base[0], base[1] + 1), tokens)
+
+    def restored(self, fragment: int, version: tuple[int, int], tokens: int) -> None:
+        """A checkpoint was taken up, with this many tokens since this version."""
+        self._carried[fragment] = tokens
+        self._held[fragment] = version
 
     def holds(self, fragment: int, version: tuple[int, int]) -> None:
         """The fragment is that of this version (term, counter) from now on."""
@@ -94,22 +113,32 @@ class Ledger:
         if mode == "rebase":
             return  # the counters go on, nothing is closed
         since = self._since.get(fragment, 0)
+        carried = self._carried.pop(fragment, 0)
         closed = self.trained - since
         if mode != "overwrite" and sent is not None:
-            closed = min(closed, sent.tokens)
-        discarded = min(discarded, closed)  # steps can be missing where the tape is torn
-        self._since[fragment] = since + closed
-        self.merged += closed - discarded
-        if why.startswith(MAY_BE_MERGED):
-            self.given_up.append(GivenUp(discarded, sent))
-        elif why.startswith(TOOK_PART):
+            closed = min(closed, max(0, sent.tokens - carried))
+        if why.startswith(TOOK_PART):
+            discarded = min(discarded, closed)  # steps can be missing where the tape is torn
+            self.merged += closed - discarded + carried
+            self.brought[fragment] = self.brought.get(fragment, 0) + carried
             self.in_flight += discarded
         else:
-            self.missed += discarded
+            discarded = min(max(0, discarded - carried), closed)
+            self.merged += closed - discarded
+            if why.startswith(MAY_BE_MERGED):
+                self.given_up.append(GivenUp(discarded, sent, carried, fragment))
+            else:
+                self.missed += discarded
+        self._since[fragment] = since + closed
 
     def open(self, fragments: int) -> list[Open]:
         """What the life has left open, one entry a fragment."""
         return [
-            Open(fragment, self.trained - self._since.get(fragment, 0), self._held.get(fragment))
+            Open(
+                fragment,
+                self.trained - self._since.get(fragment, 0),
+                self._held.get(fragment),
+                self._carried.get(fragment, 0),
+            )
             for fragment in range(fragments)
         ]

@@ -70,8 +70,8 @@ def test_a_finished_run_says_so_with_the_numbers_of_its_tape(folder, records):
     idle = [r for r in rounds if r["reason"] == "nobody is left who has anything new"]
     assert status.rounds_abandoned == len(rounds) - len(merged) - len(idle)
     for learner in status.learners:
-        own = [r["data"] for r in lines_of(folder / "tape" / f"{learner.name}.jsonl")]
-        steps = [data for data in own if set(data) == {"tokens"}]
+        own = lines_of(folder / "tape" / f"{learner.name}.jsonl")
+        steps = [r["data"] for r in own if r["type"] == "StepFinished"]
         assert learner.steps == len(steps)
         assert learner.tokens == sum(data["tokens"] for data in steps)
         folded = sum(
