@@ -417,7 +417,7 @@ def _tokens_of_life(
 
 
 def _hand_on(rests: list[_Rest], brought: dict[int, int]) -> None:
-    """What a later life has got merged is no longer an earlier one's rest; the latest pays first."""
+    """What a later life got merged is no longer an earlier one's rest; the latest pays first."""
     for fragment, tokens in brought.items():
         for rest in reversed(rests):
             taken = min(tokens, rest.tokens[fragment])

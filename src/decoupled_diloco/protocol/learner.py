@@ -253,9 +253,9 @@ class LearnerMachine:
     def _boundary(self, now: float) -> list[LearnerEffect]:
         """What a step boundary allows: its part of a cut, or else applying, then snapshots."""
         state = self.state
-        if cut := learner_cuts.at_boundary(state, self.role):
-            return cut
-        effects: list[LearnerEffect] = []
+        effects = learner_cuts.at_boundary(state, self.role)
+        if state.cut_just_taken:
+            return effects
         if state.ending and not state.ended:
             state.ended = True
             effects.append(EndTraining("the run's budget is spent"))

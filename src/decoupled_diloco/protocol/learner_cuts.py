@@ -22,25 +22,32 @@ def ordered(state: LearnerState, order: CutOrdered) -> list[LearnerEffect]:
     forget = ForgetCuts(order.keep, order.number, "newer ones are complete")
     if state.ready:
         return [forget]
-    problem = "it is only joining"
-    return [forget, TellCoordinator(CutKept(order.number, "", 0, problem), problem)]
+    return [forget, _none_of(order.number, "it is only joining")]
 
 
 def at_boundary(state: LearnerState, role: Role) -> list[LearnerEffect]:
-    """Its part of a cut that it has heard of.
+    """Its part of a cut that it has heard of, or why it has none.
 
     Nothing that another did after its own part may be in this one, and what is staged may be such:
-    so nothing else happens at this boundary.
+    with a part, nothing else happens at this boundary. Where cuts come as fast as steps that would
+    be for ever, so the next boundary is one for everything else, and this learner missing.
     """
+    just_taken, state.cut_just_taken = state.cut_just_taken, False
     if state.cut >= state.cut_heard:
         return []
     state.cut = state.cut_heard
     if not state.ready or state.ending or role != "learner":
         return []
     if any(view.held is None for view in state.fragments):  # its first boundary
-        problem = "it is only joining"
-        return [TellCoordinator(CutKept(state.cut, "", 0, problem), problem)]
+        return [_none_of(state.cut, "it is only joining")]
+    if just_taken:
+        return [_none_of(state.cut, "cuts come faster than its steps")]
+    state.cut_just_taken = True
     return [TakeCut(state.cut, "before anything newer is applied")]
+
+
+def _none_of(cut: int, problem: str) -> LearnerEffect:
+    return TellCoordinator(CutKept(cut, "", 0, problem), problem)
 
 
 def written(event: CutWritten) -> list[LearnerEffect]:

@@ -135,7 +135,8 @@ class LearnerState:
     ``coordinated``: the coordinator can be told things. ``data``: the leased parts of the data;
     ``None``: the loop does not use them.
     ``cut``: the consistent cut that its part was taken of last; ``cut_heard``: the newest that it
-    has heard of, whose part is due at the next boundary.
+    has heard of, whose part is due at the next boundary; ``cut_just_taken``: the last boundary was
+    one for a part.
     """
 
     fragments: list[FragmentView]
@@ -159,6 +160,7 @@ class LearnerState:
     data: DataView | None = None
     cut: int = 0
     cut_heard: int = 0
+    cut_just_taken: bool = False
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""
