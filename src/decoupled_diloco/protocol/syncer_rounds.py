@@ -195,6 +195,11 @@ def body_arrived(
     state: SyncerState, options: Options, now: float, event: BodyArrived
 ) -> list[SyncerEffect]:
     """Folds a verified body in, or says why not (rule 6)."""
+    member = state.members.get(event.learner)
+    if member is not None and member.epoch != event.epoch:
+        # Nobody is told: the newer process of this name waits for the outcome of its own body.
+        reason = f"epoch {event.epoch} is over, epoch {member.epoch} is here"
+        return [Drop(event.round, event.fragment, event.learner, reason)]
     round = state.rounds.get(event.fragment)
     if round is None or round.number != event.round:
         return _drop(event, "late", "its round is over")
@@ -223,7 +228,6 @@ def body_arrived(
     ask.steps, ask.tokens = event.steps, event.tokens
     if round.quorum_delivered_at is None and round.count("folded") >= options.quorum:
         round.quorum_delivered_at = now
-    member = state.members.get(event.learner)
     if member is not None:
         member.upload.update(now - ask.asked_at)
     cap = options.counter_cap_periods * options.period

@@ -96,7 +96,6 @@ def test_without_overlap_one_round_is_open(shard_bench: Any) -> None:
     ("fields", "verdict", "reason"),
     [
         ({"base": Version(0, 7)}, "behind", "its base 0.7 is not 1.0"),
-        ({"epoch": 9}, "refused", "epoch 9 was not asked"),
         ({"round": 77}, "late", "its round is over"),
         ({"learner": "stranger"}, "refused", "was not asked"),
         ({"tokens": 0}, "refused", "0 tokens in 1 steps"),
@@ -114,6 +113,24 @@ def test_rule_4_a_body_that_is_not_wanted_is_dropped_and_its_learner_told(
     (outcome,) = bench.messages(Outcome)
     assert outcome.verdict == verdict
     assert reason in outcome.reason
+
+
+def test_rule_10_a_body_of_an_earlier_life_is_dropped_and_the_newer_life_told_nothing(
+    shard_bench: Any,
+) -> None:
+    """Its own contribution may be on its way to the same round, and its outcome must be its own."""
+    bench = shard_bench(*"abcde", fragments=1, period=2, quorum=3)
+    for learner in "abcdeabc":
+        bench.step(learner)
+    before = bench.ask("a")
+    bench.greet("a", epoch=2, run_step=2)
+    bench.step("a")
+    assert bench.ask("a") > before, "the newer life is asked in the same round"
+    bench.body("a", ask=before)
+    assert bench.orders(Drop)
+    assert not bench.messages(Outcome)
+    bench.body("a", epoch=2)
+    assert bench.orders(Fold)
 
 
 def test_rule_4_a_second_body_of_one_learner_is_late(shard_bench: Any) -> None:
