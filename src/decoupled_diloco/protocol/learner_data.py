@@ -93,7 +93,13 @@ class DataView:
         """The lease that the loop has now, and the number of its batch that comes next."""
         part = self.leases[self.current]
         waiting = sum(n for lease, n, again in self.pending if lease == self.current and not again)
-        return part.lease, part.lease.start if self.repeating else part.trained + waiting
+        return part.lease, _again_from(part) if self.repeating else part.trained + waiting
+
+
+def _again_from(part: LeasedPart) -> int:
+    """Where a part is begun once more: where its lease began, unless nothing was left there."""
+    start = part.lease.start
+    return start if part.length is None or start < part.length else 0
 
 
 def looped(

@@ -69,6 +69,15 @@ def test_without_a_lease_the_last_part_is_trained_again_and_told() -> None:
     assert view.next_batch() == (Lease(2, 0, 1, 0), 0)
 
 
+def test_a_part_of_which_nothing_was_left_is_trained_again_from_its_beginning() -> None:
+    """Its last holder had all of it durable and did not know that it was over."""
+    view = view_with(Lease(1, 0, 0, 6))
+    learner_data.link(view, 0, linked=False)
+    learner_data.part_wanted(view, 0, 6, 0)
+    assert view.repeating
+    assert view.next_batch() == (Lease(1, 0, 0, 6), 0), "there is a batch to train"
+
+
 def test_what_was_taken_back_is_left_and_its_last_batches_are_nobodys() -> None:
     view = view_with(Lease(1, 0, 0, 0))
     learner_data.told(view, LeasesGiven((Lease(2, 0, 1, 0),), (1,)))
