@@ -194,6 +194,9 @@ def report(
     book: LeaseBook, learner: str, epoch: int, message: DataReport
 ) -> list[CoordinatorEffect]:
     """A learner said what it has trained and what it wants."""
+    if not message.parts:
+        reason = f"the data of {learner} have no parts: give it the run's data"
+        return [Inform(learner, DataRefused(reason), reason)]
     if not book.parts:
         effects = _enter(book, DataDescribed(message.parts), f"{learner} brings the data")
     elif book.parts != message.parts:

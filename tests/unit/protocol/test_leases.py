@@ -172,6 +172,11 @@ def test_other_data_are_refused(desk: Desk) -> None:
     assert "4 parts, those of b 5" in answer.reason
 
 
+def test_data_without_parts_are_refused_and_describe_nothing(desk: Desk) -> None:
+    assert isinstance(desk.report("a", parts=0), DataRefused)
+    assert numbers(desk.report("b")) == [(0, 0, 0), (0, 1, 0)]
+
+
 def test_a_pass_that_is_complete_leaves_nothing_behind(desk: Desk) -> None:
     desk.report("a", want=4)
     desk.report("a", *(at(n, 2, 2, ended=True) for n in range(1, 5)), want=1)
