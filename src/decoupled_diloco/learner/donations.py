@@ -30,6 +30,7 @@ from decoupled_diloco.protocol.donation import (
     ForgetState,
     RelayState,
 )
+from decoupled_diloco.protocol.donors import HEAD_BYTES_MAX
 from decoupled_diloco.transport.base import Client, Server
 from decoupled_diloco.transport.bodies import body_url
 from decoupled_diloco.transport.http import HttpClient
@@ -41,9 +42,6 @@ AGAIN_SECONDS = 0.1
 
 DIRECT_TRIES_MAX = 3
 """A donor that cannot be reached so often in a row is asked for through a relay."""
-
-HEAD_BYTES_MAX = 256 << 20
-"""No head is larger: it holds names and plain values."""
 
 _T = TypeVar("_T")
 

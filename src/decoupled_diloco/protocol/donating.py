@@ -64,8 +64,14 @@ def asked_again(state: LearnerState, now: float) -> list[LearnerEffect]:
     """The coordinator is there (again): it has forgotten what it was asked."""
     why, recovery = "the coordinator is there again", state.recovery
     if state.ready:
+        forgotten: list[LearnerEffect] = [
+            ForgetState(learner, giving.attempt, why)
+            for learner, giving in state.givings.items()
+            if giving.copied
+        ]
+        state.givings.clear()  # whoever still wants one asks again, and nobody else would say so
         gives = recovery is not None and recovery.gives
-        return [TellCoordinator(Trains(True), why)] if gives else []
+        return [*forgotten, TellCoordinator(Trains(True), why)] if gives else forgotten
     search = _search(state)
     if search is None or search.phase != "asking":
         return look(state, now)

@@ -28,6 +28,12 @@ from decoupled_diloco.protocol.messages import (
     StateWanted,
 )
 
+HEAD_BYTES_MAX = 256 << 20
+"""No head is larger: it holds names, plain values, and a digest for each chunk."""
+
+STATE_BYTES_MAX = 1 << 42
+"""No state is larger: what a relay counts is a million chunks of it."""
+
 
 @dataclass(slots=True)
 class Donation:
@@ -70,6 +76,10 @@ class Donors:
         if donation is None:
             unwanted = StateUnwanted(message.learner, message.attempt)
             return [Inform(donor, unwanted, "it is not waited for any more")]
+        if not 0 < message.head_nbytes <= HEAD_BYTES_MAX or message.nbytes > STATE_BYTES_MAX:
+            sizes = f"a head of {message.head_nbytes} bytes and a state of {message.nbytes}"
+            reason = f"{sizes} cannot be given: at most {HEAD_BYTES_MAX} and {STATE_BYTES_MAX}"
+            return self.declined(donor, message.learner, message.attempt, reason)
         donation.offered = message
         named = DonorNamed(
             donor,

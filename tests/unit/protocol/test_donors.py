@@ -131,6 +131,17 @@ def test_a_donor_that_goes_or_declines_is_told_to_the_joiner() -> None:
     ], "an offer that comes too late"
 
 
+@pytest.mark.parametrize("sizes", [(0, 100), (10, 2**53), (2**53, 100)])
+def test_sizes_that_no_state_has_are_declined_before_a_relay_reckons_with_them(
+    sizes: tuple[int, int],
+) -> None:
+    hall = Hall("a")
+    hall.said("joiner", DonorWanted(1, SEEN))
+    ((who, lost),) = hall.said("a", StateOffered("joiner", 1, *sizes, "digest", ""))
+    assert (who, lost.donor, lost.attempt) == ("joiner", "a", 1)
+    assert f"a head of {sizes[0]} bytes and a state of {sizes[1]} cannot be given" in lost.reason
+
+
 class Joiner:
     """A learner that begins with nothing, every copy fetched."""
 
@@ -244,6 +255,19 @@ def test_a_donor_copies_at_a_boundary_at_which_it_has_seen_the_versions(
     assert effects == [RelayState("joiner", 1, "/relay", "a shard relays it")]
     effects = bench.told(CoordinatorTold(StateUnwanted("joiner", 1)))
     assert [type(effect) for effect in effects] == [ForgetState]
+
+
+def test_a_donor_does_not_keep_copies_for_a_coordinator_that_has_forgotten_them(
+    learner_bench: Any,
+) -> None:
+    bench = learner_bench()
+    bench.step()
+    bench.told(CoordinatorTold(StateWanted("joiner", 1, ())))
+    bench.step()
+    bench.told(StateCopied("joiner", 1, 10, 100, "d", ""))
+    (forget,) = bench.told(CoordinatorLinked())
+    assert isinstance(forget, ForgetState)
+    assert not bench.machine.state.givings
 
 
 def test_a_donor_that_is_behind_for_too_long_declines(learner_bench: Any) -> None:
