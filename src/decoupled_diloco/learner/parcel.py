@@ -81,11 +81,15 @@ class Parcel:
                 offset + math.prod(shape) * getattr(torch, dtype).itemsize
                 for _, dtype, shape, offset in parcel.tensors
             ]
-        except (ValueError, TypeError, AttributeError) as error:
+            fits = max(ends, default=0) <= nbytes and len(digests) == len(chunk_sizes(nbytes))
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise StorageError(f"a donor's head cannot be read: {error!r}") from error
-        if max(ends, default=0) > nbytes or len(digests) != len(chunk_sizes(nbytes)):
+        if not fits:
             raise StorageError(f"a donor's head does not fit the {nbytes} bytes that it announced")
-        parcel.data = torch.zeros(nbytes, dtype=torch.uint8)
+        try:
+            parcel.data = torch.zeros(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise StorageError(f"no memory for a donor's {nbytes} bytes: {error}") from error
         return parcel, digests
 
     def state(self) -> Any:
@@ -94,11 +98,14 @@ class Parcel:
         Raises:
             StorageError: It is not one.
         """
-        tensors = {
-            name: _view(self.data, getattr(torch, dtype), shape, offset)
-            for name, dtype, shape, offset in self.tensors
-        }
-        return unpack(tensors, self.text)
+        try:
+            tensors = {
+                name: _view(self.data, getattr(torch, dtype), shape, offset)
+                for name, dtype, shape, offset in self.tensors
+            }
+            return unpack(tensors, self.text)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise StorageError(f"a donor's state cannot be read: {error!r}") from error
 
 
 def _view(data: Tensor, dtype: torch.dtype, shape: list[int], offset: int) -> Tensor:

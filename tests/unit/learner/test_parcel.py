@@ -1,0 +1,60 @@
+"""A state on its way between two learners: what a wrong one does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.learner.parcel import Parcel
+from decoupled_diloco.merge import digest
+
+WHOLE = b"\0" * 16
+TEXT = '{"tensor": "0"}'
+
+
+def test_a_state_comes_back_as_it_was() -> None:
+    state = {"a": torch.arange(5.0), "b": [1, torch.tensor(3, dtype=torch.int64)]}
+    sent = Parcel.of(state)
+    parcel, digests = Parcel.open(sent.head(), sent.data.numel())
+    parcel.data.copy_(sent.data)
+    assert digests == [digest(chunk) for chunk in parcel.chunks()]
+    got = parcel.state()
+    assert torch.equal(got["a"], state["a"])
+    assert got["b"] == [1, torch.tensor(3)]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\xff",
+        b"[1, 2]",
+        b"[" * 100_000,
+        json.dumps([TEXT, [], 3]).encode(),
+        json.dumps([TEXT, [["0", "float32", [400], 0]], ["d"]]).encode(),
+        json.dumps([TEXT, [["0", "nn", [4], 0]], ["d"]]).encode(),
+        json.dumps([TEXT, [["0", "float32", [4], 0]], ["d", "d"]]).encode(),
+    ],
+)
+def test_a_head_that_is_none_is_a_donor_s_fault_and_not_this_learner_s(head: bytes) -> None:
+    with pytest.raises(StorageError):
+        Parcel.open(head, len(WHOLE))
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (TEXT, ["0", "float32", [-4], 0]),
+        (TEXT, ["0", "float32", [2], 1]),
+        (TEXT, ["0", "float32", [2], -3]),
+        ('{"complex": "0"}', ["0", "float32", [3], 0]),
+        ('{"bytes": 3}', ["0", "float32", [2], 0]),
+        ('{"odd": 3}', ["0", "float32", [2], 0]),
+    ],
+)
+def test_a_state_that_is_none_is_a_donor_s_fault_too(text: str, place: list[object]) -> None:
+    parcel, _ = Parcel.open(json.dumps([text, [place], ["d"]]).encode(), len(WHOLE))
+    with pytest.raises(StorageError):
+        parcel.state()
