@@ -29,7 +29,7 @@ from decoupled_diloco.merge import digest
 from decoupled_diloco.observe.samples import CheckpointWritten, Sample
 from decoupled_diloco.protocol.effects import Recovered
 from decoupled_diloco.storage.sealed import seal_of
-from decoupled_diloco.storage.states import on_host, pack
+from decoupled_diloco.storage.states import HostMemory, host_memory, on_host, pack
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ class Keeper:
         self._taken_at = time.monotonic()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ddiloco-checkpoint")
         self._writing: Future[Written] | None = None
+        self._spare: list[HostMemory] = []
+        self._prepared = folder is None or not every_seconds
 
     # ---- going on
 
@@ -199,12 +201,36 @@ class Keeper:
         if self.folder is None:
             return None
         started = self._taken_at = time.monotonic()
-        state = {name: on_host(thing.state_dict()) for name, thing in self._stateful.items()}
-        model = on_host(dict(self._model.state_dict()))
-        whole = replace(outline, model=model, state=state)
+        memory = self._spare.pop() if self._spare else {}
+        copy = on_host(self._state(), memory)
+        whole = replace(outline, model=copy["model"], state=copy["state"])
         copy_seconds = time.monotonic() - started
-        self._writing = self._writer.submit(self._write, whole, copy_seconds, tell)
+        self._writing = self._writer.submit(self._write_from, memory, whole, copy_seconds, tell)
         return self._writing
+
+    def prepare(self) -> None:
+        """Has the writer make memory for the first copy ready; call it when a step is finished."""
+        if not self._prepared:
+            self._prepared = True
+            ready = host_memory(self._state())
+            self._writer.submit(lambda: self._spare.append(ready()))
+
+    def _state(self) -> dict[str, Any]:
+        state = {name: thing.state_dict() for name, thing in self._stateful.items()}
+        return {"model": dict(self._model.state_dict()), "state": state}
+
+    def _write_from(
+        self,
+        memory: HostMemory,
+        checkpoint: LearnerCheckpoint,
+        copy_seconds: float,
+        tell: Callable[[Sample], None],
+    ) -> Written:
+        """Writes, then keeps the memory for the next copy; one is enough, as `due` waits for it."""
+        try:
+            return self._write(checkpoint, copy_seconds, tell)
+        finally:
+            self._spare[:] = [memory]
 
     def _write(
         self, checkpoint: LearnerCheckpoint, copy_seconds: float, tell: Callable[[Sample], None]

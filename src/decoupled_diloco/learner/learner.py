@@ -362,6 +362,7 @@ class Learner(_Participant):
             self._background.sample(
                 LossMeasured(state.step, self.global_step, state.tokens, float(loss))
             )
+        self._keeper.prepare()
         if self._keeper.due:
             self.checkpoint()
         state = self._shared.machine.state

@@ -72,19 +72,58 @@ def unpack(tensors: Mapping[str, Tensor], text: str) -> Any:
         raise StorageError(f"a packed state cannot be read: {error!r}") from error
 
 
-def on_host(state: Any) -> Any:
-    """Copy a state: its tensors to new memory on the host, everything else by value.
+HostMemory = dict[str, Tensor]
+"""Where the tensors of one copy of a state lie on the host."""
+
+
+def on_host(state: Any, memory: HostMemory | None = None) -> Any:
+    """Copy a state: its tensors to the host, everything else by value.
+
+    Args:
+        state: As for `pack`.
+        memory: What an earlier copy lies in, and is written over: memory that is fresh costs
+            several times as long. What does not fit is replaced. Default: all of it fresh.
 
     Raises:
         ConfigError: See `pack`.
     """
     tensors, text = pack(state)
-    return unpack({name: host_copy(tensor) for name, tensor in tensors.items()}, text)
+    memory = {} if memory is None else memory
+    _fit(memory, tensors)
+    for name, tensor in tensors.items():
+        memory[name].copy_(tensor, non_blocking=tensor.is_cuda)
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return unpack(memory, text)
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor to contiguous memory of its own on the host."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def host_memory(state: Any) -> Callable[[], HostMemory]:
+    """What makes memory for copies of a state ready; to be called in another thread.
+
+    Raises:
+        ConfigError: See `pack`.
+    """
+    tensors, _ = pack(state)
+    kinds = {name: (t.shape, t.dtype, t.is_cuda) for name, t in tensors.items()}
+
+    def ready() -> HostMemory:
+        return {name: _empty(*kind).zero_() for name, kind in kinds.items()}
+
+    return ready
+
+
+def _fit(memory: HostMemory, tensors: Mapping[str, Tensor]) -> None:
+    """Replaces what does not fit, and drops what is not needed."""
+    for name in memory.keys() - tensors.keys():
+        del memory[name]
+    for name, tensor in tensors.items():
+        old = memory.get(name)
+        if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+            memory[name] = _empty(tensor.shape, tensor.dtype, tensor.is_cuda)
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, pinned: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=pinned)
 
 
 class _Packer:

@@ -16,7 +16,7 @@ from torch import nn
 
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.storage.sealed import load_sealed, load_texts, save_sealed
-from decoupled_diloco.storage.states import on_host, pack, unpack
+from decoupled_diloco.storage.states import host_memory, on_host, pack, unpack
 
 DTYPES = (
     torch.float64,
@@ -116,6 +116,20 @@ def test_the_copy_on_the_host_is_one(tmp_path: Path) -> None:
     state["list"].append(2)
     assert copy["tensor"].tolist() == [1, 1]
     assert copy["list"] == [1]
+
+
+def test_the_next_copy_lies_where_the_last_one_did_as_far_as_it_fits() -> None:
+    state = {"a": torch.ones(3), "b": torch.ones(2, 2).t(), "c": torch.ones(1)}
+    memory = host_memory(state)()
+    places = {name: tensor.data_ptr() for name, tensor in memory.items()}
+    copy = on_host(state, memory)
+    assert {name: tensor.data_ptr() for name, tensor in memory.items()} == places
+    assert all(torch.equal(copy[name], tensor) for name, tensor in state.items())
+    longer = {"a": torch.full((3,), 2.0), "b": torch.full((5,), 2.0)}
+    copy = on_host(longer, memory)
+    assert all(torch.equal(copy[name], tensor) for name, tensor in longer.items())
+    assert memory["0"].data_ptr() == places["0"]
+    assert memory.keys() == {"0", "1"}, "what is not needed is given back"
 
 
 def test_an_optimizer_goes_on_bit_by_bit(tmp_path: Path) -> None:
