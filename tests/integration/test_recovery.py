@@ -20,6 +20,7 @@ from decoupled_diloco.learner.checkpoint import CheckpointFolder
 from decoupled_diloco.observe.chronicle import Chronicle
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.tape import TapeReader, read_tape
+from decoupled_diloco.protocol.events import CutHeard
 from integration.system import (
     Model,
     System,
@@ -345,6 +346,21 @@ def test_who_goes_is_dismissed_at_once_where_nothing_can_be_merged(make: Make) -
     assert not learner.hand_in(600.0), "it does not wait for a second learner"
     assert not learner.step(tokens=8), "who has handed in is done"
     learner.close()
+
+
+def test_who_hands_in_takes_part_in_a_cut(make: Make) -> None:
+    """Else everybody would wait for its part until it is gone."""
+    system = make(**ALONE)
+    system.start()
+    learner = system.learner(Model(), "learner-0")
+    learner.step(tokens=8)
+    until(lambda: system.shards[0].machine.state.members_stepping == 1, "the step is reported")
+    learner._background.tell(CutHeard(1))
+    learner.hand_in(600.0)
+    learner.close()
+    tape = read_tape(system.folder / "tape" / "learner-0.jsonl")
+    (part,) = [r.data for r in tape if r.type == "CutWritten"]
+    assert (part["number"], part["problem"]) == (1, "it keeps no checkpoints")
 
 
 @pytest.mark.parametrize("listen", [None, "127.0.0.1:0"])

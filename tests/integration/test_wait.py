@@ -66,3 +66,17 @@ def test_the_others_wait_for_a_crashed_learner_and_go_on_when_it_is_back(make: M
             again.end()
             system.wait_finished()
     assert equal(parameters(steady.model), parameters(again.model))
+
+
+def test_who_is_told_to_go_while_it_waits_goes(make: Make) -> None:
+    system = make(sync=DILOCO, run={"budget_steps": 60})
+    system.start()
+    alone = Trainer(system, "learner-0")
+    with training(alone):
+        learner = alone.learner
+        assert learner is not None
+        state = learner._shared.machine.state
+        until(lambda: state.holding, "a quorum of two waits for the second")
+        alone.enough.set()
+        learner.stop_waiting()
+        alone.end()

@@ -256,7 +256,7 @@ def run_learner(
         _require_same_work(learner.settings, read_public(public_text(config)))
         if learner.epoch == 1:
             position.batches = 0  # a donor's position is for who has lost its own
-        termination.at_boundary()
+        termination.at_boundary(learner.stop_waiting)
         if config.data.leases:
             batches: Iterator[Batch] = parts.of(learner)
         else:

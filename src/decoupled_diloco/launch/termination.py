@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 
 INTERRUPTED = 130
 """The exit code of a process that was told to go."""
@@ -23,11 +24,17 @@ class Termination:
     def __init__(self) -> None:
         self.asked = False
         self._begun = False
+        self._stop_waiting: Callable[[], None] = lambda: None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._told)
 
-    def at_boundary(self) -> None:
-        """Training begins: from here on there may be something to hand in."""
+    def at_boundary(self, stop_waiting: Callable[[], None] = lambda: None) -> None:
+        """Training begins: from here on there may be something to hand in.
+
+        Args:
+            stop_waiting: Ends a wait of the training loop; called by the handler.
+        """
+        self._stop_waiting = stop_waiting
         self._begun = True
 
     def _told(self, number: int, frame: object) -> None:
@@ -36,3 +43,4 @@ class Termination:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        self._stop_waiting()

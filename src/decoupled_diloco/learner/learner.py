@@ -255,16 +255,11 @@ class Learner(_Participant):
             store = ModuleStore(model)  # First: what it cannot hold cannot be looked at either.
             refuse_what_is_not_finite(model)
         self._after_apply = after_apply
+        self._waits = True
         self._hand_in_seconds = hand_in_seconds
         objects = all_stateful(optimizer, stateful)
         self._donations = donations_of(objects, donate, stateful or {}, listen)
-        self._keeper = keeper_of(
-            learner_id,
-            model,
-            objects,
-            checkpoint,
-            checkpoint_every_seconds,
-        )
+        self._keeper = keeper_of(learner_id, model, objects, checkpoint, checkpoint_every_seconds)
         super().__init__(
             store,
             syncer,
@@ -386,11 +381,22 @@ class Learner(_Participant):
         rest = background.tell(Paused())
         return StepPlan(plan.orders + rest.orders, plan.hold or rest.hold)
 
+    def _boundary(self) -> bool:
+        return bool(self._at_boundary(Paused()).applied)
+
+    def stop_waiting(self) -> None:
+        """From now on no `step` waits for anything: the process is told to go.
+
+        Only with the run's setting ``wait="at_overlap"`` is there a wait to end. A signal's handler
+        may call it.
+        """
+        self._waits = False
+
     def _hold(self) -> tuple[int, ...]:
         """Waits for what is due; only with the run's setting ``wait="at_overlap"``."""
         background, applied = self._background, tuple[int, ...]()
         with background.changed:
-            while self._shared.machine.state.holding:
+            while self._waits and self._shared.machine.state.holding:
                 self._raise_failure()
                 applied += self._at_boundary(Paused()).applied
                 if self._shared.machine.state.holding:

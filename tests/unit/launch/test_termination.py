@@ -1,0 +1,29 @@
+"""What a signal does to a learner's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from decoupled_diloco.launch.termination import Termination
+
+
+@pytest.fixture
+def termination() -> Iterator[Termination]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield Termination()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_asks_and_ends_a_wait_and_the_second_interrupts(termination: Termination) -> None:
+    told: list[bool] = []
+    termination.at_boundary(lambda: told.append(termination.asked))
+    assert not termination.asked
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert told == [True], "who is woken sees that it is asked"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
