@@ -11,8 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from decoupled_diloco.launch.folder import RunFolder
+from decoupled_diloco.observe.data_ledger import read_data
 from decoupled_diloco.observe.records import Record
+from decoupled_diloco.protocol.ledger import Leased, TakenBack
 from decoupled_diloco.simulate.replay import replay_run
+from decoupled_diloco.storage.data_ledger import FILE, Basis, read_ledger
 from process.runs import command, config_file, orphans, records, stopped_at_exit, until
 
 BUDGET = 40
@@ -124,8 +127,7 @@ def test_a_run_goes_back_to_a_consistent_cut_and_names_one_that_is_corrupt(tmp_p
         syncer={"shards": 2},
         learner={"checkpoint_every_seconds": 1.0},
     )
-    fixed = ("--set", "data.leases=false", "--set", "data.parts=", "--set", "data.leases_ahead=")
-    with stopped_at_exit(command("train", str(file), *fixed)) as process:
+    with stopped_at_exit(command("train", str(file))) as process:
         until(lambda: len(cuts(folder)) >= 2 or process.poll() is not None, "two cuts", 60)
         assert process.poll() is None, process.communicate()[0]
         kill_everything(folder, process)
@@ -142,6 +144,7 @@ def test_a_run_goes_back_to_a_consistent_cut_and_names_one_that_is_corrupt(tmp_p
     assert f"cut {newest} is not used" in text
     assert f"back to cut {before}" in text
     assert list(folder.glob("set-aside-1/durable/shard-1/*.safetensors"))
+    check_data(folder)
     recovered = [r for r in records(folder, "learner-0") if r.type == "Recovered"]
     assert recovered[-1].data["way"] == "checkpoint"
     assert recovered[-1].data["kept"] + recovered[-1].data["overwritten"] == 4
@@ -149,6 +152,18 @@ def test_a_run_goes_back_to_a_consistent_cut_and_names_one_that_is_corrupt(tmp_p
     assert {r.who: r.differences for r in results if r.differences} == {}
     code, text = train(str(file), "--cut", "last")
     assert code == 2
+
+
+def check_data(folder: Path) -> None:
+    """The ledger went back with the cut, adds up, and gives no lease number out twice."""
+    basis = [item for item in read_ledger(folder / FILE) if isinstance(item, Basis)]
+    assert len(basis) == 1
+    account = read_data(folder)
+    assert account.problems == []
+    leased = [item.lease for item in read_ledger(folder / FILE) if isinstance(item, Leased)]
+    assert len(leased) == len(set(leased))
+    back = [item for item in read_ledger(folder / FILE) if isinstance(item, TakenBack)]
+    assert {item.learner for item in back} >= set(basis[0].book.holders), "lives before the cut"
 
 
 def test_what_cannot_go_on_is_named(tmp_path: Path) -> None:

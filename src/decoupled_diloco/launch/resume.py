@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
@@ -18,6 +18,8 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint, cut_of
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.coordinator import Phase
+from decoupled_diloco.protocol.leases import LeaseBook
+from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.syncer.coordinator import document_at_cut, read_state
 from decoupled_diloco.syncer.coordinator_disk import FILE, newest_state
@@ -91,11 +93,6 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
     """
     if config.syncer.standbys:
         raise ConfigError("--cut is not built for runs with syncer.standbys: leave it out")
-    if config.data.leases:
-        raise ConfigError(
-            "--cut is not built for runs whose data are leased, because the ledger does not go "
-            "back: leave it out, or train with data.leases=false"
-        )
     manifest, problems = _chosen(folder, which)
     write_text(folder / GOING_BACK, str(manifest.number))
     aside = _free(folder / "set-aside")
@@ -157,11 +154,16 @@ def _check_learners(folder: Path, manifest: Manifest) -> None:
 
 
 def _put_coordinator_back(folder: Path, config: RunConfig, manifest: Manifest) -> None:
-    """Its part, with every epoch and term that was ever given out."""
+    """Its part, with every epoch, term and lease number that was ever given out."""
     newest = read_state(folder, read_public(public_text(config)))
-    path = newest_state(folder)
-    for file in {path, folder / FILE}:
-        document = document_at_cut(manifest.coordinator, newest)
+    ledger = DataLedger(folder, LeaseBook())
+    if newest is not None:
+        newest = replace(newest, data=ledger.book)
+    document, state = document_at_cut(manifest.coordinator, newest)
+    if ledger.book.entries or state.data.entries:
+        ledger.go_back(state.data)
+    ledger.close()
+    for file in {newest_state(folder), folder / FILE}:
         write_text(file, json.dumps(document))
 
 

@@ -11,6 +11,13 @@ its checkpoint, taken at its next step boundary before anything staged is applie
 when every shard and every learner that is present has its part on a disk. A learner that leaves
 meanwhile is named as missing; a shard that leaves ends the cut, because its next life renames the
 versions that the parts speak of. Functions of the coordinator's state.
+
+Leased data. What learners and the coordinator say to each other bears no cut number, and needs
+none. The coordinator's part is what it knows when it raises the number, before it tells anybody. So
+all that its lease book calls durable was reported, hence merged, before any shard had heard of the
+cut, and is in the shards' parts: going back skips nothing. What the other parts know beyond that
+book costs repeats alone: every life after the cut has a newer epoch, so that the leases of the book
+are taken back at their durable positions and lent anew, and the ledger lists what is trained again.
 """
 
 from __future__ import annotations
@@ -158,7 +165,7 @@ class Cuts:
 
 
 def raised(state: CoordinatorState, newest: CoordinatorState) -> CoordinatorState:
-    """The coordinator's part with every epoch and term that was ever given out."""
+    """The coordinator's part with every epoch, term and lease number that was ever given out."""
     terms = {s: max(t, newest.terms.get(s, 0)) for s, t in state.terms.items()}
     learners = {
         name: replace(known, nonce="", present=False) for name, known in newest.learners.items()
@@ -170,6 +177,7 @@ def raised(state: CoordinatorState, newest: CoordinatorState) -> CoordinatorStat
         nonces={},
         former={},
         claims=newest.claims,
+        data=replace(state.data, leases=max(state.data.leases, newest.data.leases)),
         cut=newest.cut,
         cuts_kept=[],
     )

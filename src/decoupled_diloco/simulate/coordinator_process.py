@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
+from decoupled_diloco.protocol.cuts import raised
 from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.effects import (
     Admit,
@@ -81,6 +82,13 @@ class CoordinatorProcess(Shell):
         )
         if self.durable is not None:
             self.machine.restore(self.durable)
+
+    def go_back(self, part: CoordinatorState, earlier: CoordinatorProcess) -> None:
+        """What is durable is a part of a cut of another world, with the ledger as of then."""
+        newest = replace(earlier.durable or part, data=earlier._book)
+        self.durable = raised(part, newest)
+        self._book = copied(self.durable.data)
+        self.ledger = earlier.ledger[: part.data.entries]
 
     def received(self, connection: Connection, message: Any) -> None:
         """A message of a learner, an observer or a shard."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.protocol.coordinator import CoordinatorState
-from decoupled_diloco.protocol.cuts import raised
 from decoupled_diloco.protocol.effects import KeepCut
 from decoupled_diloco.protocol.events import KeptFragment, ShardMemory
 from decoupled_diloco.simulate.bodies import Life, Value
@@ -92,8 +91,7 @@ def resumed(world: World, number: int, make: Any) -> World:
     """
     cut, state = world.cuts.complete[number]
     after: World = make()
-    newest = world.coordinator.durable or state
-    after.coordinator.durable = raised(state, newest)
+    after.coordinator.go_back(state, world.coordinator)
     for shard in after.shards:
         part = world.cuts.shards[number, shard.shard]
         shard.disk, shard.memory, shard.exact = dict(part.kept), part.memory, True

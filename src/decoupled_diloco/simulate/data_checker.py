@@ -40,6 +40,14 @@ class DataChecker:
         self._ended: set[Life] = set()
         world.recorders.append(self)
 
+    def go_on_from(self, earlier: DataChecker) -> None:
+        """This world begins with a cut of another, whose parts must have what is called durable."""
+        self._ended |= earlier._ended
+        for shard in self.world.shards:
+            for fragment, kept in shard.disk.items():
+                self.merged[fragment] = dict(kept.content.merged)
+        self.catch_up()
+
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         """One event that a machine has handled; entries of earlier ones are on the disk by now."""
         self.catch_up()

@@ -242,7 +242,7 @@ def run(seed: int, recorder: Any = None, changes: Changes | None = None) -> Repo
     _must_go_on(scenario, data)
     if data is not None:
         data.check_accounts()
-    _must_go_on_from_a_cut(scenario)
+    _must_go_on_from_a_cut(scenario, data)
     merged = sum(r.verdict == "merged" for r in checker.rounds)
     return Report(
         seed,
@@ -254,15 +254,15 @@ def run(seed: int, recorder: Any = None, changes: Changes | None = None) -> Repo
     )
 
 
-def _must_go_on_from_a_cut(scenario: Scenario) -> None:
+def _must_go_on_from_a_cut(scenario: Scenario, earlier: DataChecker | None) -> None:
     """Every complete cut is consistent, and what goes on from one goes on as it should."""
     complete = sorted(scenario.world.cuts.complete)
     for number in complete:
         check_cut(scenario.world, number)
     choices = Choices(f"{scenario.seed}/resume")
     old = scenario.world
-    if not complete or old.data is not None or not choices.chance(RESUMED):
-        return  # leased data do not go back with a cut
+    if not complete or not choices.chance(RESUMED):
+        return
     number = choices.pick(complete)
 
     def make() -> World:
@@ -273,11 +273,19 @@ def _must_go_on_from_a_cut(scenario: Scenario) -> None:
             bodies=old.bodies,
             weights_from_file=old.weights_from_file,
             inbox_seconds=old.inbox_seconds,
+            data=old.data and replace(old.data, trained=list(old.data.trained)),
         )
 
     world = resumed(old, number, make)
+    data = None
+    if earlier is not None:
+        data = DataChecker(world)
+        data.go_on_from(earlier)
     world.run(until=1.0)
-    _must_go_on(replace(scenario, world=world, checker=Checker(world), bounds=Bounds(world)))
+    after = replace(scenario, world=world, checker=Checker(world), bounds=Bounds(world))
+    _must_go_on(after, data)
+    if data is not None:
+        data.check_accounts()
     for later in sorted(world.cuts.complete):
         check_cut(world, later)
 

@@ -455,16 +455,18 @@ def read_state(folder: Path, public: Public) -> CoordinatorState | None:
     return machine.state
 
 
-def document_at_cut(part: Mapping[str, Any], newest: CoordinatorState | None) -> dict[str, Any]:
-    """What the coordinator's file holds to go on from its part of a cut.
+def document_at_cut(
+    part: Mapping[str, Any], newest: CoordinatorState | None
+) -> tuple[dict[str, Any], CoordinatorState]:
+    """What the coordinator's file holds to go on from its part of a cut, and the state in it.
 
     Args:
         part: The document as it was then.
-        newest: What it has known last: no epoch or term is given out twice.
+        newest: What it has known last: no epoch, term or lease is given out twice.
     """
     state = _STATE.validate_python(part["state"])
     back = raised(state, newest or state)
-    return {**part, "state": _STATE.dump_python(back, mode="json")}
+    return {**part, "state": _STATE.dump_python(back, mode="json")}, back
 
 
 def _read(file: Path, public: Public) -> tuple[Any, CoordinatorState, Layout | None] | None:
