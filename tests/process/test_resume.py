@@ -139,6 +139,7 @@ def test_a_run_goes_back_to_a_consistent_cut_and_names_one_that_is_corrupt(tmp_p
     code, text = train("--resume", str(folder), "--cut", str(newest))
     assert code == 6
     assert "is torn" in text
+    assert f"give one of {before}, or" in text or f", {before}, or" in text
     code, text = train("--resume", str(folder), "--cut", "last")
     assert code == 0, text
     assert f"cut {newest} is not used" in text
@@ -183,6 +184,7 @@ def test_what_cannot_go_on_is_named(tmp_path: Path) -> None:
         code, text = train("--resume", str(folder))
     assert code == 2
     assert "in use" in text
+    assert "run.folder" not in text
     state = folder / "coordinator.json"
     state.write_text(json.dumps({"state": 1}))
     code, text = train("--resume", str(folder))

@@ -56,7 +56,7 @@ def in_words(config: RunConfig, *, here: bool = True) -> str:
     parts = [
         *([f"workload {config.workload.name}"] if here else []),
         _count(run.learners, "learner") + ("" if here else " expected"),
-        _count(config.syncer.shards, "syncer shard"),
+        _count(config.syncer.shards, "syncer shard") + (" with standbys" * config.syncer.standbys),
         " or ".join(budgets),
     ]
     return f"{run.name}: {', '.join(parts)}"

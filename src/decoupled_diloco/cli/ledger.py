@@ -44,6 +44,9 @@ def _show(account: DataAccount, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
+    if not account.parts:
+        say("The data of this run were not leased (data.leases): nobody kept account of them.")
+        return
     say(f"The data are {account.parts} parts. For each pass over them, the parts that are")
     table = Table(box=None, pad_edge=False)
     for title in ("pass", "durable", "in training", "returned", "not begun", "durable batches of"):

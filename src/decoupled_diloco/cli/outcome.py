@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.observe.report import write_report
 from decoupled_diloco.observe.summary import print_summary
-from decoupled_diloco.syncer.result import SHARES
+from decoupled_diloco.syncer.result import RESULT, SHARES
 
 
 def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
@@ -31,23 +32,27 @@ def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
         console.print(history.sample_text, markup=False, highlight=False)
 
 
-def what_remains(folder: Path, shards: int) -> str:
-    """What a run that did not finish has left of its weights, and what can be done with it.
+def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str:
+    """What a run that did not finish has left, and what can be done with it.
 
     Args:
         folder: The run folder.
-        shards: How many shards the run has.
+        config: The run.
+        command: The command that goes on with it.
     """
-    handed_in = [(folder / SHARES / f"shard-{n}.safetensors").exists() for n in range(shards)]
-    if all(handed_in):
-        return (
-            "weights.safetensors was not written, but every shard has handed in its share: "
+    names = [f"shard-{number}.safetensors" for number in range(config.syncer.shards)]
+    if (folder / RESULT).exists():
+        weights = f"{folder / RESULT} is from before it went on, and stays until its new end"
+    elif all((folder / SHARES / name).exists() for name in names):
+        weights = (
+            f"{RESULT} was not written, but every shard has handed in its share: "
             f"ddiloco export {folder} puts them together"
         )
-    return (
-        "no weights were written, and none can be saved from its folder: shards hand theirs in "
-        "when the budget is spent; the tape and the report remain"
-    )
+    else:
+        weights = "no weights were written: shards hand theirs in when the budget is spent"
+    if not config.syncer.durable:
+        return f"{weights}; the tape and the report remain, and syncer.durable=false keeps no more"
+    return f"{weights}\nto go on where it was: ddiloco {command} --resume {folder}"
 
 
 @contextlib.contextmanager

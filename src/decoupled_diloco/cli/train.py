@@ -29,7 +29,6 @@ def train_locally(
     budget = (config.run.budget_steps, config.run.budget_tokens)
     with reader_may_be_gone():
         tell_beginning(config, run.path, run.folder.moved_to, console)
-        _tell_where_from(run, console)
     try:
         with termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
             run.start()
@@ -45,7 +44,7 @@ def train_locally(
         tell_outcome(run.path, outcome.weights, console)
         if not outcome.finished:
             console.print(f"the run did not finish: {outcome.reason}", style="bold red")
-            console.print(what_remains(run.path, config.syncer.shards), soft_wrap=True)
+            console.print(what_remains(run.path, config), soft_wrap=True)
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
@@ -66,7 +65,6 @@ def serve_locally(
             with reader_may_be_gone():
                 _tell_how_to_join(config, run, console)
                 tell_beginning(config, run.path, run.folder.moved_to, console, here=False)
-                _tell_where_from(run, console)
             with Progress(run.path, *budget, console=console) as progress:
                 outcome = run.wait(progress.poll)
                 progress.poll()
@@ -75,7 +73,7 @@ def serve_locally(
     finally:
         with undisturbed():
             run.close()
-    remains = outcome.weights or what_remains(run.path, config.syncer.shards)
+    remains = outcome.weights or what_remains(run.path, config, "syncer")
     console.print(f"{outcome.reason}; {remains}", soft_wrap=True)
     if outcome.finished:
         return 0
@@ -93,11 +91,6 @@ def _tell_if_finished(config: RunConfig, console: Console) -> bool:
             highlight=False,
         )
     return standing.is_finished
-
-
-def _tell_where_from(run: LocalRun, console: Console) -> None:
-    if run.went_back:
-        console.print(run.went_back, soft_wrap=True, highlight=False)
 
 
 def _tell_how_to_join(config: RunConfig, run: LocalRun, console: Console) -> None:

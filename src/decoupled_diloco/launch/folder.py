@@ -72,9 +72,9 @@ class RunFolder:
             held = False
         if not held:
             file.close()
+            instead = "" if self.resumed else ", or choose another with --set run.folder=…"
             raise ConfigError(
-                f"the run folder {self.path} is in use by another process: wait for it, or choose "
-                "another with --set run.folder=…"
+                f"the run folder {self.path} is in use by another process: wait for it{instead}"
             )
         self._lock = file
 

@@ -20,7 +20,7 @@ from decoupled_diloco.launch.resume import go_back, half_way, standing_of
 from decoupled_diloco.launch.roles import EVALUATOR, open_tape, process_of
 from decoupled_diloco.launch.secrets import read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
-from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved
+from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.syncer.result import assemble, read_layout
@@ -97,6 +97,8 @@ class LocalRun:
         told = {"machine": "launcher", "settings": read_public(public_text(config))}
         self._tape = open_tape(self.path, "launcher", told)
         self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
+        if self.went_back:
+            self.tell(WentBack(self.went_back))
         self._follower: Follower = follow(self.path)
         self._faults = sorted(config.faults, key=lambda fault: fault.at)
         if self.standing is not None:

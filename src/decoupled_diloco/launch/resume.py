@@ -121,11 +121,10 @@ def half_way(folder: Path) -> str:
 
 
 def _chosen(folder: Path, which: str) -> tuple[Manifest, list[str]]:
-    if which != "last" and not which.isdigit():
+    if which != "last" and not which.isdecimal():
         raise ConfigError(f"--cut {which!r} is neither 'last' nor the number of a cut")
-    found = cut_folders(folder)
-    if which != "last":
-        found = [path for path in found if int(path.name[4:]) == int(which)]
+    there = cut_folders(folder)
+    found = [path for path in there if which == "last" or _number_of(path) == int(which)]
     problems: list[str] = []
     for path in found:
         try:
@@ -134,12 +133,19 @@ def _chosen(folder: Path, which: str) -> tuple[Manifest, list[str]]:
             _check_learners(folder, manifest)
             return manifest, problems
         except StorageError as error:
-            problems.append(f"{error}: cut {int(path.name[4:])} is not used")
+            problems.append(f"{error}: cut {_number_of(path)} is not used")
+    cut = "cut" if which == "last" else f"cut {which}"
+    others = ", ".join(str(_number_of(path)) for path in reversed(there) if path not in found)
     raise StorageError(
-        f"{folder} has no whole cut {'' if which == 'last' else which} to go back to"
-        f"{''.join(f'; {problem}' for problem in problems)}: leave --cut out to go on with the "
-        "newest state of every process"
+        f"{folder} has no whole {cut} to go back to"
+        f"{''.join(f'; {problem}' for problem in problems)}: "
+        f"{f'give one of {others}, or ' if others else ''}leave --cut out to go on with the newest "
+        "state of every process"
     )
+
+
+def _number_of(cut_folder: Path) -> int:
+    return int(cut_folder.name.removeprefix("cut-"))
 
 
 def _check_learners(folder: Path, manifest: Manifest) -> None:

@@ -7,7 +7,6 @@ only they know: losses, bytes, steps that were trained out of the syncer's reach
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -41,7 +40,9 @@ from decoupled_diloco.observe.samples import (
     ProcessStarted,
     RestartScheduled,
     TookOver,
+    WentBack,
 )
+from decoupled_diloco.observe.words import named, subjects_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
@@ -96,11 +97,9 @@ LOOKED_AT = frozenset(
         ProcessStarted,
         RestartScheduled,
         TookOver,
+        WentBack,
     )
 )
-
-_NOTE_BEGINS = re.compile(r"([A-Za-z0-9._-]+),? ")
-_NOTE_SOURCE = re.compile(r" from ([A-Za-z0-9._-]+) is no good$")
 
 _SENT = frozenset({"Welcome"})
 _SAID = frozenset({"StepReport", "Holding", "Leave"})
@@ -552,16 +551,18 @@ class Chronicle:
             case Evaluated():
                 self.evaluation = value
             case do.Note(text, why):
-                self._remark(record, self._subject(text), f"{text}: {why}")
+                told = named(record.who, text)
+                self._remark(record, self._subject(told), f"{told}: {why}")
+            case WentBack(told):
+                for shard in self.shards.values():
+                    shard.clock = shard.clock_max = 0
+                self._remark(record, "", told)
 
     def _is_learner(self, name: str) -> bool:
         return is_learner(name) and name not in self.observers
 
     def _subject(self, note: str) -> str:
-        """The learner that a note is about: it begins with it, or ends with what came from it."""
-        first, source = _NOTE_BEGINS.match(note), _NOTE_SOURCE.search(note)
-        names = [found[1] for found in (first, source) if found is not None]
-        return next((name for name in names if name in self.learners), "")
+        return next((name for name in subjects_of(note) if name in self.learners), "")
 
     def _remark(self, record: Record, subject: str, text: str) -> None:
         at, lately = record.wall, self.remarks[-8:]

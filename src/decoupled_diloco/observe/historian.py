@@ -358,7 +358,8 @@ class _Historian:
                 closed_at = None if closed is None else opened_at + closed
                 shard.rounds.append(Round(opened_at, closed_at, at, value))
             case TermGranted(admitted):
-                shard.terms.append(admitted.term)
+                if admitted.term not in shard.terms:  # a new coordinator confirms the one it has
+                    shard.terms.append(admitted.term)
             case Evict(learner, reason, _):
                 self._evictions.setdefault(learner, []).append((at, reason))
                 own = self._gone.setdefault(learner, {})

@@ -22,7 +22,9 @@ from decoupled_diloco.observe.samples import (
     RestartScheduled,
     TookOver,
     WeightsSaved,
+    WentBack,
 )
+from decoupled_diloco.observe.words import named
 from decoupled_diloco.protocol.effects import (
     Accept,
     ClockAdvanced,
@@ -70,6 +72,7 @@ _LOOKED_AT = frozenset(
         StepFinished,
         TookOver,
         WeightsSaved,
+        WentBack,
     )
 )
 
@@ -363,6 +366,11 @@ class LiveView:
                     yield line
             case WeightsSaved(path):
                 yield f"weights saved: {path}"
+            case WentBack(told):
+                for each in self.shards.values():
+                    each.clock = each.clock_max = 0
+                self.clock_rate.clear()
+                yield told
             case Note(text, why):
                 yield from _note(record.who, text, why)
 
@@ -406,8 +414,8 @@ def _note(who: str, text: str, why: str) -> Iterator[str]:
         # A newer copy was there before this one was fetched, or it is fetched again: no harm done.
         if "digest" in why:
             yield f"{who} takes a copy again that came spoilt: {why}"
-    else:
-        yield f"{text}: {why}"
+    elif why != "the run has only begun":
+        yield f"{named(who, text)}: {why}"
 
 
 def _number(value: float | None) -> str:

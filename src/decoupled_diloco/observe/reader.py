@@ -151,6 +151,8 @@ def follow(folder: str | Path) -> Follower:
 
 def _tape_files(path: Path) -> list[Path]:
     if path.is_file():
+        if path.suffix != ".jsonl":
+            raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
         return [path]
     if not path.exists():
         raise StorageError(f"{path} does not exist: give a run folder, or a .jsonl file of it")

@@ -170,6 +170,16 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class WentBack:
+    """The run was put back to a consistent cut of the whole run.
+
+    ``told``: which cut, which newer ones were corrupt, and where what is newer is kept, in words.
+    """
+
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
 class PayloadsEnded:
     """A shard keeps no more bodies for a replay, and why."""
 
@@ -193,6 +203,7 @@ Sample = (
     | BytesMoved
     | CheckpointWritten
     | PayloadsEnded
+    | WentBack
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +12,9 @@ BULLET = "- "
 
 ABSENT = "–"
 """Stands where there is no number."""
+
+_NOTE_BEGINS = re.compile(r"([A-Za-z0-9._-]+),? ")
+_NOTE_SOURCE = re.compile(r" from ([A-Za-z0-9._-]+) is no good$")
 
 
 def wrapped(lines: Iterable[str], width: int) -> str:
@@ -94,3 +98,24 @@ def percent(share: float | None) -> str:
     if 0 < share < 0.0095:
         return "<0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
     return f"{100 * share:.0f} %" if share == 1 or share < 0.99 else f"{int(1000 * share) / 10} %"
+
+
+def named(who: str, note: str) -> str:
+    """A remark of the protocol, with the name of who makes it about itself.
+
+    >>> named("learner-1", "it begins with a fresh optimizer")
+    'learner-1 begins with a fresh optimizer'
+    >>> named("coordinator", "cut 3 is given up, without learner-0")
+    'cut 3 is given up, without learner-0'
+    """
+    return f"{who}{note.removeprefix('it')}" if note.startswith("it ") else note
+
+
+def subjects_of(note: str) -> list[str]:
+    """Who a remark may be about: it begins with the name, or ends with what came from it.
+
+    >>> subjects_of("learner-1 (epoch 2) is no longer live")
+    ['learner-1']
+    """
+    first, source = _NOTE_BEGINS.match(note), _NOTE_SOURCE.search(note)
+    return [found[1] for found in (first, source) if found is not None]

@@ -10,17 +10,14 @@ from decoupled_diloco.cli.outcome import what_remains
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.export.weights import find_weights
-from decoupled_diloco.syncer.result import SHARES
+from decoupled_diloco.syncer.result import RESULT, SHARES
 
 
 def test_nothing_can_be_saved_while_a_share_is_missing(tmp_path: Path) -> None:
-    config = RunConfig(
-        run={"name": "x", "folder": tmp_path, "learners": 1, "budget_steps": 8},
-        syncer={"shards": 2},
-        workload={"name": "gpt"},
-    )
-    told = what_remains(tmp_path, 2)
-    assert "no weights were written, and none can be saved" in told
+    config = config_of(tmp_path, shards=2)
+    told = what_remains(tmp_path, config)
+    assert told.startswith("no weights were written: ")
+    assert told.endswith(f"\nto go on where it was: ddiloco train --resume {tmp_path}")
     with pytest.raises(StorageError, match="has no weights"):
         find_weights(tmp_path, config)
 
@@ -30,5 +27,31 @@ def test_all_shares_can_be_put_together(tmp_path: Path) -> None:
         path = tmp_path / SHARES / f"shard-{shard}.safetensors"
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    assert f"ddiloco export {tmp_path} puts them together" in what_remains(tmp_path, 2)
-    assert "none can be saved" in what_remains(tmp_path, 3)
+    told = what_remains(tmp_path, config_of(tmp_path, shards=2))
+    assert f"ddiloco export {tmp_path} puts them together" in told
+    assert "no weights were written" in what_remains(tmp_path, config_of(tmp_path, shards=3))
+
+
+def test_shares_of_an_earlier_end_are_not_those_of_a_run_that_went_on(tmp_path: Path) -> None:
+    shares = tmp_path / SHARES
+    shares.mkdir()
+    (shares / "shard-0.safetensors").touch()
+    (tmp_path / RESULT).touch()
+    told = what_remains(tmp_path, config_of(tmp_path, shards=1), "syncer")
+    assert f"{tmp_path / RESULT} is from before it went on" in told
+    assert "puts them together" not in told
+    assert f"ddiloco syncer --resume {tmp_path}" in told
+
+
+def test_who_keeps_nothing_is_not_told_to_resume(tmp_path: Path) -> None:
+    told = what_remains(tmp_path, config_of(tmp_path, shards=1, durable=False))
+    assert "syncer.durable=false" in told
+    assert "--resume" not in told
+
+
+def config_of(folder: Path, **syncer: object) -> RunConfig:
+    return RunConfig(
+        run={"name": "x", "folder": folder, "learners": 1, "budget_steps": 8},
+        syncer=syncer,
+        workload={"name": "gpt"},
+    )

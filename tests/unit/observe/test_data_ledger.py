@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.data_ledger import account_of_data, read_data
+from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol.leases import LeaseBook, apply
 from decoupled_diloco.protocol.ledger import (
     DataDescribed,
@@ -109,3 +110,17 @@ def test_the_command_tells_it(tmp_path: Path) -> None:
 def test_a_folder_without_a_ledger_says_so(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"has no data\.ledger, and no tape either"):
         read_data(tmp_path)
+
+
+def test_data_that_were_not_leased_are_not_said_to_be_complete(tmp_path: Path) -> None:
+    TapeWriter(tmp_path / "tape", "coordinator").close()
+    shown = CliRunner().invoke(app, ["ledger", str(tmp_path)])
+    assert shown.exit_code == 0
+    assert shown.output.startswith("The data of this run were not leased")
+    assert "Nothing is skipped" not in shown.output
+
+
+def test_what_is_no_tape_is_not_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[run]")
+    with pytest.raises(StorageError, match="is no event tape"):
+        read_data(tmp_path / "run.toml")

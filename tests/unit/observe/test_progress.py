@@ -5,6 +5,7 @@ import pytest
 from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.chronicle import chronicle_of
 from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.live import LearnerView, LiveView, Rate, ShardView, _note
 from decoupled_diloco.observe.progress import Progress, SteadyConsole
@@ -16,6 +17,7 @@ from decoupled_diloco.observe.samples import (
     ProcessEnded,
     ProcessStarted,
     RestartScheduled,
+    WentBack,
 )
 from decoupled_diloco.observe.tape import TapeWriter, read_tape
 from decoupled_diloco.protocol.effects import ClockAdvanced, Expect, Ready
@@ -142,13 +144,28 @@ def test_remarks_are_told_in_harmless_words():
         ("version 1.6 of fragment 6 could not be had", "gone"),
         ("version 1.6 of fragment 6 could not be had", "http://h/9/1.13 was withdrawn (410)"),
         ("version 1.6 of fragment 6 could not be had", "its digest is wrong"),
+        ("it begins with a fresh optimizer", "the run has only begun"),
+        ("it begins with a fresh optimizer", "no other learner is there that trains"),
     ]
     told = [line for text, why in remarks for line in _note("learner-0", text, why)]
     assert told == [
         "learner-1 is done",
         "learner-2 left: goodbye",
         "learner-0 takes a copy again that came spoilt: its digest is wrong",
+        "learner-0 begins with a fresh optimizer: no other learner is there that trains",
     ]
+
+
+def test_a_run_that_went_back_is_as_far_as_it_went_back_to(tmp_path):
+    with writer(tmp_path, "shard-0") as tape:
+        tape.effects(1.0, tape.event(1.0, Tick()), [ClockAdvanced(80, 1, "x")])
+        tape.effects(3.0, tape.event(3.0, Tick()), [ClockAdvanced(40, 1, "x")])
+    with writer(tmp_path, "launcher") as tape:
+        tape.sample(2.0, WentBack("back to cut 3"))
+    view, lines = view_of(tmp_path)
+    assert lines == ["back to cut 3"]
+    assert view.step == 40
+    assert chronicle_of(read_tape(tmp_path)).step == 40
 
 
 def test_a_line_comes_every_five_seconds(run_folder):
@@ -312,6 +329,15 @@ def test_the_step_at_which_a_process_ends_is_that_of_the_furthest_shard(tmp_path
     assert lines == ["learner-0 was killed (SIGKILL) at step 8"]
     (outage,) = read_history(tmp_path).outages
     assert outage.global_step == 8
+
+
+def test_a_term_that_is_confirmed_is_no_second_one(tmp_path):
+    """A standby that acts as the coordinator admits the shards that are there."""
+    with writer(tmp_path, "shard-1") as tape:
+        for at, term in ((1.0, 1), (2.0, 1), (3.0, 2)):
+            tape.event(at, TermGranted(ShardAdmitted(term, True)))
+    (shard,) = read_history(tmp_path).shards.values()
+    assert shard.terms == [1, 2]
 
 
 def test_who_took_part_in_nearly_all_is_not_said_to_have_been_in_all(run_folder):
