@@ -336,7 +336,7 @@ class CoordinatorMachine:
         """Why a process may no longer act for its shard, in words; empty: it may."""
         state, shard = self.state, event.shard
         newest = state.claims.get(shard, 0)
-        if event.claim < newest:
+        if 0 < event.claim < newest:  # 0: the run goes on without standbys
             return f"shard {shard}: claim {newest} is newer than this process's, {event.claim}"
         if event.nonce in state.former.get(shard, ()):
             return f"shard {shard}: another process has taken its place since"
@@ -347,7 +347,8 @@ class CoordinatorMachine:
         before = state.nonces.get(shard)
         if before is not None:
             state.former[shard] = (*state.former.get(shard, ()), before)[-FORMER_KEPT:]
-        state.nonces[shard], state.claims[shard] = event.nonce, event.claim
+        state.nonces[shard] = event.nonce
+        state.claims[shard] = max(event.claim, state.claims.get(shard, 0))
         state.terms[shard] = state.terms.get(shard, 0) + 1
         state.ready.discard(shard)
         if state.phase != "finished":

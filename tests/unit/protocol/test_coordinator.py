@@ -283,6 +283,15 @@ def test_an_older_claim_is_turned_away_even_if_it_greets_for_the_first_time() ->
     assert bench.machine.state.terms[1] == 2
 
 
+def test_a_run_goes_on_without_the_standbys_that_it_had() -> None:
+    """A process without a claim is one that nobody contends with; older claims stay void."""
+    bench = Bench()
+    bench.told(ShardGreeted(1, "a", claim=2))
+    bench.told(ShardGreeted(1, "b", claim=0))
+    assert bench.machine.state.terms[1] == 2
+    assert isinstance(bench.told(ShardGreeted(1, "c", claim=1))[0], DenyShard)
+
+
 def test_a_coordinator_that_is_restored_still_knows_who_was_replaced() -> None:
     bench = Bench()
     bench.told(ShardGreeted(1, "a", claim=1))
