@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,12 @@ class Shell(Endpoint):
     def clock(self) -> float:
         """What this process's own clock shows, seconds: it may have leapt ahead."""
         return self.world.clockwork.now + self.ahead_seconds
+
+    def instant_of(self, deadline: float) -> float:
+        """When this process's own clock has reached a deadline, in virtual time."""
+        instant = deadline - self.ahead_seconds
+        rounded_off = instant + self.ahead_seconds < deadline
+        return instant + math.ulp(deadline) if rounded_off else instant
 
     def leap(self, seconds: float) -> None:
         """The process's clock leaps ahead, as after a sleep of its machine."""
@@ -105,7 +112,7 @@ class Shell(Endpoint):
     def _plan_tick(self, ticked: bool) -> None:
         deadline = self.machine.deadline()
         if deadline is not None:
-            deadline -= self.ahead_seconds
+            deadline = self.instant_of(deadline)
             assert not ticked or deadline > self.now, "a tick does not move the deadline on"
             if self._tick_at is None or deadline < self._tick_at:
                 self._tick_at = deadline
