@@ -61,7 +61,8 @@ def test_two_learners_train_one_model_bit_by_bit_the_same_each_time(name: str) -
     assert after["loss"] < 0.8 * before["loss"]
     if name == "vit":
         assert after["accuracy"] > before["accuracy"] + 0.2
-        assert first.tokens in range(2 * 48 * 16, 2 * 52 * 16, 16), "tokens are images"
+        # A part's last batch may be smaller, so this need not be a multiple of 16.
+        assert 2 * 47 * 16 < first.tokens < 2 * 52 * 16, "tokens are images"
     else:
         assert after["expert_load_min"] > 0.1, "no expert has died"
 

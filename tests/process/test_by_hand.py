@@ -243,7 +243,15 @@ def test_every_process_by_hand(tmp_path: Path) -> None:
         shards = [shard(1)]
         until(lambda: health(addresses[1]), "shard 1 listens")
         refused(shard(1, *other), 4, f"cannot listen on 127.0.0.1:{ports[1]}")
-        wrong = start("learner", file, "--index", "7", "--syncer", addresses[1])
+        fixed = [
+            "--set",
+            "data.leases=false",
+            "--set",
+            "data.parts=",
+            "--set",
+            "data.leases_ahead=",
+        ]
+        wrong = start("learner", file, "--index", "7", "--syncer", addresses[1], *fixed)
         refused(wrong, 2, "index=7 is no learner of this run: 0 to 1")
         shards.append(shard(0))
         until(lambda: health(addresses[1]).get("phase") == "empty", "the shards have met")

@@ -122,7 +122,8 @@ down = "2Mbit/s"
     throttle = event(kind="throttle", target="dsl", factor=50.0, at_seconds=5, for_seconds=12)
     run, path = story(tmp_path, throttle, head=head)
     folder = tmp_path / "run"
-    shorter = ("--set", "run.budget_steps=100", "--accepted-min", "0.5")
+    least = ("--accepted-min", "0.5", "--participation-min", "0.8")
+    shorter = ("--set", "run.budget_steps=100", *least)
     code, output = chaos(folder, run, path, *shorter)
     assert code == 0, output
     records = list(read_tape(folder))

@@ -100,6 +100,7 @@ def judge(
     finished: bool,
     reason: str = "",
     accepted_min: float = ACCEPTED_MIN,
+    participation_min: float = PARTICIPATION_MIN,
 ) -> Verdict:
     """Checks everything that a run's tape tells.
 
@@ -109,6 +110,7 @@ def judge(
         finished: Whether the run has ended as it should.
         reason: Why, in words.
         accepted_min: Least accepted tokens over those of a fault-free run.
+        participation_min: Least share of its eligible rounds that any learner may take part in.
 
     Raises:
         StorageError: There is no tape.
@@ -120,7 +122,7 @@ def judge(
     judge.steps()
     judge.survivors()
     judge.accepted(accepted_share, accepted_min)
-    judge.participation()
+    judge.participation(participation_min)
     judge.safety()
     judge.replays(folder, reader.problems)
     judge.end(finished, reason)
@@ -310,7 +312,7 @@ class _Judge:
 
     # ---- rounds
 
-    def participation(self) -> None:
+    def participation(self, least: float) -> None:
         """Every live learner takes part in the rounds that it is eligible for."""
         shares: dict[str, float] = {}
         details = []
@@ -332,9 +334,9 @@ class _Judge:
         self.numbers["participation"] = shares
         self._say(
             "every live learner takes part",
-            worst >= PARTICIPATION_MIN,
+            worst >= least,
             f"{worst:.1%} of the rounds that it was eligible for, at least",
-            f"at least {PARTICIPATION_MIN:.0%}",
+            f"at least {least:.0%}",
             details,
         )
 

@@ -76,6 +76,16 @@ def chaos(
             help="Least accepted tokens over those of a fault-free run. Default: 0.97.",
         ),
     ] = None,
+    participation_min: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Least share of its eligible rounds that any learner takes part in. Default: "
+            "0.95; a short run has few.",
+        ),
+    ] = None,
 ) -> None:
     """Trains under a scenario's faults, checks the tapes, and says whether all promises were kept.
 
@@ -100,7 +110,9 @@ def chaos(
         exit_with(code)
     folder = Path(told.config.run.folder)
     share = _share(told, reference)
-    verdict = _judge(folder, share, accepted_min, finished, reason)
+    least = {"accepted_min": accepted_min, "participation_min": participation_min}
+    limits = {name: value for name, value in least.items() if value is not None}
+    verdict = _judge(folder, share, limits, finished, reason)
     _show(folder, verdict, console)
     exit_with(0 if verdict.kept else 1)
 
@@ -172,16 +184,12 @@ def _share(scenario: Scenario, reference: Path | None) -> float:
     return fault_free_share(scenario) if reference is None else accepted_share_of(reference)
 
 
-def _judge(folder: Path, share: float, least: float | None, finished: bool, reason: str) -> Verdict:
-    from decoupled_diloco.chaos.verdict import ACCEPTED_MIN, judge, save_verdict
+def _judge(
+    folder: Path, share: float, limits: dict[str, float], finished: bool, reason: str
+) -> Verdict:
+    from decoupled_diloco.chaos.verdict import judge, save_verdict
 
-    verdict = judge(
-        folder,
-        accepted_share=share,
-        accepted_min=ACCEPTED_MIN if least is None else least,
-        finished=finished,
-        reason=reason,
-    )
+    verdict = judge(folder, accepted_share=share, finished=finished, reason=reason, **limits)
     save_verdict(folder, verdict)
     return verdict
 
