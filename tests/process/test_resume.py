@@ -167,6 +167,54 @@ def check_data(folder: Path) -> None:
     assert {item.learner for item in back} >= set(basis[0].book.holders), "lives before the cut"
 
 
+def run_command(*arguments: str) -> tuple[int, str]:
+    with stopped_at_exit(command(*arguments)) as process:
+        text, _ = process.communicate(timeout=120)
+        return process.returncode, text
+
+
+def process_id(folder: Path, of: str) -> int:
+    return next(int(each.partition(":")[0]) for each in orphans(folder) if of in each)
+
+
+def test_a_cut_on_demand_and_one_that_everybody_died_in(tmp_path: Path) -> None:
+    """The second cut waits for a learner that stands still when all are killed: it is not used."""
+    folder = tmp_path / "run"
+    file = config_file(folder, run={"budget_steps": 100 * BUDGET}, syncer={"shards": 2})
+    with stopped_at_exit(command("train", str(file))) as process:
+        until(lambda: clock_of(folder) >= 4 or process.poll() is not None, "step 4", 60)
+        code, text = run_command("checkpoint", str(folder))
+        assert (code, cuts(folder)) == (0, [1]), text
+        assert "cut 1 of the whole run" in text
+        assert str(folder / "checkpoints/cut-000001") in text.replace("\n", "")
+        code, text = run_command("status", str(folder), "--json")
+        status = json.loads(text)["cut"]
+        parts = [
+            *folder.glob("checkpoints/cut-*/*.safetensors"),
+            *folder.glob("learners/*/*cut-1*"),
+        ]
+        assert status["number"] == 1
+        assert status["nbytes"] == sum(part.stat().st_size for part in parts)
+        assert status["missing"] == []
+        wrong = tmp_path / "wrong"
+        wrong.write_text("not the secret")
+        code, text = run_command("checkpoint", str(folder), "--token-file", str(wrong))
+        assert code == 5, text
+        os.kill(process_id(folder, "--index 1"), signal.SIGSTOP)
+        code, text = run_command("checkpoint", str(folder), "--timeout", "2")
+        assert code == 1
+        assert "the parts of learner-1 are still to come" in text
+        kill_everything(folder, process)
+    assert (folder / "checkpoints/cut-000002").exists()
+    assert cuts(folder) == [1]
+    short = ("--set", f"run.budget_steps={clock_of(folder) + 8}")
+    code, text = train("--resume", str(folder), "--cut", "last", *short)
+    assert code == 0, text
+    assert "cut 2 is not used" in text
+    assert "back to cut 1" in text
+    check_data(folder)
+
+
 def test_what_cannot_go_on_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, text = train("--resume", str(folder))

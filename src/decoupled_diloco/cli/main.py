@@ -13,6 +13,7 @@ import typer
 
 from decoupled_diloco import __version__
 from decoupled_diloco.cli.chaos import chaos
+from decoupled_diloco.cli.checkpoint import checkpoint
 from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
@@ -197,6 +198,7 @@ app.command()(report)
 app.command()(replay)
 app.command()(goodput)
 app.command()(ledger)
+app.command()(checkpoint)
 
 
 @app.callback(invoke_without_command=True)

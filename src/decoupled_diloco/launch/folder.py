@@ -1,9 +1,9 @@
 """The run folder: who may use it, and where things are in it.
 
 ```
-RUN/run.toml  lock  token  coordinator.json  tape/*.jsonl  tape.jsonl  logs/*.log  learners/
-    checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png  export/
-    durable/shard-*/  payloads/shard-*/  data.ledger
+RUN/run.toml  lock  token  addresses  coordinator.json  tape/*.jsonl  tape.jsonl  logs/*.log
+    learners/  checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png
+    export/  durable/shard-*/  payloads/shard-*/  data.ledger
 ```
 """
 
@@ -12,11 +12,16 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.storage.files import write_text
+
+ADDRESSES = "addresses"
+"""The file that says where the shards listen."""
 
 
 class RunFolder:
@@ -160,3 +165,27 @@ class Position:
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """See `Stateful`."""
         self.batches = state_dict["batches"]
+
+
+def write_addresses(run: Path, addresses: Sequence[str]) -> None:
+    """Keeps where the shards listen, in order: with port 0 nothing else tells.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    write_text(run / ADDRESSES, "\n".join(addresses) + "\n")
+
+
+def read_addresses(run: Path) -> tuple[str, ...]:
+    """Where the shards of a run on this machine listen, or did when it was last started.
+
+    Raises:
+        StorageError: It is no run folder, or the run was never started.
+    """
+    try:
+        return tuple((run / ADDRESSES).read_text().split())
+    except OSError as error:
+        raise StorageError(
+            f"{run} does not say where its syncer listens ({error.strerror}): give the folder of a "
+            "run that was started on this machine, or http://HOST:PORT"
+        ) from error

@@ -15,7 +15,7 @@ from decoupled_diloco.config.addresses import advertised, everywhere, on_this_ma
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.data import require_data
-from decoupled_diloco.launch.folder import RunFolder
+from decoupled_diloco.launch.folder import RunFolder, write_addresses
 from decoupled_diloco.launch.resume import go_back, half_way, standing_of
 from decoupled_diloco.launch.roles import EVALUATOR, open_tape, process_of
 from decoupled_diloco.launch.secrets import read_principals, require_principals
@@ -123,6 +123,7 @@ class LocalRun:
         config = self.config
         ports = self._listen_on = _ports(config)
         self.addresses = advertised(config, ports)
+        write_addresses(self.path, self.addresses)
         common = ["--stop-with-parent"]
         if config.syncer.principals_file is None:
             common += ["--token-file", str(self.secret_file)]

@@ -35,9 +35,12 @@ from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
+from decoupled_diloco.syncer import cut_requests
+from decoupled_diloco.syncer.cut_requests import CUT_PATH
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
+from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http import HttpClient, HttpServer
 from decoupled_diloco.units import MIB
 from decoupled_diloco.workloads import Batch, Workload, load_workload
@@ -109,6 +112,10 @@ def run_shard(
             taken = TookOver(process_name, shard, tenure.number, tenure.waited_seconds)
             tape.sample(time.monotonic(), taken)
         paths = {who: folder / "tape" / f"{file}.jsonl" for who, file in files.items()}
+
+        async def cut_asked(query: Mapping[str, str]) -> Document:
+            return cut_requests.answer(process.host, query)
+
         tapes_of_process = TapeDocuments(config.run.name, shard, addresses, paths)
         process = Shard(
             config,
@@ -122,7 +129,7 @@ def run_shard(
                 on_channel=on_channel,
                 health=lambda: process.health(),
                 about=lambda: process.describe(),
-                queries={TAPE_PATH: tapes_of_process},
+                queries={TAPE_PATH: tapes_of_process, CUT_PATH: cut_asked},
                 pool_bytes=config.syncer.pool_mib * MIB,
             ),
             client=HttpClient(token=token),

@@ -30,6 +30,7 @@ from decoupled_diloco.observe.chronicle_data import (
 )
 from decoupled_diloco.observe.historian import ending_in_words, is_learner, is_shard
 from decoupled_diloco.observe.live import REPEAT_SECONDS, Rate
+from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.samples import (
     BytesMoved,
@@ -57,57 +58,6 @@ event takes longer. Who leaves in the instant in which a window closes has close
 LATE_REPORTS_MAX = 8
 """Rounds that may wait at once for the next report of a learner that was not in them."""
 
-LOOKED_AT = frozenset(
-    cls.__name__
-    for cls in (
-        do.Abandon,
-        do.Accept,
-        do.Apply,
-        do.Broadcast,
-        do.ClockAdvanced,
-        do.EndTraining,
-        do.Evict,
-        do.Expect,
-        do.Fold,
-        do.Install,
-        do.Merge,
-        do.Note,
-        do.Ready,
-        do.Recovered,
-        do.RoundFinished,
-        do.RoundOpened,
-        do.RunOver,
-        do.Send,
-        do.Stop,
-        do.Unexpect,
-        fact.BodyArrived,
-        fact.Disconnected,
-        fact.Greeted,
-        fact.Heard,
-        fact.Ordered,
-        fact.Reported,
-        fact.Said,
-        fact.StepFinished,
-        fact.TermGranted,
-        BytesMoved,
-        EndRequested,
-        Evaluated,
-        LossMeasured,
-        ProcessEnded,
-        ProcessStarted,
-        RestartScheduled,
-        TookOver,
-        WentBack,
-    )
-)
-
-_SENT = frozenset({"Welcome"})
-_SAID = frozenset({"StepReport", "Holding", "Leave"})
-_BROADCAST = frozenset({"Shifted", "Ending", "Finished"})
-_ORDERED = frozenset({"Begin", "EndOrdered"})
-MESSAGES = {"Send": _SENT, "Said": _SAID, "Broadcast": _BROADCAST, "Ordered": _ORDERED}
-"""Which messages of the high-volume kinds matter here."""
-
 
 class Chronicle:
     """Everything that is known of a run as of its latest record; ``tokens``: of all learners.
@@ -130,6 +80,7 @@ class Chronicle:
         self.clock_rate = Rate()
         self.token_rate = Rate()
         self.evaluation: Evaluated | None = None
+        self.cut: tuple[float, do.KeepCut] | None = None
         self.remarks: list[Remark] = []
         self.left_out: Counter[str] = Counter()
         self.told_to_end: set[str] = set()
@@ -519,6 +470,8 @@ class Chronicle:
 
     def _anybody(self, record: Record, value: Any) -> None:
         match value:
+            case do.KeepCut():
+                self.cut = record.wall, value
             case EndRequested(names):
                 if not self.told_to_end and not self.finished:
                     self._remark(record, "", "all processes are told to end")

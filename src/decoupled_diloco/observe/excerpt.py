@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Hashable
 
-from decoupled_diloco.observe.chronicle import LOOKED_AT, MESSAGES
+from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
 
 REPORT_SECONDS = 1.0
 """Of a learner's step reports within so much time one is kept, and the last of a piece."""

@@ -104,6 +104,16 @@ class ShardStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class CutStatus:
+    """The last complete cut of the whole run; ``missing``: learners that gave no part."""
+
+    number: int
+    seconds_ago: float
+    nbytes: int
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus:
     """A run at one instant.
 
@@ -121,6 +131,7 @@ class RunStatus:
         bytes_of: Who has counted these bytes: ``syncer``, or ``learners``.
         discarded_whole: Whether the discards are all there are; else there are at least so many.
         discarded_known: Whether the discards' reasons are known (the learners' tapes are at hand).
+        cut: The last complete cut, ``None``: there was none.
         remarks: The last things worth a line, each with seconds since the run's beginning.
     """
 
@@ -149,6 +160,7 @@ class RunStatus:
     evaluation_loss: float | None
     learners: tuple[LearnerStatus, ...]
     shards: tuple[ShardStatus, ...]
+    cut: CutStatus | None
     remarks: tuple[tuple[float, str], ...]
     problems: tuple[str, ...]
 
@@ -221,9 +233,18 @@ def status_of(
         evaluation_loss=chronicle.evaluation.loss if chronicle.evaluation else None,
         learners=statuses,
         shards=tuple(_shard(chronicle, shard, as_of) for shard in shards),
+        cut=_cut(chronicle, as_of),
         remarks=tuple((r.at - (began or r.at), r.text) for r in chronicle.remarks[-20:]),
         problems=(*problems, *(f"{n} records left out: {why}" for why, n in _left_out(chronicle))),
     )
+
+
+def _cut(chronicle: Chronicle, as_of: float) -> CutStatus | None:
+    if chronicle.cut is None:
+        return None
+    at, cut = chronicle.cut
+    nbytes = sum(part.nbytes for part in (*cut.shards, *cut.learners))
+    return CutStatus(cut.number, max(0.0, as_of - at), nbytes, cut.missing)
 
 
 def _left_out(chronicle: Chronicle) -> list[tuple[str, int]]:

@@ -174,6 +174,10 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
         )
     if status.evaluation_loss is not None:
         parts.append(f"evaluation loss {status.evaluation_loss:.4f}")
+    if status.cut is not None:
+        ago, size = format_duration(round(status.cut.seconds_ago)), format_bytes(status.cut.nbytes)
+        without = f", without {', '.join(status.cut.missing)}" if status.cut.missing else ""
+        parts.append(f"cut {status.cut.number} of {ago} ago ({size}{without})")
     lines, line = [], ""
     for part in parts:
         if line and len(line) + len(part) + 2 > width:

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-from decoupled_diloco.protocol import leases
+from decoupled_diloco.protocol import cuts, leases
 from decoupled_diloco.protocol.cuts import Cuts
 from decoupled_diloco.protocol.donors import Donors
 from decoupled_diloco.protocol.effects import (
@@ -33,6 +33,7 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import (
     CoordinatorEvent,
+    CutWanted,
     JoinAsked,
     LearnerGone,
     MemberSaid,
@@ -153,6 +154,8 @@ class CoordinatorMachine:
                 return self._cuts.give_up(f"shard-{shard} is gone")
             case ShardSaid(shard, message):
                 return self._shard_said(shard, message)
+            case CutWanted():
+                return self._cuts.wanted(self.state, self._present_shards, self.options.shards)
             case _:
                 assert_never(event)
 
@@ -160,6 +163,16 @@ class CoordinatorMachine:
         """When the leases of a learner that is gone are over, or the next cut is due."""
         instants = (self._absences.deadline, self._cuts.due_at)
         return min((instant for instant in instants if instant is not None), default=None)
+
+    @property
+    def cuts(self) -> Cuts:
+        """The cut under way, and the last one that was given up; to be looked at only."""
+        return self._cuts
+
+    @property
+    def why_no_cut(self) -> str:
+        """Why no cut can begin now; empty: one can."""
+        return cuts.why_none(self.state, self._present_shards, self.options.shards)
 
     def snapshot(self) -> CoordinatorState:
         """A copy of the whole state; what ``Persist`` writes."""

@@ -40,6 +40,10 @@ from decoupled_diloco.protocol.messages import CutKept, CutOrdered, CutPart
 if TYPE_CHECKING:
     from decoupled_diloco.protocol.coordinator import CoordinatorState
 
+LEAD_MAX = 1024
+"""A participant may have heard of at most so many cuts that a shard has not: who says more is not
+believed. The coordinator begins none without the shard, so a few would be enough."""
+
 KEPT_MAX = 2
 """Complete cuts that are kept: one may turn out corrupt."""
 
@@ -58,10 +62,14 @@ class OpenCut:
 
 @dataclass(slots=True)
 class Cuts:
-    """The cuts of one life of the coordinator; the numbers alone outlive it."""
+    """The cuts of one life of the coordinator; the numbers alone outlive it.
+
+    ``given_up``: number of the last one that was not completed, and why.
+    """
 
     open: OpenCut | None = None
     due_at: float | None = None
+    given_up: tuple[int, str] = (0, "")
 
     def begin(
         self, state: CoordinatorState, shards: Iterable[int], why: str
@@ -87,13 +95,23 @@ class Cuts:
         awaited = [f"shard-{shard}" for shard in sorted(self.open.shards_awaited)]
         awaited += sorted(self.open.learners_awaited)
         text = f"cut {self.open.number} is given up, without {', '.join(awaited) or 'nobody'}"
+        self.given_up = self.open.number, reason
         self.open = None
         return [Note(text, reason)]
 
     def shard_kept(
         self, state: CoordinatorState, shard: int, message: CutKept
     ) -> list[CoordinatorEffect]:
-        """A shard has its part, or cannot have it."""
+        """A shard has its part, or cannot have it.
+
+        A number that was never begun is a lie that the shard has heard from a learner: the next cut
+        must be beyond it, or the shard would take no part of that.
+        """
+        if message.number > state.cut:
+            state.cut = message.number
+            text = f"shard-{shard} was told of cut {message.number}, which was never begun"
+            why = "the next one has a higher number"
+            return [*self.give_up(text), Persist(text), Note(text, why)]
         cut = self.open
         if cut is None or cut.number != message.number or shard not in cut.shards_awaited:
             return []
@@ -140,6 +158,14 @@ class Cuts:
         )
         return [kept, Persist(f"cut {cut.number} is complete")]
 
+    def wanted(
+        self, state: CoordinatorState, present: set[int], shards: int
+    ) -> list[CoordinatorEffect]:
+        """Somebody asks for a cut: one that is under way will do."""
+        if self.open is not None or why_none(state, present, shards):
+            return []
+        return self.begin(state, present, "somebody asks for it")
+
     def look(
         self,
         state: CoordinatorState,
@@ -162,6 +188,14 @@ class Cuts:
         if len(present) < shards:
             return self.give_up("a shard is away")
         return self.begin(state, present, f"every {every_seconds:g} s")
+
+
+def why_none(state: CoordinatorState, present: set[int], shards: int) -> str:
+    """Why no cut can begin now; empty: one can."""
+    if state.phase != "running":
+        return f"the run is {state.phase}"
+    away = sorted(set(range(shards)) - present)
+    return f"shard-{away[0]} is away" if away else ""
 
 
 def raised(state: CoordinatorState, newest: CoordinatorState) -> CoordinatorState:

@@ -532,6 +532,11 @@ class ShardSaid:
     message: FromShard
 
 
+@dataclass(frozen=True, slots=True)
+class CutWanted:
+    """Somebody asks for a consistent cut of the run now."""
+
+
 CoordinatorEvent = (
-    Tick | JoinAsked | MemberSaid | LearnerGone | ShardGreeted | ShardGone | ShardSaid
+    Tick | JoinAsked | MemberSaid | LearnerGone | ShardGreeted | ShardGone | ShardSaid | CutWanted
 )

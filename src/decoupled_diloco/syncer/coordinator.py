@@ -43,6 +43,7 @@ from decoupled_diloco.protocol.cuts import raised
 from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.events import (
     CoordinatorEvent,
+    CutWanted,
     JoinAsked,
     LearnerGone,
     MemberSaid,
@@ -55,6 +56,7 @@ from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, newest_state
+from decoupled_diloco.syncer.cut_requests import CutAnswer
 from decoupled_diloco.syncer.cuts import write_manifest
 from decoupled_diloco.syncer.relay import Relay
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
@@ -139,6 +141,7 @@ class CoordinatorHost:
         self._joining: dict[int, tuple[Channel, say.Join, Layout | None]] = {}
         self._connections = 0
         self._part: dict[str, Any] = {}
+        self._cut_kept = CutAnswer("given up", 0)
 
     # ---- learners and observers
 
@@ -380,8 +383,30 @@ class CoordinatorHost:
         try:
             await asyncio.to_thread(write_manifest, self._folder, effect, part)
             logger.info("cut %d of the whole run is complete%s", effect.number, missing)
+            self._cut_kept = CutAnswer.kept(self._folder, effect)
         except StorageError as error:
             logger.error("%s: cut %d of the run is not complete", error, effect.number)
+            self._cut_kept = CutAnswer("given up", effect.number, str(error))
+
+    def want_cut(self) -> CutAnswer:
+        """Begins a cut; one that is under way will do."""
+        problem = self.machine.why_no_cut
+        if problem:
+            return CutAnswer("refused", 0, problem)
+        self._handle(CutWanted())
+        return self.cut_answer(self.machine.state.cut)
+
+    def cut_answer(self, number: int) -> CutAnswer:
+        """What has become of a cut of this life."""
+        under_way, (given_up, reason) = self.machine.cuts.open, self.machine.cuts.given_up
+        if self._cut_kept.number == number:
+            return self._cut_kept
+        if under_way is not None and under_way.number == number:
+            return CutAnswer.of_open(under_way)
+        if number in self.machine.state.cuts_kept:
+            return CutAnswer("open", number, "its manifest is being written")
+        words = reason if given_up == number else "this coordinator knows nothing of it"
+        return CutAnswer("given up", number, words)
 
     def _answer(self, connection: int, message: say.Message) -> None:
         if connection in self._joining:

@@ -158,6 +158,11 @@ class Shard:
         return self._server.address
 
     @property
+    def host(self) -> CoordinatorHost | None:
+        """The coordinator, if it is in this process."""
+        return self._host
+
+    @property
     def finished(self) -> bool:
         """Whether the run is over, as opposed to this process being stopped."""
         return self.machine.state.phase == "finished"

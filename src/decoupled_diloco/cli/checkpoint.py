@@ -1,0 +1,51 @@
+"""`ddiloco checkpoint`: a consistent cut of the whole run, now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decoupled_diloco.cli.options import TokenFile, fail
+
+GIVEN_UP = 1
+
+
+def checkpoint(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a run on this machine, or its syncer: http://HOST:PORT, "
+            "with --token-file.",
+        ),
+    ],
+    token_file: TokenFile = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How long to wait for all parts.")
+    ] = 120.0,
+) -> None:
+    """A consistent checkpoint of the whole run, now, without a pause; go back with train --cut.
+
+    Exit code 1: there is none, because a part could not be had, or not in time.
+    """
+    from decoupled_diloco.config.addresses import on_this_machine
+    from decoupled_diloco.launch.folder import read_addresses, read_token
+    from decoupled_diloco.syncer.cut_requests import take_cut
+    from decoupled_diloco.units import format_bytes
+
+    if run.startswith(("http://", "https://")):
+        address = run
+    else:
+        address = on_this_machine(read_addresses(Path(run))[0])
+        own = Path(run) / "token"
+        token_file = token_file or (own if own.exists() else None)
+    found = take_cut(address, read_token(token_file), timeout)
+    if found.state != "complete":
+        cut = f"cut {found.number}" if found.number else "no cut"
+        late = f" after {timeout:g} s: it may still be completed" if found.state == "open" else ""
+        fail(f"{cut}: {found.state}{late}: {found.words}", GIVEN_UP)
+    typer.echo(f"cut {found.number} of the whole run: {format_bytes(found.nbytes)}, {found.folder}")
+    if found.missing:
+        typer.echo(f"without {', '.join(found.missing)}")
