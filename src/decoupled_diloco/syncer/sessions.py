@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.cuts import LEAD_MAX
 from decoupled_diloco.protocol.wire import colour, coloured, decode
 from decoupled_diloco.transport.base import Channel
 
@@ -127,7 +128,10 @@ class Sessions:
 
     def _hear(self, cut: int) -> None:
         """A shard takes its part of a cut before a message of it does anything here."""
-        if cut > self._cut():
+        known = self._cut()
+        if cut > known + LEAD_MAX:
+            raise ProtocolError(f"cut {cut} cannot be: the newest known here is {known}")
+        if cut > known:
             self._handle(fact.CutHeard(cut))
 
     def _is_current(self, learner: str, connection: int) -> bool:
