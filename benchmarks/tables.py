@@ -263,9 +263,9 @@ SCAVENGING = ("decoupled", "elastic")
 
 def recovery(result: Any) -> str:
     ways = ("own checkpoint", "donor, direct", "donor, relay", "published copies")
-    costs = ("checkpoint: copy", "checkpoint: write")
+    costs = ("checkpoint: copy to fresh memory", "checkpoint: copy", "checkpoint: write")
     rows = [
-        [f"{row['million_parameters']} M", *(f"{row[name]:.2f} s" for name in (*ways, *costs))]
+        [f"{row['million_parameters']} M", *(f"{row[name]:.3f} s" for name in (*ways, *costs))]
         for row in result["rows"]
     ]
     return table(["fp32 parameters", *ways, *costs], rows)
