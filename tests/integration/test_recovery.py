@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -93,9 +95,11 @@ class Position:
 class Loop:
     """One life of a learner that keeps itself: real steps of AdamW, a position in the data."""
 
-    def __init__(self, system: System, folder: Path, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, system: System, folder: Path, seed: int = 0, width: int = 6, **options: Any
+    ) -> None:
         self.dead = False
-        self.model = Model(seed)
+        self.model = Model(seed, width)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=0.01)
         self.position = Position()
@@ -406,6 +410,78 @@ def test_a_donor_that_is_out_of_reach_is_relayed(make: Make, tmp_path: Path) -> 
 
 async def _nowhere() -> str:
     return f"http://127.0.0.1:{free_ports(1)[0]}"
+
+
+class Cutting:
+    """Passes bytes on to an address, and cuts the first connections after so many of them."""
+
+    def __init__(self, address: str, cuts: int, after_bytes: int) -> None:
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        self.target, self.after_bytes = (host, int(port)), after_bytes
+        self.cuts_left, self.passed = cuts, 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.ends = [self.listener]
+        self.address = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.create_connection(self.target)
+                self.ends += (near, far)
+                for ends in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, down: bool) -> None:
+        here = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+                here += len(data)
+                self.passed += len(data) if down else 0
+                if down and self.cuts_left > 0 and here > self.after_bytes:
+                    self.cuts_left -= 1
+                    break
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def test_a_link_that_is_cut_while_a_donor_gives_costs_no_chunk_that_is_here(
+    make: Make, tmp_path: Path
+) -> None:
+    system = make(run={"budget_steps": 100_000}, pool_bytes=1 << 26)
+    system.start()
+    donor = Loop(system, tmp_path, listen="127.0.0.1:0", width=1600)
+    donations = donor.learner._background._donations
+    listen, cutting = donations._listen, list[Cutting]()
+
+    async def by_a_bad_link() -> str:
+        cutting.append(Cutting(await listen(), cuts=3, after_bytes=3 << 20))
+        return cutting[0].address
+
+    donations._listen = by_a_bad_link  # type: ignore[method-assign]
+    donor.steps(2)
+    with stepping(donor):
+        joiner = Loop(system, tmp_path, name="learner-1", width=1600)
+        joiner.learner.close()
+    donor.learner.close()
+    (how,) = recovered(system, "learner-1")
+    assert (how["way"], how["donor"], how["why"]) == ("donor", "learner-0", "from itself")
+    assert cutting[0].cuts_left == 0, "the link was cut"
+    cutting[0].close()
+    tape = read_tape(system.folder / "tape" / "learner-1.jsonl")
+    chunks = [r.data["chunk"] for r in tape if r.type == "ChunkArrived"]
+    assert chunks == list(range(len(chunks))), "none is fetched that was here"
+    assert len(chunks) > 4
+    assert how["nbytes"] <= cutting[0].passed < 2 * how["nbytes"]
 
 
 def test_a_donor_that_dies_while_it_gives_is_replaced(make: Make, tmp_path: Path) -> None:
