@@ -33,6 +33,8 @@ TITLES = {
     "kills": "Each kind of process is killed fifty times, then everything",
     "takeover": "A shard's standby takes over",
     "recovery": "A learner comes back",
+    "durability": "What journal, checkpoints and cuts cost a run",
+    "durability_worker": "What a durable commit costs the shard's merge worker",
     "data_plane_wan": "Bodies over a long link",
     "data_plane_loopback": "Bodies on loopback",
     "merging": "Merging",
