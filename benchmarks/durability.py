@@ -42,8 +42,8 @@ ESTIMATE = (
 WORKER_ESTIMATE = (
     "a record is 0.5 bytes a parameter of the model (a fragment's gradient in fp32), a checkpoint "
     "of 12 bytes a parameter comes every 96 commits: 0.6 MB a commit for 1 M parameters, about 2 "
-    "ms with the sync, 5 MB and 8 ms for 8 M; as long as the merge itself, so that 5 % are kept up to "
-    "some 25 and 6 commits a second and shard"
+    "ms with the sync, 5 MB and 8 ms for 8 M; as long as the merge itself, so that 5 % are kept up "
+    "to some 25 and 6 commits a second and shard"
 )
 FRAGMENTS = 8
 WARMUP = 0.15
