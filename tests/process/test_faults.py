@@ -116,7 +116,7 @@ def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path
 def test_killed_shards_are_restored_from_what_learners_hold(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
-        folder, run={"learners": 2, "budget_steps": 260}, syncer={"shards": 2}, sync={"quorum": 2}
+        folder, run={"learners": 2, "budget_steps": 420}, syncer={"shards": 2}, sync={"quorum": 2}
     )
     lives: dict[str, int] = {}
 
