@@ -105,11 +105,13 @@ def chaos(
         seed=seed,
     )
     console = make_console()
+    share = None if reference is None else _share(told, reference)  # before a run of half an hour
     code, finished, reason = _carry_out(told, console, virtual, protocol_only)
     if code == INTERRUPTED:
+        console.print("no verdict: interrupted")
         exit_with(code)
     folder = Path(told.config.run.folder)
-    share = _share(told, reference)
+    share = _share(told, None) if share is None else share
     least = {"accepted_min": accepted_min, "participation_min": participation_min}
     limits = {name: value for name, value in least.items() if value is not None}
     verdict = _judge(folder, share, limits, finished, reason)
