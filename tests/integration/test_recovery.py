@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco import Learner
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import CheckpointFolder
 from decoupled_diloco.observe.chronicle import Chronicle
 from decoupled_diloco.observe.explain_learner import explain_learner
@@ -263,7 +263,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(
     system = make(**ALONE)
     system.start()
     loop = Loop(system, tmp_path / "kept", checkpoint_every_seconds=1e-9)
-    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "learner-0").rmdir()
     (tmp_path / "kept" / "learner-0").write_text("in the way, as a full disk would be")
     loop.steps(5)
     loop.learner.close()
@@ -293,6 +293,11 @@ def test_what_cannot_be_kept_is_refused_at_once(make: Make, tmp_path: Path) -> N
         join(stateful={"optimizer": Position()})
     with pytest.raises(ConfigError, match="checkpoint_every_seconds=-1"):
         join(checkpoint=tmp_path, checkpoint_every_seconds=-1)
+    with pytest.raises(ConfigError, match=r"donate='optimizer' is a text: .* \('optimizer',\)"):
+        join(donate="optimizer")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot be made .* or leave it out"):
+        join(checkpoint=tmp_path / "file")
     with pytest.raises(ConfigError, match="checkpoint= without learner_id="):
         Learner(nn.Linear(2, 2), system.addresses[0], checkpoint=tmp_path)
 

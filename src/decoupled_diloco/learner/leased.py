@@ -11,7 +11,7 @@ for batch in dd.leased(learner, data):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -227,7 +227,7 @@ class MapParts:
         loader: Further arguments of `torch.utils.data.DataLoader`, such as ``num_workers``.
 
     Raises:
-        ConfigError: There are more parts than batches.
+        ConfigError: There are more parts than batches, or the dataset has no ``len``.
     """
 
     def __init__(
@@ -238,7 +238,12 @@ class MapParts:
         self.batch_size = batch_size
         self.seed = seed
         self._loader = loader
-        self._items = len(dataset)  # type: ignore[arg-type]
+        if not isinstance(dataset, Sized):
+            raise ConfigError(
+                f"the dataset is a {type(dataset).__name__} without len: give data that can only "
+                "be read in order as StreamParts(make, parts=…)"
+            )
+        self._items = len(dataset)
         self._batches = -(-self._items // batch_size)
         if not 1 <= parts <= self._batches:
             raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from decoupled_diloco.config.run import PORT_MAX
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import OPTIMIZER, CheckpointFolder
 from decoupled_diloco.learner.donations import Donations
 from decoupled_diloco.learner.keeper import Keeper
@@ -41,7 +41,7 @@ def keeper_of(
 
     Raises:
         ConfigError: The arguments do not go together, or a state cannot be kept.
-        StorageError: The checkpoints cannot be read.
+        StorageError: The folder cannot be made, or the checkpoints cannot be read.
     """
     if not 0 <= every_seconds < float("inf"):
         raise ConfigError(f"checkpoint_every_seconds={every_seconds}: 0 or more")
@@ -52,7 +52,15 @@ def keeper_of(
             "checkpoint= without learner_id=: give this learner a name that stays the same when it "
             "is started again"
         )
-    folder = CheckpointFolder(Path(checkpoint) / learner_id)
+    path = Path(checkpoint) / learner_id
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"checkpoint={str(checkpoint)!r}: {path} cannot be made ({error.strerror}): give a "
+            "folder that this process may write to, or leave it out"
+        ) from error
+    folder = CheckpointFolder(path)
     return Keeper(learner_id, model, stateful, folder, every_seconds)
 
 
@@ -67,6 +75,8 @@ def donations_of(
     Raises:
         ConfigError: Nothing has one of the names, or the address is none.
     """
+    if isinstance(donate, str):
+        raise ConfigError(f"donate={donate!r} is a text: write several names, as ({donate!r},)")
     known = {OPTIMIZER, *stateful}
     unknown = [name for name in donate if name not in known]
     if unknown:

@@ -84,6 +84,11 @@ def test_more_parts_than_batches_are_refused() -> None:
         MapParts(TensorDataset(torch.arange(10)), parts=4, batch_size=4)
 
 
+def test_data_without_a_length_are_no_map_style_dataset() -> None:
+    with pytest.raises(ConfigError, match=r"Numbers without len: .* as StreamParts\(make"):
+        MapParts(Numbers(0), parts=2, batch_size=4)
+
+
 def test_a_stateful_loader_is_not_read_from_the_beginning() -> None:
     made: list[StatefulLoader] = []
 
