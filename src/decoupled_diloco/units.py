@@ -55,18 +55,33 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMG]?)(bit|B)/s")
-_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+def format_rate(bytes_per_second: float) -> str:
+    """A bandwidth in bits, as links are sold.
+
+    >>> format_rate(2.5e8), format_rate(1.25e4)
+    ('2 Gbit/s', '100 kbit/s')
+    """
+    bits = 8 * bytes_per_second
+    if bits == float("inf"):
+        return "unlimited"
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits:.3g} bit/s"
+
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(?:(bit|B)(?:/s)?|(bps))")
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def parse_rate(text: str) -> float:
-    """A bandwidth in bytes a second, from a number with a unit: bit/s or B/s, with k, M or G.
+    """A bandwidth in bytes a second: a number with bit/s or B/s, with k, M, G or T.
 
     Raises:
         ValueError: it is not of that form, or zero.
 
-    >>> parse_rate("10Mbit/s"), parse_rate("1.5 MB/s")
-    (1250000.0, 1500000.0)
+    >>> parse_rate("10Mbit/s"), parse_rate("1.5 MB/s"), parse_rate("2Gbit")
+    (1250000.0, 1500000.0, 250000000.0)
     """
     match = _RATE.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
@@ -74,4 +89,47 @@ def parse_rate(text: str) -> float:
             f"{text!r} is no bandwidth: write a number above 0 and a unit, such as '10Mbit/s' or "
             "'1.5 MB/s'"
         )
-    return float(match[1]) * _PREFIXES[match[2]] / (8.0 if match[3] == "bit" else 1.0)
+    return float(match[1]) * _PREFIXES[match[2]] / (1.0 if match[3] == "B" else 8.0)
+
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*(us|µs|ms|s|min|h|d)?")
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds, from a number with us, ms, s, min, h or d; without a unit they are seconds.
+
+    Raises:
+        ValueError: it is not of that form.
+
+    >>> parse_duration("50ms"), parse_duration("1.5 h"), parse_duration("0.8")
+    (0.05, 5400.0, 0.8)
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            f"{text!r} is no duration: write a number, 0 or more, and a unit, such as '50ms' or "
+            "'0.8s'"
+        )
+    return float(match[1]) * _SECONDS[match[2] or "s"]
+
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([kMGBT]?)")
+_THOUSANDS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+
+def parse_count(text: str) -> float:
+    """A count, from a number with k, M, B (or G) or T.
+
+    Raises:
+        ValueError: it is not of that form.
+
+    >>> parse_count("12e9"), parse_count("12B"), parse_count("1.5T")
+    (12000000000.0, 12000000000.0, 1500000000000.0)
+    """
+    match = _COUNT.fullmatch(text.strip().replace("_", ""))
+    if match is None:
+        raise ValueError(
+            f"{text!r} is no count: write a number, 0 or more, such as '12e9', '12B' or '4M'"
+        )
+    return float(match[1]) * _THOUSANDS[match[2]]
