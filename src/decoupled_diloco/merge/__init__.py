@@ -21,6 +21,7 @@ from decoupled_diloco.merge.codec import (
     RawCodec,
     as_bytes,
     codec,
+    codec_names,
     digest,
     register_codec,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "as_bytes",
     "cast_like",
     "codec",
+    "codec_names",
     "contribution",
     "digest",
     "gather",

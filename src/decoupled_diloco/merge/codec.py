@@ -154,6 +154,15 @@ def codec(name: str) -> Codec:
     return _codecs[name]
 
 
+def codec_names() -> tuple[str, ...]:
+    """The names of all registered codecs.
+
+    >>> {"fp32", "bf16"} <= set(codec_names())
+    True
+    """
+    return tuple(_codecs)
+
+
 register_codec(RawCodec("fp32", torch.float32))
 register_codec(RawCodec("bf16", torch.bfloat16))
 

@@ -90,7 +90,7 @@ def save_png(history: RunHistory, path: str | Path) -> None:
     """
     lanes = _lane_count(history)
     heights = [2.6, 3.2, 1.2 + 0.42 * lanes]
-    with matplotlib.rc_context(_style(LIGHT)):
+    with matplotlib.rc_context(style_of(LIGHT)):
         figure = Figure(figsize=(10, sum(heights) + 1.2), layout="constrained")
         FigureCanvasAgg(figure)
         axes: Sequence[Axes] = figure.subplots(3, 1, sharex=True, height_ratios=heights)
@@ -291,7 +291,8 @@ def _legend_below(axes: Axes, history: RunHistory, theme: Theme) -> None:
 # ---- shared
 
 
-def _style(theme: Theme) -> Any:
+def style_of(theme: Theme) -> Any:
+    """The settings of matplotlib that all plots share."""
     return {
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],

@@ -1,0 +1,87 @@
+"""Utilisation over bandwidth, a line for each system; told apart by dash and marker, not colour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+from decoupled_diloco.observe.plots import LIGHT, style_of
+from decoupled_diloco.plan import measured
+
+Points = Sequence[tuple[float, float]]
+
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v")
+COLORS = ("#000000", "#D55E00", "#009E73", "#0072B2", "#7a5c00")
+
+
+def save_curves(
+    curves: Mapping[str, Points],
+    path: str | Path,
+    *,
+    title: str,
+    given: float | None = None,
+    error_of: str | None = None,
+) -> None:
+    """Writes the plot as an image on white; its format is that of the file's ending.
+
+    Args:
+        curves: points of bandwidth (bytes a second) and utilisation, by name.
+        path: of the image.
+        title: what is planned.
+        given: a bandwidth to mark, bytes a second.
+        error_of: the line that gets the measured error as a band.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with rc_context(style_of(LIGHT)):
+        figure = Figure(figsize=(8.4, 4.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        for number, (name, points) in enumerate(curves.items()):
+            _draw(axes, name, points, number, banded=name == error_of)
+        if given is not None:
+            axes.axvline(8 * given / 1e9, color="#60646c", linewidth=1.0)
+            axes.annotate(
+                "given",
+                (8 * given / 1e9, 1.02),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                color="#60646c",
+            )
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(0, 1.03)
+        axes.set_xlabel("bandwidth of a site's link, Gbit/s")
+        axes.set_ylabel("utilisation, % of the time")
+        axes.set_title(title, pad=18)
+        axes.legend(handlelength=3.6, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        figure.savefig(path, dpi=150, facecolor="#ffffff")
+
+
+def _draw(axes: Axes, name: str, points: Points, number: int, *, banded: bool) -> None:
+    bandwidth = [8 * rate / 1e9 for rate, _ in points]
+    share = [value for _, value in points]
+    color = COLORS[number % len(COLORS)]
+    axes.plot(
+        bandwidth,
+        share,
+        linestyle=LINES[number % len(LINES)],
+        marker=MARKERS[number % len(MARKERS)],
+        markevery=(number, 5),
+        markersize=4.5,
+        color=color,
+        label=name,
+    )
+    if banded and measured.UTILIZATION_ERROR > 0:
+        low = [max(0.0, value - measured.UTILIZATION_ERROR) for value in share]
+        high = [min(1.0, value + measured.UTILIZATION_ERROR) for value in share]
+        axes.fill_between(bandwidth, low, high, color=color, alpha=0.15, linewidth=0)

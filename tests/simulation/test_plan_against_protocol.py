@@ -1,0 +1,133 @@
+"""The planner's rounds against the protocol's own, in virtual time on the same links."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from decoupled_diloco.plan.network import HUB, Link, Network, Site
+from decoupled_diloco.plan.rounds import Rounds, simulate
+from decoupled_diloco.plan.setting import Format, Model, Setting
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.simulate.protocol_run import ProtocolRun
+from decoupled_diloco.simulate.scenario import load_scenario
+
+PARAMETERS, LEARNERS, PERIOD, STEPS = 48_000_000, 4, 12, 120
+
+RUN = """
+[run]
+learners = {learners}
+budget_steps = {steps}
+evaluator = false
+[sync]
+fragments = {fragments}
+period = 12
+overlap = {overlap}
+quorum = {quorum}
+wait = "{wait}"
+[workload]
+name = "paced"
+"""
+
+STORY = """
+run = "run.toml"
+parameters = {parameters}
+[[learners]]
+count = {learners}
+step_seconds = 1.0
+link = "all"
+[[links]]
+name = "all"
+latency_seconds = {latency}
+up = "{mbit}Mbit/s"
+down = "{mbit}Mbit/s"
+shared = {shared}
+"""
+
+
+def protocol(
+    folder: Path, mbit: int, latency: float, shared: bool, options: Options
+) -> ProtocolRun:
+    (folder / "run.toml").write_text(
+        RUN.format(
+            learners=LEARNERS,
+            steps=STEPS,
+            fragments=options.fragments,
+            overlap=options.overlap,
+            quorum=options.quorum,
+            wait=options.wait,
+        )
+    )
+    (folder / "story.toml").write_text(
+        STORY.format(
+            parameters=PARAMETERS,
+            learners=LEARNERS,
+            latency=latency,
+            mbit=mbit,
+            shared=str(shared).lower(),
+        )
+    )
+    run = ProtocolRun(load_scenario(folder / "story.toml"))
+    while run.advance():
+        pass
+    run.close()
+    assert run.finished, run.reason
+    return run
+
+
+def planned(mbit: int, latency: float, shared: bool, options: Options) -> Rounds:
+    """As the virtual world is: a link is filled wholly, and processes take no time."""
+    rate = mbit * 1e6 / 8
+    site = Site("all", LEARNERS, Link(rate, rate, latency, shared))
+    network = Network((site,), HUB, Link(math.inf, math.inf, 0.0005))
+    bf16 = Format("bf16", 16.0)
+    return simulate(
+        Model(PARAMETERS, 4, 1.0),
+        Setting(options, bf16, bf16),
+        network,
+        link_share=1.0,
+        step_overhead=0.0,
+        handling_seconds=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mbit", "latency", "shared"),
+    [
+        (400, 0.02, False),
+        (100, 0.02, False),
+        (400, 0.3, False),
+        (200, 0.02, True),
+        (100, 0.02, True),
+    ],
+)
+def test_rounds_of_learners_that_never_wait(
+    tmp_path: Path, mbit: int, latency: float, shared: bool
+) -> None:
+    """The same rounds in about the same time; a full queue merges its bodies one by one there."""
+    options = Options(fragments=12, period=PERIOD, overlap=2)
+    real = protocol(tmp_path, mbit, latency, shared, options)
+    plan = planned(mbit, latency, shared, options)
+    seconds = mean(real.tally.finished_seconds)
+    assert plan.merge_seconds == pytest.approx(seconds, rel=0.12)
+    merged = min(1.0, real.tally.merged / (STEPS / PERIOD * 12))
+    assert plan.kept == pytest.approx(merged, abs=0.1)
+
+
+@pytest.mark.parametrize(("fragments", "overlap", "mbit"), [(12, 2, 50), (12, 2, 100), (1, 0, 50)])
+def test_steps_of_learners_that_wait(
+    tmp_path: Path, fragments: int, overlap: int, mbit: int
+) -> None:
+    """What a run takes beyond its first weights and its last rounds is what the plan says."""
+    options = Options(
+        fragments=fragments, period=PERIOD, overlap=overlap, quorum=LEARNERS, wait="at_overlap"
+    )
+    real = protocol(tmp_path, mbit, 0.02, False, options)
+    plan = planned(mbit, 0.02, False, options)
+    whole = 4 * PARAMETERS * 8 / (mbit * 1e6)  # fp32, at the beginning
+    last = 4 * PARAMETERS * 8 / (mbit * 1e6)  # a round of every fragment, up and down in bf16
+    share = STEPS / (real.world.now - whole - last / 2)
+    assert plan.compute == pytest.approx(min(1.0, share), abs=0.08)

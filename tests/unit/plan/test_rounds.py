@@ -1,0 +1,140 @@
+"""Rounds on links, against what can be computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.plan import measured
+from decoupled_diloco.plan.network import HUB, SPREAD, Link, Network, Site, equal_sites
+from decoupled_diloco.plan.predict import predict
+from decoupled_diloco.plan.rounds import Rounds, demand, simulate
+from decoupled_diloco.plan.setting import Format, Model, Setting
+from decoupled_diloco.protocol.options import Options
+
+BF16 = Format("bf16", 16.0)
+MODEL = Model(24e6, 12, 1.0)
+MORE = 1 + measured.TRAFFIC_OVERHEAD
+
+
+def hub(rate: float, latency: float = 0.0, learners: int = 4, shared: bool = True) -> Network:
+    link = Link(rate, rate, latency, shared)
+    return Network((Site("here", learners, link),), HUB, Link(math.inf, math.inf))
+
+
+def run(network: Network, model: Model = MODEL, **options: object) -> Rounds:
+    setting = Setting(Options(**options), BF16, BF16)  # type: ignore[arg-type]
+    return simulate(
+        model, setting, network, link_share=1.0, step_overhead=0.0, handling_seconds=0.0
+    )
+
+
+def test_a_round_is_two_transfers_six_latencies_and_a_merge() -> None:
+    rate, latency = 1e7, 0.05
+    rounds = run(hub(rate, latency), fragments=24, period=24, overlap=2)
+    body = 1e6 * 2 * MORE * 4 / rate
+    core = 4 * measured.fold_seconds(1e6) + measured.merge_seconds(1e6)
+    assert rounds.merge_seconds == pytest.approx(2 * latency + body + core, rel=1e-6)
+    assert rounds.broadcast_seconds == pytest.approx(3 * latency + body, rel=1e-6)
+    assert rounds.delay_steps == 2
+    assert rounds.kept == 1.0
+    assert rounds.compute == pytest.approx(1.0)
+
+
+def test_traffic_is_what_the_rounds_move() -> None:
+    rounds = run(hub(1e8), fragments=24, period=24)
+    up, down = rounds.traffic[:2]
+    assert up.mean == pytest.approx(4 * 2e6 * MORE, rel=0.02)
+    assert down.mean == pytest.approx(up.mean, rel=0.02)
+    assert up.peak >= up.mean * 0.999
+
+
+def test_learners_that_never_wait_lose_rounds_instead_of_steps() -> None:
+    """The link carries 40 % of what is due."""
+    rate = 0.4 * 4 * 2e6 * MORE
+    network = hub(rate)
+    assert demand(MODEL, Setting(Options(), BF16, BF16), network, link_share=1.0) == pytest.approx(
+        2.5
+    )
+    rounds = run(network)
+    assert rounds.compute == pytest.approx(1.0)
+    assert rounds.kept == pytest.approx(0.4, abs=0.04)
+
+
+def test_learners_that_wait_lose_steps_instead_of_rounds() -> None:
+    """DiLoCo: H steps, then up and down in the link's own time."""
+    network = hub(1e7)
+    rounds = run(network, fragments=1, period=10, overlap=0, quorum=4, wait="at_overlap")
+    body = 24e6 * 2 * MORE * 4 / 1e7
+    core = measured.merge_seconds(24e6) + 4 * measured.fold_seconds(24e6)
+    assert rounds.kept == 1.0
+    assert rounds.compute == pytest.approx(10 / (10 + 2 * body + core), rel=1e-6)
+
+
+def test_a_syncer_at_a_site_needs_more_of_its_link_than_one_that_is_spread() -> None:
+    sites = equal_sites(4, 4, Link(1e9, 1e9))
+    setting = Setting(Options(shards=4), BF16, BF16)
+    spread = demand(MODEL, setting, Network(sites, SPREAD), link_share=1.0)
+    one = demand(MODEL, setting, Network(sites, "site-0"), link_share=1.0)
+    assert one == pytest.approx(2 * spread)
+
+
+def test_a_link_of_ones_own_is_as_good_as_many() -> None:
+    shared = run(hub(4e7, learners=4))
+    own = run(hub(1e7, learners=4, shared=False))
+    assert own.merge_seconds == pytest.approx(shared.merge_seconds)
+
+
+def test_the_grace_window_is_the_protocols_own() -> None:
+    setting = Setting(Options(grace_margin=0.5, overlap=3), BF16, BF16)
+    found = predict(MODEL, setting, hub(1e8), link_share=1.0)
+    r = found.rounds
+    slack = 3 * r.step_seconds - (r.quorum_seconds + r.merge_seconds + r.broadcast_seconds)
+    assert found.grace.slack == pytest.approx(slack)
+    assert found.grace.seconds == pytest.approx(0.5 * slack)
+
+
+def test_a_new_learner_fetches_the_whole_copy_over_what_is_left() -> None:
+    found = predict(MODEL, Setting(Options(), BF16, BF16), hub(1e9, learners=1), link_share=1.0)
+    assert found.join_seconds == pytest.approx(4 * 24e6 / (1e9 - 2e6 * MORE), rel=1e-3)
+
+
+def test_memory_is_what_shards_keep_and_bodies_on_their_way() -> None:
+    found = predict(MODEL, Setting(Options(shards=2), BF16, BF16), hub(1e9), link_share=1.0)
+    assert found.memory_bytes == pytest.approx(16 * 12e6 + 4 * 2 * 1e6 * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quorum": 5}, "quorum=5 exceeds learners=4"),
+        ({"fragments": 0}, "fragments=0 is out of range"),
+        ({"period": 2, "fragments": 2, "overlap": 2}, "overlap=2 is not below period=2"),
+        ({"shards": 25}, "shards=25 exceeds fragments=24"),
+        ({"grace_margin": 1.0}, "grace-margin=1 is out of range"),
+    ],
+)
+def test_settings_that_no_run_could_have_are_refused(
+    options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(hub(1e8), **options)
+
+
+def test_links_and_sites_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="up=-1 is no bandwidth"):
+        Link(-1.0, 1.0)
+    with pytest.raises(ConfigError, match=r"latency=-1 s"):
+        Link(1.0, 1.0, -1.0)
+    with pytest.raises(ConfigError, match="learners=0"):
+        Site("a", 0, Link(1.0, 1.0))
+    with pytest.raises(ConfigError, match="there is no site"):
+        Network(())
+    with pytest.raises(ConfigError, match="learners=2 is below sites=3"):
+        equal_sites(3, 2, Link(1.0, 1.0))
+    with pytest.raises(ConfigError, match="two sites have one name"):
+        Network((Site("a", 1, Link(1.0, 1.0)), Site("a", 1, Link(1.0, 1.0))))
+    with pytest.raises(ConfigError, match="link-share=2"):
+        simulate(MODEL, Setting(), hub(1e8), link_share=2.0)

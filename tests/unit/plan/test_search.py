@@ -1,0 +1,153 @@
+"""A setting is found, or it is said what is in the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.plan.compare import TARGETS, needs, standings
+from decoupled_diloco.plan.network import Link, Network, equal_sites
+from decoupled_diloco.plan.search import Wanted, propose
+from decoupled_diloco.plan.setting import (
+    Format,
+    Model,
+    Setting,
+    step_seconds_of,
+    wire_format,
+)
+from decoupled_diloco.plan.wallclock import NETWORKS, Reach, wall_clock
+from decoupled_diloco.protocol.options import Options
+
+MODEL = Model(12e9, 48, 1.0)
+BF16 = (wire_format("bf16"), wire_format("bf16"))
+
+
+def four(gbit: float, latency: float = 0.02) -> Network:
+    rate = gbit * 1e9 / 8
+    return Network(equal_sites(4, 4, Link(rate, rate, latency)))
+
+
+def test_a_wide_link_bears_the_papers_period_and_nothing_binds() -> None:
+    slower = Model(12e9, 48, 4.0)
+    found = propose(slower, four(100.0), Wanted(0.95, [BF16]))
+    assert found.reached
+    assert found.setting.options.period == 24
+    assert found.binds == ""
+
+
+def test_a_narrow_link_asks_for_a_longer_period_and_is_named() -> None:
+    found = propose(MODEL, four(2.0), Wanted(0.95, [BF16]))
+    o = found.setting.options
+    assert found.reached
+    assert found.prediction.utilization >= 0.95
+    assert found.prediction.rounds.delay_steps <= o.overlap
+    assert o.period > 24
+    assert "link of site-" in found.binds
+    shorter = propose(MODEL, four(4.0), Wanted(0.95, [BF16])).setting.options.period
+    assert shorter < o.period
+
+
+def test_fewer_bits_are_tried_before_a_longer_period() -> None:
+    int4 = (Format("4bit", 4.0), Format("4bit", 4.0))
+    wide = propose(MODEL, four(2.0), Wanted(0.95, [BF16]))
+    both = propose(MODEL, four(2.0), Wanted(0.95, [BF16, int4]))
+    assert both.setting.up.bits == 4.0
+    assert both.setting.options.period < wide.setting.options.period
+
+
+def test_what_is_given_stays() -> None:
+    wanted = Wanted(0.9, [BF16], period=768, fragments=16, overlap=40, shards=4)
+    found = propose(MODEL, four(2.0), wanted)
+    o = found.setting.options
+    assert (o.period, o.fragments, o.overlap, o.shards) == (768, 16, 40, 4)
+
+
+def test_none_does_and_the_best_says_why() -> None:
+    found = propose(MODEL, four(0.05), Wanted(0.95, [BF16]))
+    assert not found.reached
+    assert found.prediction.utilization < 0.3
+    assert "link of site-" in found.binds
+    above = propose(MODEL, four(100.0), Wanted(0.999, [BF16]))
+    assert not above.reached
+    assert "Learner.step" in above.binds
+
+
+def test_latency_can_be_what_binds() -> None:
+    quick = Model(1e6, 4, 0.01)
+    found = propose(quick, four(10.0, latency=2.0), Wanted(0.95, [BF16], period=24))
+    assert not found.reached
+    assert "latency" in found.binds
+
+
+def test_an_aim_that_is_no_share_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"utilization=1\.2 is no share"):
+        propose(MODEL, four(1.0), Wanted(1.2, [BF16]))
+
+
+def test_the_systems_stand_in_the_published_order() -> None:
+    """Four regions, 12B, a few Gbit/s: data-parallel is out of the question."""
+    setting = propose(MODEL, four(3.0), Wanted(0.95, [BF16])).setting
+    share = {s.system: s.utilization for s in standings(MODEL, setting, four(3.0))}
+    assert share["data-parallel"] < share["diloco"] <= share["streaming"] < share["decoupled"]
+    assert share["decoupled"] / share["data-parallel"] > 20
+
+
+def test_the_bandwidth_of_a_target_reaches_it() -> None:
+    model = Model(1e9, 24, 1.0)
+    setting = Setting(Options(shards=4), *BF16)
+    found = needs(model, setting, four(10.0, latency=0.0))
+    for system in ("data-parallel", "diloco", "streaming", "decoupled"):
+        rates = [n.bytes_per_second for n in found if n.system == system]
+        assert len(rates) == len(TARGETS)
+        assert None not in rates
+        assert rates == sorted(rates)  # type: ignore[type-var]
+    top = next(n for n in found if n.system == "diloco" and n.utilization == 0.9)
+    assert top.bytes_per_second is not None
+    there = four(8 * top.bytes_per_second / 1e9, latency=0.0)
+    share = {s.system: s.utilization for s in standings(model, setting, there)}["diloco"]
+    assert 0.9 <= share < 0.91
+
+
+def test_the_wall_clock_is_that_of_scaling_laws() -> None:
+    """By hand, for 10B, a trillion tokens, 1024 chips of 300 TFLOP/s, M = 4, H = 30."""
+    found = wall_clock(
+        params=10e9,
+        tokens=1e12,
+        tokens_per_step=4e6,
+        chips=1024,
+        flops_per_chip=3e14,
+        learners=4,
+        period=30,
+        between=NETWORKS["low"],
+    )
+    steps = 1e12 / 4e6
+    assert found.compute == pytest.approx(6 * 10e9 * 1e12 / (1024 * 3e14))
+    assert found.within == pytest.approx((320e9 / 400e9 * (1 - 4 / 1024) + 1e-4) * steps)
+    assert found.between == pytest.approx((320e9 / 10e9 * (1 - 1 / 1024) + 1e-2) * steps / 30)
+    assert found.total == found.compute + found.within + found.between
+    with pytest.raises(ConfigError, match="learners=8 exceeds chips=4"):
+        wall_clock(
+            params=1e9,
+            tokens=1e9,
+            tokens_per_step=1e6,
+            chips=4,
+            flops_per_chip=1e14,
+            learners=8,
+            period=1,
+            between=Reach(1e9, 0.0),
+        )
+
+
+def test_a_step_by_arithmetic() -> None:
+    assert step_seconds_of(10e9, 1e6, 100, 6e14) == pytest.approx(1.0)
+    with pytest.raises(ConfigError, match="chips=0 is out of range"):
+        step_seconds_of(1e9, 1e6, 0, 1e14)
+
+
+def test_wire_formats_are_the_projects_codecs() -> None:
+    assert wire_format("fp32").bits == 32.0
+    assert wire_format("3 bits").bits == 3.0
+    with pytest.raises(ConfigError, match="codec 'int9' is unknown"):
+        wire_format("int9")
+    with pytest.raises(ConfigError, match="64 bits is out of range"):
+        wire_format("64bit")
