@@ -34,6 +34,7 @@ from decoupled_diloco.cli.options import (
     listed,
     make_console,
 )
+from decoupled_diloco.cli.plan import plan
 from decoupled_diloco.cli.recipes import recipes, scenarios
 from decoupled_diloco.cli.replay import replay
 from decoupled_diloco.cli.report import report
@@ -187,6 +188,7 @@ def evaluator(
 app.command()(recipes)
 app.command()(scenarios)
 app.command()(simulate)
+app.command()(plan)
 app.command()(chaos)
 app.command()(export)
 app.command()(doctor)

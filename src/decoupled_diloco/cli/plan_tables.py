@@ -1,0 +1,195 @@
+"""What `ddiloco plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from decoupled_diloco.plan import measured
+from decoupled_diloco.plan.document import Plan, gbit
+from decoupled_diloco.plan.inputs import told
+from decoupled_diloco.units import format_bytes, format_duration, format_rate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from decoupled_diloco.plan.published import Row
+
+PAPERS = {
+    "streaming-diloco": "Streaming DiLoCo (arXiv 2501.18512)",
+    "scaling-laws": "Scaling Laws for DiLoCo (arXiv 2503.09799)",
+}
+
+
+def print_published(rows: Sequence[Row], console: Console) -> None:
+    """The rebuilt rows, a line for each system."""
+    targets = sorted({row.utilization for row in rows})
+    table = _table(["system", "H", *(f"{100 * target:g} %" for target in targets)])
+    for system in dict.fromkeys(row.system for row in rows):
+        cells = {row.utilization: row for row in rows if row.system == system}
+        first = next(iter(cells.values()))
+        shown = (cells[target].gbit_per_second for target in targets)
+        numbers = ["none does" if each is None else f"{each:.3g}" for each in shown]
+        table.add_row(system, str(first.period), *numbers)
+    console.print("Gbit/s that reach a compute utilisation:\n")
+    console.print(table)
+    for row in {row.source: row for row in rows}.values():
+        console.print(
+            f"\nvolume {row.volume:g}·N·bits, fitted to {PAPERS[row.source]}",
+            style="dim",
+            highlight=False,
+        )
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """The plan, in the order in which one asks."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    say(told(plan.inputs.model, plan.network))
+    for each in plan.inputs.assumed:
+        say(f"assumed: {each}", "dim")
+    say("")
+    _say_aim(plan, say)
+    _print_rows(_setting_rows(plan), console)
+    say("")
+    _print_rows(_prediction_rows(plan), console)
+    say("")
+    console.print(_traffic_table(plan))
+    say("\nOn the same links, with the same H:\n")
+    console.print(_systems_table(plan))
+    say("\nGbit/s of the slowest link that reach a utilisation (all links go with it):\n")
+    console.print(_needs_table(plan))
+    say(f"\n{_error_line()}", "dim")
+
+
+def _say_aim(plan: Plan, say: object) -> None:
+    assert callable(say)
+    if plan.aim is None:
+        return
+    got = _percent(plan.prediction.utilization)
+    if not plan.reached:
+        say(
+            f"settings that reach {100 * plan.aim:g} %: none does; the best is {got}, limited by "
+            f"{plan.binds}\n"
+        )
+    elif plan.binds:
+        say(f"reaches {100 * plan.aim:g} % ({got}); a shorter period is limited by {plan.binds}\n")
+    else:
+        say(f"reaches {100 * plan.aim:g} % ({got}) at the first setting tried: no link binds\n")
+
+
+def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    o, network = plan.setting.options, plan.network
+    where = {"spread": "divided among the sites", "hub": "at the hub"}
+    yield "period H, fragments P, overlap τ", f"{o.period}, {o.fragments}, {o.overlap}"
+    yield "learners M, minimum quorum K", f"{network.learners}, {o.quorum}"
+    up, down = plan.setting.up, plan.setting.down
+    yield "wire format up, down", f"{up.name} ({up.bits:g} bit), {down.name} ({down.bits:g} bit)"
+    yield "shards", f"{o.shards}, {where.get(network.syncer, 'at ' + network.syncer)}"
+
+
+def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    p, r = plan.prediction, plan.prediction.rounds
+    yield (
+        "utilisation",
+        f"{_percent(p.utilization)} ({_percent(p.utilization_low)} to "
+        f"{_percent(p.utilization_high)}): learners step {_percent(r.compute)} of the time, "
+        f"{_percent(r.kept)} of the due rounds take place",
+    )
+    yield "a step takes", format_duration(r.step_seconds)
+    yield "a learner moves in a step", f"{_bytes(p.up_bytes)} up, {_bytes(p.down_bytes)} down"
+    yield "slack, grace window", f"{_signed(p.grace.slack)}, {_signed(p.grace.seconds)}"
+    yield (
+        "a merge is applied after",
+        f"{r.delay_steps:.1f} steps (mean; at most {r.delay_steps_max:g}), which discards "
+        f"{_percent(p.discarded)} of the tokens",
+    )
+    yield "a fragment's age before that", f"up to {p.age_steps:.0f} steps"
+    yield (
+        "a shard needs",
+        f"{format_bytes(p.memory_bytes)} of memory, {_percent(r.shard_busy)} of a core "
+        f"(all shards: {p.cores:.2g} cores)",
+    )
+    joined = "" if p.join_seconds else " (it is beside the syncer)"
+    yield (
+        "a new learner joins within",
+        f"{format_duration(p.join_seconds)}, {p.join_steps:.0f} steps of the others{joined}",
+    )
+    if p.cost is not None:
+        yield "a million tokens cost", f"{p.cost:.4g}"
+    for system, (seconds, clock) in plan.clocks().items():
+        laws = "" if clock is None else f" (Scaling Laws: {format_duration(clock.total)})"
+        yield f"the token budget, {system}", format_duration(seconds) + laws
+
+
+def _traffic_table(plan: Plan) -> Table:
+    table = _table(["link", "direction", "mean Gbit/s", "peak (one step)", "bodies may fill"])
+    for t in plan.prediction.rounds.traffic:
+        fills = format_rate(t.capacity) if t.capacity < float("inf") else "no limit"
+        error = measured.TRAFFIC_ERROR * gbit(t.mean)
+        mean = f"{gbit(t.mean):.3g} ± {error:.1g}"
+        table.add_row(t.place, t.direction, mean, f"{gbit(t.peak):.3g}", fills)
+    return table
+
+
+def _systems_table(plan: Plan) -> Table:
+    table = _table(["system", "utilisation", "a step takes", "Gbit/s", "H", "τ"])
+    for s in plan.standings():
+        step = format_duration(s.step_seconds)
+        numbers = (f"{gbit(s.mean):.3g}", str(s.period), str(s.overlap))
+        table.add_row(s.system, _percent(s.utilization), step, *numbers)
+    return table
+
+
+def _needs_table(plan: Plan) -> Table:
+    needs = plan.needs()
+    targets = list(dict.fromkeys(n.utilization for n in needs))
+    table = _table(["system", *(f"{100 * target:g} %" for target in targets)])
+    for system in dict.fromkeys(n.system for n in needs):
+        rates = [n.bytes_per_second for n in needs if n.system == system]
+        shown = ["none does" if rate is None else f"{gbit(rate):.3g}" for rate in rates]
+        table.add_row(system, *shown)
+    return table
+
+
+def _error_line() -> str:
+    points = 100 * measured.UTILIZATION_ERROR
+    return (
+        f"Error bars: real runs on links with a set rate differed by up to {points:.1f} points of "
+        f"utilisation and {100 * measured.TRAFFIC_ERROR:.0f} % of traffic "
+        "(benchmarks/results/plan_real)."
+    )
+
+
+def _print_rows(rows: Iterable[tuple[str, str]], console: Console) -> None:
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
+    console.print(grid)
+
+
+def _table(header: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in header:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _signed(seconds: float) -> str:
+    """A time that may be below zero, or without end where no round comes back."""
+    if abs(seconds) == float("inf"):
+        return "none: no round comes back"
+    return f"{'-' if seconds < 0 else ''}{format_duration(abs(seconds))}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _bytes(count: float) -> str:
+    return format_bytes(count)

@@ -1,0 +1,140 @@
+"""`ddiloco plan` on the command line: what it prints, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.cli.plan_options import SYSTEMS
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.plan import published
+
+SMALL = ("--params", "100M", "--layers", "8", "--step-seconds", "1s")
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def printed(*arguments: str) -> str:
+    result: Result = run(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return str(result.stdout)
+
+
+def document(*arguments: str) -> Any:
+    return json.loads(printed(*arguments, "--json", "-"))
+
+
+def refusal(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code != 0
+    told = isinstance(result.exception, ConfigError)
+    return str(result.exception) if told else " ".join(result.output.replace("│", "").split())
+
+
+def test_the_published_rows_as_json() -> None:
+    given = ("--params", "10e9", "--layers", "48", "--step-seconds", "0.8", "--period", "100")
+    rows = document("--method", "published", *given, "--system", "streaming-overlap-4bit")
+    assert [row["utilization"] for row in rows] == [0.5, 0.8, 0.9, 0.95, 0.99]
+    assert {row["system"] for row in rows} == {"streaming-overlap-4bit"}
+    assert rows[0]["gbit_per_second"] == pytest.approx(0.373, abs=0.001)
+    everything = document("--method", "published", *given)
+    assert {row["system"] for row in everything} == set(SYSTEMS) == set(published.SYSTEMS)
+
+
+def test_a_setting_is_found_and_told() -> None:
+    text = printed(*SMALL, "--sites", "4", "--link", "1Gbit", "--utilization", "0.95")
+    assert text.startswith("100M parameters, 8 layers, a step of 1 s; 4 learners at 4 sites")
+    assert "reaches 95 % (99.7 %) at the first setting tried: no link binds" in text
+    none = printed(*SMALL, "--sites", "4", "--link", "100kbit", "--utilization", "0.95")
+    assert "none does; the best is" in " ".join(none.split())
+    assert "limited by" in none
+
+
+def test_the_document_has_every_number(tmp_path: Path) -> None:
+    plot = tmp_path / "link.png"
+    found = document(
+        *SMALL,
+        *("--site", "oslo:2:400Mbit/200Mbit:10ms:own", "--site", "rome:1:100Mbit/s:5ms"),
+        *("--chips", "30", "--flops", "1e14", "--tokens-per-step", "1M", "--tokens", "1B"),
+        *("--price-chip-hour", "2", "--price-gb", "0.1", "--plot", str(plot)),
+    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert found["sites"][0]["down_gbit_per_second"] == pytest.approx(0.2)
+    prediction = found["prediction"]
+    assert 0 < prediction["utilization"] <= 1
+    assert prediction["cost_per_million_tokens"] > 30 * 2 / 3600
+    assert len(found["traffic"]) == 4
+    assert [row["system"] for row in found["wall_clock"]] == [
+        "data-parallel",
+        "diloco",
+        "streaming",
+        "decoupled",
+    ]
+    assert found["wall_clock"][0]["scaling_laws"]["compute"] == pytest.approx(
+        6 * 1e8 * 1e9 / (30 * 1e14)
+    )
+    assert len(found["bandwidth"]) == 20
+
+
+def test_a_recipe_gives_its_model_and_settings() -> None:
+    found = document("diloco", "--step-seconds", "0.25", "--link", "20Mbit", "--period", "12")
+    assert found["setting"]["fragments"] == 1
+    assert found["setting"]["uplink_format"] == "fp32"
+    assert found["setting"]["quorum"] == 4
+    assert found["setting"]["period"] == 12, "options go before the file"
+    assert found["model"]["params"] == 853_120
+    assert found["prediction"]["compute_utilization"] < 1.0, "its learners wait"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--link", "1Gbit"), "give --params"),
+        (SMALL, "the link is missing"),
+        ((*SMALL, "--link", "-1Gbit"), "'-1Gbit' is no bandwidth"),
+        ((*SMALL, "--link", "fast"), "'fast' is no bandwidth"),
+        ((*SMALL, "--link", "1Gbit", "--latency", "soon"), "'soon' is no duration"),
+        (("--params", "0", "--link", "1Gbit"), "params=0 is out of range"),
+        ((*SMALL, "--link", "1Gbit", "--sites", "3", "--learners", "2"), "below sites=3"),
+        ((*SMALL, "--link", "1Gbit", "--sites", "4", "--quorum", "5"), "exceeds learners=4"),
+        ((*SMALL, "--link", "1Gbit", "--utilization", "95"), "utilization=95 is no share"),
+        ((*SMALL, "--link", "1Gbit", "--up", "bf61"), "did you mean 'bf16'"),
+        ((*SMALL, "--link", "1Gbit", "--price-gb", "1"), "needs --chips and --tokens-per-step"),
+        ((*SMALL, "--link", "1Gbit", "--tokens", "1B"), "needs --tokens-per-step"),
+        (
+            (*SMALL, "--link", "1Gbit", "--partition", "layer-strided", "--fragments", "11"),
+            "fragments=11 exceeds the 8 layers",
+        ),
+        ((*SMALL, "--site", "oslo:two:1Gbit"), "is not of the form NAME:LEARNERS"),
+        ((*SMALL, "--link", "1Gbit", "--site", "a:1:1Gbit"), "--site says what --link says"),
+        ((*SMALL, "--link", "1Gbit", "--method", "guess"), "--method 'guess' is unknown"),
+        (("quickstart", "--link", "1Gbit"), "does not say how long a step takes"),
+        (("--method", "published", "--params", "1e9"), "lacks --layers, --step-seconds, --period"),
+    ],
+)
+def test_impossible_input_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refusal(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "published", "--link", "1Gbit"), "--link would be ignored"),
+        ((*SMALL, "--link", "1Gbit", "--system", "diloco"), "--system is for --method published"),
+        ((*SMALL, "--link", "1Gbit", "--plot", "a.txt"), "does not end in .png"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
