@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: train test check chaos goodput docs docs-serve setup clean
+.PHONY: train test check chaos goodput plan docs docs-serve setup clean
 
 train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner is killed on the way
 	$(BIN)/ddiloco train recipes/quickstart.toml
@@ -26,6 +26,10 @@ chaos: $(STAMP)  ## half an hour of failures of every kind, and the verdict
 
 goodput: $(STAMP)  ## table and plots of what failures cost a million chips: benchmarks/results/goodput
 	$(BIN)/python benchmarks/goodput.py
+	$(BIN)/python benchmarks/tables.py
+
+plan: $(STAMP)  ## the planner's tables and plots: benchmarks/results/plan
+	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/tables.py
 
 docs: $(STAMP)  ## the documentation, as a folder of pages: site/index.html

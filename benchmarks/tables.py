@@ -41,6 +41,8 @@ TITLES = {
     "events": "Random worlds, every event checked",
     "goodput": "Goodput of a million chips, simulated",
     "goodput_real": "The goodput simulator against real runs",
+    "plan": "The planner against the published tables",
+    "plan_real": "The planner against real runs",
 }
 
 
@@ -273,6 +275,66 @@ def recovery(result: Any) -> str:
     return table(["fp32 parameters", *ways, *costs], rows)
 
 
+def plan(result: Any) -> str:
+    rows: dict[tuple[str, str, int], list[str]] = {}
+    targets = list(dict.fromkeys(cell["utilization"] for cell in result["rows"]))
+    for cell in result["rows"]:
+        key = cell["model"], cell["system"], cell["period"]
+        mark = "" if cell["grid_steps_off"] == 0 else f" ({cell['published']:g})"
+        rows.setdefault(key, []).append(f"{cell['predicted']:.3g}{mark}")
+    header = ["model", "system", "H", *(f"{100 * target:g} %" for target in targets)]
+    cells = table(header, [[model, system, str(h), *r] for (model, system, h), r in rows.items()])
+    regions = [
+        [
+            f"{row['step_seconds']:g} s",
+            f"{row['gbit']:g}",
+            *(f"{100 * row[name]:.1f} %" for name in ("data_parallel", "diloco", "streaming")),
+            f"{100 * row['decoupled']:.1f} %",
+            f"{row['period']}, {row['overlap']}",
+            f"{100 * row['discarded']:.0f} %",
+            f"{row['times_faster']:.0f}",
+        ]
+        for row in result["headline"]
+    ]
+    head = ["step", "Gbit/s", "data-parallel", "DiLoCo", "Streaming", "decoupled", "H, τ"]
+    head += ["discarded", "times faster than data-parallel"]
+    count, exact, near = result["cells"], result["exact"], result["within a grid step"]
+    return "\n\n".join(
+        [
+            "Gbit/s that reach a compute utilisation, and in brackets the published cell where it "
+            f"differs: {exact} of {count} are equal, {near} within one step of the grid (a fifth).",
+            cells,
+            "12B over four regions, the utilisation of each system and the ratio of wall-clock:",
+            table(head, regions),
+            f"*Assumed:* {result['assumed']}.",
+            "![utilisation over bandwidth](results/plan/headline.png)",
+        ]
+    )
+
+
+def plan_real(result: Any) -> str:
+    rows = []
+    for case in result["cases"]:
+        pairs_of = [
+            f"{100 * case['predicted'][name]:.1f} / {100 * case['measured'][name]:.1f} %"
+            for name in ("compute", "kept", "utilization")
+        ]
+        traffic = [
+            f"{case['predicted'][way]:.2f} / {case['measured'][way]:.2f}"
+            for way in ("up_mbit", "down_mbit")
+        ]
+        rows.append([case["system"], f"{case['mbit']:g}", *pairs_of, *traffic])
+    header = ["predicted / measured", "Mbit/s", "steps", "rounds kept", "utilisation"]
+    header += ["up Mbit/s", "down Mbit/s"]
+    error = result["largest error"]
+    return (
+        table(header, rows)
+        + f"\n\nLargest differences: {100 * error['utilization']:.1f} points of utilisation, "
+        f"{100 * error['traffic']:.0f} % of traffic. Processes took "
+        f"{1e3 * result['handling seconds of a body']:.0f} ms for a body besides moving it."
+    )
+
+
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
     "quality": quality,
@@ -284,6 +346,8 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "data_plane_loopback": data_plane,
     "goodput": goodput,
     "goodput_real": goodput_real,
+    "plan": plan,
+    "plan_real": plan_real,
 }
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from decoupled_diloco.plan import measured
 from decoupled_diloco.plan.document import Plan, gbit
 from decoupled_diloco.plan.inputs import told
 from decoupled_diloco.units import format_bytes, format_duration, format_rate
@@ -64,7 +63,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_systems_table(plan))
     say("\nGbit/s of the slowest link that reach a utilisation (all links go with it):\n")
     console.print(_needs_table(plan))
-    say(f"\n{_error_line()}", "dim")
+    say(f"\n{_error_line(plan)}", "dim")
 
 
 def _say_aim(plan: Plan, say: object) -> None:
@@ -131,7 +130,7 @@ def _traffic_table(plan: Plan) -> Table:
     table = _table(["link", "direction", "mean Gbit/s", "peak (one step)", "bodies may fill"])
     for t in plan.prediction.rounds.traffic:
         fills = format_rate(t.capacity) if t.capacity < float("inf") else "no limit"
-        error = measured.TRAFFIC_ERROR * gbit(t.mean)
+        error = plan.prediction.traffic_error * gbit(t.mean)
         mean = f"{gbit(t.mean):.3g} ± {error:.1g}"
         table.add_row(t.place, t.direction, mean, f"{gbit(t.peak):.3g}", fills)
     return table
@@ -157,12 +156,13 @@ def _needs_table(plan: Plan) -> Table:
     return table
 
 
-def _error_line() -> str:
-    points = 100 * measured.UTILIZATION_ERROR
+def _error_line(plan: Plan) -> str:
+    p = plan.prediction
+    wait = "wait" if plan.setting.options.wait == "at_overlap" else "never wait"
     return (
-        f"Error bars: real runs on links with a set rate differed by up to {points:.1f} points of "
-        f"utilisation and {100 * measured.TRAFFIC_ERROR:.0f} % of traffic "
-        "(benchmarks/results/plan_real)."
+        f"Error bars: with learners that {wait}, real runs on links with a set rate differed by up "
+        f"to {100 * p.error:.1f} points of utilisation and {100 * p.traffic_error:.0f} % of "
+        "traffic (benchmarks/results/plan_real). What the other systems reach was not measured."
     )
 
 

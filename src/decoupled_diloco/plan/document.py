@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from decoupled_diloco.plan import compare, measured
+from decoupled_diloco.plan import compare
 from decoupled_diloco.plan.compare import Need, Standing
 from decoupled_diloco.plan.inputs import Inputs
 from decoupled_diloco.plan.network import Network, slowest
@@ -167,8 +167,8 @@ def document(plan: Plan) -> dict[str, Any]:
             for system, (seconds, clock) in plan.clocks().items()
         ],
         "measured_error": {
-            "utilization": measured.UTILIZATION_ERROR,
-            "traffic": measured.TRAFFIC_ERROR,
+            "utilization": plan.prediction.error,
+            "traffic": plan.prediction.traffic_error,
             "source": "benchmarks/results/plan_real",
         },
     }

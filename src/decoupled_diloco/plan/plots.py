@@ -81,7 +81,7 @@ def _draw(axes: Axes, name: str, points: Points, number: int, *, banded: bool) -
         color=color,
         label=name,
     )
-    if banded and measured.UTILIZATION_ERROR > 0:
-        low = [max(0.0, value - measured.UTILIZATION_ERROR) for value in share]
-        high = [min(1.0, value + measured.UTILIZATION_ERROR) for value in share]
+    if banded and measured.UTILIZATION_ERRORS["never"] > 0:
+        low = [max(0.0, value - measured.UTILIZATION_ERRORS["never"]) for value in share]
+        high = [min(1.0, value + measured.UTILIZATION_ERRORS["never"]) for value in share]
         axes.fill_between(bandwidth, low, high, color=color, alpha=0.15, linewidth=0)

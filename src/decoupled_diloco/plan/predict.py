@@ -65,6 +65,8 @@ class Prediction:
         cores: that all shards keep busy.
         join_seconds: for a new learner to fetch the whole published copy, where it takes longest.
         cost: of a million tokens; None without prices.
+        error: of the utilisation, as it was measured for such learners; 0 to 1.
+        traffic_error: of the traffic, as a share of it.
     """
 
     rounds: Rounds
@@ -77,6 +79,8 @@ class Prediction:
     cores: float
     join_seconds: float
     cost: float | None
+    error: float
+    traffic_error: float
 
     @property
     def utilization(self) -> float:
@@ -86,12 +90,12 @@ class Prediction:
     @property
     def utilization_low(self) -> float:
         """The lower end of the measured error bar."""
-        return max(0.0, self.utilization - measured.UTILIZATION_ERROR)
+        return max(0.0, self.utilization - self.error)
 
     @property
     def utilization_high(self) -> float:
         """The upper end of the measured error bar."""
-        return min(1.0, self.utilization + measured.UTILIZATION_ERROR)
+        return min(1.0, self.utilization + self.error)
 
     @property
     def join_steps(self) -> float:
@@ -135,6 +139,8 @@ def predict(
         cores=_cores(model, setting, network, rounds),
         join_seconds=_join_seconds(model, setting, network, rounds, link_share),
         cost=prices.per_million_tokens(rounds.step_seconds, sent) if prices else None,
+        error=measured.UTILIZATION_ERRORS[o.wait],
+        traffic_error=measured.TRAFFIC_ERRORS[o.wait],
     )
 
 

@@ -1,0 +1,54 @@
+"""What was measured and enters predictions is what its folder says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.plan import measured
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+
+
+def read(folder: str, name: str = "result.json") -> Any:
+    return json.loads((RESULTS / folder / name).read_text())
+
+
+def test_merging() -> None:
+    config = read("merging", "config.json")
+    assert config["mib"] * 2**20 // 4 == measured.MERGE_ELEMENTS
+    folds = median(row["rda, one segment"] for row in read("merging", "raw.json"))
+    assert pytest.approx(folds / config["bodies"], rel=0.01) == measured.FOLD_SECONDS
+    rest = read("merging")["result"]["seconds of the rest, one fragment"]
+    assert (
+        pytest.approx(sum(value["median"] for value in rest.values()), rel=0.01)
+        == measured.MERGE_SECONDS
+    )
+
+
+def test_what_a_step_and_a_link_lose() -> None:
+    cases = [c for c in read("step_overhead")["result"].values() if isinstance(c, dict)]
+    inside = max(case["inside_step_percent"]["median"] for case in cases)
+    assert pytest.approx(inside / 100, abs=5e-5) == measured.STEP_OVERHEAD
+    beside = max(case["bytes_per_merge_over_theory_percent"] for case in cases)
+    assert pytest.approx(beside / 100, abs=5e-5) == measured.TRAFFIC_OVERHEAD
+    wan = read("data_plane_wan")["result"]
+    assert pytest.approx(wan["put_share_of_link"], abs=0.005) == measured.LINK_SHARE
+
+
+def test_the_error_bar_is_that_of_the_real_runs() -> None:
+    result = read("plan_real")["result"]
+    handling = result["handling seconds of a body"]
+    assert pytest.approx(handling, abs=5e-5) == measured.HANDLING_SECONDS
+    for wait, largest in result["largest error"].items():
+        utilization, traffic = largest["utilization"], largest["traffic"]
+        assert pytest.approx(utilization, abs=5e-4) == measured.UTILIZATION_ERRORS[wait]
+        assert pytest.approx(traffic, abs=5e-3) == measured.TRAFFIC_ERRORS[wait]
+    for case in result["cases"]:
+        off = abs(case["predicted"]["utilization"] - case["measured"]["utilization"])
+        wait = "never" if case["system"] == "decoupled" else "at_overlap"
+        assert off <= measured.UTILIZATION_ERRORS[wait] + 5e-4
