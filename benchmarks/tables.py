@@ -323,14 +323,20 @@ def plan_real(result: Any) -> str:
             f"{case['predicted'][way]:.2f} / {case['measured'][way]:.2f}"
             for way in ("up_mbit", "down_mbit")
         ]
-        rows.append([case["system"], f"{case['mbit']:g}", *pairs_of, *traffic])
-    header = ["predicted / measured", "Mbit/s", "steps", "rounds kept", "utilisation"]
+        step = f"{case['step_seconds']:g} s"
+        rows.append([case["system"], step, f"{case['mbit']:g}", *pairs_of, *traffic])
+    header = ["predicted / measured", "step", "Mbit/s", "steps", "rounds kept", "utilisation"]
     header += ["up Mbit/s", "down Mbit/s"]
     error = result["largest error"]
     return (
         table(header, rows)
-        + f"\n\nLargest differences: {100 * error['utilization']:.1f} points of utilisation, "
-        f"{100 * error['traffic']:.0f} % of traffic. Processes took "
+        + "\n\nLargest differences: "
+        + "; ".join(
+            f"learners that {name} {100 * error[wait]['utilization']:.1f} points of utilisation, "
+            f"{100 * error[wait]['traffic']:.0f} % of traffic"
+            for name, wait in (("never wait", "never"), ("wait", "at_overlap"))
+        )
+        + ". Processes took "
         f"{1e3 * result['handling seconds of a body']:.0f} ms for a body besides moving it."
     )
 
