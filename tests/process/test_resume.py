@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 from itertools import pairwise
 from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
 
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.observe.data_ledger import read_data
@@ -213,6 +217,46 @@ def test_a_cut_on_demand_and_one_that_everybody_died_in(tmp_path: Path) -> None:
     assert "cut 2 is not used" in text
     assert "back to cut 1" in text
     check_data(folder)
+
+
+SYNCHRONOUS = {
+    "fragments": 1,
+    "period": 5,
+    "overlap": 0,
+    "quorum": 2,
+    "participants": "all",
+    "merge": "mean",
+    "wait": "at_overlap",
+    "grace_margin": 0.0,
+}
+
+
+def test_a_synchronous_run_goes_on_from_one_cut_to_the_same_bits_each_time(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    file = config_file(
+        folder,
+        run={"budget_steps": 30, "checkpoint_every_seconds": 1.0},
+        sync=SYNCHRONOUS,
+        data={"leases": False},
+        workload={"step_seconds": 0.15},
+    )
+    with stopped_at_exit(command("train", str(file))) as process:
+        until(lambda: cuts(folder) or process.poll() is not None, "a cut", 60)
+        assert process.poll() is None, process.communicate()[0]
+        kill_everything(folder, process)
+    cut = cuts(folder)[0]
+    folder.rename(kept)
+    results = []
+    for _ in range(2):
+        shutil.copytree(kept, folder)
+        code, text = train("--resume", str(folder), "--cut", str(cut))
+        assert code == 0, text
+        results.append(load_file(folder / "weights.safetensors"))
+        shutil.rmtree(folder)
+    first, second = results
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(tensor.abs().sum() > 0 for tensor in first.values())
 
 
 def test_what_cannot_go_on_is_named(tmp_path: Path) -> None:

@@ -281,8 +281,8 @@ def _must_go_on_from_a_cut(scenario: Scenario, earlier: DataChecker | None) -> N
     if earlier is not None:
         data = DataChecker(world)
         data.go_on_from(earlier)
-    world.run(until=1.0)
     after = replace(scenario, world=world, checker=Checker(world), bounds=Bounds(world))
+    world.run(until=1.0)
     _must_go_on(after, data)
     if data is not None:
         data.check_accounts()
