@@ -32,7 +32,7 @@ from decoupled_diloco.protocol import (
 from decoupled_diloco.protocol.effects import RoundOpened
 from decoupled_diloco.protocol.membership import UploadEstimate
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.syncer import coordinator, sessions, shard
+from decoupled_diloco.syncer import coordinator, cut_requests, sessions, shard
 from decoupled_diloco.transport import backoff, bodies, channel, documents, http_client, http_server
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.units import format_duration
@@ -420,6 +420,12 @@ def _begin_and_end() -> list[Interval]:
             "the coordinator, and a shard before the run begins, try again after",
             _s(coordinator.RETRY_SECONDS),
             ("syncer.coordinator.RETRY_SECONDS",),
+        ),
+        row(
+            "cut on demand",
+            "who asked for one looks whether it is complete every",
+            _s(cut_requests.ASK_SECONDS),
+            ("syncer.cut_requests.ASK_SECONDS",),
         ),
     ]
 
