@@ -18,6 +18,8 @@ from decoupled_diloco.protocol import (
 )
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.lease import LeaseMachine
+from decoupled_diloco.simulate.claims import VirtualTenure
 from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shrink import Changes
 from decoupled_diloco.storage.journal import Journal
@@ -164,8 +166,42 @@ CORE = (
         "self.later(5.0, self._keep, order.fragment, order.version, digest)",
         Changes(mishaps={"disk_lies": 0.0, "disk_lost": 0.0}),
     ),
+    Break(
+        "a shard acts on when its lease is over",
+        LeaseMachine,
+        "holds",
+        " and now < self.state.valid_until",
+        "",
+        Changes(with_standbys=True),
+    ),
+    Break(
+        "a claim that is not renewed is waited for",
+        LeaseMachine,
+        "_free",
+        "asked_at < self._silent_at(standing)",
+        "standing.number > 0",
+        Changes(with_standbys=True),
+    ),
 )
 """Breaks of the machines, and of a shell's promise to the disk."""
+
+CLAIMS = (
+    Break(
+        "a version is told of without asking the storage for a newer claim",
+        VirtualTenure,
+        "confirm",
+        "self.claims.newest == self.number and self.holds()",
+        "True",
+    ),
+    Break(
+        "a process that was replaced is given a fresh term",
+        CoordinatorMachine,
+        "_shard_greeted",
+        "if superseded:",
+        "if False:",
+    ),
+)
+"""Breaks of what holds even if two processes of a shard act at once."""
 
 STORAGE = (
     Break(

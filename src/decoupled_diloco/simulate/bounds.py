@@ -6,10 +6,11 @@
 
 seconds after it was published: a body that is being fetched comes first, and may have become stale;
 then the newest one, perhaps by a retry (r, a second). q: all fragments' whole copies through its
-downlink, the longest queue there can be; w: one way with jitter; ξ: its longest step, τ' = τ where
-copies are applied at τ. So it holds what was published D seconds ago, or newer. And a fragment is
-due once in H steps of the fastest learner (ξ_min each), so in D seconds no more than
-``2 + ⌈D / (H·ξ_min)⌉`` versions of it are published: that is how many rounds it may be behind.
+downlink, the longest queue there can be; w: one way with jitter; ξ: its longest step (anybody's,
+where learners wait for each other), τ' = τ where copies are applied at τ. So it holds what was
+published D seconds ago, or newer. And a fragment is due once in H steps of the fastest learner
+(ξ_min each), so in D seconds no more than ``2 + ⌈D / (H·ξ_min)⌉`` versions of it are published:
+that is how many rounds it may be behind.
 
 *Memory.* The entries of all containers of a machine's state (`entries`) are bounded by the learners
 L and observers O that the run has ever had, its fragments P, and the rounds R that may be open:
@@ -55,7 +56,7 @@ class Bounds:
     def __init__(self, world: World) -> None:
         self.world = world
         self.learners = [s for s in world.learners.values() if s.spec.role == "learner"]
-        self.shards = {shard.name: shard for shard in world.shards}
+        self.shards = {shard.name: shard for shard in world.shard_processes}
         self.calm_since: float | None = None
         self.behind_most = 0
         self._told: dict[int, tuple[Version, str]] = {}
@@ -79,10 +80,13 @@ class Bounds:
         for effect in effects:
             kind = type(effect)
             if kind is Broadcast and type(effect.message) is Published:
-                self._tell(effect.message)
+                assert shard is not None
+                if not self.world.is_replaced(shard):
+                    self._tell(effect.message)
             elif kind is Install:
                 assert shard is not None
-                self._installed(shard, effect.fragment, effect.version)
+                if not self.world.is_replaced(shard):
+                    self._installed(shard, effect.fragment, effect.version)
             elif kind is Evict and self.calm_since is not None:
                 assert "nothing was heard" not in effect.reason, f"{effect.learner} is evicted"
         if type(event) is StepFinished and self.calm_since is not None:
@@ -109,7 +113,7 @@ class Bounds:
     # ---- rounds behind
 
     def _rounds_behind(self, fragment: int) -> None:
-        shard = self.world.shards[self.world.options.owner(fragment)]
+        shard = self.world.acting(self.world.options.owner(fragment))
         if shard.machine.state.phase != "running":
             return  # the closing sweep's rounds follow one another at once
         for learner in self.learners:
@@ -144,7 +148,7 @@ class Bounds:
         before = self._stepped.get(place)
         self._stepped[place] = now
         for index in range(len(learner.machine.state.fragments)) if before is not None else ():
-            shard = self.world.shards[self.world.options.owner(index)]
+            shard = self.world.acting(self.world.options.owner(index))
             if shard.machine.state.phase == "running" and self._is_settled(learner, shard.shard):
                 self._is_near(learner, index)
         if before is not None and self.world.options.wait == "never":
@@ -194,8 +198,10 @@ def behind_seconds_max(world: World, learner: LearnerProcess) -> float:
     queue = sum(world.bodies.fragment_bytes) / spec.down_bytes_per_second
     way = spec.latency + spec.jitter + 0.001
     steps = 1 + (options.overlap if options.apply == "at_tau" else 0)
+    alone = options.wait == "never"  # else it steps as the slowest does
+    others = [learner] if alone else [o for o in world.learners.values() if _trains(o)]
     waiting = 3 * queue + 8 * way + RETRY_SECONDS + SLACK_SECONDS
-    return waiting + steps * step_seconds_max(learner)
+    return waiting + steps * max(map(step_seconds_max, others))
 
 
 def rounds_behind_max(world: World, learner: LearnerProcess) -> int:

@@ -36,7 +36,7 @@ class Checker:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.shards = {shard.name: shard for shard in world.shards}
+        self.shards = {shard.name: shard for shard in world.shard_processes}
         self.published: dict[int, dict[Version, str]] = defaultdict(dict)
         self.newest: dict[int, Version] = {}
         self.clocks: dict[tuple[str, int], int] = {}
@@ -53,15 +53,15 @@ class Checker:
         """One event that a machine has handled."""
         for effect in effects:
             match effect:
-                case Merge():
+                case Merge() if not self._is_replaced(who):
                     self._merge(who, effect)
                 case Fold():
                     self._fold(who, event, effect)
                 case RoundFinished():
                     self._round(effect)
                 case Broadcast(Published() as message):
-                    self._published(message)
-                case Install(fragment, version):
+                    self._published(who, message)
+                case Install(fragment, version) if not self._is_replaced(who):
                     self._installed(fragment, version)
                 case ClockAdvanced(clock):
                     self._clock(who, clock)
@@ -101,12 +101,16 @@ class Checker:
         assert order.version > newest
         assert order.base == newest, "a merge starts from the newest version"
 
-    def _published(self, message: Published) -> None:
+    def _is_replaced(self, who: str) -> bool:
+        """Whether it tells of nothing new any more; that is seen to by `ClaimChecker`."""
+        return self.world.is_replaced(self.shards[who])
+
+    def _published(self, who: str, message: Published) -> None:
         known = self.published[message.fragment]
         assert known.get(message.version, message.digest) == message.digest, (
             f"fragment {message.fragment}: two contents are called {message.version}"
         )
-        if message.version not in known:
+        if message.version not in known and not self._is_replaced(who):
             newest = self.newest.get(message.fragment)
             if newest is not None and message.version != newest:
                 self._issued(message.fragment, message.version)
@@ -170,10 +174,12 @@ class Checker:
     def check_end(self) -> None:
         """Everybody who saw the end holds the result, and nothing trained is missing from it."""
         final: dict[int, Any] = {}
-        for shard in self.world.shards:
-            bodies = shard.bodies
-            assert isinstance(bodies, LineageShard)
-            final.update(bodies.values)
+        for shard in range(self.world.options.shards):
+            # Who takes over when all is over and everybody gone installs nothing any more.
+            for process in sorted(self.world.hosts(shard), key=lambda process: process.claim):
+                bodies = getattr(process, "bodies", None)
+                if isinstance(bodies, LineageShard):
+                    final.update(bodies.values)
         for learner in self.world.learners.values():
             if learner.over:
                 self._check_result(learner, final)

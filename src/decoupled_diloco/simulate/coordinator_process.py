@@ -108,6 +108,9 @@ class CoordinatorProcess(Shell):
                 self.tell(MemberSaid(hello.learner, hello.nonce, message))
             elif isinstance(hello, ShardHello) and self.shards.get(hello.shard) is connection:
                 self.tell(ShardSaid(hello.shard, message))
+            elif isinstance(hello, ShardHello) and hello.claim:
+                connection.close(self)  # another process acts for this shard now
+                self.guests.pop(connection.number)
 
     def _greeted(self, connection: Connection, hello: ShardHello) -> None:
         self.guests[connection.number] = hello

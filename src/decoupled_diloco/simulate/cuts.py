@@ -16,7 +16,7 @@ from decoupled_diloco.protocol.events import KeptFragment, ShardMemory
 from decoupled_diloco.simulate.bodies import Life, Value
 
 if TYPE_CHECKING:
-    from decoupled_diloco.simulate.shard_process import Kept
+    from decoupled_diloco.simulate.shard_disk import Kept
     from decoupled_diloco.simulate.world import World
 
 
@@ -94,7 +94,9 @@ def resumed(world: World, number: int, make: Any) -> World:
     after.coordinator.go_back(state, world.coordinator)
     for shard in after.shards:
         part = world.cuts.shards[number, shard.shard]
-        shard.disk, shard.memory, shard.exact = dict(part.kept), part.memory, True
+        for kept in part.kept.values():
+            shard.disk.keep(0, kept, part.memory)
+        shard.exact = True
     for learner in cut.learners:
         own = world.cuts.learners[number, learner.who]
         after.learners[learner.who].disk.put(own.fragments, own.values)

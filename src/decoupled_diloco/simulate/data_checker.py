@@ -44,7 +44,7 @@ class DataChecker:
         """This world begins with a cut of another, whose parts must have what is called durable."""
         self._ended |= earlier._ended
         for shard in self.world.shards:
-            for fragment, kept in shard.disk.items():
+            for fragment, kept in shard.disk.read().fragments.items():
                 self.merged[fragment] = dict(kept.content.merged)
         self.catch_up()
 
@@ -70,7 +70,7 @@ class DataChecker:
             self._entered(ledger[self._entries - 1])
 
     def _note_merged(self, who: str, fragment: int) -> None:
-        shard = next(shard for shard in self.world.shards if shard.name == who)
+        shard = next(shard for shard in self.world.shard_processes if shard.name == who)
         assert isinstance(shard.bodies, LineageShard)
         merged = self.merged[fragment]
         for life, step in shard.bodies.values[fragment].merged.items():

@@ -8,10 +8,11 @@ from typing import Literal
 
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shell import Shell
 from decoupled_diloco.simulate.world import World
 
-Kind = Literal["crash", "vanish", "pause", "cut", "break", "slow"]
+Kind = Literal["crash", "vanish", "pause", "cut", "break", "slow", "leap", "unmount"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,11 @@ class Fault:
         at: when it strikes, seconds.
         kind: ``crash`` (SIGKILL), ``vanish`` (power: nobody is told), ``pause`` (SIGSTOP),
             ``cut`` (the link is silent), ``break`` (connections are lost), ``slow`` (steps take
-            longer; learners only).
-        process: whom it strikes: a learner's name, ``shard-0``, ``coordinator``.
-        seconds: how long it lasts, then it is undone; infinity: for good.
+            longer; learners only), ``leap`` (its clock leaps ahead, once), ``unmount`` (the
+            storage of its claims is out of its reach; shards with standbys only).
+        process: whom it strikes: a learner's name, ``shard-0``, ``shard-0-standby``,
+            ``coordinator``.
+        seconds: how long it lasts, then it is undone; infinity: for good. How far a clock leaps.
         peer: the other end of a cut or break; empty: everybody.
         factor: how many times longer steps take.
     """
@@ -50,7 +53,7 @@ def strike(world: World, faults: Iterable[Fault]) -> None:
 
 def _peers(world: World, process: Shell) -> list[Shell]:
     if isinstance(process, LearnerProcess):
-        return [world.coordinator, *world.shards]
+        return [world.coordinator, *world.shard_processes]
     return [other for other in world.processes if other is not process]
 
 
@@ -71,6 +74,11 @@ def _begin(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> No
         case "slow":
             if isinstance(process, LearnerProcess):
                 process.slowness = fault.factor
+        case "leap":
+            process.leap(fault.seconds)
+        case "unmount":
+            assert isinstance(process, ShardProcess)
+            process.storage_gone = True
 
 
 def _is_told(world: World, process: LearnerProcess) -> bool:
@@ -89,7 +97,10 @@ def _end(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> None
         case "slow":
             if isinstance(process, LearnerProcess):
                 process.slowness = 1.0
-        case "break":
+        case "unmount":
+            assert isinstance(process, ShardProcess)
+            process.storage_gone = False
+        case "break" | "leap":
             pass
 
 
@@ -120,5 +131,29 @@ def random_faults(
             peer = choices.pick(names)
         lasts = min(choices.log_uniform(0.05, 40.0), until - at)
         faults.append(Fault(at, kind, process, lasts, peer, choices.log_uniform(1.5, 20.0)))
+        at += choices.exponential(mean_seconds)
+    return faults
+
+
+def random_takeovers(
+    choices: Choices, shards: int, *, until: float, mean_seconds: float
+) -> list[Fault]:
+    """A Poisson process of what makes a standby go on, or only believe that it should.
+
+    Args:
+        choices: where they are drawn from.
+        shards: how many shards there are, each with a standby.
+        until: when the last has ended, seconds.
+        mean_seconds: mean time between two faults.
+    """
+    names = [f"shard-{shard}{end}" for shard in range(shards) for end in ("", "", "-standby")]
+    kinds: list[Kind] = ["crash", "vanish", "pause", "pause", "unmount", "unmount", "cut", "break"]
+    faults: list[Fault] = []
+    at = choices.exponential(mean_seconds)
+    while at < until:
+        kind, process = choices.pick(kinds), choices.pick(names)
+        peer = "coordinator" if kind in ("cut", "break") and choices.chance(0.5) else ""
+        lasts = min(choices.log_uniform(0.05, 40.0), until - at)
+        faults.append(Fault(at, kind, process, lasts, peer))
         at += choices.exponential(mean_seconds)
     return faults

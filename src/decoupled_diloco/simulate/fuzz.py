@@ -5,7 +5,8 @@
     python -m decoupled_diloco.simulate.fuzz --runs 500           # seeds 0, 1, 2, …
 
 A run has three parts: faults at random; then none, and every fragment must go on; then, with a
-budget, the end, in which nothing may be missing.
+budget, the end, in which nothing may be missing. Where shards have standbys, each of them takes
+over once more in between, within a time that is known.
 """
 
 from __future__ import annotations
@@ -23,12 +24,21 @@ from decoupled_diloco.simulate.bodies import NoBodies
 from decoupled_diloco.simulate.bounds import Bounds
 from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.claim_checker import ClaimChecker, takeover_seconds_max
+from decoupled_diloco.simulate.claims import Standbys
 from decoupled_diloco.simulate.cuts import check_cut, resumed
 from decoupled_diloco.simulate.data_checker import DataChecker
-from decoupled_diloco.simulate.faults import Fault, random_faults, strike
+from decoupled_diloco.simulate.faults import (
+    Fault,
+    Kind,
+    random_faults,
+    random_takeovers,
+    strike,
+)
 from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
 from decoupled_diloco.simulate.leased_loop import NumberedParts, VirtualData
 from decoupled_diloco.simulate.network import Link
+from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shell import Shell
 from decoupled_diloco.simulate.shrink import Changes, Size, shrink, signature
 from decoupled_diloco.simulate.world import Mishaps, World
@@ -44,6 +54,9 @@ deadline (60 s)."""
 
 EVENTS_MIN = 300
 """A world goes on for at least so many events, unless it ends."""
+
+AWAY = ("starting", "restoring")
+"""Phases in which a shard is not at work."""
 
 LOOK_SECONDS = 5.0
 """How often it is looked whether what must happen has happened."""
@@ -120,6 +133,18 @@ def random_data(choices: Choices) -> VirtualData | None:
     return VirtualData(parts, choices.integer(1, 3), choices.pick([1, 1, 3]))
 
 
+def random_standbys(choices: Choices, changes: Changes) -> Standbys | None:
+    """A standby for every shard, in a third of all worlds."""
+    without = choices.chance(0.67) and not changes.with_standbys
+    if without or changes.without_standbys:
+        return None
+    return Standbys(
+        lease_seconds=choices.log_uniform(1.0, 15.0),
+        storage_seconds=choices.log_uniform(0.0005, 0.1),
+        storage_fails=choices.pick([0.0, 0.0, 0.05]),
+    )
+
+
 @dataclass(slots=True)
 class Scenario:
     """One random world and what will befall it."""
@@ -132,6 +157,7 @@ class Scenario:
     world: World
     checker: Checker
     bounds: Bounds
+    claims: ClaimChecker
     faulty_seconds: float
     step_seconds: float
     ends: bool
@@ -183,6 +209,8 @@ def draw(seed: int, changes: Changes | None = None) -> Scenario:
         until=faulty,
         mean_seconds=mean,
     )
+    standbys = random_standbys(choices.fork("standbys"), changes)
+    faults += _of_claims(choices.fork("takeovers"), options.shards, standbys, faulty)
     options = replace(options, **changes.options)
     mishaps = replace(mishaps, **changes.mishaps)
     kept = [
@@ -197,6 +225,7 @@ def draw(seed: int, changes: Changes | None = None) -> Scenario:
         fragment_bytes=fragment_bytes[: options.fragments],
         inbox_seconds=inbox_seconds,
         data=random_data(choices.fork("data")),
+        standbys=standbys,
     )
     # Its orders reach one participant long before another: what a cut must not mind.
     world.coordinator.link = Link(jitter=choices.fork("orders").pick([0.0, 0.0, 3.0, 10.0]))
@@ -210,10 +239,21 @@ def draw(seed: int, changes: Changes | None = None) -> Scenario:
         world,
         Checker(world),
         Bounds(world),
+        ClaimChecker(world),
         changes.faulty_seconds or faulty,
         step_seconds,
         options.budget_steps is not None,
     )
+
+
+def _of_claims(
+    choices: Choices, shards: int, standbys: Standbys | None, until: float
+) -> list[Fault]:
+    """What befalls claims, where there are any."""
+    if standbys is None:
+        return []
+    often = choices.pick([3.0, 10.0, 30.0])
+    return random_takeovers(choices, shards, until=until, mean_seconds=often)
 
 
 def _left(faults: Sequence[Fault], world: World, changes: Changes) -> list[Fault]:
@@ -298,6 +338,7 @@ def _must_go_on(scenario: Scenario, data: DataChecker | None = None) -> None:
     if not world.finished:
         checker.forget()
         _go_on(scenario, SETTLE_SECONDS + patience)
+        _take_over(scenario, patience)
         checker.forget()
         scenario.bounds.calm()
         _go_on(scenario, patience)
@@ -329,14 +370,48 @@ def _go_on(scenario: Scenario, patience: float) -> None:
     assert sweeping or _all_here(world), f"somebody is not back: {_phases(world)}"
 
 
+def _take_over(scenario: Scenario, patience: float) -> None:
+    """Strikes each shard that has a standby: the other process is at work, and commits, in time."""
+    world, checker = scenario.world, scenario.checker
+    for standby in world.standbys:
+        before = world.acting(standby.shard)
+        seconds = takeover_seconds_max(world, standby.shard)
+        if not before.alive or _is_over(before) or _ends_within(scenario, 3 * seconds):
+            return
+        kinds: list[Kind] = ["crash", "pause", "unmount"]
+        kind = before.choices.pick(kinds)
+        strike(world, [Fault(world.now, kind, before.name, seconds)])
+        struck_at = world.now
+        world.run(until=struck_at + seconds)
+        after = world.acting(standby.shard)
+        text = f"{seconds:.1f} s after {kind} of {before.name}: {_phases(world)}"
+        assert after is not before or after.life != before.life or world.finished, text
+        at_work = after.machine is not None and after.machine.state.phase not in AWAY
+        assert at_work or world.finished, text
+        checker.forget()
+        _go_on(scenario, SETTLE_SECONDS + patience)
+
+
+def _ends_within(scenario: Scenario, seconds: float) -> bool:
+    """Whether the budget may be spent by then: who comes back late is not in the closing sweep."""
+    budget, clocks = scenario.options.budget_steps, scenario.world.coordinator.machine.state.clocks
+    if budget is None:
+        return False
+    fastest = min(spec.step_seconds for spec in scenario.learners if spec.role == "learner")
+    return (budget - max(clocks.values(), default=0)) * 0.5 * fastest < seconds
+
+
 def _all_here(world: World) -> bool:
     """Whether every process is alive, and every shard at work."""
     return all(process.alive or _is_over(process) for process in world.processes) and all(
-        shard.machine.state.phase not in ("starting", "restoring") for shard in world.shards
+        shard.machine is not None and shard.machine.state.phase not in AWAY
+        for shard in map(world.acting, range(len(world.shards)))
     )
 
 
 def _is_over(process: Shell) -> bool:
+    if isinstance(process, ShardProcess):
+        return process.finished
     return isinstance(process, LearnerProcess) and process.over
 
 
@@ -370,13 +445,17 @@ def heal(world: World) -> None:
         world.restart(process)
         for other in world.processes:
             world.heal(process, other)
+    for shard in world.shard_processes:
+        shard.storage_gone = False
     for learner in world.learners.values():
         learner.slowness = 1.0
 
 
 def _phases(world: World) -> str:
     phases = [f"coordinator {world.coordinator.machine.state.phase}"]
-    phases += [f"{shard.name} {shard.machine.state.phase}" for shard in world.shards]
+    for shard in world.shard_processes:
+        phase = "waiting" if shard.machine is None else shard.machine.state.phase
+        phases.append(f"{shard.name} {phase if shard.alive else 'dead'}")
     phases += [
         f"{learner.name} {'over' if learner.over else 'alive' if learner.alive else 'dead'}"
         for learner in world.learners.values()

@@ -127,6 +127,7 @@ class LearnerProcess(Shell):
         self.over = False
         self.expelled = ""
         self.shards: dict[int, Connection] = {}
+        self.hosts = {shard.shard: shard for shard in world.shards}
         self.joined = self.stepping = self.stopped = self.held = False
         self.epoch = 0
         self.disk = LearnerDisk(self)
@@ -204,19 +205,24 @@ class LearnerProcess(Shell):
         for shard in range(options.shards):
             self._dial(shard)
 
-    def _dial(self, shard: int) -> None:
+    def _dial(self, shard: int, turn: int = 0) -> None:
+        hosts = self.world.hosts(shard)
+
         def opened(connection: Connection) -> None:
             if not connection.open[self.name]:
                 failed()
                 return
-            self.shards[shard] = connection
+            self.shards[shard], self.hosts[shard] = connection, hosts[turn]
             self.tell(Linked(shard))
 
         def failed() -> None:
-            self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
+            if turn + 1 < len(hosts):
+                self._dial(shard, turn + 1)
+            else:
+                self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
 
         if not self.expelled and not self.over:
-            self.world.network.dial(self, self.world.shards[shard], opened, failed)
+            self.world.network.dial(self, hosts[turn], opened, failed)
 
     def lost(self, connection: Connection) -> None:
         """A connection is gone."""
@@ -283,7 +289,7 @@ class LearnerProcess(Shell):
             if type(effect) is Say and type(effect.message) is StepReport:
                 connection = self.shards.get(effect.shard)
                 if connection is not None and connection.open[self.name]:
-                    world.shards[effect.shard].post(connection, effect.message)
+                    self.hosts[effect.shard].post(connection, effect.message)
             elif self.alive and self.life == life:
                 self.carry_out(effect)
         if self.cut_taken and self.alive and self.life == life:
@@ -408,7 +414,7 @@ class LearnerProcess(Shell):
         connection = self.shards[shard]
         if self.world.inbox_seconds and isinstance(message, StepReport):
             if connection.open[self.name]:
-                self.world.shards[shard].post(connection, message)
+                self.hosts[shard].post(connection, message)
         else:
             connection.send(self, message)
 
@@ -439,7 +445,7 @@ class LearnerProcess(Shell):
         self._put(order.shard, order.path, body, failure)
 
     def _put(self, shard: int, path: str, body: Body, failure: UploadFailed | CopyFailed) -> None:
-        target = self.world.shards[shard]
+        target = self.hosts[shard]
         clockwork, life = self.world.clockwork, self.life
 
         def failed() -> None:
@@ -453,7 +459,7 @@ class LearnerProcess(Shell):
         self.world.network.transfer(self, target, body.nbytes, done, failed)
 
     def _fetch(self, order: Fetch) -> None:
-        target = self.world.shards[order.shard]
+        target = self.hosts[order.shard]
         clockwork, network = self.world.clockwork, self.world.network
         life = self.life
 
@@ -463,7 +469,7 @@ class LearnerProcess(Shell):
                 clockwork.arrive(self, clockwork.now, self.tell, event)
 
         def ask() -> None:
-            if not target.alive:
+            if not (target.alive and target.listens):
                 fail("refused")
             elif target.paused or network.is_cut(self, target):
                 clockwork.after(5.0, fail, "no answer")

@@ -46,6 +46,7 @@ class Endpoint(Process):
         super().__init__(name)
         self.link = Link()
         self.connections: dict[int, Connection] = {}
+        self.listens = True
         self.data_sent = self.data_received = 0
 
     @property
@@ -212,9 +213,9 @@ class Network:
         def reach() -> None:
             if not dialer.alive or dialer.life != life:
                 return
-            if self.is_cut(dialer, target) or (target.alive and target.paused):
+            if self.is_cut(dialer, target) or (target.alive and target.paused and target.listens):
                 clockwork.timer(dialer, clockwork.now + STALL_SECONDS, failed)
-            elif not target.alive:
+            elif not (target.alive and target.listens):
                 clockwork.timer(dialer, clockwork.now + way, failed)
             else:
                 self._connections += 1

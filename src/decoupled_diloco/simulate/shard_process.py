@@ -54,18 +54,22 @@ from decoupled_diloco.protocol.events import (
 from decoupled_diloco.protocol.messages import (
     Copy,
     Hello,
+    JoinRefused,
     Refusal,
     ShardAdmitted,
     ShardHello,
     StepReport,
+    Swept,
     Upload,
     Version,
 )
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.simulate.bodies import Body, ShardBodies
+from decoupled_diloco.simulate.claims import VirtualTenure
 from decoupled_diloco.simulate.cuts import ShardPart
 from decoupled_diloco.simulate.network import Connection
+from decoupled_diloco.simulate.shard_disk import Kept, VirtualShardDisk
 from decoupled_diloco.simulate.shell import Shell
 
 if TYPE_CHECKING:
@@ -86,23 +90,28 @@ class Expected:
     body: Body | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A fragment as the disk has it."""
-
-    copy: DurableCopy
-    content: Any
-
-
 class ShardProcess(Shell):
-    """Runs one `SyncerMachine`, with its merge worker and its data plane."""
+    """Runs one `SyncerMachine`, with its merge worker and its data plane.
+
+    Where shards have standbys it first waits for its claim: until then it has no machine, and
+    does not listen.
+
+    Args:
+        world: Where it lives.
+        shard: Which shard it is of.
+        primary: The process that it is the standby of; their disk is the same.
+    """
 
     machine: SyncerMachine
     bodies: ShardBodies
 
-    def __init__(self, world: World, shard: int) -> None:
-        super().__init__(world, f"shard-{shard}")
+    def __init__(self, world: World, shard: int, primary: ShardProcess | None = None) -> None:
+        super().__init__(world, f"shard-{shard}" + ("" if primary is None else "-standby"))
         self.shard = shard
+        self.is_standby = primary is not None
+        self.tenure: VirtualTenure | None = None
+        self.claim = 0
+        self.storage_gone = False
         self.finished = False
         self.bound: dict[str, Connection] = {}
         self.who: dict[int, tuple[str, int]] = {}
@@ -111,15 +120,27 @@ class ShardProcess(Shell):
         self.inboxes: dict[float, list[tuple[Connection, StepReport, int]]] = {}
         self.bodies_here: dict[tuple[int, str], Body] = {}
         self.worker_free_at = 0.0
-        self.disk: dict[int, Kept] = {}
+        owned = world.options.owned(shard)
+        self.disk: VirtualShardDisk = VirtualShardDisk(owned) if primary is None else primary.disk
         self.disk_is_full = False
-        self.memory: ShardMemory | None = None
         self.exact = False
         self.newest: dict[int, DurableCopy] = {}
 
     def begin(self) -> None:
-        """Starts with nothing but its disk."""
+        """Starts with nothing but its disk, at once or when it has its claim."""
         super().begin()
+        self.tenure, self.claim = None, 0
+        claims = self.world.claims[self.shard]
+        if claims is None:
+            self.act(0)
+            return
+        self.listens = False
+        self.tenure = VirtualTenure(self, claims, waits=self.is_standby)
+        self.tenure.begin()
+
+    def act(self, claim: int) -> None:
+        """This process acts for its shard, by this claim."""
+        self.claim, self.listens = claim, True
         self.bound.clear()
         self.who.clear()
         self.expected.clear()
@@ -140,6 +161,33 @@ class ShardProcess(Shell):
         machine.restore(self.machine.snapshot())
         return machine
 
+    # ---- its claim
+
+    def tell(self, event: Any) -> None:
+        """See `Shell`; who does not hold its claim any more does nothing."""
+        if self.tenure is None or self.tenure.holds():
+            super().tell(event)
+
+    def leap(self, seconds: float) -> None:
+        """See `Shell`."""
+        super().leap(seconds)
+        if self.tenure is not None and self.alive:
+            self.tenure.leapt()
+
+    def replaced(self, why: str) -> None:
+        """Another process acts for the shard, or may: this one ends, and is started again."""
+        tenure = self.tenure
+        assert tenure is not None, f"{self.name} has no standby: {why}"
+        if self.alive:
+            self.end()
+            tenure.leave(finished=False)
+            self.world.replaced(self)
+
+    def stand_down(self) -> None:
+        """The run is over: there is nothing to wait for."""
+        self.finished = True
+        self.end()
+
     # ---- what arrives
 
     @property
@@ -154,11 +202,13 @@ class ShardProcess(Shell):
 
     def coordinator_reached(self, connection: Connection) -> None:
         """See `Shell`."""
-        connection.send(self, ShardHello(self.shard, f"{self.name}-{self.life}"))
+        connection.send(self, ShardHello(self.shard, f"{self.name}-{self.life}", "", self.claim))
 
     def received(self, connection: Connection, message: Any) -> None:
         """A message of the coordinator or of a learner."""
-        if connection is self.coordinator_link:
+        if isinstance(message, JoinRefused):
+            self.replaced(message.reason)
+        elif connection is self.coordinator_link:
             known = isinstance(message, ShardAdmitted)
             self.tell(TermGranted(message) if known else Ordered(message))
         elif isinstance(message, Hello):
@@ -287,6 +337,8 @@ class ShardProcess(Shell):
 
     def served(self, path: str) -> Body | None:
         """What a GET of this path gives at this moment."""
+        if self.machine is None:
+            return None
         kind, fragment, term_counter = path.strip("/").split("/")
         entry = self.machine.state.fragments[int(fragment)]
         if entry.version is None or str(entry.version) != term_counter:
@@ -339,12 +391,16 @@ class ShardProcess(Shell):
                 if bound is not None:
                     self.who.pop(bound.number, None)
                     bound.close(self)
+            case Tell(Swept()) if self.tenure is not None and self.tenure.confirm() != "ours":
+                self.replaced("its share of the result cannot be handed in")
             case Tell(message):
                 if self.coordinator_link is not None:
                     self.coordinator_link.send(self, message)
             case Stop():
                 self.finished = True
-                self.world.shards_finished += 1
+                self.world.finished_shards.add(self.shard)
+                if self.tenure is not None:
+                    self.tenure.leave(finished=True)
                 self.end()
             case TakeCut(number):
                 self._work(self._take_part, number, remembered(self.machine.state))
@@ -376,11 +432,39 @@ class ShardProcess(Shell):
         if self.disk_is_full:
             self.tell(MergeFailed(order.round, order.fragment, "the disk is full"))
             return
+        if self.tenure is not None and self.tenure.confirm() != "ours":
+            self._not_ours(self.tenure, order)
+            return
         digest = self.bodies.merge(order.round, order.fragment, order.version, order.base)
         self._keep(order.fragment, order.version, digest)
-        self.tell(Merged(order.round, order.fragment, digest))
+        self._told_of(Merged(order.round, order.fragment, digest))
+
+    def _not_ours(self, tenure: VirtualTenure, order: Merge) -> None:
+        if tenure.confirm() == "unknown":
+            reason = "the storage of the claims is out of reach"
+            self.tell(MergeFailed(order.round, order.fragment, reason))
+        else:
+            self.replaced("there is a newer claim")
+
+    def _told_of(self, merged: Merged) -> None:
+        """What the disk has is told of once the storage has been asked again, if it can be."""
+        if self.tenure is None:
+            self.tell(merged)
+            return
+        asked_at = self.now + self.tenure.claims.delay()
+        self.worker_free_at = max(self.worker_free_at, asked_at)
+        self.world.clockwork.arrive(self, asked_at, self._confirmed, self.tenure, merged)
+
+    def _confirmed(self, tenure: VirtualTenure, merged: Merged) -> None:
+        if tenure.confirm() == "ours":
+            self.tell(merged)
+        else:
+            self.replaced("its claim cannot be confirmed")
 
     def _take_part(self, number: int, memory: ShardMemory) -> None:
+        if self.tenure is not None and self.tenure.confirm() != "ours":
+            self.tell(CutWritten(number, "", 0, "its claim cannot be confirmed"))
+            return
         kept = {p: Kept(copy, self.bodies.keep(p)) for p, copy in self.newest.items()}
         self.world.cuts.shards[number, self.shard] = ShardPart(kept, memory)
         self.tell(CutWritten(number, "", 0))
@@ -393,19 +477,18 @@ class ShardProcess(Shell):
         """Brings a version to the disk, before anybody hears of it."""
         self.newest[fragment] = DurableCopy(fragment, version, digest)
         if not self.choices.chance(self.world.disk_lies):
-            self.disk[fragment] = Kept(
-                DurableCopy(fragment, version, digest), self.bodies.keep(fragment)
-            )
-            self.memory = remembered(self.machine.state)
+            kept = Kept(DurableCopy(fragment, version, digest), self.bodies.keep(fragment))
+            self.disk.keep(self.claim, kept, remembered(self.machine.state))
 
     def _recover(self) -> None:
         if self.choices.chance(self.world.disk_lost):
             self.disk.clear()
-        for fragment, kept in self.disk.items():
+        files = self.disk.read()
+        for fragment, kept in files.fragments.items():
             assert self.bodies.recover(fragment, kept.content) == kept.copy.digest
-        if self.disk:
-            copies = tuple(kept.copy for kept in self.disk.values())
-            self.tell(Recovered(copies, self.memory, self.exact))
+        if files.fragments:
+            copies = tuple(kept.copy for kept in files.fragments.values())
+            self.tell(Recovered(copies, files.memory, self.exact))
             self.exact = False
 
     def _load(self) -> None:

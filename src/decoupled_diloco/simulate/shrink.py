@@ -58,6 +58,8 @@ class Changes:
         mishaps: Other values of `Mishaps`.
         learners: Other values of every learner's `LearnerSpec`.
         faulty_seconds: When faults cease.
+        without_standbys: Shards have one process each.
+        with_standbys: Each shard has a standby.
     """
 
     without_faults: tuple[int, ...] = ()
@@ -66,6 +68,8 @@ class Changes:
     mishaps: dict[str, float] = field(default_factory=dict)
     learners: dict[str, Any] = field(default_factory=dict)
     faulty_seconds: float | None = None
+    without_standbys: bool = False
+    with_standbys: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Changes:
@@ -165,6 +169,7 @@ def _fewer_learners(changes: Changes, size: Size) -> Iterator[Changes]:
 
 
 def _simpler(changes: Changes, size: Size) -> Iterator[Changes]:
+    yield replace(changes, without_standbys=True)
     for name in size.mishaps:
         if name not in changes.mishaps:
             yield replace(changes, mishaps={**changes.mishaps, name: 0.0})

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.bodies import Bodies, Body, NoBodies
 from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.claims import Standbys, VirtualClaims
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
 from decoupled_diloco.simulate.cuts import WorldCuts
@@ -88,6 +89,7 @@ class World:
             learners each time, so it is left out where there are thousands.
         inbox_seconds: how often a shard looks into its inbox for step reports; 0: each at once.
         data: what the learners lease; ``None``: they need no data.
+        standbys: each shard has a second process that can act for it; ``None``: none has.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class World:
         checks: bool = True,
         inbox_seconds: float = 0.0,
         data: VirtualData | None = None,
+        standbys: Standbys | None = None,
     ) -> None:
         mishaps = mishaps or Mishaps()
         self.options = options
@@ -129,7 +132,7 @@ class World:
         self.cuts = WorldCuts()
         self.cut_seconds = 0.3
         self.events = 0
-        self.shards_finished = 0
+        self.finished_shards: set[int] = set()
         self.may_restart: Callable[[Shell], bool] = lambda process: True
         self.swaps = False
         self.recorders: list[Recorder] = [] if recorder is None else [recorder]
@@ -137,10 +140,14 @@ class World:
         self.keep_body: Callable[[int, str, Body], None] = lambda shard, path, body: None
         self.shared_links: dict[str, Link] = {}
         self.coordinator = CoordinatorProcess(self)
+        self.claims = [self._claims(standbys, shard) for shard in range(options.shards)]
         self.shards = [ShardProcess(self, shard) for shard in range(options.shards)]
+        self.standbys = (
+            [] if standbys is None else [ShardProcess(self, p.shard, p) for p in self.shards]
+        )
         self.learners = {spec.name: LearnerProcess(self, spec) for spec in learners}
         self.clockwork.at(0.0, self.coordinator.begin)
-        for shard in self.shards:
+        for shard in self.shard_processes:
             self.clockwork.at(0.0, shard.begin)
         for learner in self.learners.values():
             if learner.spec.joins_at < float("inf"):
@@ -154,12 +161,35 @@ class World:
     @property
     def finished(self) -> bool:
         """Whether every shard has stopped of itself."""
-        return self.shards_finished == len(self.shards)
+        return len(self.finished_shards) == len(self.shards)
 
     @property
     def processes(self) -> list[Shell]:
         """Every process, dead or alive."""
-        return [self.coordinator, *self.shards, *self.learners.values()]
+        return [self.coordinator, *self.shard_processes, *self.learners.values()]
+
+    @property
+    def shard_processes(self) -> list[ShardProcess]:
+        """Every process of every shard."""
+        return [*self.shards, *self.standbys]
+
+    def hosts(self, shard: int) -> list[ShardProcess]:
+        """The processes of a shard: one, or two that may act in each other's place."""
+        return self.shard_processes[shard :: len(self.shards)]
+
+    def acting(self, shard: int) -> ShardProcess:
+        """Which of a shard's processes acts for it, or was the last to do so."""
+        return max(self.hosts(shard), key=lambda process: process.claim)
+
+    def is_replaced(self, process: ShardProcess) -> bool:
+        """Whether somebody has made a newer claim than the one by which a process acts."""
+        claims = self.claims[process.shard]
+        return claims is not None and process.claim < claims.newest
+
+    def _claims(self, standbys: Standbys | None, shard: int) -> VirtualClaims | None:
+        if standbys is None:
+            return None
+        return VirtualClaims(standbys, self.choices.fork(f"claims of shard-{shard}"))
 
     def run(
         self, *, until: float | None = None, events: int | None = None, finish: bool = True
@@ -174,9 +204,9 @@ class World:
         Returns:
             Why it stopped: ``"until"``, ``"events"``, ``"finished"`` or ``"nothing left"``.
         """
-        clockwork, shards = self.clockwork, len(self.shards)
+        clockwork, finished, shards = self.clockwork, self.finished_shards, len(self.shards)
         while True:
-            if finish and self.shards_finished == shards:
+            if finish and len(finished) == shards:
                 return "finished"
             if events is not None and self.events >= events:
                 return "events"
@@ -238,6 +268,10 @@ class World:
     def expelled(self, process: LearnerProcess, reason: str) -> None:
         """A shard refused the learner for good; its supervisor starts a new process."""
         self.clockwork.after(0.0, self.crash, process)
+        self.clockwork.after(1.0, self._supervise, process)
+
+    def replaced(self, process: ShardProcess) -> None:
+        """A shard's process has lost its claim; its supervisor starts a new one."""
         self.clockwork.after(1.0, self._supervise, process)
 
     def _supervise(self, process: Shell) -> None:

@@ -1,0 +1,141 @@
+"""What must hold where shards have standbys, and where clocks leap; see `checkers`.
+
+Claims alone are not enough: a clock that leaps makes two processes act at once. So it is looked at
+what others take over: whoever was replaced gets no term and tells nothing new, and what a learner
+has taken is in whatever any learner takes later.
+
+*Takeover.* From the last sign of life of the process that acts, nothing else being wrong, the other
+one is at work (its fragments installed) within
+
+    A = 1.1·L + L/8 + 8·s + 11 + 5 + 6·(r + 2·w) + 2·2 + 1
+
+seconds. L: the lease, after which it is claimed, an eighth of it late; s: the storage, one way;
+learners part from who is silent after 11 s, and try it first for 5 s; r: the longest backoff
+(1.5 s), before the coordinator is dialled and before learners come back; w: one way with jitter;
+2: a restored shard waits for holders of newer copies, once more if one must deliver its own. The
+next commit comes as late after that as any does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from decoupled_diloco.protocol.effects import AdmitShard, Apply, Broadcast, Evict, Fetch, Relabel
+from decoupled_diloco.protocol.events import (
+    BodyArrived,
+    Greeted,
+    Heard,
+    Reported,
+    Said,
+    ShardGreeted,
+)
+from decoupled_diloco.protocol.lease import Activate
+from decoupled_diloco.protocol.membership import LEASE_SECONDS
+from decoupled_diloco.protocol.messages import Published, Version
+from decoupled_diloco.protocol.syncer_fill import SETTLE_SECONDS
+from decoupled_diloco.simulate.network import LOST_SECONDS, STALL_SECONDS
+from decoupled_diloco.simulate.shell import REDIAL_SECONDS
+from decoupled_diloco.simulate.world import World
+
+
+class ClaimChecker:
+    """Watches one world; raises `AssertionError` at the event that breaks a rule.
+
+    Attributes:
+        takeovers: how many claims were made after the first of a shard.
+        clocks_leap: clocks may leap in this world, so that two may act at once.
+    """
+
+    def __init__(self, world: World, *, clocks_leap: bool = False) -> None:
+        self.world = world
+        self.clocks_leap = clocks_leap
+        self.takeovers = 0
+        self._processes = {process.name: process for process in world.shard_processes}
+        self._claims: dict[int, int] = {}
+        self._contents: dict[int, set[str]] = defaultdict(set)
+        self._taken: dict[tuple[int, int], tuple[Version, str]] = {}
+        self._held: dict[tuple[str, int, int], Version] = {}
+        self._heard: dict[tuple[str, str], float] = {}
+        world.recorders.append(self)
+
+    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """One event that a machine has handled."""
+        if who in self._processes:
+            self._note_heard(who, event)
+        for effect in effects:
+            match effect:
+                case AdmitShard(shard):
+                    assert isinstance(event, ShardGreeted)
+                    newest = self._claims.get(shard, 0)
+                    assert event.claim >= newest, f"{event} is let in after claim {newest}"
+                    self._claims[shard] = event.claim
+                case Activate(number):
+                    self._activated(who.removesuffix(".claims"), number)
+                case Broadcast(Published() as message):
+                    self._published(who, message)
+                case Evict(learner, reason) if "nothing was heard" in reason:
+                    silent = self.world.now - self._heard.get((who, learner), 0.0)
+                    text = f"{who} evicts {learner}, which it has heard {silent:.1f} s ago"
+                    assert silent >= LEASE_SECONDS / 2, text
+                case Fetch(_, fragment, version, digest=digest):
+                    self._fetched(fragment, version, digest)
+                case Apply(fragment, version) | Relabel(fragment, version, staged=False):
+                    self._applied(who, fragment, version)
+
+    def _note_heard(self, who: str, event: Any) -> None:
+        match event:
+            case Heard(learners):
+                names = learners
+            case Said(learner) | BodyArrived(learner):
+                names = (learner,)
+            case Greeted(_, hello):
+                names = (hello.learner,)
+            case Reported(reports):
+                names = tuple(learner for learner, _ in reports)
+            case _:
+                return
+        for name in names:
+            self._heard[who, name] = self.world.now
+
+    def _activated(self, who: str, number: int) -> None:
+        process = self._processes[who]
+        self.takeovers += number > 1
+        for other in self.world.hosts(process.shard):
+            acts = other is not process and other.alive and other.tenure is not None
+            held = acts and other.tenure is not None and other.tenure.holds()
+            assert not held or self.clocks_leap, f"{who} and {other.name} act at once"
+
+    def _published(self, who: str, message: Published) -> None:
+        contents = self._contents[message.fragment]
+        if self.world.is_replaced(self._processes[who]) and contents:
+            text = f"{who} was replaced, and tells of {message.version}"
+            assert message.digest in contents, text
+        contents.add(message.digest)
+
+    def _fetched(self, fragment: int, version: Version, digest: str) -> None:
+        """Of what is taken as the newest there is one history, whatever the terms."""
+        if self.world.disk_lies or self.world.disk_lost:
+            return
+        before, content = self._taken.setdefault((fragment, version.counter), (version, digest))
+        text = f"fragment {fragment}: {before} was taken, and {version} has other bits"
+        assert content == digest, text
+
+    def _applied(self, who: str, fragment: int, version: Version) -> None:
+        place = (who, self.world.learners[who].life, fragment)
+        before = self._held.get(place)
+        assert before is None or version > before, f"{who}: {version} is taken after {before}"
+        self._held[place] = version
+
+
+def takeover_seconds_max(world: World, shard: int) -> float:
+    """A: the seconds from the last sign of life until the other process is at work; see above."""
+    claims = world.claims[shard]
+    assert claims is not None
+    lease, redial = claims.settings.lease_seconds, REDIAL_SECONDS[1]
+    way = max(p.link.latency + p.link.jitter for p in world.processes) + 0.001
+    claimed = 1.1 * lease + lease / 8 + 8 * claims.settings.storage_seconds
+    parted = LOST_SECONDS + 1.0 + STALL_SECONDS
+    back = 6 * (redial + 2 * way)
+    return claimed + parted + back + 2 * SETTLE_SECONDS + 1.0
