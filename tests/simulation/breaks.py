@@ -23,6 +23,7 @@ from decoupled_diloco.simulate.claims import VirtualTenure
 from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shrink import Changes
 from decoupled_diloco.storage.journal import Journal
+from decoupled_diloco.syncer import durable
 from decoupled_diloco.syncer.durable import ShardDisk
 
 
@@ -236,8 +237,8 @@ STORAGE = (
     ),
     Break(
         "a checkpoint's digests are not looked at",
-        ShardDisk,
-        "_load",
+        durable,
+        "_load_checked",
         "digests.get(name) != digest(tensor)",
         "False",
     ),
