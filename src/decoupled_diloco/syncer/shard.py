@@ -496,7 +496,8 @@ class Shard:
         part = await self._in_worker(lambda: disk.part(memory))
         path = part_file(self._folder, number, self.shard)
         try:
-            digest = await asyncio.to_thread(part.write, path)
+            write = self._tenure.fenced(partial(part.write, path))
+            digest = await asyncio.to_thread(write)
             self._handle(fact.CutWritten(number, digest, path.stat().st_size))
         except (StorageError, OSError) as error:
             self._handle(fact.CutWritten(number, "", 0, str(error)))
