@@ -56,7 +56,7 @@ def test_nothing_is_left_over(batch: int, tmp_path: Path) -> None:
         some_merged += compare_with_shards(seed, history, account)
         processes = scenario.world.processes
         restarted += any(isinstance(p, ShardProcess) and p.life > 1 for p in processes)
-    assert some_merged >= 20
+    assert some_merged >= 15
     assert restarted >= 5
 
 

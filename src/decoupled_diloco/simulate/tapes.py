@@ -24,6 +24,7 @@ from decoupled_diloco.observe.samples import (
     ProcessEnded,
     ProcessStarted,
     Sample,
+    TookOver,
 )
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions_of_bits
@@ -31,6 +32,7 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.coordinator import CoordinatorState
 from decoupled_diloco.protocol.effects import Say
 from decoupled_diloco.protocol.events import Linked, StepFinished, Told, Unlinked
+from decoupled_diloco.protocol.lease import Activate
 from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.scenario import Target
@@ -42,6 +44,7 @@ EPOCH = 946_684_800.0
 """Where the wall clock of every virtual run begins: 2000-01-01, 00:00 UTC."""
 
 LAUNCHER = "launcher"
+CLAIMS = ".claims"
 SIGKILL = 9
 REFUSED = 3
 """Exit code of a learner that was expelled, as `ProtocolError` has it."""
@@ -78,6 +81,7 @@ class VirtualTapes:
         self._world = world
         self._settings = dict(settings)
         self._losses = losses or {}
+        self._taken: dict[str, TookOver] = {}
         self._versions = versions_of_bits()
         self._processes = {process.name: process for process in world.processes}
         self._writers: dict[str, TapeWriter] = {}
@@ -97,16 +101,17 @@ class VirtualTapes:
             before.close()
         now = self._world.now
         shown = now + self._ahead(who)
+        process = self._processes.get(who)
         writer = TapeWriter(
-            self._folder,
-            who,
+            self._folder / f"{who}.jsonl",
+            f"shard-{process.shard}" if isinstance(process, ShardProcess) else who,
             {**header, "virtual": True, "versions": self._versions},
             clock=lambda: shown,
             wall=lambda: EPOCH + now,
-            pid=self._lives.get(who, 0),
+            pid=self._lives.get(_process_of(who), 0),
         )
         self._writers[who] = writer
-        self._written[who] = self._lives.get(who, 0)
+        self._written[who] = self._lives.get(_process_of(who), 0)
         return writer
 
     def sample(self, sample: Sample, who: str = LAUNCHER) -> None:
@@ -115,7 +120,7 @@ class VirtualTapes:
 
     def _ahead(self, who: str) -> float:
         """How far a process's own clock has leapt; the launcher's is right."""
-        process = self._processes.get(who)
+        process = self._processes.get(_process_of(who))
         return 0.0 if process is None else process.ahead_seconds
 
     def fault(self, kind: str, target: Target) -> None:
@@ -162,16 +167,29 @@ class VirtualTapes:
     # ---- records
 
     def _record(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        process = self._processes[who]
+        process = self._processes[_process_of(who)]
         if isinstance(process, LearnerProcess) and process.spec.role == "observer":
             return  # it tells what it measures, nothing else, as a real one does
-        if self._written.get(who) != self._lives[who]:
-            self.open(who, self._header(process))
+        if self._written.get(who) != self._lives[process.name]:
+            self.open(who, self._header(process) if who == process.name else _of_claims(process))
             self._control[who] = [0, 0]
+            if taken := self._taken.pop(who, None):
+                self.sample(taken, who)
+        if who != process.name:
+            self._claims(process, effects)
         writer = self._writers[who]
         writer.effects(now, writer.event(now, event), effects)
         if isinstance(process, LearnerProcess):
             self._learner(process, now, event, effects)
+
+    def _claims(self, process: Shell, effects: Sequence[Any]) -> None:
+        """That a process acts from now on comes first on its own tape, as in a real one."""
+        assert isinstance(process, ShardProcess)
+        for effect in effects:
+            if isinstance(effect, Activate):
+                self._taken[process.name] = TookOver(
+                    process.name, process.shard, effect.number, effect.waited_seconds
+                )
 
     def _header(self, process: Shell) -> dict[str, Any]:
         """What a replay of this life needs."""
@@ -241,3 +259,21 @@ def _allow_open_files(tapes: int) -> None:
             f"the tapes of {tapes} processes need as many open files, but this system allows "
             f"{allowed}: raise the limit with `ulimit -Hn`, or write no tape"
         )
+
+
+def _process_of(who: str) -> str:
+    """The process whose tape this is; of its claims it keeps one beside its own."""
+    return who.removesuffix(CLAIMS)
+
+
+def _of_claims(process: Shell) -> dict[str, Any]:
+    """What a replay of a process's claims needs, as on a real tape."""
+    assert isinstance(process, ShardProcess)
+    assert process.tenure is not None
+    machine = process.tenure.machine
+    return {
+        "machine": "lease",
+        "waits": process.is_standby,
+        "nonce": machine.nonce,
+        "lease_seconds": machine.lease_seconds,
+    }
