@@ -27,6 +27,7 @@ PARTS_MAX = 1 << 24
 LEASES_AHEAD = 2
 
 
+@runtime_checkable
 class PartedData(Protocol):
     """Data in virtual parts: what `leased` needs."""
 
@@ -102,10 +103,16 @@ class LeasedBatches(Iterator[Any]):
         ahead: As for `leased`.
 
     Raises:
-        ConfigError: The data have no parts, or too many, or ``ahead`` is less than 1.
+        ConfigError: The data are not in parts, have none, or too many, or ``ahead`` is less than 1.
     """
 
     def __init__(self, data: PartedData, *, ahead: int | None = None) -> None:
+        if not isinstance(data, PartedData):
+            raise ConfigError(
+                f"the data are a {type(data).__name__} without parts: wrap a map-style dataset as "
+                "MapParts(dataset, parts=…, batch_size=…), what is read in order as "
+                "StreamParts(make, parts=…)"
+            )
         if not 1 <= data.parts <= PARTS_MAX:
             raise ConfigError(f"parts={data.parts} of the data is not 1 to {PARTS_MAX}")
         if ahead is not None and ahead < 1:
@@ -268,9 +275,17 @@ class StreamParts:
             and ``load_state_dict``, as torchdata's ``StatefulDataLoader`` has, a part is gone on
             with from its state; else from its beginning, leaving out what is before.
         parts: Number of parts.
+
+    Raises:
+        ConfigError: ``make`` cannot be called.
     """
 
     def __init__(self, make: Callable[[int, int], Iterable[Any]], *, parts: int) -> None:
+        if not callable(make):
+            raise ConfigError(
+                f"make={make!r} cannot be called: give a function of part and turn that returns "
+                "the part's batches"
+            )
         self._make = make
         self.parts = parts
 

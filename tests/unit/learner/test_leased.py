@@ -112,6 +112,13 @@ def test_batches_that_are_nobodys_say_so() -> None:
         LeasedBatches(StreamParts(lambda part, turn: Numbers(part), parts=0))
 
 
+def test_what_is_not_in_parts_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"the data are a int without parts: .* MapParts\("):
+        LeasedBatches(4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="make=3 cannot be called: give a function of part"):
+        StreamParts(3, parts=2)  # type: ignore[arg-type]
+
+
 OPTIONS = {"corpus_bytes_max": 20_000, "context": 64, "batch_size": 4}
 
 
