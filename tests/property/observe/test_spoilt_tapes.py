@@ -32,7 +32,7 @@ VALUES = (
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The tape of a virtual run with crashes, a few hundred lines."""
     folder = tmp_path_factory.mktemp("whole")
-    scenario = fuzz.draw(25)
+    scenario = fuzz.draw(3)
     tapes = VirtualTapes(folder, scenario.world, {"sync": {"fragments": 4}})
     scenario.world.run(until=scenario.faulty_seconds)
     tapes.close()
