@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from evidence import keep
+from quality import interval
 
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.simulate.scenario import load_scenario
@@ -99,16 +99,6 @@ def simulate(seed: int, steps: int, *, faults: bool) -> dict[str, Any]:
         "virtual_seconds": virtual_seconds,
         "seconds": time.monotonic() - started,
     }
-
-
-def interval(gaps: list[float]) -> dict[str, float]:
-    """Mean and 95 % interval (Student's t) of paired gaps."""
-    mean = statistics.mean(gaps)
-    if len(gaps) < 2:
-        return {"mean": mean}
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}[len(gaps)]
-    half = t * statistics.stdev(gaps) / math.sqrt(len(gaps))
-    return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
 def main() -> None:
