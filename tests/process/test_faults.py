@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.launch.local import LocalRun
+from decoupled_diloco.observe.samples import Evaluated
+from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.storage.weights import load_weights
 from process.runs import (
     STEP_SECONDS_MAX,
@@ -155,6 +158,21 @@ def test_killed_shards_are_restored_from_what_learners_hold(tmp_path: Path) -> N
             restored = [counter for term, counter in mine if term == max(terms)]
             assert restored[0] > 0, "it does not begin anew"
     assert_replays(folder)
+
+
+def test_a_run_whose_evaluator_is_gone_still_has_its_result_evaluated(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with local_run(config_of(folder, run={"evaluator": True, "budget_steps": 30})) as run:
+        run.start()
+        assert run.supervisor.kill("evaluator", restart=False)
+        outcome = wait(run)
+    assert outcome.finished, outcome.reason
+    tape = read_tape(folder / "tape.jsonl")
+    [evaluated] = [record.value() for record in tape if record.type == "Evaluated"]
+    assert isinstance(evaluated, Evaluated)
+    assert evaluated.global_step >= 30
+    assert evaluated.loss is not None
+    assert evaluated.loss < math.log(256)
 
 
 def test_a_learner_that_comes_back_after_the_end_keeps_nobody_waiting(tmp_path: Path) -> None:

@@ -169,6 +169,9 @@ def evaluator(
     settings: Sets = None,
     syncer: SyncerAddresses = "",
     token_file: TokenFile = None,
+    result: Annotated[
+        bool, typer.Option("--result", help="Score the weights of a run that is over, and end.")
+    ] = False,
     stop_with_parent: StopWithParent = False,
 ) -> None:
     """An observer that scores the published weights on held-out data."""
@@ -177,6 +180,9 @@ def evaluator(
 
     _prepare(stop_with_parent)
     config = load_config(run, settings or ())
+    if result:
+        roles.evaluate_result(config, folder=Path(config.run.folder))
+        return
     roles.run_evaluator(
         config,
         syncer=_addresses(syncer, config),

@@ -147,6 +147,24 @@ class LocalRun:
             own = ",".join(self._dial(EVALUATOR, local))
             self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", own, *common])
 
+    def _evaluate_result(self, on_poll: Callable[[], None]) -> None:
+        """Has the result scored where the evaluator has not seen the end of the run."""
+        evaluator = self.supervisor.children.get(EVALUATOR)
+        if evaluator is None or evaluator.held or evaluator.code == 0:
+            return
+        self.supervisor.stop([EVALUATOR])
+        run_file = str(self.path / "run.toml")
+        self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--result", "--stop-with-parent"])
+        self.supervisor.retire()
+        deadline = time.monotonic() + EVALUATOR_SECONDS
+        child = self.supervisor.children[EVALUATOR]
+        while child.running and time.monotonic() < deadline:
+            on_poll()
+            time.sleep(POLL_SECONDS)
+            self.supervisor.poll()
+        if child.code != 0:
+            logger.warning("the result is not evaluated: %s", self.supervisor.last_words(EVALUATOR))
+
     def wait_for_shards(self) -> None:
         """Returns when every shard listens, or cannot: then `wait` says why."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.syncer.host)
@@ -174,7 +192,7 @@ class LocalRun:
                 over_at = over_at or time.monotonic()
                 self.supervisor.retire()
                 if time.monotonic() > over_at + self._patience_seconds():
-                    return self._finish()
+                    return self._finish(on_poll)
             elif (problem := self._hopeless()) is not None:
                 return Outcome(False, problem, None)
             time.sleep(POLL_SECONDS)
@@ -255,7 +273,7 @@ class LocalRun:
             shares.append(self._tokens / run.budget_tokens)
         return min(1.0, max(shares))
 
-    def _finish(self) -> Outcome:
+    def _finish(self, on_poll: Callable[[], None]) -> Outcome:
         try:
             layout = read_layout(self.path)
             plan = plan_of(layout, read_public(public_text(self.config)))
@@ -263,6 +281,7 @@ class LocalRun:
         except Error as error:
             return Outcome(False, f"the result cannot be put together: {error}", None)
         self._tape.sample(time.monotonic(), WeightsSaved(str(weights)))
+        self._evaluate_result(on_poll)
         return Outcome(True, "the budget is spent", weights)
 
     def stop(self) -> None:

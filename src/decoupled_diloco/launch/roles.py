@@ -20,6 +20,7 @@ import torch
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.launch.termination import Termination
@@ -349,12 +350,36 @@ def run_evaluator(
         while not complete:
             complete = observer.complete
             observer.update()
-            _evaluate(workload, model, observer, tape)
+            _evaluate(workload, model, observer.global_step, tape)
             if not complete:
                 observer.wait(config.run.evaluate_every_seconds)
-        text = workload.sample(model)
-        if text is not None:
-            tape.sample(time.monotonic(), SampleGenerated(text))
+        _sample_text(workload, model, tape)
+
+
+def evaluate_result(config: RunConfig, *, folder: Path) -> None:
+    """Scores the weights of a run that is over, as the evaluator does where it sees the end.
+
+    A short run may be over before its evaluator has joined, and an evaluator may fail.
+
+    Raises:
+        StorageError: the folder has no weights.
+        ConfigError: they are not of this model.
+    """
+    torch.set_num_threads(1)
+    found = find_weights(folder, config)
+    workload = load_workload(config.workload.name, config.workload_options())
+    model = workload.model()
+    fill(model, found.tensors, found.source)
+    with open_tape(folder, EVALUATOR, {"machine": "evaluator"}) as tape:
+        tape.sample(time.monotonic(), CorpusDescribed(json.dumps(workload.describe())))
+        _evaluate(workload, model, found.global_step or 0, tape)
+        _sample_text(workload, model, tape)
+
+
+def _sample_text(workload: Workload, model: torch.nn.Module, tape: TapeWriter) -> None:
+    text = workload.sample(model)
+    if text is not None:
+        tape.sample(time.monotonic(), SampleGenerated(text))
 
 
 def _evaluator_name(config: RunConfig) -> str:
@@ -368,11 +393,9 @@ def _evaluator_name(config: RunConfig) -> str:
 
 
 def _evaluate(
-    workload: Workload, model: torch.nn.Module, observer: Observer, tape: TapeWriter
+    workload: Workload, model: torch.nn.Module, global_step: int, tape: TapeWriter
 ) -> None:
-    global_step = observer.global_step
-    evaluated = evaluation_of(global_step, workload.evaluate(model))
-    tape.sample(time.monotonic(), evaluated)
+    tape.sample(time.monotonic(), evaluation_of(global_step, workload.evaluate(model)))
     tape.flush()
 
 
