@@ -348,8 +348,7 @@ class LearnerMachine:
         pull = view.pull
         if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
             if steps == 0 and (pull.final or self.state.leaving):
-                declined = self._decline(index, view, NOTHING_NEW, nothing_new=True)
-                return declined + self._merged(view, self.state.step)
+                return self._decline(index, view, NOTHING_NEW, nothing_new=True)
             if steps > 0:
                 effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
                 return effects + self._send(index, view, pull)

@@ -509,6 +509,24 @@ def test_with_nothing_new_the_last_pull_is_declined(learner_bench: Any) -> None:
     assert [message.reason for message in bench.messages(Decline)] == ["nothing new"]
 
 
+def test_steps_that_an_overwrite_threw_away_are_in_no_version_at_the_end(
+    learner_bench: Any,
+) -> None:
+    bench = started(learner_bench)
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.step()
+    (thrown_away,) = bench.orders(Apply)
+    assert thrown_away.mode == "overwrite"
+    assert thrown_away.discarded_tokens > 0
+    bench.hear(Ending())
+    bench.told(Paused())
+    bench.hear(pull(base=V1, final=True))
+    bench.told(Paused())
+    view = bench.machine.state.fragments[0]
+    assert view.merged_step < bench.machine.state.step
+
+
 def test_the_run_is_over_when_the_last_copies_are_held(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.hear(Ending())
