@@ -293,6 +293,12 @@ def test_what_cannot_be_kept_is_refused_at_once(make: Make, tmp_path: Path) -> N
         join(stateful={"optimizer": Position()})
     with pytest.raises(ConfigError, match="checkpoint_every_seconds=-1"):
         join(checkpoint=tmp_path, checkpoint_every_seconds=-1)
+    with pytest.raises(ConfigError, match="hand_in_seconds=-2"):
+        join(hand_in_seconds=-2)
+    with pytest.raises(ConfigError, match="stateful is a list without names"):
+        join(stateful=[Position()])
+    with pytest.raises(ConfigError, match="optimizer is a int without param_groups"):
+        join(optimizer=3)
     with pytest.raises(ConfigError, match=r"donate='optimizer' is a text: .* \('optimizer',\)"):
         join(donate="optimizer")
     (tmp_path / "file").touch()

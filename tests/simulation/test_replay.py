@@ -107,7 +107,9 @@ def test_two_runs_of_one_seed_tell_the_same_and_another_seed_parts(runs: Path) -
     parted = ddiloco("replay", "a", "--diff", "other", cwd=runs)
     assert parted.returncode == 1
     assert "learner-0 parts after " in parted.stdout
-    assert "here:" in parted.stdout
+    first = parted.stdout.split("parts after")[1]
+    here, there = first.split("  here:")[1].split("  there:")
+    assert here.split() != there.split()[: len(here.split())], "where they part is shown"
 
 
 def test_what_is_no_run_is_one_sentence(runs: Path, tmp_path: Path) -> None:

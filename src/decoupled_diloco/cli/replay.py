@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,10 +85,10 @@ def _show(results: list[ProcessReplay], console: Console) -> None:
     for each in results:
         for difference in each.differences[:SHOWN_MAX]:
             where = f"{each.who}, life {difference.life}, event {difference.cause}"
+            taped, replayed = _apart(_text(difference.taped), _text(difference.replayed))
             console.print(
                 f"\n{where} ({difference.event}):\n"
-                f"  on the tape: {_short(difference.taped)}\n"
-                f"  replayed:    {_short(difference.replayed)}",
+                f"  on the tape: {taped}\n  replayed:    {replayed}",
                 markup=False,
                 highlight=False,
             )
@@ -118,18 +119,30 @@ def _show_divergences(parted: list[Divergence], other: Path, console: Console) -
     if not parted:
         console.print(f"{other} tells the same of every process")
     for each in parted:
+        here, there = _apart(_record(each.left), _record(each.right))
         console.print(
-            f"\n{each.who} parts after {each.after} records:\n"
-            f"  here:  {_record(each.left)}\n  there: {_record(each.right)}",
+            f"\n{each.who} parts after {each.after} records:\n  here:  {here}\n  there: {there}",
             markup=False,
             highlight=False,
         )
 
 
 def _record(record: tuple[str, Mapping[str, Any]] | None) -> str:
-    return "its tape ends" if record is None else f"{record[0]} {_short(record[1])}"
+    return "its tape ends" if record is None else f"{record[0]} {_text(record[1])}"
 
 
-def _short(value: Mapping[str, Any] | None) -> str:
-    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= TEXT_MAX else text[:TEXT_MAX] + "…"
+def _text(value: Mapping[str, Any] | None) -> str:
+    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _apart(left: str, right: str) -> tuple[str, str]:
+    """Two long texts, each cut so that the place where they part is seen."""
+    pairs = zip(left, right, strict=False)
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    begin = 0 if max(len(left), len(right)) <= TEXT_MAX else max(0, common - TEXT_MAX // 3)
+    return _cut(left, begin), _cut(right, begin)
+
+
+def _cut(text: str, begin: int) -> str:
+    end = begin + TEXT_MAX
+    return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")

@@ -285,8 +285,18 @@ def all_stateful(
     """The inner optimizer and the user's objects, by name.
 
     Raises:
-        ConfigError: One of the names is the optimizer's.
+        ConfigError: The optimizer has no state, stateful has no names, or one is the optimizer's.
     """
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__} without param_groups: give the torch.optim "
+            "optimizer of the training loop, or leave it out"
+        )
+    if not isinstance(stateful or {}, Mapping):
+        raise ConfigError(
+            f"stateful is a {type(stateful).__name__} without names: give a dict, as in "
+            'stateful={"loader": loader}'
+        )
     objects = dict(stateful or {})
     if OPTIMIZER in objects:
         raise ConfigError(f"stateful has {OPTIMIZER!r}: give the inner optimizer as optimizer=")

@@ -25,6 +25,7 @@ import torch
 
 from decoupled_diloco.config.addresses import alternatives
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner import parts
 from decoupled_diloco.learner.background import Background
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
@@ -32,7 +33,6 @@ from decoupled_diloco.learner.donations import Donations
 from decoupled_diloco.learner.joining import Identity
 from decoupled_diloco.learner.keeper import Counted, Keeper, Written, all_stateful, held_fragment
 from decoupled_diloco.learner.lease_desk import LeaseDesk
-from decoupled_diloco.learner.parts import default_id, donations_of, keeper_of, open_tape
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.shared import Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
@@ -90,7 +90,7 @@ class _Participant:
             addresses,
             store,
             client=client or (lambda: HttpClient(token=token)),
-            tape=None if tape is None else lambda header: open_tape(Path(tape), name, header),
+            tape=None if tape is None else lambda header: parts.open_tape(Path(tape), name, header),
             give_up_seconds=give_up_seconds,
             keeper=keeper,
             donations=donations,
@@ -248,18 +248,19 @@ class Learner(_Participant):
         client: Callable[[], Client] | None = None,
     ) -> None:
         self._model = model
+        objects = all_stateful(optimizer, stateful)
         self._unchecked = optimizer if after_apply is None else None
         if self._unchecked is not None:
             refuse_own_copies(model, self._unchecked)
         if store is None:
             store = ModuleStore(model)  # First: what it cannot hold cannot be looked at either.
             refuse_what_is_not_finite(model)
-        self._after_apply = after_apply
-        self._waits = True
-        self._hand_in_seconds = hand_in_seconds
-        objects = all_stateful(optimizer, stateful)
-        self._donations = donations_of(objects, donate, stateful or {}, listen)
-        self._keeper = keeper_of(learner_id, model, objects, checkpoint, checkpoint_every_seconds)
+        self._after_apply, self._waits = after_apply, True
+        self._hand_in_seconds = parts.not_negative("hand_in_seconds", hand_in_seconds)
+        self._donations = parts.donations_of(objects, donate, stateful or {}, listen)
+        self._keeper = parts.keeper_of(
+            learner_id, model, objects, checkpoint, checkpoint_every_seconds
+        )
         super().__init__(
             store,
             syncer,
@@ -560,7 +561,7 @@ class Observer(_Participant):
         super().__init__(
             ModuleStore(model),
             syncer,
-            name=name or f"observer-{default_id()}",
+            name=name or f"observer-{parts.default_id()}",
             role="observer",
             token=token,
             give_up_seconds=give_up_seconds,

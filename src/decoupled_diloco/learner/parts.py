@@ -30,6 +30,17 @@ def open_tape(path: Path, name: str, header: dict[str, Any]) -> TapeWriter:
     return TapeWriter(path, name, header, on_failure=lambda error: logger.error("%s", error))
 
 
+def not_negative(name: str, seconds: float) -> float:
+    """The same seconds.
+
+    Raises:
+        ConfigError: They are less than 0, infinite or no number.
+    """
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{name}={seconds}: give 0 or more seconds")
+    return seconds
+
+
 def keeper_of(
     learner_id: str | None,
     model: torch.nn.Module,
@@ -43,8 +54,7 @@ def keeper_of(
         ConfigError: The arguments do not go together, or a state cannot be kept.
         StorageError: The folder cannot be made, or the checkpoints cannot be read.
     """
-    if not 0 <= every_seconds < float("inf"):
-        raise ConfigError(f"checkpoint_every_seconds={every_seconds}: 0 or more")
+    not_negative("checkpoint_every_seconds", every_seconds)
     if checkpoint is None:
         return Keeper(learner_id or default_id(), model, stateful, None, 0.0)
     if learner_id is None:
