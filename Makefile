@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Two tests at a time; one that fails beside another, because the machine is busy, is tried once more
+# where real processes are started, and the summary names it. One at a time: make test JOBS=
+JOBS ?= --numprocesses=2 --dist=worksteal
 
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
@@ -13,13 +16,14 @@ train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner 
 	$(BIN)/ddiloco train recipes/quickstart.toml
 
 test: $(STAMP) check  ## everything
-	$(BIN)/pytest -q tests --ignore=tests/unit --ignore=tests/paper --ignore=tests/contract
+	$(BIN)/pytest -q $(JOBS) --reruns=1 tests --ignore=tests/unit --ignore=tests/paper \
+		--ignore=tests/contract
 
 check: $(STAMP)  ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/unit tests/paper tests/contract
+	$(BIN)/pytest -q $(JOBS) tests/unit tests/paper tests/contract
 
 chaos: $(STAMP)  ## half an hour of failures of every kind, and the verdict
 	$(BIN)/ddiloco chaos chaos-long

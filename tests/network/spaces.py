@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FAR, NEAR = "ddtest-far", "ddtest-near"
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+"""Tests that run at the same time have namespaces of their own."""
+
+FAR, NEAR = f"ddtest{WORKER}-far", f"ddtest{WORKER}-near"
 FAR_ADDRESS = "10.88.0.1"
 
 
