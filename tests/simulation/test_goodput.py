@@ -4,28 +4,43 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 
-from decoupled_diloco.goodput.calibrate import NAMES, calibrated, rounded
-from decoupled_diloco.goodput.published import CELLS, Cell
+from decoupled_diloco.goodput.calibrate import NAMES, calibrated, residuals, rounded
+from decoupled_diloco.goodput.published import CELLS, CHIPS, SCAVENGED, Cell
 from decoupled_diloco.goodput.scavenge import relative_time
-from decoupled_diloco.goodput.settings import Cluster, Constants
-from decoupled_diloco.goodput.study import Effort, study
+from decoupled_diloco.goodput.settings import Cluster, Constants, System
+from decoupled_diloco.goodput.systems import simulate
 
 POINTS = 3.0
 
 
-@pytest.mark.timeout(900)
-def test_the_constants_are_what_calibration_finds() -> None:
-    """On another machine's arithmetic the search may end a little elsewhere."""
-    found = asdict(rounded(calibrated()))
-    kept = asdict(Constants())
-    assert {name: found[name] for name in NAMES} == pytest.approx(
-        {name: kept[name] for name in NAMES}, rel=0.05
-    )
-    assert {n: v for n, v in found.items() if n not in NAMES} == {
-        n: v for n, v in kept.items() if n not in NAMES
-    }
+def kept() -> dict[str, float]:
+    constants = asdict(Constants())
+    return {name: constants[name] for name in NAMES}
+
+
+def squares(constants: Constants) -> float:
+    fitted = tuple(cell for cell in CELLS if cell.calibrate)
+    return sum(each.points**2 for each in residuals(constants, fitted))
+
+
+def test_the_constants_are_where_calibration_stays() -> None:
+    """The valley is flat along the length of a step: what counts is that it goes no lower."""
+    found = calibrated(start=tuple(kept().values()), iterations=1)
+    assert squares(found) == pytest.approx(squares(Constants()), rel=0.05)
+    changes = {name: asdict(found)[name] / value for name, value in kept().items()}
+    assert changes == pytest.approx(dict.fromkeys(NAMES, 1.0), abs=0.15)
+    others = {n: v for n, v in asdict(rounded(found)).items() if n not in NAMES}
+    assert others == {n: v for n, v in asdict(Constants()).items() if n not in NAMES}
+
+
+def test_the_search_finds_them_from_where_it_begins() -> None:
+    found = asdict(calibrated(failures=1_000))
+    assert {name: found[name] for name in NAMES} == pytest.approx(kept(), rel=0.3)
+    for name in ("downscale_seconds", "restart_seconds"):
+        assert found[name] == pytest.approx(kept()[name], rel=0.07)
 
 
 def test_only_cells_of_systems_with_one_learner_are_fitted() -> None:
@@ -33,27 +48,52 @@ def test_only_cells_of_systems_with_one_learner_are_fitted() -> None:
     assert {cell.learners for cell in CELLS if cell.calibrate} == {1}
 
 
+def goodput(system: System, chips: int, learners: int = 1, failures: int = 15_000) -> float:
+    """Over so many failures that chance is some tenths of a point."""
+    cluster = Cluster(system, chips, learners)
+    return simulate(cluster, failures * cluster.mtbi_seconds / chips, 0).goodput
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c.system}-{c.chips}-{c.learners}")
 def test_published_goodput_is_met_within_three_points(cell: Cell) -> None:
-    cluster = Cluster(cell.system, cell.chips, cell.learners)
-    row = study(cluster, Effort(seeds=3))
-    assert row.goodput == pytest.approx(cell.goodput, abs=POINTS)
+    assert goodput(cell.system, cell.chips, cell.learners) == pytest.approx(
+        cell.goodput, abs=POINTS
+    )
+
+
+@pytest.mark.parametrize("learners", [2, 3, 4, 16])
+def test_learners_do_as_well_as_elastic_training_of_their_size(learners: int) -> None:
+    """Published as an observation, for all sizes; here it must come out by itself."""
+    for chips in CHIPS:
+        whole = goodput("decoupled", chips, learners)
+        assert whole == pytest.approx(goodput("elastic", chips // learners), abs=1.0)
+
+
+def test_goodput_falls_with_chips_and_rises_with_learners_listed_or_not() -> None:
+    chips = (50_000, 75_000, 150_000, 450_000, 1_000_000, 2_400_000, 5_000_000, 10_000_000)
+    rows = [[goodput("decoupled", n, m, 5_000) for n in chips] for m in (1, 2, 3, 5, 12, 32)]
+    table = np.array(rows)
+    assert (np.diff(table, axis=1) < 0).all()
+    assert (np.diff(table, axis=0) > 0).all()
 
 
 @pytest.mark.parametrize("learners", [4, 8, 16])
 def test_somebody_always_steps(learners: int) -> None:
-    row = study(Cluster("decoupled", 2_400_000, learners), Effort(seeds=2, days=1.0))
-    assert row.uptime > 99
+    account = simulate(Cluster("decoupled", 2_400_000, learners), 86400.0, 0)
+    assert account.uptime > 99
 
 
-@pytest.mark.parametrize(("share", "published"), [(0.25, 0.90), (0.5, 0.83), (1, 0.75), (3, 0.62)])
+@pytest.mark.parametrize("chips", [150_000, 1_200_000, 2_400_000])
+@pytest.mark.parametrize(("share", "published"), [(x, both[0]) for x, both in SCAVENGED.items()])
 def test_decoupled_training_uses_scavenged_chips_as_well_as_can_be(
-    share: float, published: float
+    chips: int, share: float, published: float
 ) -> None:
-    time = relative_time(Cluster("decoupled", 150_000, 8), share)
-    assert time == pytest.approx(published, abs=0.02)
+    time = relative_time(Cluster("decoupled", chips, 8), share)
+    assert time == pytest.approx(published, abs=0.03)
 
 
-@pytest.mark.parametrize(("share", "published"), [(0.25, 1.07), (0.5, 1.09)])
-def test_elastic_training_loses_by_them(share: float, published: float) -> None:
-    assert relative_time(Cluster("elastic", 150_000), share) == pytest.approx(published, abs=0.03)
+@pytest.mark.parametrize(("share", "published"), [(x, both[1]) for x, both in SCAVENGED.items()])
+def test_elastic_training_of_a_large_cluster_loses_by_them(share: float, published: float) -> None:
+    """How large it was is not published."""
+    assert relative_time(Cluster("elastic", 2_400_000), share) == pytest.approx(published, abs=0.03)
+    assert relative_time(Cluster("elastic", 1_200_000), share) == pytest.approx(published, abs=0.06)

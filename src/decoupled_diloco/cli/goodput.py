@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from decoupled_diloco.goodput.calibrate import Residual
-    from decoupled_diloco.goodput.settings import Constants, Preemption, Stragglers, System
-    from decoupled_diloco.goodput.study import Row
+    from decoupled_diloco.goodput.settings import Cluster, Constants, Preemption, Stragglers, System
+    from decoupled_diloco.goodput.study import Effort, Row
 
 YEAR_DAYS = 365.25
 SHOWN_MIN = 0.05
@@ -33,6 +35,7 @@ WITH_SYSTEMS: dict[str, tuple[str, ...]] = {
     "learners": SEVERAL,
     "quorum": ("decoupled",),
     "slack_steps": ("decoupled",),
+    "grace": ("decoupled",),
     "period": ("barrier",),
     "slowdowns": SEVERAL,
     "jitter": SEVERAL,
@@ -44,16 +47,18 @@ WITH_SYSTEMS: dict[str, tuple[str, ...]] = {
 }
 """Options that are of some systems only."""
 
-WITH_OPTIONS = {
-    "straggler_seconds": "straggler_days",
-    "straggler_slowdown": "straggler_days",
-    "scavenged_block_chips": "scavenged_share",
-    "stay_seconds": "scavenged_share",
-    "away_seconds": "scavenged_share",
-    "join_seconds": "scavenged_share",
-    "timeline_hours": "timeline",
+WITH_OPTIONS: dict[str, tuple[str, ...]] = {
+    "slack_steps": ("slowdowns", "jitter"),
+    "grace": ("slack_steps",),
+    "straggler_seconds": ("straggler_days",),
+    "straggler_slowdown": ("straggler_days",),
+    "scavenged_block_chips": ("scavenged_share",),
+    "stay_seconds": ("scavenged_share",),
+    "away_seconds": ("scavenged_share",),
+    "join_seconds": ("scavenged_share",),
+    "timeline_hours": ("timeline",),
 }
-"""Options that need another one."""
+"""Options that need another one, or one of several."""
 
 CAUSES = {
     "waiting": "wait",
@@ -67,7 +72,9 @@ CAUSES = {
 }
 """Heads of the columns."""
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG]?)")
+PICTURES = (".png", ".svg", ".pdf")
+
+_COUNT = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kMG]?)")
 _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -75,7 +82,7 @@ def goodput(
     context: typer.Context,
     chips: options.Chips = "150k,300k,600k,1.2M,2.4M",
     learners: options.Learners = "8",
-    system: options.SystemNames = "data-parallel,elastic,decoupled",
+    system: options.SystemNames = "",
     quorum: options.Quorum = 1,
     period: options.Period = 24,
     calibrate: options.Calibrate = False,
@@ -96,12 +103,13 @@ def goodput(
     slowdowns: options.Slowdowns = "",
     jitter: options.Jitter = 0.0,
     slack_steps: options.SlackSteps = 0,
+    grace: options.Grace = True,
     straggler_days: options.StragglerDays = None,
     straggler_seconds: options.StragglerSeconds = 600.0,
     straggler_slowdown: options.StragglerSlowdown = 0.2,
     scavenged_share: options.ScavengedShare = 0.0,
     scavenged_block_chips: options.ScavengedBlockChips = 1024,
-    stay_seconds: options.StaySeconds = 1500.0,
+    stay_seconds: options.StaySeconds = None,
     away_seconds: options.AwaySeconds = 0.0,
     join_seconds: options.JoinSeconds = 1.0,
     seeds: options.Seeds = 6,
@@ -114,16 +122,17 @@ def goodput(
     timeline_hours: options.TimelineHours = 1.0,
 ) -> None:
     """What failures cost a cluster: goodput, uptime, and where the rest of the chip-time goes."""
-    from decoupled_diloco.goodput.study import Effort, cells, study
+    from decoupled_diloco.goodput.study import Effort, cells
 
     console = make_console()
     _refuse_what_is_ignored(context)
+    _check_files(json_file, plot, timeline)
     if calibrate:
         _calibrate(console, json_file)
         return
-    for name, value in (("tokens", tokens_per_chip_second), ("timeline hours", timeline_hours)):
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{name}={value:g} is out of range: it must be greater than 0")
+    _positive("--mtbi-years", mtbi_years)
+    _positive("--tokens-per-chip-second", tokens_per_chip_second)
+    _positive("--timeline-hours", timeline_hours)
     constants = _constants(
         slice_chips=slice_chips,
         repair_seconds=repair_seconds,
@@ -138,7 +147,7 @@ def goodput(
     terms = (scavenged_block_chips, stay_seconds, away_seconds, join_seconds)
     clusters = list(
         cells(
-            _systems(system),
+            _systems(system, scavenged=bool(scavenged_share)),
             [_count(each, "--chips") for each in _several(chips, "--chips")],
             [_count(each, "--learners") for each in _several(learners, "--learners")],
             scavenged=_scavenged(scavenged_share, terms) if scavenged_share else None,
@@ -152,12 +161,19 @@ def goodput(
             slowdowns=_slowdowns(slowdowns),
             jitter=jitter,
             slack_steps=slack_steps,
+            grace=grace,
             stragglers=_stragglers(straggler_days, straggler_seconds, straggler_slowdown),
             preemptions=tuple(map(_preemption, preempt or ())),
         )
     )
-    effort = Effort(seeds, seed, days)
-    rows = [study(cluster, effort) for cluster in clusters]
+    rows: list[Row] = []
+    try:
+        _simulate(clusters, Effort(seeds, seed, days), rows)
+    except KeyboardInterrupt:
+        if rows:
+            _tell(rows, tokens_per_chip_second, json_file, console)
+        print(f"stopped: {len(rows)} of {len(clusters)} rows are done", file=sys.stderr)
+        raise
     _tell(rows, tokens_per_chip_second, json_file, console)
     if plot is not None:
         from decoupled_diloco.goodput.picture import plot_goodput
@@ -167,6 +183,29 @@ def goodput(
         from decoupled_diloco.goodput.picture import plot_timeline
 
         plot_timeline(clusters[-1], timeline_hours, seed, timeline)
+
+
+def _simulate(clusters: Sequence[Cluster], effort: Effort, rows: list[Row]) -> None:
+    """Adds the rows one by one, so that who stops it has those that are done."""
+    from decoupled_diloco.goodput.study import study
+
+    with _progress() as tell:
+        for cluster in clusters:
+            tell(f"row {len(rows) + 1} of {len(clusters)}: {_name(cluster)}")
+            rows.append(study(cluster, effort))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what is being simulated, and goes away."""
+    from decoupled_diloco.observe.progress import SteadyConsole
+
+    console = SteadyConsole(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as status:
+        yield status.update
 
 
 # ---- what is given
@@ -179,19 +218,43 @@ def _refuse_what_is_ignored(context: typer.Context) -> None:
         for name in context.params
         if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     }
-    systems, names = _systems(context.params["system"]), dict(_option_names(context))
+    names = dict(_option_names(context))
+    systems = _systems(context.params["system"], scavenged=bool(context.params["scavenged_share"]))
     if context.params["calibrate"]:
         for name in sorted(given - {"calibrate", "json_file"}):
             raise ConfigError(f"--calibrate fits published cells alone: leave out {names[name]}")
     for name in sorted(given & WITH_SYSTEMS.keys()):
-        if not set(systems) & set(WITH_SYSTEMS[name]):
+        one = name == "learners" and "1" in listed(context.params[name])
+        if not one and not set(systems) & set(WITH_SYSTEMS[name]):
             raise ConfigError(
                 f"{names[name]} is of {' and '.join(WITH_SYSTEMS[name])} only: leave it out, or "
                 f"name the system with --system"
             )
     for name in sorted(given & WITH_OPTIONS.keys()):
-        if not context.params[WITH_OPTIONS[name]]:
-            raise ConfigError(f"{names[name]} does nothing without {names[WITH_OPTIONS[name]]}")
+        if not any(context.params[other] for other in WITH_OPTIONS[name]):
+            others = " or ".join(names[other] for other in WITH_OPTIONS[name])
+            raise ConfigError(f"{names[name]} does nothing without {others}")
+
+
+def _check_files(json_file: Path | None, *pictures: Path | None) -> None:
+    """What could not be written is told before the work and not after it."""
+    for path in pictures:
+        if path is not None and path.suffix.lower() not in PICTURES:
+            raise ConfigError(
+                f"picture {path} does not end in {', '.join(PICTURES)}: give such a file"
+            )
+    for path in (json_file, *pictures):
+        if path is None or path == Path("-"):
+            continue
+        if path.is_dir():
+            raise StorageError(f"cannot write {path}: it is a folder, give a file in it")
+        if not path.parent.is_dir():
+            raise StorageError(f"cannot write {path}: there is no folder {path.parent}, make it")
+
+
+def _positive(option: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{option} {value:g} is out of range: it must be greater than 0")
 
 
 def _option_names(context: typer.Context) -> Iterable[tuple[str, str]]:
@@ -207,9 +270,12 @@ def _constants(**given: float | None) -> Constants:
     return Constants(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
-def _systems(text: str) -> list[System]:
+def _systems(text: str, *, scavenged: bool) -> list[System]:
+    """Those that are named; else all that can be."""
     from decoupled_diloco.goodput.settings import SYSTEMS
 
+    if not text:
+        return [system for system in SYSTEMS if not (scavenged and system == "barrier")]
     names = _several(text, "--system")
     for name in names:
         if name not in SYSTEMS:
@@ -225,11 +291,11 @@ def _several(text: str, option: str) -> list[str]:
 
 
 def _count(text: str, option: str) -> int:
-    """A whole number, perhaps with k, M or G."""
+    """A whole number, perhaps with k, M or G, or a power of ten."""
     match = _COUNT.fullmatch(text)
     value = float(match[1]) * _FACTORS[match[2]] if match else 0.5
     if value != round(value):
-        raise ConfigError(f"{option} {text!r} is no whole number: write 150000, 150k or 2.4M")
+        raise ConfigError(f"{option} {text!r} is no whole number: write such as 8, 150k or 2.4e6")
     return round(value)
 
 
@@ -268,7 +334,7 @@ def _stragglers(days: float | None, seconds: float, slowdown: float) -> Straggle
     return None if days is None else Stragglers(days * 86400, seconds, slowdown)
 
 
-def _scavenged(share: float, terms: tuple[int, float, float, float]) -> Any:
+def _scavenged(share: float, terms: tuple[int, float | None, float, float]) -> Any:
     """For a number of chips the scavenged ones that come in addition."""
     from decoupled_diloco.goodput.scavenge import blocks_of
 
@@ -319,7 +385,7 @@ def _print_rows(rows: Sequence[Row], tokens: float, console: Console) -> None:
         cluster = row.cluster
         published = "" if row.published is None else f"{row.published:g}"
         table.add_row(
-            cluster.system if cluster.alone else f"{cluster.system} M={cluster.learners}",
+            _system_name(cluster),
             format_count(cluster.chips),
             _with_interval(row),
             *([published] if known else []),
@@ -335,11 +401,26 @@ def _print_notes(rows: Sequence[Row], shown: Sequence[str], console: Console) ->
     """What the columns mean, and what unequal speeds come to."""
     from decoupled_diloco.goodput.accounts import CAUSES as MEANINGS
 
-    told = "; ".join(f"{CAUSES[cause]}: {MEANINGS[cause]}" for cause in shown)
-    console.print(f"Percent of the allocated chip-time. {told}", style="dim", highlight=False)
+    told = ["Percent of the allocated chip-time"]
+    if any(row.interval is not None for row in rows):
+        told.append("±: 95 % interval of the mean over seeds")
+    if any(row.published is not None for row in rows):
+        told.append("publ.: published for the same cluster")
+    told += [f"{CAUSES[cause]}: {MEANINGS[cause]}" for cause in shown]
+    console.print("; ".join(told), style="dim", highlight=False)
     for row in rows:
         if row.pace is not None:
             console.print(_pace(row), highlight=False)
+
+
+def _system_name(cluster: Cluster) -> str:
+    return cluster.system if cluster.alone else f"{cluster.system} M={cluster.learners}"
+
+
+def _name(cluster: Cluster) -> str:
+    from decoupled_diloco.units import format_count
+
+    return f"{_system_name(cluster)}, {format_count(cluster.chips)} chips"
 
 
 def _with_interval(row: Row) -> str:
@@ -363,7 +444,11 @@ def _calibrate(console: Console, json_file: Path | None) -> None:
 
     from decoupled_diloco.goodput.calibrate import NAMES, calibrated, residuals, rounded
 
-    exact = calibrated(lambda text: console.print(text, highlight=False, style="dim"))
+    def tell(text: str) -> None:
+        if json_file != Path("-"):
+            console.print(text, highlight=False, style="dim")
+
+    exact = calibrated(tell)
     found = rounded(exact)
     rows = residuals(found)
     if json_file == Path("-"):

@@ -42,7 +42,12 @@ Learners = Annotated[
 ]
 SystemNames = Annotated[
     str,
-    _option(f"Of {', '.join(SYSTEMS)}.", metavar="SYSTEM[,…]", autocompletion=complete_systems),
+    _option(
+        f"Of {', '.join(SYSTEMS)}; by default all (barrier not with --scavenged-share).",
+        metavar="SYSTEM[,…]",
+        autocompletion=complete_systems,
+        show_default=False,
+    ),
 ]
 Quorum = Annotated[int, _option("K: with fewer learners, steps of decoupled do not count.")]
 Period = Annotated[int, _option("H: a barrier waits after so many steps.")]
@@ -114,6 +119,14 @@ SlackSteps = Annotated[
     int,
     _option("Steps that a learner goes on before a round that it waits for is over.", _UNEQUAL),
 ]
+Grace = Annotated[
+    bool,
+    _option(
+        "Whether rounds of decoupled stay open for slow learners as long as the slack allows.",
+        _UNEQUAL,
+        "--grace/--no-grace",
+    ),
+]
 StragglerDays = Annotated[
     float | None,
     _option("Mean time between spells of slowness of one chip; none: no spells.", _UNEQUAL),
@@ -129,7 +142,14 @@ ScavengedBlockChips = Annotated[
     int,
     _option("In blocks of so many; a block is a learner, or a slice of the only one.", _UNEQUAL),
 ]
-StaySeconds = Annotated[float, _option("Mean time that a block stays.", _UNEQUAL)]
+StaySeconds = Annotated[
+    float | None,
+    _option(
+        "Mean time until a block is preempted; by default as if of its machines of 8 chips 10 % a "
+        "day were.",
+        _UNEQUAL,
+    ),
+]
 AwaySeconds = Annotated[float, _option("Mean time until the next one comes.", _UNEQUAL)]
 JoinSeconds = Annotated[
     float, _option("A learner that has come fetches the weights so long.", _UNEQUAL)

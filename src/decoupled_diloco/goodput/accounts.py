@@ -49,7 +49,7 @@ class Account:
     """Microseconds."""
 
     up: int = 0
-    """Microseconds in which at least one learner steps."""
+    """Microseconds in which at least one learner steps; who waits for others does not."""
 
     rounds: int = 0
     """Rounds of a barrier."""
@@ -120,6 +120,22 @@ def runs_of(spans: Integers) -> Integers:
     """Of these spans the runs."""
     runs: Integers = spans[spans[:, 2] == RUN]
     return runs
+
+
+def working(runs: Integers, waits: Integers) -> Integers:
+    """The intervals, shape (n, 2), in which a learner runs and does not wait for others.
+
+    Args:
+        runs: spans in order and apart; or intervals of shape (n, 2).
+        waits: intervals of shape (n, 2), in order and apart.
+    """
+    edges = (runs[:, 0], runs[:, 1], waits[:, 0], waits[:, 1])
+    at = np.concatenate(edges)
+    change = np.repeat((1, -1, -2, 2), [len(edge) for edge in edges])
+    order = np.argsort(at, kind="stable")
+    at, steps = at[order], np.cumsum(change[order])[:-1] == 1
+    found = np.stack([at[:-1], at[1:]], axis=1)[steps]
+    return np.asarray(found[found[:, 0] < found[:, 1]])
 
 
 def stepping(runs: list[Integers]) -> tuple[Integers, Integers]:

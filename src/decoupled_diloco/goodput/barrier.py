@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from decoupled_diloco.goodput.accounts import Account
+from decoupled_diloco.goodput.accounts import Account, stepping, working
 from decoupled_diloco.goodput.chance import Integers
 from decoupled_diloco.goodput.settings import Cluster, microseconds
 from decoupled_diloco.protocol.clock import reached_at
@@ -88,30 +88,68 @@ class Barrier:
         self._dragged = [0.0] * cluster.learners
         self._total = [0] * cluster.learners
         self._rounds = 0
+        self._up = 0
+        self._uncounted = [np.empty((0, 2), np.int64)] * cluster.learners
+        self._waits: list[list[tuple[int, int]]] = [[] for _ in range(cluster.learners)]
 
-    def take(self, runs: Sequence[Integers], slow: Sequence[tuple[Integers, Integers]]) -> None:
-        """Goes through all rounds that are over in this window."""
+    def take(
+        self, runs: Sequence[Integers], slow: Sequence[tuple[Integers, Integers]]
+    ) -> list[Integers]:
+        """Goes through all rounds that are over in this window.
+
+        Returns:
+            For each learner the intervals in which it waited in these rounds.
+        """
         for m, (mine, more) in enumerate(zip(self._runs, runs, strict=True)):
             mine.add(more)
             self._total[m] += int(np.dot(more[:, 1] - more[:, 0], more[:, 3]))
+            self._uncounted[m] = np.concatenate([self._uncounted[m], more[:, :2]])
         edges = [(begins.tolist(), ends.tolist()) for begins, ends in slow]
         while self._one_round(edges):
             pass
         for mine in self._runs:
             if mine.starts:
                 mine.forget(self._round_at)
+        return self._count_up(self._round_at)
 
-    def close(self, account: Account) -> None:
-        """Books every learner; in the round that has not ended, what it ran so far was useful."""
+    def close(self, account: Account, end: int) -> list[Integers]:
+        """Books every learner; in the round that has not ended, what it ran so far was useful.
+
+        Args:
+            account: of the run.
+            end: of the run.
+
+        Returns:
+            For each learner the intervals in which it waited in that round.
+        """
         for m, mine in enumerate(self._runs):
             begun = mine.time_at(self._round_at)
-            end = min(mine.time[-1], begun + self._needs[m]) if self._needs else mine.time[-1]
-            self._worked[m] += mine.work_until(end) - mine.work_until(begun)
+            until = begun + self._needs[m]
+            done = mine.reached(until)
+            if done is not None and done < end:
+                self._waits[m].append((done, end))
+            self._worked[m] += mine.work_until(min(mine.time[-1], until)) - mine.work_until(begun)
             account.move("waiting", self._total[m] - self._worked[m])
             dragged = min(int(self._dragged[m]), self._worked[m])
             account.move("stragglers", dragged)
             account.tokens += int((self._worked[m] - dragged) / self._slowdowns[m])
         account.rounds = self._rounds
+        waits = self._count_up(end)
+        account.up = self._up
+        return waits
+
+    def _count_up(self, until: int) -> list[Integers]:
+        """Counts when somebody stepped, up to an instant until which it is known who waited."""
+        waits = [np.array(each, np.int64).reshape(-1, 2) for each in self._waits]
+        steps = []
+        for m, runs in enumerate(self._uncounted):
+            before, later = runs[runs[:, 0] < until], runs[runs[:, 1] > until]
+            steps.append(working(np.minimum(before, until), waits[m]))
+            self._uncounted[m] = np.maximum(later, until)
+            self._waits[m] = []
+        at, count = stepping(steps)
+        self._up += int(np.diff(at)[count[:-1] > 0].sum())
+        return waits
 
     def _one_round(self, edges: list[tuple[list[int], list[int]]]) -> bool:
         """One round, if all of it is known."""
@@ -135,6 +173,8 @@ class Barrier:
             work = mine.work_until(begun[m] + self._needs[m]) - mine.work_until(begun[m])
             self._worked[m] += work
             self._dragged[m] += work * (1 - self._drawn[m] / self._needs[m])
+            if known[m] < over:
+                self._waits[m].append((known[m], int(over)))
         self._round_at, self._needs = int(over), []
         self._rounds += 1
         return True

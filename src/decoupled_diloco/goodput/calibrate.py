@@ -27,6 +27,12 @@ NAMES = (
     "upscale_window_seconds",
     "restart_seconds",
 )
+MATTER = {
+    "data-parallel": ("step_seconds", "restart_seconds"),
+    "elastic": NAMES[:4],
+}
+"""For each system the constants on which it depends."""
+
 START = (5.0, 15.0, 15.0, 60.0, 80.0)
 """Where the search begins: tens of seconds, as operators tell of such stops."""
 
@@ -53,22 +59,30 @@ class Residual:
         return self.goodput - self.cell.goodput
 
 
-def calibrated(tell: Callable[[str], None] = lambda text: None) -> Constants:
-    """The constants, from the cells marked for calibration alone."""
+def calibrated(
+    tell: Callable[[str], None] = lambda text: None,
+    start: tuple[float, ...] = START,
+    iterations: int = ITERATIONS,
+    failures: int = FAILURES,
+) -> Constants:
+    """The constants, from the cells marked for calibration alone.
+
+    Args:
+        tell: is told of each iteration.
+        start: where the search begins, seconds, in the order of `NAMES`.
+        iterations: how many.
+        failures: in the simulation of each cell.
+    """
     cells = [cell for cell in CELLS if cell.calibrate]
-    found = np.log(np.array(START))
-    misses = _misses(found, cells)
-    for _ in range(ITERATIONS):
+    found = np.log(np.array(start))
+    misses = _misses(found, cells, failures)
+    for _ in range(iterations):
         tell(_told(found, misses))
-        slopes = np.empty((len(cells), len(NAMES)))
-        for index in range(len(NAMES)):
-            moved = found.copy()
-            moved[index] += DIFFERENCE
-            slopes[:, index] = (_misses(moved, cells) - misses) / DIFFERENCE
+        slopes = _slopes(found, cells, misses, failures)
         normal = slopes.T @ slopes
         damped = normal + DAMPING * np.diag(np.diag(normal))
         found = found - np.linalg.solve(damped, slopes.T @ misses)
-        misses = _misses(found, cells)
+        misses = _misses(found, cells, failures)
     tell(_told(found, misses))
     return _constants(found)
 
@@ -89,14 +103,26 @@ def _constants(found: np.ndarray) -> Constants:
     return replace(Constants(), **values)
 
 
-def _misses(found: np.ndarray, cells: list[Cell]) -> np.ndarray:
+def _slopes(found: np.ndarray, cells: list[Cell], misses: np.ndarray, failures: int) -> np.ndarray:
+    """Points for each constant's logarithm, shape (cells, constants)."""
+    slopes = np.zeros((len(cells), len(NAMES)))
+    for index, name in enumerate(NAMES):
+        moved = found.copy()
+        moved[index] += DIFFERENCE
+        rows = [row for row, cell in enumerate(cells) if name in MATTER[cell.system]]
+        there = _misses(moved, [cells[row] for row in rows], failures)
+        slopes[rows, index] = (there - misses[rows]) / DIFFERENCE
+    return slopes
+
+
+def _misses(found: np.ndarray, cells: list[Cell], failures: int) -> np.ndarray:
     constants = _constants(found)
-    return np.array([_goodput(cell, constants) - cell.goodput for cell in cells])
+    return np.array([_goodput(cell, constants, failures) - cell.goodput for cell in cells])
 
 
-def _goodput(cell: Cell, constants: Constants) -> float:
+def _goodput(cell: Cell, constants: Constants, failures: int = FAILURES) -> float:
     cluster = Cluster(cell.system, cell.chips, cell.learners, constants=constants)
-    seconds = FAILURES * cluster.mtbi_seconds / cell.chips
+    seconds = failures * cluster.mtbi_seconds / cell.chips
     return simulate(cluster, max(seconds, 86400.0), seed=1).goodput
 
 

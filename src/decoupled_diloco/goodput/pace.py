@@ -37,16 +37,15 @@ class Pace:
     """For each learner the share of the rounds that it was in."""
 
 
-def pace_of(cluster: Cluster, seed: int, *, grace: bool = True, ticks: int = TICKS) -> Pace:
+def pace_of(cluster: Cluster, seed: int, ticks: int = TICKS) -> Pace:
     """Steps every learner through so many ticks.
 
     A learner may not go on from step i before round i − `slack_steps` is over. One that steps by
     itself between two ticks has something to report, and takes part if its report comes in time.
 
     Args:
-        cluster: its slowdowns, jitter, quorum and slack count; its chips do not.
+        cluster: its slowdowns, jitter, quorum, slack and grace count; its chips do not.
         seed: of the lengths of steps.
-        grace: whether there is a grace window.
         ticks: how many.
     """
     rng = np.random.default_rng((seed, 7))
@@ -55,18 +54,19 @@ def pace_of(cluster: Cluster, seed: int, *, grace: bool = True, ticks: int = TIC
     timing, closed = Timing(), np.zeros(ticks)
     now, busy = np.zeros(learners), np.zeros(learners)
     present, before = np.zeros(learners), 0.0
-    history: list[np.ndarray] = []
+    finished, first = np.zeros((ticks, learners)), np.zeros(learners, np.int64)
     for tick in range(ticks):
         jitter = 1 + cluster.jitter * rng.standard_normal(learners)
         length = mean * np.maximum(jitter, SHORTEST)
         held_until = closed[tick - 1 - cluster.slack_steps] if tick > cluster.slack_steps else 0.0
         now = np.maximum(now, held_until if cluster.quorum > 1 else 0.0) + length
         busy += length
-        history.append(now)
+        finished[tick] = now
         opened = reached_at(now.tolist(), cluster.quorum)
         assert opened is not None, "a quorum is at most all learners"
-        reports = _reports(history, before)
-        window = timing.window(cluster.slack_steps, MARGIN if grace else 0.0, float(mean.min()))
+        reports = _reports(finished[: tick + 1], first, before)
+        margin = MARGIN if cluster.grace else 0.0
+        window = timing.window(cluster.slack_steps, margin, float(mean.min()))
         closed[tick], _ = window_over(
             opened, reports.tolist(), quorum=cluster.quorum, grace_seconds=window.seconds
         )
@@ -80,12 +80,15 @@ def pace_of(cluster: Cluster, seed: int, *, grace: bool = True, ticks: int = TIC
     )
 
 
-def _reports(history: list[np.ndarray], after: float) -> np.ndarray:
-    """For each learner when it first finished a step after this instant."""
-    first = history[-1].copy()
-    for finished in reversed(history[:-1]):
-        later = finished > after
-        if not later.any():
-            break
-        first = np.where(later, finished, first)
-    return first
+def _reports(finished: np.ndarray, first: np.ndarray, after: float) -> np.ndarray:
+    """For each learner when it first finished a step after this instant.
+
+    Args:
+        finished: when each step was, shape (steps, learners).
+        first: for each learner such a step at an earlier instant; moved on.
+        after: the instant.
+    """
+    learners, last = np.arange(len(first)), len(finished) - 1
+    while (behind := (first < last) & (finished[first, learners] <= after)).any():
+        first += behind
+    return np.asarray(finished[first, learners])

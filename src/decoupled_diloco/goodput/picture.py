@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.goodput.accounts import runs_of, working
 from decoupled_diloco.goodput.chance import Integers
 from decoupled_diloco.goodput.life import DOWNSCALE, LOST, RESTART, RUN, SHORT, UPSCALE
 from decoupled_diloco.goodput.settings import SECOND, Cluster
@@ -35,7 +36,9 @@ STYLES = {
 SHADES = ("#0072B2", "#56B4E9", "#004166", "#7fb6d9")
 MARKERS = "o^P*Xdh<>p"
 
+WAITING = -1
 KINDS = {
+    WAITING: ("waits", "#ffffff", "||||"),
     RUN: ("steps", "#cfd8e3", ""),
     DOWNSCALE: ("downscale", "#1c2024", ""),
     UPSCALE: ("upscale", "#E69F00", "////"),
@@ -118,17 +121,15 @@ def plot_timeline(cluster: Cluster, hours: float, seed: int, path: Path) -> None
     Raises:
         StorageError: The file cannot be written.
     """
-    spans: list[list[Integers]] = []
-    simulate(cluster, hours * 3600, seed, watch=spans.append)
-    lives = [np.concatenate(each) for each in zip(*spans, strict=True)]
+    lives, steps = _watched(cluster, hours, seed)
     begin = min(int(life[:, 0].min()) for life in lives if len(life))
     lanes = min(len(lives), LANES_MAX)
     figure = Figure(figsize=(10, 2.6 + 0.32 * lanes), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1 + 0.32 * lanes, 1.6])
     unit, name = (3600.0, "hours") if hours > 2 else (60.0, "minutes")
     kinds: set[int] = set()
-    for lane, life in enumerate(lives[:lanes]):
-        kinds |= _lane(above, lane, life, begin, unit)
+    for lane in range(lanes):
+        kinds |= _lane(above, lane, _by_kind(lives[lane], steps[lane]), begin, unit)
     above.set_ylim(lanes - 0.5, -0.5)
     above.set_yticks(range(lanes), [f"learner {m}" for m in range(lanes)])
     above.set_title(_title(cluster, lanes, len(lives)), loc="left", fontsize=11)
@@ -138,7 +139,13 @@ def plot_timeline(cluster: Cluster, hours: float, seed: int, path: Path) -> None
         if kind in kinds
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
-    _stepping(below, lives, begin, unit, cluster.chips)
+    _stepping(
+        below,
+        [_chips(*each) for each in zip(lives, steps, strict=True)],
+        begin,
+        unit,
+        cluster.chips,
+    )
     below.set_xlabel(f"time ({name})")
     below.set_xlim(0, hours * 3600 / unit)
     for axes in (above, below):
@@ -151,29 +158,56 @@ def _title(cluster: Cluster, lanes: int, learners: int) -> str:
     return f"{cluster.system}, {format_count(cluster.chips)} chips{some}"
 
 
-def _lane(axes: Axes, lane: int, life: Integers, begin: int, unit: float) -> set[int]:
+def _watched(cluster: Cluster, hours: float, seed: int) -> tuple[list[Integers], list[Integers]]:
+    """For each learner its spans, and the intervals in which it steps, shape (n, 2)."""
+    spans: list[list[Integers]] = []
+    waits: list[list[Integers]] = []
+
+    def watch(lived: list[Integers], waited: list[Integers]) -> None:
+        spans.append(lived)
+        waits.append(waited)
+
+    simulate(cluster, hours * 3600, seed, watch=watch)
+    lives = [np.concatenate(each) for each in zip(*spans, strict=True)]
+    waited = [np.concatenate(each) for each in zip(*waits, strict=True)]
+    return lives, [working(runs_of(life), wait) for life, wait in zip(lives, waited, strict=True)]
+
+
+def _by_kind(life: Integers, steps: Integers) -> dict[int, Integers]:
+    """For each kind that occurs its intervals; who neither stands nor steps waits."""
+    kinds = {kind: life[life[:, 2] == kind, :2] for kind in KINDS}
+    kinds[WAITING], kinds[RUN] = working(runs_of(life), steps), steps
+    return {kind: intervals for kind, intervals in kinds.items() if len(intervals)}
+
+
+def _chips(life: Integers, steps: Integers) -> Integers:
+    """The intervals in which one learner steps, and with how many chips, shape (n, 3)."""
+    index = np.searchsorted(life[:, 0], steps[:, 0], side="right") - 1
+    return np.column_stack([steps, life[index, 3]])
+
+
+def _lane(axes: Axes, lane: int, kinds: dict[int, Integers], begin: int, unit: float) -> set[int]:
     """What one learner does; the kinds that occur."""
-    for kind, (_, colour, hatch) in KINDS.items():
-        mine = life[life[:, 2] == kind]
-        at = (mine[:, 0] - begin) / SECOND / unit
-        lengths = (mine[:, 1] - mine[:, 0]) / SECOND / unit
-        if len(mine):
-            axes.broken_barh(
-                list(zip(at, lengths, strict=True)),
-                (lane - 0.38, 0.76),
-                facecolor=colour,
-                hatch=hatch,
-                edgecolor="#60646c" if hatch else colour,
-                linewidth=0.3,
-            )
-    return set(life[:, 2].tolist())
+    for kind, intervals in kinds.items():
+        _, colour, hatch = KINDS[kind]
+        at = (intervals[:, 0] - begin) / SECOND / unit
+        lengths = (intervals[:, 1] - intervals[:, 0]) / SECOND / unit
+        axes.broken_barh(
+            list(zip(at, lengths, strict=True)),
+            (lane - 0.38, 0.76),
+            facecolor=colour,
+            hatch=hatch,
+            edgecolor="#60646c" if hatch else colour,
+            linewidth=0.3,
+        )
+    return set(kinds)
 
 
-def _stepping(axes: Axes, lives: Sequence[Integers], begin: int, unit: float, chips: int) -> None:
+def _stepping(axes: Axes, steps: Sequence[Integers], begin: int, unit: float, chips: int) -> None:
     """The share of the chips that step, over time."""
-    runs = np.concatenate([life[life[:, 2] == RUN] for life in lives])
+    runs = np.concatenate(steps)
     at = np.concatenate([runs[:, 0], runs[:, 1]])
-    change = np.concatenate([runs[:, 3], -runs[:, 3]])
+    change = np.concatenate([runs[:, 2], -runs[:, 2]])
     before_end = at < at.max()
     at, change = at[before_end], change[before_end]
     order = np.argsort(at, kind="stable")

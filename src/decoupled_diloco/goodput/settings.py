@@ -88,6 +88,7 @@ class Scavenged:
     """Chips that are there for a while: in blocks, each of which comes and goes by itself.
 
     A learner of a system with several is one block; with one learner, each block is a slice of it.
+    A block goes when it is preempted, and when one of its chips fails.
     """
 
     chips: int
@@ -97,7 +98,7 @@ class Scavenged:
     """How many blocks they are."""
 
     stay_seconds: float = 600.0
-    """Mean time that a block stays."""
+    """Mean time until a block is preempted."""
 
     away_seconds: float = 0.0
     """Mean time that it stays away; 0: another one takes its place at once."""
@@ -174,6 +175,9 @@ class Cluster:
     """Steps that a learner goes on before a round that it waits for is over: what transfers leave
     of the overlap τ. Only a quorum above 1 makes anybody wait."""
 
+    grace: bool = True
+    """Whether a round stays open for slow learners as long as the slack allows."""
+
     stragglers: Stragglers | None = None
     scavenged: Scavenged | None = None
     preemptions: tuple[Preemption, ...] = ()
@@ -189,6 +193,11 @@ class Cluster:
         _check("learners", self.learners, least=1)
         _check("mtbi_seconds", self.mtbi_seconds, above=0)
         self._check_learners()
+        if self.scavenged is not None and self.system == "barrier":
+            raise ConfigError(
+                "scavenged chips cannot join system='barrier', where all learners must be there: "
+                "use elastic or decoupled"
+            )
         for name in ("checkpoint_seconds", "jitter", "slack_steps"):
             _check(name, getattr(self, name), least=0)
         _check("period", self.period, least=1)
@@ -208,7 +217,8 @@ class Cluster:
             )
         if not 1 <= self.quorum <= self.learners:
             raise ConfigError(
-                f"quorum={self.quorum} is out of range: 1 to learners={self.learners}"
+                f"quorum={self.quorum} is out of range: 1 to learners={self.learners}; lower "
+                "quorum or cut into more learners"
             )
         if self.slowdowns and len(self.slowdowns) != self.learners:
             raise ConfigError(
@@ -231,6 +241,14 @@ class Cluster:
     def chips_of(self, learner: int) -> int:
         """Chips of one learner: as even as can be."""
         return self.chips // self.learners + (learner < self.chips % self.learners)
+
+    @property
+    def block_stay_seconds(self) -> float:
+        """Mean time that a scavenged block stays: until it is preempted, or a chip of it fails."""
+        terms = self.scavenged
+        assert terms is not None
+        failures = terms.chips / terms.blocks / self.mtbi_seconds
+        return 1 / (1 / terms.stay_seconds + failures)
 
 
 def microseconds(seconds: float) -> int:

@@ -19,8 +19,12 @@ DAY_SECONDS = 86400.0
 INTERVAL_POINTS = 0.3
 """The horizon is doubled until the interval over seeds is at most plus or minus so much."""
 
-FAILURES_FIRST = 5_000
-"""Failures in the first horizon of a seed."""
+FAILURES_FIRST = 15_000
+"""Failures in the first horizon of a seed: so many that it seldom has to be longer, because an
+interval that one stops at when it is narrow is too narrow."""
+
+FAILURES_FIRST_BARRIER = 5_000
+"""Its rounds make it slow to simulate, and even out more."""
 
 DOUBLINGS_MAX = 8
 DAYS_MIN, DAYS_MAX = 1.0, 3650.0
@@ -113,6 +117,9 @@ class Row:
             "tokens_per_hour": self.tokens_per_hour(tokens_per_chip_second),
             "badput": {cause: round(share, 3) for cause, share in self.badput.items()},
             "pace": None if self.pace is None else round(100 * self.pace.against_fastest, 2),
+            "rounds": None
+            if self.pace is None
+            else [round(100 * share, 2) for share in self.pace.took_part],
             "published": self.published,
             "days": round(self.days, 3),
             "seeds": len(self.accounts),
@@ -166,7 +173,8 @@ def _check_schedule(cluster: Cluster, effort: Effort) -> None:
 
 def _first_days(cluster: Cluster) -> float:
     """So many days that some thousand failures happen, and rare repairs end."""
-    seconds = FAILURES_FIRST * cluster.mtbi_seconds / cluster.chips
+    failures = FAILURES_FIRST_BARRIER if cluster.system == "barrier" else FAILURES_FIRST
+    seconds = failures * cluster.mtbi_seconds / cluster.chips
     return min(DAYS_MAX / 4, max(DAYS_MIN, seconds / DAY_SECONDS))
 
 

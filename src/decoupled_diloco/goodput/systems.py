@@ -21,7 +21,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.goodput.accounts import (
     Account,
     Feed,
@@ -34,7 +33,7 @@ from decoupled_diloco.goodput.barrier import Barrier
 from decoupled_diloco.goodput.chance import Integers, Repair, Slices, failures
 from decoupled_diloco.goodput.life import RUN, UPSCALE, Habits, Life, Visits
 from decoupled_diloco.goodput.pace import pace_of
-from decoupled_diloco.goodput.settings import Cluster, Scavenged, microseconds
+from decoupled_diloco.goodput.settings import Cluster, microseconds
 from decoupled_diloco.protocol.clock import stands
 
 WARM_UP_REPAIRS = 6
@@ -50,15 +49,17 @@ EXACT_MAX = 4 * 10**18
 class Guest:
     """A scavenged block that is a learner of its own: it comes, fetches the weights, and goes."""
 
-    def __init__(self, chips: int, terms: Scavenged, rng: np.random.Generator) -> None:
+    def __init__(self, cluster: Cluster, chips: int, rng: np.random.Generator) -> None:
+        assert cluster.scavenged is not None
         self.spans = array("q")
-        self._chips, self._terms, self._rng = chips, terms, rng
+        self._chips, self._terms, self._rng = chips, cluster.scavenged, rng
+        self._stay_seconds = cluster.block_stay_seconds
         self._clock = 0
 
     def advance(self, until: int) -> None:
         """Comes and goes up to this instant."""
         while self._clock < until:
-            stay = _exponential(self._terms.stay_seconds, self._rng)
+            stay = _exponential(self._stay_seconds, self._rng)
             join = min(stay, microseconds(self._terms.join_seconds))
             ready, end = self._clock + join, self._clock + stay
             if join:
@@ -72,7 +73,7 @@ def simulate(
     cluster: Cluster,
     seconds: float,
     seed: int,
-    watch: Callable[[list[Integers]], None] | None = None,
+    watch: Callable[[list[Integers], list[Integers]], None] | None = None,
 ) -> Account:
     """One run.
 
@@ -80,7 +81,9 @@ def simulate(
         cluster: what is simulated.
         seconds: how long, after a warm-up that is not counted.
         seed: the same seed gives the same run.
-        watch: is given the spans of all learners, window by window.
+        watch: is given, window by window, for each learner its spans, and the intervals in which
+            it waited for others as far as they are known, shape (n, 2); at the end what is left of
+            the latter. What learners of unequal speed wait is a share, without instants.
 
     Returns:
         Its account, which is complete: `Account.check` holds.
@@ -98,10 +101,12 @@ def simulate(
     for start in range(begin, end, window):
         until = min(end, start + window)
         spans = [feed.take(until) for feed in feeds]
+        waits = books.enter(spans, start, until)
         if watch is not None:
-            watch(spans)
-        books.enter(spans, start, until)
-    books.close()
+            watch(spans, waits)
+    waits = books.close(end)
+    if watch is not None:
+        watch([each[:0] for each in spans], waits)
     account.check()
     return account
 
@@ -112,7 +117,7 @@ def _window(cluster: Cluster) -> int:
     chips = cluster.chips + (scavenged.chips if scavenged else 0)
     rate = cluster.chips / cluster.mtbi_seconds
     if scavenged:
-        rate += scavenged.blocks / scavenged.stay_seconds
+        rate += scavenged.blocks / cluster.block_stay_seconds
     if cluster.stragglers:
         rate += cluster.chips / cluster.stragglers.interval_seconds
     return max(1, min(EXACT_MAX // chips, microseconds(min(1e12, WINDOW_FAILURES / rate))))
@@ -138,47 +143,45 @@ class _Books:
         if cluster.system == "barrier":
             self._barrier = Barrier(cluster, begin, np.random.default_rng((seed, 5)))
 
-    def enter(self, spans: list[Integers], start: int, until: int) -> None:
-        """Books one window."""
-        account, runs = self._account, [runs_of(each) for each in spans]
+    def enter(self, spans: list[Integers], start: int, until: int) -> list[Integers]:
+        """Books one window; for each learner the intervals in which it waited, if known."""
+        runs = [runs_of(each) for each in spans]
         for each in spans:
-            enter(account, each)
-        at, count = stepping(runs)
-        account.up += int(np.diff(at)[count[:-1] > 0].sum())
+            enter(self._account, each)
         slow = [self._slow(m, start, until) for m in range(len(runs))]
         if self._barrier is not None:
-            self._barrier.take(runs, slow)
-            return
-        halted = self._halted(at, count, start, until)
+            return self._barrier.take(runs, slow)
+        halted = self._halted(runs, start, until)
+        self._account.up += until - start - int(np.diff(halted, axis=1).sum())
         for m, each in enumerate(runs):
             self._learner(m, each, halted, slow[m])
+        return [halted] * len(runs)
 
-    def close(self) -> None:
-        """Books what is left when the run ends."""
+    def close(self, end: int) -> list[Integers]:
+        """Books what is left when the run ends; for each learner where it waited besides."""
         if self._barrier is not None:
-            self._barrier.close(self._account)
+            return self._barrier.close(self._account, end)
+        return [np.empty((0, 2), np.int64)] * len(self._slowdowns)
 
-    def _halted(
-        self, at: Integers, count: Integers, start: int, until: int
-    ) -> tuple[Integers, Integers]:
+    def _halted(self, runs: list[Integers], start: int, until: int) -> Integers:
         """The intervals in which the syncer's clock stands, as the protocol core says."""
-        learners = len(self._slowdowns)
-        table = np.array([stands(live, self._cluster.quorum) for live in range(learners + 1)])
-        at = np.concatenate([[start], at, [until]])
-        still = table[np.concatenate([[0], count])]
-        return at[:-1][still], at[1:][still]
+        at, count = stepping(runs)
+        table = [stands(live, self._cluster.quorum) for live in range(len(runs) + 1)]
+        edges = np.concatenate([[start], at, [until]])
+        still = np.array(table)[np.concatenate([[0], count])]
+        return np.asarray(np.stack([edges[:-1], edges[1:]], axis=1)[still])
 
     def _learner(
         self,
         m: int,
         runs: Integers,
-        halted: tuple[Integers, Integers],
+        halted: Integers,
         slow: tuple[Integers, Integers],
     ) -> None:
         """Takes from one learner's runs what was not useful after all."""
         account, chips = self._account, runs[:, 3]
         run = int(np.dot(runs[:, 1] - runs[:, 0], chips))
-        waited = int(np.dot(overlap(runs, *halted), chips))
+        waited = int(np.dot(overlap(runs, *halted.T), chips))
         waited += _part(run - waited, 1 - self._useful[m])
         account.move("waiting", waited)
         dragged = 0
@@ -219,16 +222,9 @@ def _lives(cluster: Cluster, seed: int) -> list[Life | Guest]:
     blocks = _blocks(cluster)
     if not blocks or cluster.alone:
         return [_life(cluster, m, seed, blocks) for m in range(cluster.learners)]
-    if cluster.system == "barrier":
-        raise ConfigError(
-            "scavenged chips cannot join system='barrier', where all learners must be there: "
-            "use elastic or decoupled"
-        )
-    assert cluster.scavenged is not None
     own = [_life(cluster, m, seed, ()) for m in range(cluster.learners)]
     rngs = (np.random.default_rng((seed, m, 2)) for m in range(len(blocks)))
-    terms = cluster.scavenged
-    return [*own, *(Guest(chips, terms, rng) for chips, rng in zip(blocks, rngs, strict=True))]
+    return [*own, *(Guest(cluster, chips, rng) for chips, rng in zip(blocks, rngs, strict=True))]
 
 
 def _blocks(cluster: Cluster) -> tuple[int, ...]:
@@ -284,8 +280,9 @@ def _visits(cluster: Cluster, slices: int, rng: np.random.Generator) -> Visits:
     terms = cluster.scavenged
     if terms is None or not cluster.alone:
         return Visits(heap=taken)
+    stay_seconds = cluster.block_stay_seconds
     return Visits(
-        stay=lambda: _exponential(terms.stay_seconds, rng),
+        stay=lambda: _exponential(stay_seconds, rng),
         away=lambda: _exponential(terms.away_seconds, rng),
         heap=taken,
     )

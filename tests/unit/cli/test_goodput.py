@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 from decoupled_diloco.cli.goodput import _count, _slowdowns
 from decoupled_diloco.cli.goodput_options import complete_systems
 from decoupled_diloco.cli.main import app
+from decoupled_diloco.cli.options import INTERRUPTED
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.goodput.settings import Cluster
+from decoupled_diloco.goodput.study import Effort, Row, study
 
 ONE = ("goodput", "--chips", "50k", "--days", "0.2", "--seeds", "2")
 SMALL = (*ONE, "--learners", "2,4")
@@ -84,6 +87,8 @@ def test_every_option_reaches_the_simulation() -> None:
             "--quorum 2",
             "--quorum 2 --jitter 0.5",
             "--quorum 2 --jitter 0.5 --slack-steps 3",
+            "--quorum 1 --jitter 0.5 --slack-steps 3",
+            "--quorum 1 --jitter 0.5 --slack-steps 3 --no-grace",
             "--quorum 2 --slowdowns 1,1.5",
             "--scavenged-share 0.5",
             "--scavenged-share 0.5 --join-seconds 300",
@@ -108,7 +113,14 @@ def test_every_option_reaches_the_simulation() -> None:
         (("--slowdowns", "1x4", "--days", "1"), "speeds are given for 4 learners, learners=8"),
         (("--slowdowns", "fast"), "'fast' is no number"),
         (("--preempt", "1,2"), "is not START,HOURS,SHARE"),
-        (("--tokens-per-chip-second", "0"), "tokens=0"),
+        (("--tokens-per-chip-second", "0"), "--tokens-per-chip-second 0 is out of range"),
+        (("--mtbi-years", "0"), "--mtbi-years 0 is out of range: it must be greater than 0"),
+        (("--chips", "-5"), "chips=-5 is out of range"),
+        (("--learners", "-1"), "learners=-1 is out of range"),
+        (("--plot", "x.foo"), "does not end in .png, .svg, .pdf"),
+        (("--slack-steps", "2"), "--slack-steps does nothing without --slowdowns or --jitter"),
+        (("--jitter", "0.1", "--no-grace"), "--grace does nothing without --slack-steps"),
+        (("--system", "barrier", "--scavenged-share", "1"), "cannot join system='barrier'"),
         (("--days", "-1"), "days=-1"),
         (("--preempt", "1,2,0.5"), "give days (--days)"),
         (("--preempt", "30,2,0.5", "--days", "1"), "comes after days=1"),
@@ -124,19 +136,70 @@ def test_what_cannot_be_is_told(options: tuple[str, ...], message: str) -> None:
     assert message in str(result.exception)
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    for option in ("--json", "--plot"):
-        options = [option, str(tmp_path / "no" / "folder.png")]
-        result = CliRunner().invoke(app, [*ONE, "--system", "elastic", *options])
+@pytest.mark.parametrize("option", ["--json", "--plot", "--timeline"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(option: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    for name, message in (("no/file.png", "no folder"), ("folder.png", "it is a folder")):
+        months = ["goodput", "--days", "3000", option, str(tmp_path / name)]
+        result = CliRunner().invoke(app, months)
         assert isinstance(result.exception, StorageError)
+        assert message in str(result.exception)
+
+
+def test_without_names_all_systems_are_compared() -> None:
+    result = CliRunner().invoke(app, [*ONE, "--learners", "1,2", "--json", "-"])
+    rows = json.loads(result.stdout)
+    assert [(row["system"], row["learners"]) for row in rows] == [
+        ("data-parallel", 1),
+        ("elastic", 1),
+        ("barrier", 1),
+        ("barrier", 2),
+        ("decoupled", 1),
+        ("decoupled", 2),
+    ]
+    borrowed = CliRunner().invoke(app, [*ONE, "--scavenged-share", "1", "--json", "-"])
+    assert "barrier" not in {row["system"] for row in json.loads(borrowed.stdout)}
+
+
+def test_one_learner_may_be_named_for_a_system_that_is_one() -> None:
+    result = CliRunner().invoke(app, [*ONE, "--system", "elastic", "--learners", "1,8"])
+    assert result.exit_code == 0, result.output
+
+
+def test_what_is_done_is_told_when_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the third row."""
+    done = []
+
+    def stopped(cluster: Cluster, effort: Effort) -> Row:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(cluster)
+        return study(cluster, effort)
+
+    monkeypatch.setattr("decoupled_diloco.goodput.study.study", stopped)
+    out = tmp_path / "rows.json"
+    result = CliRunner().invoke(app, [*ONE, "--json", str(out)])
+    assert result.exit_code == INTERRUPTED
+    assert "stopped: 2 of 4 rows are done" in result.output
+    assert [row["system"] for row in json.loads(out.read_text())] == ["data-parallel", "elastic"]
 
 
 def test_numbers_of_people() -> None:
-    assert [_count(text, "") for text in ("150000", "150k", "2.4M")] == [
+    texts = ("150000", "150k", "2.4M", "2.4e6", "150_000", "1e5", "0.5M")
+    assert [_count(text, "") for text in texts] == [
         150_000,
         150_000,
         2_400_000,
+        2_400_000,
+        150_000,
+        100_000,
+        500_000,
     ]
+    for text in ("1e400", "1.5", "nan", "inf", "", "k", "1e-3"):
+        with pytest.raises(ConfigError, match="is no whole number"):
+            _count(text, "--chips")
     assert _slowdowns("1x2,1.18") == (1.0, 1.0, 1.18)
 
 

@@ -11,10 +11,17 @@ from decoupled_diloco.goodput.settings import Cluster, Constants
 from decoupled_diloco.goodput.study import INTERVAL_POINTS, Effort, cells, half_width, study
 
 
-def test_the_horizon_is_long_enough_for_the_interval() -> None:
-    row = study(Cluster("elastic", 1_200_000), Effort(seeds=3))
+def test_the_horizon_is_made_long_enough_for_the_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decoupled_diloco.goodput.study.FAILURES_FIRST", 100)
+    monkeypatch.setattr("decoupled_diloco.goodput.study.DAYS_MIN", 0.01)
+    cluster = Cluster("elastic", 1_200_000)
+    first, row = study(cluster, Effort(seeds=5, days=0.05)), study(cluster, Effort(seeds=5))
+    assert first.interval is not None
     assert row.interval is not None
-    assert row.interval <= INTERVAL_POINTS
+    assert row.interval <= INTERVAL_POINTS < first.interval
+    assert row.days > 3 * first.days
 
 
 def test_days_that_are_given_are_simulated() -> None:
