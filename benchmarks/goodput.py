@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,12 @@ from evidence import RESULTS, keep
 from decoupled_diloco.goodput.pace import pace_of
 from decoupled_diloco.goodput.picture import plot_goodput, plot_timeline
 from decoupled_diloco.goodput.published import CHIPS, SCAVENGED
-from decoupled_diloco.goodput.scavenge import relative_time
+from decoupled_diloco.goodput.scavenge import (
+    BLOCK_CHIPS,
+    PREEMPTED_A_DAY,
+    relative_time,
+    stay_of,
+)
 from decoupled_diloco.goodput.settings import SYSTEMS, YEAR_SECONDS, Cluster, Constants
 from decoupled_diloco.goodput.study import Effort, Row, cells, study
 
@@ -26,6 +31,9 @@ ESTIMATE = (
     "two systems of one learner are fitted, within 3 points; decoupled, which is predicted, is "
     "within 1.5 points of elastic training on chips / M; a barrier loses 5 to 15 points to waiting"
 )
+SCAVENGING = (150_000, 1_200_000, 2_400_000)
+"""Chips of the cluster that borrows more: how many they were was not published."""
+
 UNEQUAL = Cluster(
     "decoupled",
     10_000,
@@ -50,8 +58,7 @@ def unequal() -> dict[str, Any]:
         ("K=1, no grace", 1, 2, False, 100),
         ("K=1, grace window", 1, 2, True, 100),
     ):
-        cluster = Cluster(**{**_fields(UNEQUAL), "quorum": quorum, "slack_steps": slack})
-        pace = pace_of(cluster, 0, grace=grace)
+        pace = pace_of(replace(UNEQUAL, quorum=quorum, slack_steps=slack, grace=grace), 0)
         found[name] = {
             "goodput": 100 * sum(pace.useful) / len(pace.useful),
             "pace": 100 * pace.against_fastest,
@@ -61,21 +68,24 @@ def unequal() -> dict[str, Any]:
     return found
 
 
-def _fields(cluster: Cluster) -> dict[str, Any]:
-    return {name: getattr(cluster, name) for name in Cluster.__dataclass_fields__}
-
-
-def scavenged() -> dict[str, Any]:
-    """Time of training with more chips for half of it."""
-    return {
-        f"+{100 * share:.0f} %": {
-            "decoupled": relative_time(Cluster("decoupled", 150_000, 8), share),
-            "decoupled_published": decoupled,
-            "elastic": relative_time(Cluster("elastic", 150_000), share),
-            "elastic_published": elastic,
+def scavenged() -> list[dict[str, Any]]:
+    """Time of training with more chips for half of it, for the least to the most preemptions."""
+    stays = [stay_of(BLOCK_CHIPS, share) for share in PREEMPTED_A_DAY]
+    rows = []
+    for share, (decoupled, elastic) in SCAVENGED.items():
+        row: dict[str, Any] = {
+            "share": share,
+            "published": {"decoupled, M=8": decoupled, "elastic": elastic},
+            "chips": {},
         }
-        for share, (decoupled, elastic) in SCAVENGED.items()
-    }
+        for chips in SCAVENGING:
+            systems = (Cluster("decoupled", chips, 8), Cluster("elastic", chips))
+            row["chips"][str(chips)] = {
+                name: [relative_time(cluster, share, stay_seconds=stay) for stay in stays]
+                for name, cluster in zip(row["published"], systems, strict=True)
+            }
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
