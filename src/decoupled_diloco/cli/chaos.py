@@ -143,9 +143,7 @@ def _really(scenario: Scenario, console: Console) -> tuple[int, bool, str]:
     from decoupled_diloco.chaos.real import RealRun, require_real
     from decoupled_diloco.cli.beginning import tell_beginning
     from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
-    from decoupled_diloco.cli.train import termination_as_interrupt, undisturbed
-    from decoupled_diloco.launch.local import Outcome
-    from decoupled_diloco.observe.progress import Progress
+    from decoupled_diloco.cli.train import carry_out
     from decoupled_diloco.simulate.scenario import dump_scenario
 
     require_real(scenario)
@@ -154,18 +152,7 @@ def _really(scenario: Scenario, console: Console) -> tuple[int, bool, str]:
     (run.path / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
     with reader_may_be_gone():
         tell_beginning(config, run.path, run.local.folder.moved_to, console)
-    budget = (config.run.budget_steps, config.run.budget_tokens)
-    try:
-        with termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
-            run.start()
-            outcome = run.wait(progress.poll)
-            progress.poll()
-    except KeyboardInterrupt:
-        console.print("interrupted: ending all processes")
-        outcome = Outcome(False, "interrupted", None)
-    finally:
-        with undisturbed():
-            run.close()
+    outcome = carry_out(run, config, console)
     with reader_may_be_gone():
         tell_outcome(run.path, outcome.weights, console)
         for missed in run.engine.missed:

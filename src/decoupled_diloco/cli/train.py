@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 
@@ -26,20 +27,9 @@ def train_locally(
     if resume and not cut and _tell_if_finished(config, console):
         return 0
     run = LocalRun(config, resume=resume, cut=cut)
-    budget = (config.run.budget_steps, config.run.budget_tokens)
     with reader_may_be_gone():
         tell_beginning(config, run.path, run.folder.moved_to, console)
-    try:
-        with termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
-            run.start()
-            outcome = run.wait(progress.poll)
-            progress.poll()
-    except KeyboardInterrupt:
-        console.print("interrupted: ending all processes")
-        outcome = Outcome(False, "interrupted", None)
-    finally:
-        with undisturbed():
-            run.close()
+    outcome = carry_out(run, config, console)
     with reader_may_be_gone():
         tell_outcome(run.path, outcome.weights, console)
         if not outcome.finished:
@@ -48,6 +38,44 @@ def train_locally(
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
+
+
+class Run(Protocol):
+    """A run on this machine: of `LocalRun`, or of one that meets with faults."""
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        ...
+
+    def start(self) -> None:
+        """Starts all processes."""
+        ...
+
+    def wait(self, on_poll: Callable[[], None]) -> Outcome:
+        """Returns when it is over."""
+        ...
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        ...
+
+
+def carry_out(run: Run, config: RunConfig, console: Console) -> Outcome:
+    """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left."""
+    budget = (config.run.budget_steps, config.run.budget_tokens)
+    try:
+        with termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
+            run.start()
+            outcome = run.wait(progress.poll)
+            progress.poll()
+            return outcome
+    except KeyboardInterrupt:
+        console.print("interrupted: ending all processes")
+        return Outcome(False, "interrupted", None)
+    finally:
+        with undisturbed():
+            run.close()
 
 
 def serve_locally(
