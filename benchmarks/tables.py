@@ -262,7 +262,7 @@ def goodput_real(result: Any) -> str:
         "schedule",
         "measured",
         "predicted from another run",
-        "predicted from its own lengths",
+        "by the rules from its own lengths (no foresight)",
         "its joins took",
     ]
     return table(header, rows) + f"\n\nLengths of the other run: {told}."

@@ -73,6 +73,8 @@ CAUSES = {
 """Heads of the columns."""
 
 PICTURES = (".png", ".svg", ".pdf")
+TIMELINE_HOURS_MAX = 168.0
+"""A week: more is no picture any more."""
 
 _COUNT = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kMG]?)")
 _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -132,7 +134,7 @@ def goodput(
         return
     _positive("--mtbi-years", mtbi_years)
     _positive("--tokens-per-chip-second", tokens_per_chip_second)
-    _positive("--timeline-hours", timeline_hours)
+    _positive("--timeline-hours", timeline_hours, most=TIMELINE_HOURS_MAX)
     constants = _constants(
         slice_chips=slice_chips,
         repair_seconds=repair_seconds,
@@ -252,9 +254,11 @@ def _check_files(json_file: Path | None, *pictures: Path | None) -> None:
             raise StorageError(f"cannot write {path}: there is no folder {path.parent}, make it")
 
 
-def _positive(option: str, value: float) -> None:
+def _positive(option: str, value: float, most: float = math.inf) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{option} {value:g} is out of range: it must be greater than 0")
+    if value > most:
+        raise ConfigError(f"{option} {value:g} is out of range: at most {most:g}")
 
 
 def _option_names(context: typer.Context) -> Iterable[tuple[str, str]]:

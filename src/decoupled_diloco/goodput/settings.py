@@ -19,6 +19,10 @@ SECOND = 1_000_000
 
 YEAR_SECONDS = 365.25 * 86400
 CHIPS_MAX = 10**8
+BLOCKS_MAX = 10**6
+STEP_SECONDS_MIN = 1e-3
+FAILURE_SECONDS_MIN = 1e-3
+"""Shorter times between two failures of a cluster are not simulated: it could do nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ class Constants:
     """Its second shape, Weibull's own: below 1, the tail is heavy."""
 
     def __post_init__(self) -> None:
-        for name in ("step_seconds", "repair_seconds", "repair_power", "repair_tail"):
+        _check("step_seconds", self.step_seconds, least=STEP_SECONDS_MIN)
+        for name in ("repair_seconds", "repair_power", "repair_tail"):
             _check(name, getattr(self, name), above=0)
         _check("slice_chips", self.slice_chips, least=1)
         for name in ("downscale", "upscale", "upscale_window", "restart"):
@@ -112,6 +117,10 @@ class Scavenged:
         if self.blocks > self.chips:
             raise ConfigError(
                 f"scavenged blocks={self.blocks} exceed scavenged chips={self.chips}: lower blocks"
+            )
+        if self.blocks > BLOCKS_MAX:
+            raise ConfigError(
+                f"scavenged blocks={self.blocks} exceed {BLOCKS_MAX}: raise the chips of a block"
             )
         _check("stay_seconds", self.stay_seconds, above=0)
         _check("away_seconds", self.away_seconds, least=0)
@@ -186,12 +195,20 @@ class Cluster:
         if self.system not in SYSTEMS:
             raise ConfigError(f"system={self.system!r} is none of {', '.join(SYSTEMS)}")
         _check("chips", self.chips, least=1)
-        if self.chips > CHIPS_MAX:
+        chips = self.chips + (self.scavenged.chips if self.scavenged else 0)
+        if chips > CHIPS_MAX:
             raise ConfigError(
-                f"chips={self.chips} exceeds {CHIPS_MAX}, beyond which accounts are not exact"
+                f"chips={chips} exceeds {CHIPS_MAX}, beyond which accounts are not exact: lower "
+                "chips" + (" or the scavenged share" if self.scavenged else "")
             )
         _check("learners", self.learners, least=1)
         _check("mtbi_seconds", self.mtbi_seconds, above=0)
+        if self.mtbi_seconds / self.chips < FAILURE_SECONDS_MIN:
+            raise ConfigError(
+                f"mtbi_seconds={self.mtbi_seconds:g} is {self.mtbi_seconds / self.chips:.1g} s "
+                f"between failures of {format_count(self.chips)} chips, less than "
+                f"{FAILURE_SECONDS_MIN:g}: raise mtbi, or lower chips"
+            )
         self._check_learners()
         if self.scavenged is not None and self.system == "barrier":
             raise ConfigError(

@@ -28,6 +28,8 @@ FAILURES_FIRST_BARRIER = 5_000
 
 DOUBLINGS_MAX = 8
 DAYS_MIN, DAYS_MAX = 1.0, 3650.0
+DAYS_GIVEN_MAX = 36525.0
+SEEDS_MAX = 1000
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Student's t for 95 %, at 1 to 9 degrees of freedom; beyond, 2."""
@@ -45,12 +47,14 @@ class Effort:
     days: float | None = None
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ConfigError(f"seeds={self.seeds} is out of range: at least 1")
+        if not 1 <= self.seeds <= SEEDS_MAX:
+            raise ConfigError(f"seeds={self.seeds} is out of range: 1 to {SEEDS_MAX}")
         if self.first_seed < 0:
             raise ConfigError(f"seed={self.first_seed} is out of range: at least 0")
-        if self.days is not None and not (math.isfinite(self.days) and self.days > 0):
-            raise ConfigError(f"days={self.days:g} is out of range: it must be greater than 0")
+        if self.days is not None and not 0 < self.days <= DAYS_GIVEN_MAX:
+            raise ConfigError(
+                f"days={self.days:g} is out of range: greater than 0, at most {DAYS_GIVEN_MAX:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from decoupled_diloco.goodput.life import (
     UPSCALE,
     Habits,
     Life,
+    Visits,
 )
 
 Failure = tuple[int, int, int]
@@ -189,3 +190,27 @@ def test_a_learner_below_its_minimum_waits_for_slices() -> None:
         (105, 125, UPSCALE, 2),
         (125, 365, RUN, 3),
     ]
+
+
+def test_a_failure_in_a_slice_that_is_away_loses_no_step() -> None:
+    habits = Habits(step=10, downscale=30, upscale=20, window=50, sudden=True)
+    life = Life(Slices(4, 4), habits, told([(12, 1, 500), (55, 1, 5), (57, 1, 5)]))
+    life.advance(500)
+    assert spans(life)[3:5] == [(42, 562, RUN, 3), (562, 582, UPSCALE, 3)]
+
+
+def test_a_slice_that_was_preempted_while_it_was_repaired_stays_away() -> None:
+    visits = Visits(heap=[(25, 1, 1000)])
+    life = Life(Slices(4, 4), HABITS, told([(12, 1, 30)]), visits)
+    life.advance(1200)
+    joined = [start for start, _, kind, chips in spans(life) if (kind, chips) == (RUN, 4)]
+    assert joined[0] == 0
+    assert joined[1] >= 1025 + HABITS.window, "repaired at 42, but held until 1025"
+
+
+def test_what_concerns_nobody_who_is_there_starts_no_upscale() -> None:
+    visits = Visits(heap=[(55, 2, 1000)])
+    life = Life(Slices(4, 4), HABITS, told([(12, 1, 1), (13, 2, 500)]), visits)
+    life.advance(200)
+    upscales = [start for start, _, kind, _ in spans(life) if kind == UPSCALE]
+    assert upscales[0] == 70, "the window of the slice that is back since 20 is over"

@@ -30,6 +30,8 @@ from decoupled_diloco.goodput.study import Effort
         ({"system": "magic"}, "system='magic' is none of"),
         ({"mtbi_seconds": 0.0}, "mtbi_seconds=0 is out of range"),
         ({"mtbi_seconds": float("nan")}, "mtbi_seconds=nan is no number"),
+        ({"mtbi_seconds": 1.0}, "7e-06 s between failures of 150k chips, less than 0.001"),
+        ({"scavenged": Scavenged(chips=10**8, blocks=5)}, "chips=100150000 exceeds 100000000"),
         ({"minimum_share": 1.5}, "minimum_share=1.5 is out of range: 0 to 1"),
         ({"slowdowns": (1.0, 2.0)}, "speeds are given for 2 learners, learners=8"),
         ({"slowdowns": (0.5,) * 8}, "a slowdown is at least 1"),
@@ -50,6 +52,7 @@ def test_impossible_clusters(fields: dict[str, Any], message: str) -> None:
     [
         (lambda: Constants(downscale_seconds=-1.0), "downscale_seconds=-1"),
         (lambda: Constants(step_seconds=0.0), "step_seconds=0"),
+        (lambda: Constants(step_seconds=1e-9), "step_seconds=1e-09 .* at least 0.001"),
         (lambda: Constants(slice_chips=0), "slice_chips=0"),
         (lambda: Constants(repair_tail=0.0), "repair_tail=0"),
         (lambda: Stragglers(0.0), "interval_seconds of stragglers=0"),
@@ -58,7 +61,10 @@ def test_impossible_clusters(fields: dict[str, Any], message: str) -> None:
         (lambda: blocks_of(100, -1.0), "scavenged share=-1"),
         (lambda: blocks_of(100, 1.0, block_chips=0), "block_chips=0"),
         (lambda: Effort(seeds=0), "seeds=0"),
+        (lambda: blocks_of(10**7, 1.0, block_chips=1), "blocks=10000000 exceed 1000000"),
         (lambda: Effort(days=0.0), "days=0"),
+        (lambda: Effort(days=1e9), "days=1e.09 is out of range: .* at most 36525"),
+        (lambda: Effort(seeds=10**6), "seeds=1000000 is out of range: 1 to 1000"),
     ],
 )
 def test_impossible_terms(make: Any, message: str) -> None:

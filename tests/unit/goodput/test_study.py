@@ -51,6 +51,7 @@ def test_published_figures_stand_beside_the_same_cluster_only() -> None:
 def test_student() -> None:
     assert half_width([1.0]) is None
     assert half_width([5.0, 5.0]) == 0.0
+    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.30 / 3**0.5)
 
 
 def test_cells_of_a_table() -> None:

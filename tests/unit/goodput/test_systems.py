@@ -15,6 +15,7 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.goodput.accounts import overlap, stepping, working
 from decoupled_diloco.goodput.life import RUN
+from decoupled_diloco.goodput.scavenge import MACHINE_CHIPS, PREEMPTED_A_DAY, stay_of
 from decoupled_diloco.goodput.settings import (
     SECOND,
     YEAR_SECONDS,
@@ -303,6 +304,71 @@ def test_each_feature_costs_what_it_should(system: Any, row: tuple[dict[str, Any
         cluster = Cluster(system, 300_000, learners, **{**more, **changes})
         found.append(simulate(cluster, 2 * DAY, 0).goodput)
     assert all(a > b for a, b in pairwise(found)), found
+
+
+def test_the_last_wait_is_told_though_its_round_has_no_end() -> None:
+    cluster = Cluster("barrier", 4096, 2, mtbi_seconds=NEVER_FAILS, slowdowns=(1.0, 2.0))
+    told: list[np.ndarray] = []
+    length = 24 * Constants().step_seconds
+    simulate(cluster, 1.5 * length, 0, watch=lambda _, waits: told.append(waits[0]))
+    (wait,) = np.concatenate(told)
+    assert np.diff(wait)[0] / SECOND == pytest.approx(0.5 * length, abs=Constants().step_seconds)
+
+
+@pytest.mark.parametrize("system", ["elastic", "barrier", "decoupled"])
+def test_windows_leave_no_trace(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(system, 600_000, 1 if system == "elastic" else 3, sudden=True)
+    whole = simulate(cluster, DAY, 0)
+    monkeypatch.setattr("decoupled_diloco.goodput.systems.WINDOW_FAILURES", 7)
+    assert simulate(cluster, DAY, 0) == whole
+
+
+@pytest.mark.parametrize("window_failures", [3, 50_000])
+def test_spells_of_slowness_have_their_closed_form(
+    window_failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner is slow for 1 − exp(−L/I) of the time, and then s/(1 + s) of it is lost."""
+    monkeypatch.setattr("decoupled_diloco.goodput.systems.WINDOW_FAILURES", window_failures)
+    terms = Stragglers(20_000 * 1000.0, 800.0, 0.5)
+    cluster = Cluster("decoupled", 20_000, 1, mtbi_seconds=NEVER_FAILS, stragglers=terms)
+    account = simulate(cluster, 30 * DAY, 0)
+    slow = -math.expm1(-800.0 / 1000.0)
+    share = account.badput["stragglers"] / account.allocated
+    assert share == pytest.approx(slow * 0.5 / 1.5, rel=0.05)
+
+
+def test_slow_learners_train_fewer_tokens() -> None:
+    cluster = Cluster("decoupled", 4096, 2, mtbi_seconds=NEVER_FAILS, slowdowns=(1.0, 2.0))
+    account = simulate(cluster, DAY, 0)
+    assert account.goodput == 100
+    assert account.tokens / account.useful == pytest.approx(0.75)
+
+
+def test_who_has_come_fetches_the_weights_first_and_stays_as_chance_has_it() -> None:
+    terms = Scavenged(chips=1000, blocks=1, stay_seconds=1000.0, join_seconds=300.0)
+    cluster = Cluster("decoupled", 4096, 2, mtbi_seconds=NEVER_FAILS, scavenged=terms)
+    visits: list[np.ndarray] = []
+    account = simulate(cluster, 60 * DAY, 0, watch=lambda spans, _: visits.append(spans[2]))
+    joining = 1 - math.exp(-0.3)
+    share = account.badput["upscale"] / (1000 * account.wall)
+    assert share == pytest.approx(joining, rel=0.05)
+    spans = np.concatenate(visits)
+    runs = np.diff(spans[spans[:, 2] == RUN, :2])[:, 0] / SECOND
+    assert runs.mean() == pytest.approx(1000.0, rel=0.05)
+    assert runs.std() == pytest.approx(1000.0, rel=0.1), "what is left of an exponential is one"
+
+
+def test_the_account_begins_when_repairs_are_under_way() -> None:
+    """Each of many short runs has as many slices away as a long one."""
+    cluster = Cluster("elastic", 200, constants=INSTANT, mtbi_seconds=900.0)
+    short = [simulate(cluster, 30.0, seed).goodput for seed in range(60)]
+    assert np.mean(short) == pytest.approx(90.0, abs=1.0)
+
+
+def test_a_machine_is_preempted_in_a_day_as_often_as_is_said() -> None:
+    for share in PREEMPTED_A_DAY:
+        assert 1 - math.exp(-DAY / stay_of(MACHINE_CHIPS, share)) == pytest.approx(share)
+    assert stay_of(1024) == pytest.approx(stay_of(MACHINE_CHIPS) / 128)
 
 
 def test_overlap_is_measured_exactly() -> None:
