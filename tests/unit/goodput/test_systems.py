@@ -306,6 +306,43 @@ def test_each_feature_costs_what_it_should(system: Any, row: tuple[dict[str, Any
     assert all(a > b for a, b in pairwise(found)), found
 
 
+def rounds_by_hand(lives: list[np.ndarray], need: int, end: int) -> tuple[int, int]:
+    """Waiting chip-time and rounds of a barrier, by walking through each learner's runs."""
+    start, rounds, waited = int(min(life[0, 0] for life in lives)), 0, 0
+    while True:
+        ends = []
+        for life in lives:
+            left, at = need, end
+            for begin, until, kind, _, _ in life.tolist():
+                begin = max(begin, start)
+                if kind == RUN and begin < until:
+                    if left <= until - begin:
+                        at, left = begin + left, 0
+                        break
+                    left -= until - begin
+            ends.append(at if not left else 2 * end)
+        over = min(end, max(ends))
+        for life, at in zip(lives, ends, strict=True):
+            for begin, until, kind, chips, _ in life.tolist():
+                if kind == RUN:
+                    waited += chips * max(0, min(until, over) - max(begin, at))
+        if max(ends) > end:
+            return waited, rounds
+        start, rounds = over, rounds + 1
+
+
+def test_a_barrier_is_what_walking_through_its_rounds_gives() -> None:
+    cluster = Cluster("barrier", 30_000, 3, mtbi_seconds=YEAR_SECONDS / 40, period=6)
+    seen: list[list[np.ndarray]] = []
+    account = simulate(cluster, 5000.0, 0, watch=lambda spans, _: seen.append(spans))
+    lives = [np.concatenate(each) for each in zip(*seen, strict=True)]
+    need = 6 * round(Constants().step_seconds * SECOND)
+    end = max(int(life[-1, 1]) for life in lives)
+    waited, rounds = rounds_by_hand(lives, need, end)
+    assert account.rounds == rounds > 50
+    assert account.badput["waiting"] == waited > 0
+
+
 def test_the_last_wait_is_told_though_its_round_has_no_end() -> None:
     cluster = Cluster("barrier", 4096, 2, mtbi_seconds=NEVER_FAILS, slowdowns=(1.0, 2.0))
     told: list[np.ndarray] = []
