@@ -44,7 +44,7 @@ def misses(source: Source | None = None) -> dict[tuple[str, str, int, float], in
     return found
 
 
-def test_every_published_cell_is_within_one_step_and_58_of_65_are_exact() -> None:
+def test_every_published_cell_is_within_one_step_and_60_of_65_are_exact() -> None:
     """65 cells; those that are off are known, one by one."""
     total = sum(len(each) for each in CELLS.values())
     off = misses()
@@ -53,18 +53,16 @@ def test_every_published_cell_is_within_one_step_and_58_of_65_are_exact() -> Non
         ("1B", "streaming-overlap-4bit", 100, 0.5): -1,
         ("10B", "streaming", 100, 0.99): 1,
         ("10B", "streaming-overlap", 100, 0.5): -1,
-        ("10B", "streaming-overlap-4bit", 100, 0.95): 1,
         ("10B", "diloco", 10, 0.95): -1,
-        ("10B", "diloco", 50, 0.8): -1,
         ("10B", "diloco", 50, 0.95): 1,
     }
-    assert total - len(off) == 58
+    assert total - len(off) == 60
 
 
 def test_one_volume_for_both_papers_is_within_one_step_but_for_one_cell() -> None:
     """What the second volume buys: without it, three in four are exact."""
     off = misses("streaming-diloco")
-    assert len(off) == 16
+    assert len(off) == 14
     assert [cell for cell, steps in off.items() if abs(steps) > 1] == [("10B", "diloco", 50, 0.95)]
 
 
