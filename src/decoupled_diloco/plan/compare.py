@@ -49,7 +49,7 @@ class Standing:
         system: one of `SYSTEMS`.
         utilization: share of the time in which compute goes on; of a decoupled run, times the
             share of its rounds that take place.
-        step_seconds: wall-clock of a step.
+        step_seconds: wall-clock in which all learners together do as many steps as they are.
         mean: bytes a second out of the busiest place.
         period: H; 1 for data-parallel.
         overlap: τ.
@@ -94,7 +94,7 @@ def standings(
     for system in OTHERS:
         schedule = schedule_of(system, model, setting)
         share = ring_utilization(system, model, setting, network, link_share)
-        step = model.step_seconds / share
+        step = _mean_pace(model, network) / share
         moved = _ring_bytes(model, network) / schedule.period
         period, overlap = schedule.period, schedule.overlap
         found.append(Standing(system, share, step, moved / step, period, overlap))
@@ -102,7 +102,7 @@ def standings(
     busiest = max(t.mean for t in rounds.traffic if t.direction == "up")
     o = setting.options
     found.append(
-        Standing(DECOUPLED, rounds.utilization, rounds.step_seconds, busiest, o.period, o.overlap)
+        Standing(DECOUPLED, rounds.utilization, rounds.pace_seconds, busiest, o.period, o.overlap)
     )
     return found
 
@@ -110,18 +110,26 @@ def standings(
 def ring_utilization(
     system: str, model: Model, setting: Setting, network: Network, link_share: float
 ) -> float:
-    """Compute utilisation of one of `OTHERS`."""
+    """Compute utilisation of one of `OTHERS`, where all wait for the slowest learner."""
     link, n = slowest(network.sites), _ring_size(network)
+    longest = max(network.paces(model.step_seconds))
+    busy = _mean_pace(model, network) / longest
     if n == 1:
-        return 1.0
+        return busy
     rate = min(link.up, link.down) * link_share
     far = max(site.link.latency_seconds for site in network.sites)
-    return utilization(
+    return busy * utilization(
         schedule_of(system, model, setting),
-        model.step_seconds,
+        longest,
         _ring_bytes(model, network) / model.layers / rate,
         latency_seconds=2 * (n - 1) * 2 * far,
     )
+
+
+def _mean_pace(model: Model, network: Network) -> float:
+    """A step of the average learner."""
+    paces = zip(network.paces(model.step_seconds), network.sites, strict=True)
+    return sum(pace * site.learners for pace, site in paces) / network.learners
 
 
 def _ring_size(network: Network) -> int:

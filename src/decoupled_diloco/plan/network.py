@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import parse_duration, parse_rate
 
+SITE_FORM = "NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]"
+"""How a site is written."""
+
 SPREAD, HUB = "spread", "hub"
 """Shards divided evenly among the sites; all of them at a place without learners."""
 
@@ -44,13 +47,26 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place with learners."""
+    """A place with learners.
+
+    Attributes:
+        name: Of the place.
+        learners: At least 1.
+        link: What joins it to the others.
+        step_seconds: An inner step of its learners, greater than 0; None: the model's.
+    """
 
     name: str
     learners: int
     link: Link
+    step_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        if self.step_seconds is not None and not 0 < self.step_seconds < math.inf:
+            raise ConfigError(
+                f"site {self.name!r} has a step of {self.step_seconds:g} s: it must be greater "
+                "than 0"
+            )
         if self.learners < 1:
             raise ConfigError(
                 f"site {self.name!r} has learners={self.learners}: give it at least 1, or leave "
@@ -93,6 +109,23 @@ class Network:
     def learners(self) -> int:
         """M."""
         return sum(site.learners for site in self.sites)
+
+    def paces(self, step_seconds: float) -> tuple[float, ...]:
+        """An inner step of each site's learners, where the model's takes so long."""
+        return tuple(
+            step_seconds if site.step_seconds is None else site.step_seconds for site in self.sites
+        )
+
+    def tick_seconds(self, step_seconds: float, quorum: int) -> float:
+        """A step of the K-th fastest learner: the pace of the run's clock."""
+        learners = 0
+        for pace, site in sorted(
+            zip(self.paces(step_seconds), self.sites, strict=True), key=lambda pair: pair[0]
+        ):
+            learners += site.learners
+            if learners >= quorum:
+                return pace
+        raise AssertionError("the quorum is at most M")
 
     @property
     def places(self) -> tuple[Link, ...]:
@@ -154,28 +187,30 @@ def _split_rates(text: str) -> tuple[str, str]:
 
 
 def parse_site(text: str) -> Site:
-    """A site from NAME:LEARNERS:UP[/DOWN][:LATENCY][:own].
+    """A site from NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME].
 
     Raises:
         ConfigError: it is not of that form.
 
-    >>> parse_site("oslo:2:5Gbit/1Gbit:20ms").link.latency_seconds
-    0.02
+    >>> parse_site("oslo:2:5Gbit/1Gbit:20ms:step=1.2s").step_seconds
+    1.2
     """
     name, *rest = text.split(":")
-    shared = "own" not in rest
-    fields = [each for each in rest if each not in ("own", "shared")]
-    if not name or len(fields) not in (2, 3) or not fields[0].isdecimal():
+    steps = [each.removeprefix("step=") for each in rest if each.startswith("step=")]
+    fields = [each for each in rest if each not in ("own", "shared") and "=" not in each]
+    marked = [each for each in rest if "=" in each]
+    whole = bool(name) and len(fields) in (2, 3) and fields[0].isdecimal()
+    if not whole or len(steps) > 1 or len(marked) > len(steps):
         raise ConfigError(
-            f"site {text!r} is not of the form NAME:LEARNERS:UP[/DOWN][:LATENCY][:own]: write it "
-            "as 'oslo:2:5Gbit/1Gbit:20ms'"
+            f"site {text!r} is not of the form {SITE_FORM}: write it as 'oslo:2:5Gbit/1Gbit:20ms'"
         )
     try:
         latency = parse_duration(fields[2]) if len(fields) == 3 else 0.0
+        step = parse_duration(steps[0]) if steps else None
     except ValueError as error:
         raise ConfigError(f"site {text!r}: {error}") from None
-    link = parse_link(fields[1], latency_seconds=latency, shared=shared)
-    return Site(name, int(fields[0]), link)
+    link = parse_link(fields[1], latency_seconds=latency, shared="own" not in rest)
+    return Site(name, int(fields[0]), link, step)
 
 
 def equal_sites(count: int, learners: int, link: Link) -> tuple[Site, ...]:

@@ -127,7 +127,7 @@ def predict(
     o = setting.options
     each = model.params * rounds.kept / o.period / 8
     period = o.period / max(rounds.kept, 1e-9)
-    sent = sum(t.mean for t in rounds.traffic if t.direction == "up") * rounds.step_seconds
+    sent = sum(t.mean for t in rounds.traffic if t.direction == "up") * rounds.pace_seconds
     return Prediction(
         rounds=rounds,
         grace=_grace(setting, rounds),
@@ -138,7 +138,7 @@ def predict(
         memory_bytes=_memory(model, setting, network),
         cores=_cores(model, setting, network, rounds),
         join_seconds=_join_seconds(model, setting, network, rounds, link_share),
-        cost=prices.per_million_tokens(rounds.step_seconds, sent) if prices else None,
+        cost=prices.per_million_tokens(rounds.pace_seconds, sent) if prices else None,
         error=measured.UTILIZATION_ERRORS[o.wait],
         traffic_error=measured.TRAFFIC_ERRORS[o.wait],
     )

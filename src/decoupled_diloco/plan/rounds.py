@@ -1,13 +1,14 @@
 """Rounds of Decoupled DiLoCo as events: steps, uploads, merges, downloads, on links they share.
 
-Theory of operation. All learners have the same step time. At a tick every fragment that is due
-opens a round at its shard, at most ⌈τ·P/H⌉ at once, the others in order; a fragment that is still
-on its way skips its turn. A round is six one-way latencies and two transfers long:
+Theory of operation. The clock has the pace of the K-th fastest learner. At a tick every fragment
+that is due opens a round at its shard, at most ⌈τ·P/H⌉ at once, the others in order; a fragment
+that is still on its way skips its turn. A round is six one-way latencies and two transfers long:
 
 | what | when |
 |---|---|
 | the round opens | the K-th report is there: one latency after the step |
-| a learner is pulled | one latency later; its upload begins and shares the links |
+| a learner is pulled | one latency later, if it finished a step since the last tick, or does so |
+|   | within the grace window; its upload begins and shares the links |
 | its contribution is there | one latency after the last byte has left; it is folded in |
 | merged | when the last one is folded in, and the shard's core has done the merge |
 | a learner fetches | it is told, and asks: two latencies; the download shares the links |
@@ -15,18 +16,20 @@ on its way skips its turn. A round is six one-way latencies and two transfers lo
 
 Each body also costs its processes some time besides moving and merging it: `handling_seconds`.
 
-Who takes part in a real round, and until when it waits, the protocol core decides; here everybody
-does, since all learners step alike. `tests/simulation/test_plan_against_protocol.py` compares the
+How long the window is says the protocol's own formula (`protocol/grace.py`), fed with the simulated
+times. Learners of a site step alike. `tests/simulation/test_plan_against_protocol.py` compares the
 two on the same links, `benchmarks/plan_real.py` with real runs.
 """
 
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
-from math import ceil
+from math import ceil, floor, gcd
 from typing import Any
 
 from decoupled_diloco.errors import ConfigError
@@ -34,16 +37,23 @@ from decoupled_diloco.plan import measured
 from decoupled_diloco.plan.flows import Flow, Flows
 from decoupled_diloco.plan.network import Network
 from decoupled_diloco.plan.setting import Model, Setting
+from decoupled_diloco.protocol.grace import Timing
 
 ROUNDS_WARM = 48
 ROUNDS_MEASURED = 96
-"""In whole periods, so that at least so many rounds are due."""
+"""At least so many rounds are due. Where the links bear everything in as many steps as
+the pattern of dues repeats in, else in whole periods: what is still on its way skips its turn."""
+
+ROUNDING = 1e-9
+"""Steps that are so nearly over are."""
 
 ROUNDS_ENOUGH = 0.5
 """With a smaller share of the due rounds more periods are simulated, to see enough rounds."""
 
 ROUNDS_MAX = 400
-"""No more rounds than about these."""
+"""No more rounds than about these, unless it takes more to see each fragment twice."""
+
+PERIODS_MAX = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,10 @@ class Rounds:
         quorum_seconds: from a round's first report to its opening, mean.
         shard_busy: largest share of the time in which a shard's core folds and merges.
         traffic: of each place and direction.
-        step_seconds: mean wall-clock of a step.
+        step_seconds: mean wall-clock of a step of the run's clock, which τ and H count.
+        pace_seconds: wall-clock of a step of all learners together: of unequal ones, the harmonic
+            mean.
+        participation: of each site, share of the rounds that its learners are in.
     """
 
     compute: float
@@ -92,6 +105,8 @@ class Rounds:
     shard_busy: float
     traffic: tuple[Traffic, ...]
     step_seconds: float
+    pace_seconds: float
+    participation: tuple[float, ...]
 
     @property
     def utilization(self) -> float:
@@ -99,6 +114,7 @@ class Rounds:
         return self.compute * self.kept
 
 
+@lru_cache(maxsize=128)
 def simulate(
     model: Model,
     setting: Setting,
@@ -125,13 +141,29 @@ def simulate(
     if not 0 < link_share <= 1:
         raise ConfigError(f"link-share={link_share:g} is out of range: above 0, at most 1")
     losses = _Losses(link_share, step_overhead, handling_seconds)
-    most = max(1, ROUNDS_MAX // (ROUNDS_WARM + ROUNDS_MEASURED + setting.options.fragments))
+    full = demand(model, setting, network, link_share=link_share)
+    if full <= 1:
+        world = _World(model, setting, network, losses, None)
+        found = world.run()
+        if found.kept == 1.0 and found.delay_steps_max < world.steps / 2:
+            return found
     more = 1
     while True:
         found = _World(model, setting, network, losses, more).run()
-        if found.kept * more >= ROUNDS_ENOUGH or more == most:
+        enough = _periods(setting, full, found.kept)
+        if enough <= more:
             return found
-        more = min(most, ceil(2 * ROUNDS_ENOUGH / max(found.kept, 0.05)))
+        more = enough
+
+
+def _periods(setting: Setting, full: float, kept: float) -> int:
+    """So many as show enough rounds, and each fragment twice where the links are too slow."""
+    rounds = 1.0 if kept >= ROUNDS_ENOUGH else 2 * ROUNDS_ENOUGH / max(kept, 1 / PERIODS_MAX)
+    few = ROUNDS_MAX / (ROUNDS_WARM + ROUNDS_MEASURED + setting.options.fragments)
+    turns = 1.0
+    if full > 1 and setting.options.wait == "never":
+        turns = 2 * full / ceil(ROUNDS_MEASURED / setting.options.fragments)
+    return max(1, ceil(min(PERIODS_MAX, max(turns, min(few, rounds)))))
 
 
 def demands(
@@ -161,7 +193,7 @@ def demands(
             ):
                 nbytes = there.learners * numel * bits / 8
                 moved[place, direction] = moved.get((place, direction), 0.0) + nbytes
-    seconds = o.period * model.step_seconds
+    seconds = o.period * network.tick_seconds(model.step_seconds, o.quorum)
     names = network.names()
     return {
         (names[place], direction): nbytes
@@ -195,8 +227,10 @@ class _Losses:
 class _Round:
     fragment: int
     tick: int
+    snapshots: list[float]
     reported: list[float]
     opened_at: float = 0.0
+    closed_at: float = 0.0
     merged_at: float = 0.0
     uploads: int = 0
     downloads: int = 0
@@ -208,6 +242,7 @@ class _Shard:
     queue: list[_Round] = field(default_factory=list)
     core_free_at: float = 0.0
     busy_seconds: float = 0.0
+    timing: Timing = field(default_factory=Timing)
 
 
 @dataclass(slots=True)
@@ -228,12 +263,18 @@ class _World:
         setting: Setting,
         network: Network,
         losses: _Losses,
-        more: int,
+        more: int | None,
     ) -> None:
+        """With `more` None as few steps as the pattern of dues has, else so many periods."""
         self.handling = losses.handling_seconds
         self.model, self.setting, self.network = model, setting, network
         self.options = setting.options
-        self.step = model.step_seconds * (1 + losses.step_overhead)
+        self.paces = [
+            pace * (1 + losses.step_overhead) for pace in network.paces(model.step_seconds)
+        ]
+        tick = network.tick_seconds(model.step_seconds, self.options.quorum)
+        self.tick = tick * (1 + losses.step_overhead)
+        self.waits = self.options.wait == "at_overlap"
         self.numel = model.params / self.options.fragments
         places = range(len(network.places))
         capacities = [
@@ -248,8 +289,10 @@ class _World:
         self.under_way: dict[int, _Round] = {}
         self.reports: dict[int, dict[int, float]] = {}
         period, fragments = self.options.period, self.options.fragments
-        self.first_step = ceil(ROUNDS_WARM / fragments) * more * period
-        self.steps = ceil(ROUNDS_MEASURED / fragments) * more * period
+        parts = gcd(period, fragments) if more is None else 1
+        unit = (more or 1) * period // parts
+        self.first_step = ceil(ROUNDS_WARM * parts / fragments) * unit
+        self.steps = ceil(ROUNDS_MEASURED * parts / fragments) * unit
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = count()
         self.due = self.skipped = 0
@@ -257,10 +300,14 @@ class _World:
         self.merges: list[float] = []
         self.broadcasts: list[float] = []
         self.quorums: list[float] = []
+        self.taken_part = [0] * len(network.sites)
 
     def run(self) -> Rounds:
-        for site in range(len(self.sites)):
-            self._at(0.0, self._boundary, site, 0)
+        if self.waits:
+            for site in range(len(self.sites)):
+                self._at(0.0, self._boundary, site, 0)
+        else:
+            self._at(0.0, self._clock, 0)
         while any(len(site.marks) < 2 for site in self.sites):
             soon = min(self.heap[0][0] if self.heap else float("inf"), self.flows.next_end())
             for flow in self.flows.advance(soon):
@@ -277,7 +324,39 @@ class _World:
     def now(self) -> float:
         return self.flows.now
 
-    # ---- learners
+    # ---- learners that never wait
+
+    def _clock(self, step: int) -> None:
+        """The run's clock is at a step in which something happens."""
+        if step in (self.first_step, self.first_step + self.steps):
+            for site in self.sites:
+                site.marks.append(self.now)
+        for fragment in self.options.due(step):
+            host = self.hosts[self.options.owner(fragment)]
+            away = [self.network.latency(i, host) for i in range(len(self.sites))]
+            told = [late if self._leads(i) else float("inf") for i, late in enumerate(away)]
+            lead = self._quorum_at(told)
+            ends = [self._first_end(i, step, lead - late) for i, late in enumerate(away)]
+            arrived = list(map(operator.add, ends, away))
+            self._at(self.now + lead, self._tick, fragment, step, ends, arrived)
+        ahead = self._next_due(step)
+        self._at(ahead * self.tick, self._clock, ahead)
+
+    def _leads(self, site: int) -> bool:
+        """Whether it is at least as fast as the clock."""
+        return self.paces[site] <= self.tick
+
+    def _first_end(self, site: int, step: int, nearer: float) -> float:
+        """When a site's learners end the first step that is told of after the clock's last one.
+
+        `nearer`: by how much reports come from there in less time than the one that is waited for.
+        """
+        pace = self.paces[site]
+        if pace == self.tick:
+            return step * pace
+        return pace * (floor(((step - 1) * self.tick + nearer) / pace + ROUNDING) + 1)
+
+    # ---- learners that wait
 
     def _boundary(self, number: int, step: int) -> None:
         """A site's learners have finished a step in which something happens."""
@@ -285,10 +364,9 @@ class _World:
         site.step, site.at = step, self.now
         if step in (self.first_step, self.first_step + self.steps):
             site.marks.append(self.now)
+        for fragment in self.options.due(step):
+            site.owed[fragment] = step + self.options.overlap
         if self.options.due(step):
-            for fragment in self.options.due(step):
-                if self.options.wait == "at_overlap":
-                    site.owed[fragment] = step + self.options.overlap
             self._report(number, step)
         self._go_on(number)
 
@@ -300,7 +378,8 @@ class _World:
             return
         ahead = self._next_due(site.step)
         soon = min([ahead, *site.owed.values()])
-        self._at(self.now + (soon - site.step) * self.step, self._boundary, number, soon)
+        after = (soon - site.step) * self.paces[number]
+        self._at(self.now + after, self._boundary, number, soon)
 
     def _next_due(self, step: int) -> int:
         """The next step with a fragment due; the first step of a period always counts."""
@@ -322,7 +401,8 @@ class _World:
         for fragment in self.options.due(step):
             host = self.hosts[self.options.owner(fragment)]
             arrived = [at + self.network.latency(i, host) for i, at in enumerate(told)]
-            self._at(max(self.now, self._quorum_at(arrived)), self._tick, fragment, step, arrived)
+            opens = max(self.now, self._quorum_at(arrived))
+            self._at(opens, self._tick, fragment, step, told, arrived)
 
     def _quorum_at(self, arrived: list[float]) -> float:
         """When so many learners' reports are there as the quorum asks for."""
@@ -335,13 +415,15 @@ class _World:
 
     # ---- rounds
 
-    def _tick(self, fragment: int, step: int, reported: list[float]) -> None:
+    def _tick(
+        self, fragment: int, step: int, snapshots: list[float], reported: list[float]
+    ) -> None:
         measured_now = step >= self.first_step
         self.due += measured_now
         if fragment in self.under_way:
             self.skipped += measured_now
             return
-        round = self.under_way[fragment] = _Round(fragment, step, reported)
+        round = self.under_way[fragment] = _Round(fragment, step, snapshots, reported)
         shard = self.options.owner(fragment)
         self.shards[shard].queue.append(round)
         self._open(shard)
@@ -351,12 +433,29 @@ class _World:
         while shard.queue and shard.open < self.options.open_rounds_max:
             round = shard.queue.pop(0)
             shard.open += 1
-            round.opened_at = self.now
-            round.uploads = round.downloads = len(self.sites)
-            self.quorums.append(max(0.0, self.now - min(round.reported)))
-            for site, reported in enumerate(round.reported):
-                pulled = max(self.now, reported) + self.network.latency(host, site)
-                self._at(pulled, self._transfer, "up", round, site, host)
+            self._pull(round, self.shards[number], host)
+
+    def _pull(self, round: _Round, shard: _Shard, host: int) -> None:
+        """Asks who has reported, and who will within the window."""
+        round.opened_at = self.now
+        first = min(at for site, at in enumerate(round.reported) if self.waits or self._leads(site))
+        self.quorums.append(max(0.0, self.now - first))
+        shard.timing.quorum.update(self.quorums[-1])
+        o = self.options
+        window = shard.timing.window(o.overlap, o.grace_margin, self.tick).seconds
+        late = float("inf") if self.waits or self._alike() else self.now + window
+        asked = [site for site, at in enumerate(round.reported) if at <= late]
+        last = max(round.reported[site] for site in asked)
+        round.closed_at = max(self.now, last) if len(asked) == len(self.sites) else late
+        round.uploads, round.downloads = len(asked), len(self.sites)
+        for site in asked:
+            self.taken_part[site] += 1
+            pulled = max(self.now, round.reported[site]) + self.network.latency(host, site)
+            self._at(pulled, self._transfer, "up", round, site, host)
+
+    def _alike(self) -> bool:
+        """Whether all learners step alike: then everybody is in every round."""
+        return len(set(self.paces)) == 1
 
     def _transfer(self, kind: str, round: _Round, site: int, host: int) -> None:
         """A fragment begins to move between a site and a shard's host."""
@@ -386,7 +485,7 @@ class _World:
         round.uploads -= 1
         if round.uploads == 0:
             self._work(shard, measured.merge_seconds(self.numel))
-            self._at(shard.core_free_at, self._merged, round)
+            self._at(max(shard.core_free_at, round.closed_at), self._merged, round)
 
     def _work(self, shard: _Shard, seconds: float) -> None:
         """Occupies a shard's core."""
@@ -398,7 +497,8 @@ class _World:
         number = self.options.owner(round.fragment)
         host = self.hosts[number]
         round.merged_at = self.now
-        self.merges.append(self.now - round.opened_at)
+        self.merges.append(self.now - round.closed_at)
+        self.shards[number].timing.merge.update(self.merges[-1])
         for site in range(len(self.sites)):
             asked = self.now + 2 * self.network.latency(host, site)
             self._at(asked, self._transfer, "down", round, site, host)
@@ -410,24 +510,42 @@ class _World:
         round.downloads -= 1
         if round.downloads == 0:
             self.broadcasts.append(self.now - round.merged_at)
+            shard = self.shards[self.options.owner(round.fragment)]
+            shard.timing.broadcast.update(self.broadcasts[-1])
             del self.under_way[round.fragment]
-        steps = site.step if site.holding else site.step + (self.now - site.at) / self.step
-        whole = max(0, -int(-(steps - round.tick) // 1))
-        waits = self.options.wait == "at_overlap" or self.options.apply == "at_tau"
-        self.delays.append(max(whole, self.options.overlap) if waits else whole)
+        self.delays.append(self._delay(round, number))
         if site.owed.pop(round.fragment, None) is not None and site.holding:
             site.at = self.now
             self._go_on(number)
+
+    def _delay(self, round: _Round, number: int) -> int:
+        """Steps from the snapshot to the boundary at which the merge is applied."""
+        site, pace = self.sites[number], self.paces[number]
+        if self.waits:
+            steps = site.step if site.holding else site.step + (self.now - site.at) / pace
+            steps -= round.tick
+        else:
+            steps = (self.now - round.snapshots[number]) / pace
+        whole = max(0, ceil(steps))
+        held = self.waits or self.options.apply == "at_tau"
+        return max(whole, self.options.overlap) if held else whole
 
     # ---- afterwards
 
     def _result(self) -> Rounds:
         begin = min(site.marks[0] for site in self.sites)
         end = max(site.marks[1] for site in self.sites)
-        steps = self.steps
-        taken = [steps * self.model.step_seconds / (s.marks[1] - s.marks[0]) for s in self.sites]
+        seconds = [site.marks[1] - site.marks[0] for site in self.sites]
+        alone = self.network.paces(self.model.step_seconds)
+        if self.waits:
+            each = [took / self.steps for took in seconds]
+        else:
+            each = self.paces
+        learners = [site.learners for site in self.network.sites]
+        rate = sum(count / pace for count, pace in zip(learners, each, strict=True))
+        taken = [a / e for a, e in zip(alone, each, strict=True)]
         return Rounds(
-            compute=sum(taken) / len(taken),
+            compute=sum(map(operator.mul, taken, learners)) / sum(learners),
             kept=1.0 - self.skipped / max(1, self.due),
             delay_steps=_mean(self.delays),
             delay_steps_max=max(self.delays, default=float("inf")),
@@ -436,13 +554,15 @@ class _World:
             quorum_seconds=_mean(self.quorums),
             shard_busy=max(s.busy_seconds for s in self.shards) / (end - begin),
             traffic=tuple(self._traffic(begin, end)),
-            step_seconds=(end - begin) / steps,
+            step_seconds=(end - begin) / self.steps,
+            pace_seconds=sum(learners) / rate,
+            participation=tuple(count / max(1, len(self.quorums)) for count in self.taken_part),
         )
 
     def _traffic(self, begin: float, end: float) -> list[Traffic]:
         found = []
         for link, capacity in enumerate(self.flows.capacities):
-            mean, peak = self.flows.mean_and_peak(link, begin, end, self.step)
+            mean, peak = self.flows.mean_and_peak(link, begin, end, self.tick)
             place, direction = self.network.names()[link // 2], ("up", "down")[link % 2]
             found.append(Traffic(place, direction, mean, peak, capacity))
         return found

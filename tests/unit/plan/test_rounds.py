@@ -96,6 +96,34 @@ def test_the_grace_window_is_the_protocols_own() -> None:
     assert found.grace.seconds == pytest.approx(0.5 * slack)
 
 
+def unequal(*steps: float, rate: float = 1e8) -> Network:
+    link = Link(rate, rate)
+    sites = tuple(Site(f"s{i}", 1, link, step) for i, step in enumerate(steps))
+    return Network(sites, HUB, Link(math.inf, math.inf))
+
+
+def test_a_quorum_of_one_keeps_the_pace_of_the_fastest_and_the_window_takes_the_slow_in() -> None:
+    """The paper's four fast and four slow learners, 18 % apart."""
+    network = unequal(1.0, 1.0, 1.18, 1.18)
+    one = run(network, quorum=1, overlap=3, grace_margin=0.8)
+    assert one.step_seconds == pytest.approx(1.0)
+    assert one.participation == (1.0, 1.0, 1.0, 1.0)
+    everybody = run(network, quorum=4, overlap=3)
+    assert everybody.step_seconds == pytest.approx(1.18)
+    assert everybody.compute == one.compute == pytest.approx(1.0)
+    assert one.pace_seconds == pytest.approx(4 / (2 / 1.0 + 2 / 1.18))
+
+
+def test_without_a_window_who_is_half_as_fast_is_in_every_other_round() -> None:
+    found = run(unequal(1.0, 2.0), quorum=1, grace_margin=0.0)
+    fast, slow = found.participation
+    assert fast == 1.0
+    assert slow == pytest.approx(0.5, abs=0.02)
+    both = run(unequal(1.0, 1.0), quorum=1)
+    up = [sum(t.mean for t in r.traffic if t.place == "s1") for r in (found, both)]
+    assert up[0] < up[1], "what is not sent does not fill the link"
+
+
 def test_a_new_learner_fetches_the_whole_copy_over_what_is_left() -> None:
     found = predict(MODEL, Setting(Options(), BF16, BF16), hub(1e9, learners=1), link_share=1.0)
     assert found.join_seconds == pytest.approx(4 * 24e6 / (1e9 - 2e6 * MORE), rel=1e-3)
@@ -134,6 +162,8 @@ def test_links_and_sites_that_cannot_be_are_refused() -> None:
         Network(())
     with pytest.raises(ConfigError, match="learners=2 is below sites=3"):
         equal_sites(3, 2, Link(1.0, 1.0))
+    with pytest.raises(ConfigError, match="step of 0 s"):
+        Site("a", 1, Link(1.0, 1.0), 0.0)
     with pytest.raises(ConfigError, match="two sites have one name"):
         Network((Site("a", 1, Link(1.0, 1.0)), Site("a", 1, Link(1.0, 1.0))))
     with pytest.raises(ConfigError, match="link-share=2"):
