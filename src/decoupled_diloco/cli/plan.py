@@ -55,8 +55,11 @@ if TYPE_CHECKING:
     from decoupled_diloco.plan.document import Plan
     from decoupled_diloco.plan.inputs import Inputs
     from decoupled_diloco.plan.network import Network
-    from decoupled_diloco.plan.search import Wanted
+    from decoupled_diloco.plan.search import Proposal, Wanted
     from decoupled_diloco.plan.setting import Format, Setting
+
+THOUGHT_OF = "4bit"
+"""Published to be as good as bf16 (arXiv 2604.21428, text 55.3 against 55.4); not a codec here."""
 
 DEFAULT_PERIOD, DEFAULT_FRAGMENTS, DEFAULT_OVERLAP = 24, 24, 2
 """The paper's, where nothing is proposed."""
@@ -168,23 +171,18 @@ def make_plan(given: dict[str, Any]) -> Plan:
     from decoupled_diloco.plan import measured
     from decoupled_diloco.plan.document import Plan
     from decoupled_diloco.plan.predict import predict
-    from decoupled_diloco.plan.search import propose
+    from decoupled_diloco.plan.search import limits, propose
 
     config = _run_of(given)
     if config is not None:
         given = {**_from_run(config), **given}
-        if "step_seconds" not in given and "flops" not in given:
-            raise ConfigError(
-                f"{given['run']} does not say how long a step takes: give --step-seconds, as "
-                "measured on the learners' machines"
-            )
-    inputs = _inputs(given)
+    inputs = _inputs(given, config)
     share = given.get("link_share", measured.LINK_SHARE)
     if "utilization" in given:
         found = propose(
             inputs.model,
             inputs.network,
-            _wanted(given, inputs.network),
+            _wanted(given, inputs),
             prices=inputs.prices,
             link_share=share,
         )
@@ -198,13 +196,34 @@ def make_plan(given: dict[str, Any]) -> Plan:
             reached=found.reached,
             binds=found.binds,
             link_share=share,
+            thought_of=_thought_of(given, inputs, found, share),
         )
     setting = _setting(given, inputs.network)
     _check_partition(given, inputs, setting)
     prediction = predict(
         inputs.model, setting, inputs.network, prices=inputs.prices, link_share=share
     )
-    return Plan(inputs, setting, inputs.network, prediction, None, True, "", share)
+    binds = limits(inputs.model, setting, inputs.network, prediction)
+    return Plan(inputs, setting, inputs.network, prediction, None, not binds, binds, share)
+
+
+def _thought_of(
+    given: dict[str, Any], inputs: Inputs, found: Proposal, share: float
+) -> Proposal | None:
+    """What 4 bits each way would bring, if it is more than what was found."""
+    from dataclasses import replace
+
+    from decoupled_diloco.plan.search import PERIODS, propose
+    from decoupled_diloco.plan.setting import wire_format
+
+    o = found.setting.options
+    if {"up", "down"} & set(given) or (found.reached and o.period == PERIODS[0]):
+        return None
+    narrow = wire_format(THOUGHT_OF)
+    wanted = replace(_wanted(given, inputs), formats=[(narrow, narrow)])
+    other = propose(inputs.model, inputs.network, wanted, link_share=share)
+    better = other.reached and (not found.reached or other.setting.options.period < o.period)
+    return other if better else None
 
 
 def _run_of(given: dict[str, Any]) -> RunConfig | None:
@@ -242,7 +261,7 @@ def _from_run(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in fixed.items() if value is not None}
 
 
-def _inputs(given: dict[str, Any]) -> Inputs:
+def _inputs(given: dict[str, Any], config: RunConfig | None) -> Inputs:
     from decoupled_diloco.plan.inputs import Chips, Inputs, model_of, prices_of
 
     if "params" not in given:
@@ -255,11 +274,29 @@ def _inputs(given: dict[str, Any]) -> Inputs:
     )
     if chips.tokens is not None and chips.tokens_per_step is None:
         raise ConfigError("--tokens needs --tokens-per-step, to know the number of steps: add it")
-    model, assumed = model_of(
-        given["params"], given.get("layers"), given.get("step_seconds"), chips
-    )
+    step, taped = _step_seconds(given, config)
+    model, assumed = model_of(given["params"], given.get("layers"), step, chips)
     prices = prices_of(given.get("price_chip_hour"), given.get("price_gb"), chips)
-    return Inputs(model, _network(given), chips, prices, assumed)
+    return Inputs(model, _network(given), chips, prices, taped + assumed)
+
+
+def _step_seconds(
+    given: dict[str, Any], config: RunConfig | None
+) -> tuple[float | None, tuple[str, ...]]:
+    """A step as given, or as it took in the run that was made, and then a word on that."""
+    from decoupled_diloco.plan.inputs import taped_step_seconds
+    from decoupled_diloco.units import format_duration
+
+    if config is None or "step_seconds" in given or "flops" in given:
+        return given.get("step_seconds"), ()
+    step = taped_step_seconds(config.run.folder)
+    if step is None:
+        raise ConfigError(
+            f"{given['run']} does not say how long a step takes, and {config.run.folder} has no "
+            "tape of a run that was made: give --step-seconds, as measured on the learners' "
+            "machines"
+        )
+    return step, (f"a step of {format_duration(step)}, as on the tape in {config.run.folder}",)
 
 
 def _network(given: dict[str, Any]) -> Network:
@@ -324,7 +361,7 @@ def _setting(given: dict[str, Any], network: Network) -> Setting:
     return setting
 
 
-def _wanted(given: dict[str, Any], network: Network) -> Wanted:
+def _wanted(given: dict[str, Any], inputs: Inputs) -> Wanted:
     from decoupled_diloco.plan.network import HUB
     from decoupled_diloco.plan.search import Wanted
 
@@ -340,7 +377,8 @@ def _wanted(given: dict[str, Any], network: Network) -> Wanted:
         fragments=given.get("fragments"),
         overlap=given.get("overlap"),
         shards=given.get("shards"),
-        syncer_fixed="syncer" in given or network.syncer == HUB,
+        syncer_fixed="syncer" in given or inputs.network.syncer == HUB,
+        fragments_max=inputs.model.layers + 2 if _whole_layers(given) else None,
         quorum=given.get("quorum", 1),
         grace_margin=given.get("grace_margin", 0.8),
     )
@@ -363,11 +401,15 @@ def _check_partition(given: dict[str, Any], inputs: Inputs, setting: Setting) ->
     name = given.get("partition", "balanced")
     _known("--partition", name, PARTITIONS)
     fragments, layers = setting.options.fragments, inputs.model.layers
-    if name.startswith("layer") and fragments > layers + 2:
+    if _whole_layers(given) and fragments > layers + 2:
         raise ConfigError(
             f"fragments={fragments} exceeds the {layers} layers, the embedding and the head of "
             f"partition={name!r}: lower the fragments, or cut by 'balanced'"
         )
+
+
+def _whole_layers(given: dict[str, Any]) -> bool:
+    return str(given.get("partition", "balanced")).startswith("layer")
 
 
 # ---- shared

@@ -81,7 +81,7 @@ StepSeconds = Annotated[
         parser=_seconds,
         metavar="TIME",
         help="One inner step of one learner, such as 0.8 or 800ms. Default: from --flops, --chips "
-        "and --tokens-per-step, or 0.08 s for each billion parameters.",
+        "and --tokens-per-step, from the tape of a RUN, or 0.08 s for each billion parameters.",
     ),
 ]
 ChipCount = Annotated[
@@ -109,8 +109,9 @@ SiteOf = Annotated[
     list[str] | None,
     typer.Option(
         "--site",
-        metavar="NAME:LEARNERS:UP[/DOWN][:LATENCY][:own]",
-        help="One site of several that differ, such as oslo:2:5Gbit/1Gbit:20ms.",
+        metavar="NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]",
+        help="One site of several that differ, such as oslo:2:5Gbit/1Gbit:20ms:step=1.2s, where a "
+        "step takes its learners 1.2 s.",
     ),
 ]
 Learners = Annotated[
@@ -162,7 +163,7 @@ Up = Annotated[
     typer.Option(
         "--up",
         metavar="FORMAT",
-        help="Wire format of what learners send: a codec, or 4.5bit for one only thought of.",
+        help="Wire format of what learners send: a codec, or 4bit for one only thought of.",
         autocompletion=complete_formats,
     ),
 ]

@@ -10,12 +10,16 @@ from rich.text import Text
 
 from decoupled_diloco.plan.document import Plan, gbit
 from decoupled_diloco.plan.inputs import told
+from decoupled_diloco.plan.search import PERIODS
 from decoupled_diloco.units import format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from decoupled_diloco.plan.published import Row
+
+PUBLISHED_PERIOD = 300
+"""The longest H of the published bandwidth tables (Scaling Laws for DiLoCo)."""
 
 PAPERS = {
     "streaming-diloco": "Streaming DiLoCo (arXiv 2501.18512)",
@@ -69,6 +73,8 @@ def print_plan(plan: Plan, console: Console) -> None:
 def _say_aim(plan: Plan, say: object) -> None:
     assert callable(say)
     if plan.aim is None:
+        if plan.binds:
+            say(f"rounds are not back in time, limited by {plan.binds}\n")
         return
     got = _percent(plan.prediction.utilization)
     if not plan.reached:
@@ -80,6 +86,12 @@ def _say_aim(plan: Plan, say: object) -> None:
         say(f"reaches {100 * plan.aim:g} % ({got}); a shorter period is limited by {plan.binds}\n")
     else:
         say(f"reaches {100 * plan.aim:g} % ({got}) at the first setting tried: no link binds\n")
+    if plan.thought_of is not None:
+        o = plan.thought_of.setting.options
+        say(
+            f"with 4 bits each way, published to be as good as bf16 but no codec here, "
+            f"H={o.period} and τ={o.overlap} would do\n"
+        )
 
 
 def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -90,6 +102,25 @@ def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     up, down = plan.setting.up, plan.setting.down
     yield "wire format up, down", f"{up.name} ({up.bits:g} bit), {down.name} ({down.bits:g} bit)"
     yield "shards", f"{o.shards}, {where.get(network.syncer, 'at ' + network.syncer)}"
+    if plan.aim is not None:
+        yield "why", _why(plan)
+
+
+def _why(plan: Plan) -> str:
+    """Where the numbers of a proposal come from, and what speaks for them."""
+    o = plan.setting.options
+    known = (
+        "the paper's own"
+        if o.period <= PERIODS[0]
+        else f"longer than the paper's {PERIODS[0]}, and what that costs in quality is not known"
+        if o.period <= PUBLISHED_PERIOD
+        else f"longer than any published period of such a method ({PUBLISHED_PERIOD}): try it small"
+    )
+    return (
+        f"H is the shortest of {PERIODS[0]}, {PERIODS[1]} … {PERIODS[-1]} that the links bear, "
+        f"{known}; τ the shortest that leaves slack, {_percent(o.overlap / o.period)} of H (the "
+        "paper's: 8.3 %)"
+    )
 
 
 def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -101,6 +132,8 @@ def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_percent(r.kept)} of the due rounds take place",
     )
     yield "a step takes", format_duration(r.step_seconds)
+    if len(set(plan.network.paces(plan.inputs.model.step_seconds))) > 1:
+        yield "rounds that a site is in", ", ".join(_shares(plan))
     yield "a learner moves in a step", f"{_bytes(p.up_bytes)} up, {_bytes(p.down_bytes)} down"
     yield "slack, grace window", f"{_signed(p.grace.slack)}, {_signed(p.grace.seconds)}"
     yield (
@@ -124,6 +157,12 @@ def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     for system, (seconds, clock) in plan.clocks().items():
         laws = "" if clock is None else f" (Scaling Laws: {format_duration(clock.total)})"
         yield f"the token budget, {system}", format_duration(seconds) + laws
+
+
+def _shares(plan: Plan) -> Iterator[str]:
+    shares = plan.prediction.rounds.participation
+    for site, share in zip(plan.network.sites, shares, strict=True):
+        yield f"{site.name} {_percent(share)}"
 
 
 def _traffic_table(plan: Plan) -> Table:

@@ -10,6 +10,7 @@ from decoupled_diloco.plan.compare import Need, Standing
 from decoupled_diloco.plan.inputs import Inputs
 from decoupled_diloco.plan.network import Network, slowest
 from decoupled_diloco.plan.predict import Prediction
+from decoupled_diloco.plan.search import Proposal
 from decoupled_diloco.plan.setting import Setting
 from decoupled_diloco.plan.wallclock import Reach, WallClock, wall_clock
 
@@ -26,6 +27,8 @@ class Plan:
         aim: the utilisation that was asked for; None if none was.
         reached: whether the setting reaches it.
         binds: what binds, in words; empty if nothing does.
+        thought_of: what would be proposed with 4 bits each way, for which there is no codec; None
+            if that was not looked for, or brings nothing.
         link_share: share of a link's rate that bodies fill.
     """
 
@@ -37,6 +40,7 @@ class Plan:
     reached: bool
     binds: str
     link_share: float
+    thought_of: Proposal | None = None
 
     def standings(self) -> list[Standing]:
         """All systems on the same links."""
@@ -62,7 +66,7 @@ class Plan:
         found = {}
         for each in self.standings():
             decoupled = each.system == compare.DECOUPLED
-            step = self.prediction.rounds.step_seconds if decoupled else each.step_seconds
+            step = self.prediction.rounds.pace_seconds if decoupled else each.step_seconds
             found[each.system] = (steps * step, self._clock_of(each))
         return found
 
@@ -106,14 +110,26 @@ def document(plan: Plan) -> dict[str, Any]:
             {
                 "name": site.name,
                 "learners": site.learners,
+                "step_seconds": pace,
+                "participation": share,
                 "up_gbit_per_second": gbit(site.link.up),
                 "down_gbit_per_second": gbit(site.link.down),
                 "latency_seconds": site.link.latency_seconds,
                 "shared": site.link.shared,
             }
-            for site in network.sites
+            for site, pace, share in zip(
+                network.sites,
+                network.paces(model.step_seconds),
+                plan.prediction.rounds.participation,
+                strict=True,
+            )
         ],
-        "aim": {"utilization": plan.aim, "reached": plan.reached, "binds": plan.binds},
+        "aim": {
+            "utilization": plan.aim,
+            "reached": plan.reached,
+            "binds": plan.binds,
+            "with_4_bits": _thought_of(plan),
+        },
         "setting": {
             "learners": network.learners,
             "period": o.period,
@@ -174,6 +190,13 @@ def document(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _thought_of(plan: Plan) -> dict[str, Any] | None:
+    if plan.thought_of is None:
+        return None
+    o = plan.thought_of.setting.options
+    return {"period": o.period, "fragments": o.fragments, "overlap": o.overlap}
+
+
 def _prediction(p: Prediction) -> dict[str, Any]:
     r = p.rounds
     return {
@@ -183,6 +206,7 @@ def _prediction(p: Prediction) -> dict[str, Any]:
         "compute_utilization": r.compute,
         "rounds_kept": r.kept,
         "step_seconds": r.step_seconds,
+        "pace_seconds": r.pace_seconds,
         "up_bytes_per_step": p.up_bytes,
         "down_bytes_per_step": p.down_bytes,
         "slack_seconds": _finite(p.grace.slack),

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.plan.network import Network
 from decoupled_diloco.plan.predict import Prices
 from decoupled_diloco.plan.setting import (
@@ -123,6 +127,20 @@ def read_run(config: RunConfig) -> OfRun:
     return OfRun(sum(tensors.values()), len(blocks) or None, step)
 
 
+def taped_step_seconds(folder: Path) -> float | None:
+    """What a step took in a run that was made: the median learner's median; None without a tape.
+
+    Raises:
+        StorageError: a tape cannot be read.
+    """
+    medians = []
+    for path in sorted(folder.glob("tape/learner-*.jsonl")):
+        ends = [record.at for record in TapeReader(path) if record.type == "StepFinished"]
+        if len(ends) > 1:
+            medians.append(median(b - a for a, b in pairwise(ends)))
+    return median(medians) if medians else None
+
+
 def size_of(params: float) -> str:
     """Parameters as people say them.
 
@@ -135,8 +153,10 @@ def size_of(params: float) -> str:
 def told(model: Model, network: Network) -> str:
     """What is planned, in one line."""
     n, m = len(network.sites), network.learners
+    paces = sorted(set(network.paces(model.step_seconds)))
+    ends = dict.fromkeys((paces[0], paces[-1]))
     return (
         f"{size_of(model.params)} parameters, {model.layers} layers, a step of "
-        f"{format_duration(model.step_seconds)}; {m} learner{'s' * (m > 1)} at {n} "
+        f"{' to '.join(map(format_duration, ends))}; {m} learner{'s' * (m > 1)} at {n} "
         f"site{'s' * (n > 1)}"
     )

@@ -79,7 +79,7 @@ def _draw(axes: Axes, name: str, points: Points, number: int, *, banded: bool) -
         markevery=(number, 5),
         markersize=4.5,
         color=color,
-        label=name,
+        label=f"{name}\n(band: measured error)" if banded else name,
     )
     if banded and measured.UTILIZATION_ERRORS["never"] > 0:
         low = [max(0.0, value - measured.UTILIZATION_ERRORS["never"]) for value in share]

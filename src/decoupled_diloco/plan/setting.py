@@ -6,8 +6,9 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.merge import codec
+from decoupled_diloco.merge import codec, codec_names
 from decoupled_diloco.protocol.options import Options
 
 PUBLISHED_STEP_SECONDS_PER_PARAMETER = 0.8 / 10e9
@@ -16,7 +17,7 @@ PUBLISHED_STEP_SECONDS_PER_PARAMETER = 0.8 / 10e9
 PUBLISHED_LAYERS = ((1e9, 24), (10e9, 48))
 """Its models of 1B and 10B: depth is taken to go with a power of the size, the 0.3rd."""
 
-_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*bits?")
+_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*-?bits?|int(2|4|8)")
 _SAMPLE = 1 << 20
 
 
@@ -53,6 +54,11 @@ class Format:
 
     name: str
     bits: float
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run can have it."""
+        return self.name in codec_names()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +108,18 @@ def wire_format(text: str) -> Format:
     Raises:
         ConfigError: there is no such codec.
 
-    >>> wire_format("bf16").bits, wire_format("4.5bit").bits
-    (16.0, 4.5)
+    >>> wire_format("bf16").bits, wire_format("4.5bit").bits, wire_format("int4")
+    (16.0, 4.5, Format(name='4bit', bits=4.0))
     """
     match = _BITS.fullmatch(text.strip())
-    if match is None:
+    if text in codec_names():
         return Format(text, 8 * codec(text).nbytes(_SAMPLE) / _SAMPLE)
-    bits = float(match[1])
+    if match is None:
+        raise ConfigError(
+            f"wire format {text!r} is unknown: {suggestion(text, codec_names())}; one that is "
+            "only thought of is written as '4bit'"
+        )
+    bits = float(match[1] or match[2])
     if not 0 < bits <= 32:
         raise ConfigError(f"a wire format of {bits:g} bits is out of range: above 0, at most 32")
     return Format(f"{bits:g}bit", bits)

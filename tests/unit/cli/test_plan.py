@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.cli.plan_options import SYSTEMS
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.writer import TapeWriter
 from decoupled_diloco.plan import published
+from decoupled_diloco.protocol.events import StepFinished
 
 SMALL = ("--params", "100M", "--layers", "8", "--step-seconds", "1s")
 
@@ -94,6 +96,37 @@ def test_a_recipe_gives_its_model_and_settings() -> None:
     assert found["prediction"]["compute_utilization"] < 1.0, "its learners wait"
 
 
+def test_a_site_can_have_a_step_of_its_own(tmp_path: Path) -> None:
+    sites = ("--site", "fast:1:1Gbit", "--site", "slow:1:1Gbit:20ms:step=3s")
+    found = document(*SMALL, *sites, "--grace-margin", "0")
+    assert [site["step_seconds"] for site in found["sites"]] == [1.0, 3.0]
+    assert found["sites"][1]["participation"] == pytest.approx(1 / 3, abs=0.03)
+    assert found["systems"][0]["utilization"] < 2 / 3
+    assert "a step of 1 s to 3 s" in printed(*SMALL, *sites)
+
+
+def test_a_run_without_a_pace_takes_its_step_from_its_tape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "has no tape of a run that was made" in refusal("quickstart", "--link", "1Gbit")
+    (tmp_path / "run.toml").write_text('run = {folder = "here", budget_steps = 9}\n')
+    tape = TapeWriter(tmp_path / "here" / "tape", "learner-0")
+    for step in range(5):
+        tape.event(0.5 * step, StepFinished(tokens=8))
+    tape.close()
+    found = document("run.toml", "--link", "100Mbit")
+    assert found["model"]["step_seconds"] == pytest.approx(0.5)
+    assert "as on the tape in here" in found["assumed"][0]
+
+
+def test_what_does_not_come_back_in_time_is_told() -> None:
+    late = document(*SMALL, "--sites", "2", "--link", "60Mbit", "--latency", "500ms")
+    assert not late["aim"]["reached"]
+    assert "the time of a round" in late["aim"]["binds"] or "link" in late["aim"]["binds"]
+    assert document(*SMALL, "--sites", "2", "--link", "1Gbit")["aim"]["binds"] == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -116,7 +149,8 @@ def test_a_recipe_gives_its_model_and_settings() -> None:
         ((*SMALL, "--site", "oslo:two:1Gbit"), "is not of the form NAME:LEARNERS"),
         ((*SMALL, "--link", "1Gbit", "--site", "a:1:1Gbit"), "--site says what --link says"),
         ((*SMALL, "--link", "1Gbit", "--method", "guess"), "--method 'guess' is unknown"),
-        (("quickstart", "--link", "1Gbit"), "does not say how long a step takes"),
+        ((*SMALL, "--site", "a:1:1Gbit:step=soon"), "'soon' is no duration"),
+        ((*SMALL, "--site", "a:1:1Gbit:pace=1s"), "is not of the form NAME:LEARNERS"),
         (("--method", "published", "--params", "1e9"), "lacks --layers, --step-seconds, --period"),
     ],
 )

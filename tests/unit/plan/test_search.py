@@ -6,7 +6,7 @@ import pytest
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.plan.compare import TARGETS, needs, standings
-from decoupled_diloco.plan.network import Link, Network, equal_sites
+from decoupled_diloco.plan.network import Link, Network, Site, equal_sites
 from decoupled_diloco.plan.search import Wanted, propose
 from decoupled_diloco.plan.setting import (
     Format,
@@ -47,6 +47,27 @@ def test_a_narrow_link_asks_for_a_longer_period_and_is_named() -> None:
     assert shorter < o.period
 
 
+def test_a_fragment_is_due_in_every_step_and_there_is_slack() -> None:
+    """As in the paper; whole layers, and fragments below a mebibyte, allow fewer."""
+    found = propose(MODEL, four(2.0), Wanted(0.95, [BF16]))
+    o = found.setting.options
+    assert o.fragments == o.period
+    assert o.overlap <= o.period / 12
+    assert found.prediction.grace.slack > 0
+    whole = propose(MODEL, four(2.0), Wanted(0.95, [BF16], fragments_max=50)).setting.options
+    assert whole.fragments <= 50
+    small = propose(Model(2**20, 4, 1.0), four(10.0), Wanted(0.95, [BF16])).setting.options
+    assert (small.period, small.fragments) == (24, 2)
+
+
+def test_many_sites_bear_it_too() -> None:
+    """Each shard's rounds have to be small enough to be back in time."""
+    rate = 2e9 / 8
+    sites = Network(equal_sites(8, 8, Link(rate, rate, 0.03)))
+    found = propose(Model(1e9, 24, 0.3), sites, Wanted(0.95, [BF16]))
+    assert found.reached
+
+
 def test_fewer_bits_are_tried_before_a_longer_period() -> None:
     int4 = (Format("4bit", 4.0), Format("4bit", 4.0))
     wide = propose(MODEL, four(2.0), Wanted(0.95, [BF16]))
@@ -82,6 +103,15 @@ def test_latency_can_be_what_binds() -> None:
 def test_an_aim_that_is_no_share_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"utilization=1\.2 is no share"):
         propose(MODEL, four(1.0), Wanted(1.2, [BF16]))
+
+
+def test_where_all_wait_the_slowest_learner_is_the_pace() -> None:
+    slow = Site("slow", 1, Link(1e12, 1e12), 2.0)
+    network = Network((*equal_sites(3, 3, Link(1e12, 1e12)), slow))
+    share = {s.system: s for s in standings(MODEL, Setting(Options(shards=24), *BF16), network)}
+    assert share["diloco"].utilization == pytest.approx(1.25 / 2, rel=1e-3)
+    assert share["decoupled"].utilization > 0.99
+    assert share["decoupled"].step_seconds == pytest.approx(4 / 3.5, rel=0.01)
 
 
 def test_the_systems_stand_in_the_published_order() -> None:
@@ -147,7 +177,10 @@ def test_a_step_by_arithmetic() -> None:
 def test_wire_formats_are_the_projects_codecs() -> None:
     assert wire_format("fp32").bits == 32.0
     assert wire_format("3 bits").bits == 3.0
-    with pytest.raises(ConfigError, match="codec 'int9' is unknown"):
+    assert wire_format("int4").bits == 4.0
+    assert not wire_format("int4").exists
+    assert wire_format("bf16").exists
+    with pytest.raises(ConfigError, match=r"'int9' is unknown.*written as '4bit'"):
         wire_format("int9")
     with pytest.raises(ConfigError, match="64 bits is out of range"):
         wire_format("64bit")
