@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from decoupled_diloco.goodput.settings import Constants
+
 SYSTEMS = {
     "data-parallel": "one learner, restarts at each failure",
     "elastic": "one learner, goes on without the slices that failed",
@@ -29,6 +31,7 @@ def _option(help: str, panel: str = "", *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel or None, **more)
 
 
+_FOUND = Constants()
 _FAILURES = "Failures"
 _STOPS = "Stops, by default as calibrated"
 _UNEQUAL = "Unequal and borrowed chips"
@@ -55,7 +58,7 @@ Calibrate = Annotated[
     bool,
     _option(
         "Find the lengths of the stops on the published cells meant for it, and show what they "
-        "give for all.",
+        "give for all; takes half a minute.",
         "",
         "--calibrate",
     ),
@@ -63,14 +66,22 @@ Calibrate = Annotated[
 
 MtbiYears = Annotated[float, _option("Mean time between interruptions of one chip.", _FAILURES)]
 SliceChips = Annotated[
-    int | None, _option("Chips that leave together when one of them fails: 256.", _FAILURES)
+    int | None,
+    _option(f"Chips that leave together when one of them fails: {_FOUND.slice_chips}.", _FAILURES),
 ]
-RepairSeconds = Annotated[float | None, _option("Mean time until a slice is back: 600.", _FAILURES)]
+RepairSeconds = Annotated[
+    float | None,
+    _option(f"Mean time until a slice is back: {_FOUND.repair_seconds:g}.", _FAILURES),
+]
 RepairPower = Annotated[
-    float | None, _option("Shape a of its exponentiated Weibull distribution: 2.", _FAILURES)
+    float | None,
+    _option(
+        f"Shape a of its exponentiated Weibull distribution: {_FOUND.repair_power:g}.", _FAILURES
+    ),
 ]
 RepairTail = Annotated[
-    float | None, _option("Shape k of it, below 1 for a heavy tail: 0.6.", _FAILURES)
+    float | None,
+    _option(f"Shape k of it, below 1 for a heavy tail: {_FOUND.repair_tail:g}.", _FAILURES),
 ]
 Preempt = Annotated[
     list[str] | None,
@@ -82,18 +93,31 @@ Preempt = Annotated[
     ),
 ]
 
-StepSeconds = Annotated[float | None, _option("Length of a step.", _STOPS)]
+StepSeconds = Annotated[
+    float | None, _option(f"Length of a step: {_FOUND.step_seconds:g}.", _STOPS)
+]
 DownscaleSeconds = Annotated[
-    float | None, _option("A learner stands so long when slices leave.", _STOPS)
+    float | None,
+    _option(f"A learner stands so long when slices leave: {_FOUND.downscale_seconds:g}.", _STOPS),
 ]
 UpscaleSeconds = Annotated[
-    float | None, _option("A learner stands so long when slices join.", _STOPS)
+    float | None,
+    _option(f"A learner stands so long when slices join: {_FOUND.upscale_seconds:g}.", _STOPS),
 ]
 UpscaleWindowSeconds = Annotated[
-    float | None, _option("A slice that is back waits so long for others to join with.", _STOPS)
+    float | None,
+    _option(
+        "A slice that is back waits so long for others to join with: "
+        f"{_FOUND.upscale_window_seconds:g}.",
+        _STOPS,
+    ),
 ]
 RestartSeconds = Annotated[
-    float | None, _option("Training that is not elastic stands so long at a failure.", _STOPS)
+    float | None,
+    _option(
+        f"Training that is not elastic stands so long at a failure: {_FOUND.restart_seconds:g}.",
+        _STOPS,
+    ),
 ]
 CheckpointSeconds = Annotated[
     float,

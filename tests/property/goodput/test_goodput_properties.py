@@ -41,6 +41,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
     more: dict[str, Any] = {}
     if system == "decoupled":
         more["quorum"] = draw(st.integers(1, learners))
+        more["slack_steps"] = draw(st.integers(0, 3))
+        more["grace"] = draw(st.booleans())
     if system != "barrier" and draw(st.booleans()):
         more["scavenged"] = draw(
             st.builds(
@@ -49,6 +51,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
                 blocks=st.integers(1, 9),
                 stay_seconds=st.floats(10, 5000),
                 away_seconds=st.floats(0, 5000),
+                join_seconds=st.floats(0, 500),
             )
         )
     return Cluster(
@@ -86,6 +89,7 @@ def test_chip_time_is_conserved_exactly(cluster: Cluster, seed: int) -> None:
     if cluster.scavenged is None:
         assert account.allocated == cluster.chips * account.wall
     assert 0 <= account.up <= account.wall
+    assert account.useful == 0 or account.up > 0
 
 
 INSTANTS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=8)
