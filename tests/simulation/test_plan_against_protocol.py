@@ -27,6 +27,7 @@ fragments = {fragments}
 period = 12
 overlap = {overlap}
 quorum = {quorum}
+grace_margin = {grace}
 wait = "{wait}"
 [workload]
 name = "paced"
@@ -35,10 +36,7 @@ name = "paced"
 STORY = """
 run = "run.toml"
 parameters = {parameters}
-[[learners]]
-count = {learners}
-step_seconds = 1.0
-link = "all"
+{groups}
 [[links]]
 name = "all"
 latency_seconds = {latency}
@@ -48,9 +46,23 @@ shared = {shared}
 """
 
 
+GROUP = """
+[[learners]]
+count = {count}
+step_seconds = {step}
+link = "all"
+"""
+
+
 def protocol(
-    folder: Path, mbit: int, latency: float, shared: bool, options: Options
+    folder: Path,
+    mbit: int,
+    latency: float,
+    shared: bool,
+    options: Options,
+    steps: tuple[float, ...] = (1.0,),
 ) -> ProtocolRun:
+    """Learners of these steps, as many of each."""
     (folder / "run.toml").write_text(
         RUN.format(
             learners=LEARNERS,
@@ -58,13 +70,14 @@ def protocol(
             fragments=options.fragments,
             overlap=options.overlap,
             quorum=options.quorum,
+            grace=options.grace_margin,
             wait=options.wait,
         )
     )
     (folder / "story.toml").write_text(
         STORY.format(
             parameters=PARAMETERS,
-            learners=LEARNERS,
+            groups="".join(GROUP.format(count=LEARNERS // len(steps), step=s) for s in steps),
             latency=latency,
             mbit=mbit,
             shared=str(shared).lower(),
@@ -78,11 +91,18 @@ def protocol(
     return run
 
 
-def planned(mbit: int, latency: float, shared: bool, options: Options) -> Rounds:
+def planned(
+    mbit: int,
+    latency: float,
+    shared: bool,
+    options: Options,
+    steps: tuple[float, ...] = (1.0,),
+) -> Rounds:
     """As the virtual world is: a link is filled wholly, and processes take no time."""
     rate = mbit * 1e6 / 8
-    site = Site("all", LEARNERS, Link(rate, rate, latency, shared))
-    network = Network((site,), HUB, Link(math.inf, math.inf, 0.0005))
+    link = Link(rate, rate, latency, shared)
+    sites = tuple(Site(f"all at {step}", LEARNERS // len(steps), link, step) for step in steps)
+    network = Network(sites, HUB, Link(math.inf, math.inf, 0.0005))
     bf16 = Format("bf16", 16.0)
     return simulate(
         Model(PARAMETERS, 4, 1.0),
@@ -131,3 +151,20 @@ def test_steps_of_learners_that_wait(
     last = 4 * PARAMETERS * 8 / (mbit * 1e6)  # a round of every fragment, up and down in bf16
     share = STEPS / (real.world.now - whole - last / 2)
     assert plan.compute == pytest.approx(min(1.0, share), abs=0.08)
+
+
+@pytest.mark.parametrize("grace", [0.0, 0.8])
+@pytest.mark.parametrize("steps", [(1.0, 1.18, 1.29, 1.37), (1.0, 1.7, 2.1, 3.3)])
+def test_who_is_in_the_rounds_of_learners_of_unequal_speed(
+    tmp_path: Path, steps: tuple[float, ...], grace: float
+) -> None:
+    """A quorum of one: the fastest one's pace, and how many of the others are in, to 8 %.
+
+    No two steps are alike: of learners that report in the same instant one is always the later.
+    """
+    options = Options(fragments=12, period=PERIOD, overlap=3, quorum=1, grace_margin=grace)
+    real = protocol(tmp_path, 400, 0.02, False, options, steps)
+    plan = planned(400, 0.02, False, options, steps)
+    folded = real.tally.states["folded"] / real.tally.merged
+    assert sum(plan.participation) == pytest.approx(folded, abs=0.3)
+    assert plan.step_seconds == 1.0

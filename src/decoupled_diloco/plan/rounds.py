@@ -8,7 +8,7 @@ that is still on its way skips its turn. A round is six one-way latencies and tw
 |---|---|
 | the round opens | the K-th report is there: one latency after the step |
 | a learner is pulled | one latency later, if it finished a step since the last tick, or does so |
-|   | within the grace window; its upload begins and shares the links |
+|   | within the grace window, or missed this fragment's last round; its upload shares the links |
 | its contribution is there | one latency after the last byte has left; it is folded in |
 | merged | when the last one is folded in, and the shard's core has done the merge |
 | a learner fetches | it is told, and asks: two latencies; the download shares the links |
@@ -252,6 +252,7 @@ class _Site:
     owed: dict[int, int] = field(default_factory=dict)
     holding: bool = False
     marks: list[float] = field(default_factory=list)
+    missed: set[int] = field(default_factory=set)
 
 
 class _World:
@@ -444,10 +445,16 @@ class _World:
         o = self.options
         window = shard.timing.window(o.overlap, o.grace_margin, self.tick).seconds
         late = float("inf") if self.waits or self._alike() else self.now + window
-        asked = [site for site, at in enumerate(round.reported) if at <= late]
-        last = max(round.reported[site] for site in asked)
-        round.closed_at = max(self.now, last) if len(asked) == len(self.sites) else late
+        qualified = [
+            self.now if round.fragment in self.sites[site].missed else at
+            for site, at in enumerate(round.reported)
+        ]
+        asked = [site for site, at in enumerate(qualified) if at <= late]
+        everybody = len(asked) == len(self.sites)
+        round.closed_at = max(self.now, *qualified) if everybody else late
         round.uploads, round.downloads = len(asked), len(self.sites)
+        for number, there in enumerate(self.sites):
+            (there.missed.discard if number in asked else there.missed.add)(round.fragment)
         for site in asked:
             self.taken_part[site] += 1
             pulled = max(self.now, round.reported[site]) + self.network.latency(host, site)

@@ -114,11 +114,11 @@ def test_a_quorum_of_one_keeps_the_pace_of_the_fastest_and_the_window_takes_the_
     assert one.pace_seconds == pytest.approx(4 / (2 / 1.0 + 2 / 1.18))
 
 
-def test_without_a_window_who_is_half_as_fast_is_in_every_other_round() -> None:
-    found = run(unequal(1.0, 2.0), quorum=1, grace_margin=0.0)
+def test_without_a_window_who_is_slower_is_in_fewer_rounds_but_misses_no_fragment_twice() -> None:
+    found = run(unequal(1.0, 5.0), quorum=1, grace_margin=0.0)
     fast, slow = found.participation
     assert fast == 1.0
-    assert slow == pytest.approx(0.5, abs=0.02)
+    assert 0.5 <= slow <= 0.65
     both = run(unequal(1.0, 1.0), quorum=1)
     up = [sum(t.mean for t in r.traffic if t.place == "s1") for r in (found, both)]
     assert up[0] < up[1], "what is not sent does not fill the link"
