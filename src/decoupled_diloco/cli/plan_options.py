@@ -28,6 +28,17 @@ def _seconds(text: str) -> float:
     return float(_parsed(parse_duration, text))
 
 
+def _share(text: str) -> float:
+    """A share, also as a percentage."""
+    number, percent, rest = text.strip().partition("%")
+    try:
+        if rest:
+            raise ValueError
+        return float(number) / (100 if percent else 1)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no share: write 0.95, or 95%") from None
+
+
 def _rate(text: str) -> str:
     """A link as it was written; its rates are checked one by one."""
     _parsed(lambda each: [parse_rate(part) for part in _rates(each)], text)
@@ -195,6 +206,7 @@ Partition = Annotated[
 Utilization = Annotated[
     float | None,
     typer.Option(
+        parser=_share,
         metavar="SHARE",
         help="Find me a setting that reaches this, such as 0.95. What is given stays.",
     ),

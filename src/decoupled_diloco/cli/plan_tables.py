@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from decoupled_diloco.plan.document import Plan, gbit
+from decoupled_diloco.plan.document import Plan, gbit, measured_on
 from decoupled_diloco.plan.inputs import told
 from decoupled_diloco.plan.search import PERIODS
 from decoupled_diloco.units import format_bytes, format_duration, format_rate
@@ -199,9 +199,10 @@ def _error_line(plan: Plan) -> str:
     p = plan.prediction
     wait = "wait" if plan.setting.options.wait == "at_overlap" else "never wait"
     return (
-        f"Error bars: with learners that {wait}, real runs on links with a set rate differed by up "
-        f"to {100 * p.error:.1f} points of utilisation and {100 * p.traffic_error:.0f} % of "
-        "traffic (benchmarks/results/plan_real). What the other systems reach was not measured."
+        f"Error bars: with learners that {wait}, {measured_on()} differed by up to "
+        f"{100 * p.error:.1f} points of utilisation and {100 * p.traffic_error:.0f} % of traffic "
+        "(benchmarks/results/plan_real); for other links and models this is extrapolated. What the "
+        "other systems reach was not measured."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from decoupled_diloco.plan import compare
+from decoupled_diloco.plan import compare, measured
 from decoupled_diloco.plan.compare import Need, Standing
 from decoupled_diloco.plan.inputs import Inputs
 from decoupled_diloco.plan.network import Network, slowest
@@ -186,6 +186,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "utilization": plan.prediction.error,
             "traffic": plan.prediction.traffic_error,
             "source": "benchmarks/results/plan_real",
+            "of": measured_on(),
         },
     }
 
@@ -195,6 +196,12 @@ def _thought_of(plan: Plan) -> dict[str, Any] | None:
         return None
     o = plan.thought_of.setting.options
     return {"period": o.period, "fragments": o.fragments, "overlap": o.overlap}
+
+
+def measured_on() -> str:
+    """Where the error bars come from, in words."""
+    low, high = measured.MEASURED_MBIT
+    return f"real runs of two learners on a link of {low:g} to {high:g} Mbit/s"
 
 
 def _prediction(p: Prediction) -> dict[str, Any]:

@@ -33,6 +33,10 @@ UTILIZATION_ERRORS = {"never": 0.0286, "at_overlap": 0.2913}
 """Largest difference of predicted and measured utilisation, for learners that never wait and for
 those that do (`benchmarks/results/plan_real`)."""
 
+MEASURED_MBIT = (0.4, 4.0)
+"""Slowest and fastest link on which these differences were found, each with two learners of a small
+model: what is planned for other links and models is extrapolated (the same folder)."""
+
 TRAFFIC_ERRORS = {"never": 0.126, "at_overlap": 0.398}
 """Largest difference of predicted and measured traffic, as a share (the same folder)."""
 

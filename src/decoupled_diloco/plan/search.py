@@ -108,7 +108,8 @@ def propose(
     """
     if not 0 < wanted.utilization <= 1:
         raise ConfigError(
-            f"utilization={wanted.utilization:g} is no share: it must be above 0, at most 1"
+            f"utilization={wanted.utilization:g} is no share: it must be above 0, at most 1, such "
+            "as 0.95"
         )
     best: Proposal | None = None
     turned_down: dict[int, str] = {}

@@ -55,6 +55,7 @@ def test_a_setting_is_found_and_told() -> None:
     text = printed(*SMALL, "--sites", "4", "--link", "1Gbit", "--utilization", "0.95")
     assert text.startswith("100M parameters, 8 layers, a step of 1 s; 4 learners at 4 sites")
     assert "reaches 95 % (99.7 %) at the first setting tried: no link binds" in text
+    assert document(*SMALL, "--link", "1Gbit", "--utilization", "95%")["aim"]["utilization"] == 0.95
     none = printed(*SMALL, "--sites", "4", "--link", "100kbit", "--utilization", "0.95")
     assert "none does; the best is" in " ".join(none.split())
     assert "limited by" in none
@@ -141,6 +142,7 @@ def test_what_does_not_come_back_in_time_is_told() -> None:
         ((*SMALL, "--link", "1Gbit", "--sites", "3", "--learners", "2"), "below sites=3"),
         ((*SMALL, "--link", "1Gbit", "--sites", "4", "--quorum", "5"), "exceeds learners=4"),
         ((*SMALL, "--link", "1Gbit", "--utilization", "95"), "utilization=95 is no share"),
+        ((*SMALL, "--link", "1Gbit", "--utilization", "most"), "'most' is no share: write 0.95"),
         ((*SMALL, "--link", "1Gbit", "--up", "bf61"), "did you mean 'bf16'"),
         ((*SMALL, "--link", "1Gbit", "--price-gb", "1"), "needs --chips and --tokens-per-step"),
         ((*SMALL, "--link", "1Gbit", "--tokens", "1B"), "needs --tokens-per-step"),

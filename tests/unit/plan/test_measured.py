@@ -48,6 +48,8 @@ def test_the_error_bar_is_that_of_the_real_runs() -> None:
         utilization, traffic = largest["utilization"], largest["traffic"]
         assert pytest.approx(utilization, abs=5e-4) == measured.UTILIZATION_ERRORS[wait]
         assert pytest.approx(traffic, abs=5e-3) == measured.TRAFFIC_ERRORS[wait]
+    rates = [case["mbit"] for case in result["cases"]]
+    assert (min(rates), max(rates)) == measured.MEASURED_MBIT
     for case in result["cases"]:
         off = abs(case["predicted"]["utilization"] - case["measured"]["utilization"])
         wait = "never" if case["system"] == "decoupled" else "at_overlap"
