@@ -493,9 +493,14 @@ def _standbys(lease_seconds: float | None) -> list[Interval]:
         ),
         row(
             "standby takes over",
-            f"a lease and {100 * margin:g} % after it; looked at {lease.LOOKS} times a lease",
+            f"a lease and {100 * margin:g} % after it; looked at {lease.LOOKS} times a lease, "
+            f"and once in {_s(lease.LOOK_SECONDS_MAX)}",
             of_it(1 + margin),
-            ("protocol.lease.MARGIN", "protocol.lease.LOOKS"),
+            (
+                "protocol.lease.MARGIN",
+                "protocol.lease.LOOKS",
+                "protocol.lease.LOOK_SECONDS_MAX",
+            ),
         ),
     ]
 

@@ -51,6 +51,10 @@ RENEWALS = 4
 LOOKS = 8
 """Looks in a lease, so that a change is seen an eighth of it late."""
 
+LOOK_SECONDS_MAX = 1.0
+"""However long the lease: a claim that was given back is taken up before a process that was told to
+end has been started again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -249,10 +253,10 @@ class LeaseMachine:
                 return self._renewed(now, asked_at, newest)
             case ClaimNotMade(number, reason):
                 state.phase = "waiting"
-                state.next_at = now + self.lease_seconds / LOOKS
+                state.next_at = now + self._look_seconds
                 return [Note(f"claim {number} is not ours", reason)]
             case LookFailed(reason) | RenewFailed(_, reason):
-                state.next_at = now + self.lease_seconds / LOOKS
+                state.next_at = now + self._look_seconds
                 return self._told_of_trouble(reason) + self._due(now)
             case _:
                 assert_never(event)
@@ -299,15 +303,19 @@ class LeaseMachine:
         if why:
             state.phase, state.asked_at = "claiming", now
             return [Claim(standing.number + 1, why)]
-        state.next_at = min(now + self.lease_seconds / LOOKS, self._silent_at(standing))
+        state.next_at = min(now + self._look_seconds, self._silent_at(standing))
         state.next_at = max(state.next_at, now)
         return self._due(now)
 
     def _lost(self, now: float, number: int, seen: int) -> list[LeaseEffect]:
         """Claims are never taken back: this is another storage, or an empty mount point."""
-        self.state.next_at = now + self.lease_seconds / LOOKS
+        self.state.next_at = now + self._look_seconds
         reason = f"claim {number} is said to be the newest, but {seen} was: is it mounted?"
         return self._told_of_trouble(reason)
+
+    @property
+    def _look_seconds(self) -> float:
+        return min(LOOK_SECONDS_MAX, self.lease_seconds / LOOKS)
 
     def _silent_at(self, standing: Standing) -> float:
         """From when on a look that shows nothing new shows that nobody acts."""
