@@ -2,7 +2,7 @@
 
 Real processes (`ddiloco train` of the paced workload, SIGKILL, restarts by the launcher). The
 simulator is told the lengths of a step, of a restart and of a join, and says what share of the
-learners' time each schedule leaves in steps: once with the lengths of a run of its own with one
+learners' time each schedule leaves in steps: once with the lengths of runs of their own with one
 kill, once with the means of the very run that it predicts, because a join takes as long as the
 machine is busy.
 
@@ -150,25 +150,38 @@ def taken(
     return tuple(reversed(found))
 
 
-def compared(raw: dict[str, Any]) -> dict[str, Any]:
+def mean(values: list[dict[str, float]]) -> dict[str, float]:
+    """Of several runs' lengths, each name by itself."""
+    return {name: statistics.fmean(each[name] for each in values) for name in values[0]}
+
+
+def compared(raw: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """What was predicted and what was measured, of the schedules that have run."""
-    times, schedules = lengths(raw["for measuring"], {}), {}
+    times, schedules = mean([lengths(each, {}) for each in raw["for measuring"]]), {}
     for name, kills in SCHEDULES.items():
-        if name in raw:
-            own = lengths(raw[name], times)
+        if runs := raw.get(name):
+            own = [lengths(each, times) for each in runs]
+            measured = [each["goodput"] for each in runs]
+            by_rules = [
+                predicted(taken(kills, each), mine) for each, mine in zip(runs, own, strict=True)
+            ]
             schedules[name] = {
-                "predicted": predicted(kills, times),
-                "predicted_with_own_lengths": predicted(taken(kills, raw[name]), own),
-                "measured": raw[name]["goodput"],
-                "join_seconds": own["join"] if kills else None,
+                "predicted": predicted(kills, {**times, "span": mean(own)["span"]}),
+                "measured": {
+                    "median": statistics.median(measured),
+                    "min": min(measured),
+                    "max": max(measured),
+                },
+                "by_the_rules_off": max(
+                    (rules - real for rules, real in zip(by_rules, measured, strict=True)), key=abs
+                ),
+                "join_seconds": mean(own)["join"] if kills else None,
             }
     return {"lengths": times, "schedules": schedules}
 
 
-def save(raw: dict[str, Any], arguments: argparse.Namespace) -> None:
+def save(raw: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
     result = compared(raw)
-    name = next(reversed(result["schedules"]))
-    print(name, result["schedules"][name], flush=True)
     keep(
         "goodput_real",
         estimate=ESTIMATE,
@@ -176,22 +189,24 @@ def save(raw: dict[str, Any], arguments: argparse.Namespace) -> None:
         raw=raw,
         result=result,
         not_measured="learners on machines of their own, where a restart costs the others "
-        "nothing; other tests kept the machine busy meanwhile, so that a join took from 2 to "
-        "80 s, and each schedule ran once. The column of a run's own lengths was added after a "
-        "first trial had shown that; it uses what the run itself had (its span, its joins, what "
-        "its learners stood), so it checks the rules and not foresight",
+        "nothing. The column of the rules uses what each run itself had (its joins, and what its "
+        "learners stood), so it checks the rules and not foresight",
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--step-seconds", type=float, default=0.3)
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    raw = {"for measuring": run(MEASURED, arguments.steps, arguments.step_seconds)}
-    for name, kills in SCHEDULES.items():
-        raw[name] = run(kills, arguments.steps, arguments.step_seconds)
-        save(raw, arguments)
+    raw: dict[str, list[dict[str, Any]]] = {}
+    for repeat in range(arguments.repeats):
+        for name, kills in {"for measuring": MEASURED, **SCHEDULES}.items():
+            found = run(kills, arguments.steps, arguments.step_seconds)
+            raw.setdefault(name, []).append(found)
+            print(repeat, name, f"{found['goodput']:.1f} %", found["outages"], flush=True)
+            save(raw, arguments)
 
 
 if __name__ == "__main__":
