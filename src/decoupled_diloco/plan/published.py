@@ -86,8 +86,12 @@ class Row:
 
 
 def source_of(system: str, period: int) -> Source:
-    """The paper whose table has such a row: Streaming DiLoCo's is all at H = 100."""
-    if not SYSTEMS[system].periodic or SYSTEMS[system].streams or period == PERIOD_OF_STREAMING:
+    """The paper whose table has such a row: Streaming DiLoCo's is all at H = 100.
+
+    DiLoCo with a period of one step is data-parallel, and needs what that does.
+    """
+    each = SYSTEMS[system]
+    if not each.periodic or each.streams or period in (1, PERIOD_OF_STREAMING):
         return "streaming-diloco"
     return "scaling-laws"
 
@@ -135,8 +139,8 @@ def _rows_of(
 ) -> Iterator[Row]:
     system = SYSTEMS[name]
     chosen = source or source_of(name, period)
-    volume = VOLUMES[chosen if system.periodic else "streaming-diloco"]
     steps = period if system.periodic else 1
+    volume = VOLUMES[chosen if steps > 1 else "streaming-diloco"]
     schedule = schedule_of(system, layers, steps)
     layer_gbit = volume * params * system.bits / layers / 1e9
     reached = [utilization(schedule, step_seconds, layer_gbit / gbit) for gbit in GRID_GBIT]

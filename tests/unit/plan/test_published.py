@@ -72,6 +72,12 @@ def test_the_source_is_the_paper_that_has_the_row() -> None:
     assert source_of("streaming", 30) == source_of("data-parallel", 30) == "streaming-diloco"
 
 
+def test_a_period_of_one_step_is_data_parallel() -> None:
+    given = {"params": 10e9, "layers": 48, "step_seconds": 0.8, "period": 1}
+    found = rows(**given, systems=["data-parallel", "diloco"])  # type: ignore[arg-type]
+    assert [r.gbit_per_second for r in found[:5]] == [r.gbit_per_second for r in found[5:]]
+
+
 def test_more_is_needed_for_more() -> None:
     """At sizes that no table lists."""
     for params, layers, step_seconds in ((100e9, 108, 4.9), (405e9, 126, 26.0), (3e9, 31, 0.3)):
