@@ -159,6 +159,11 @@ def test_the_table_of_intervals_fits_a_terminal() -> None:
 # ---- watch, in a terminal
 
 
+def _without_size() -> dict[str, str]:
+    """The environment; what it may say of another terminal's size goes before that of this one."""
+    return {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+
+
 class Terminal:
     """A command in a pseudo-terminal of 80 columns and 24 lines."""
 
@@ -174,7 +179,7 @@ class Terminal:
             stderr=self.slave,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            env={**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
+            env={**_without_size(), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
         )
 
     def resize(self, columns: int, lines: int) -> None:
