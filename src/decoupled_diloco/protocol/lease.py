@@ -185,7 +185,25 @@ class StandDown:
     why: str
 
 
-LeaseEffect = Look | Claim | Renew | GiveBack | Activate | StepDown | StandDown | Note
+LeaseOrder = Look | Claim | Renew | GiveBack
+"""What the storage is asked for."""
+
+LeaseEffect = LeaseOrder | Activate | StepDown | StandDown | Note
+
+
+def failure_of(order: LeaseOrder, reason: str) -> LeaseAnswer | None:
+    """The answer to an order that the storage has not carried out; `None`: it needs none."""
+    match order:
+        case Look():
+            return LookFailed(reason)
+        case Claim(number):
+            return ClaimNotMade(number, reason)
+        case Renew(_, renewals):
+            return RenewFailed(renewals, reason)
+        case GiveBack():
+            return None
+        case _:
+            assert_never(order)
 
 
 # ---- the machine

@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from decoupled_diloco.protocol import lease
 from decoupled_diloco.protocol.events import Tick
-from decoupled_diloco.protocol.lease import LeaseAnswer, LeaseEvent, LeaseMachine, Standing
+from decoupled_diloco.protocol.lease import (
+    LeaseAnswer,
+    LeaseEvent,
+    LeaseMachine,
+    LeaseOrder,
+    Standing,
+)
 from decoupled_diloco.simulate.choices import Choices
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.shard_process import ShardProcess
 
-Order = lease.Look | lease.Claim | lease.Renew | lease.GiveBack
 Verdict = Literal["ours", "unknown", "over"]
 
 HANG_SECONDS = 0.5
@@ -58,7 +63,7 @@ class VirtualClaims:
         """One way to the storage or back, seconds."""
         return self.choices.uniform(0.0, self.settings.storage_seconds)
 
-    def carry_out(self, order: Order, nonce: str) -> LeaseAnswer | None:
+    def carry_out(self, order: LeaseOrder, nonce: str) -> LeaseAnswer | None:
         """What the storage does, and says; ``None``: nobody waits for an answer."""
         match order:
             case lease.Look():
@@ -164,7 +169,7 @@ class VirtualTenure:
 
     # ---- the storage
 
-    def _reach(self, order: Order, fails: bool) -> None:
+    def _reach(self, order: LeaseOrder, fails: bool) -> None:
         """An order has come as far as the storage, whatever has become of the process."""
         process, choices = self.process, self.claims.choices
         answer: LeaseAnswer | None
@@ -173,23 +178,11 @@ class VirtualTenure:
                 if self._lives:
                     process.world.clockwork.after(HANG_SECONDS, self._reach, order, fails)
                 return
-            answer = _failed(order, "the storage is out of reach")
+            answer = lease.failure_of(order, "the storage is out of reach")
         else:
             carried_out = not fails or choices.chance(0.5)
             answer = self.claims.carry_out(order, self.machine.nonce) if carried_out else None
-            answer = _failed(order, "the storage has failed") if fails else answer
+            answer = lease.failure_of(order, "the storage has failed") if fails else answer
         if answer is not None and self._lives:
             instant = process.world.now + self.claims.delay()
             process.world.clockwork.arrive(process, instant, self._handle, answer)
-
-
-def _failed(order: Order, reason: str) -> LeaseAnswer | None:
-    match order:
-        case lease.Look():
-            return lease.LookFailed(reason)
-        case lease.Claim(number):
-            return lease.ClaimNotMade(number, reason)
-        case lease.Renew(_, renewals):
-            return lease.RenewFailed(renewals, reason)
-        case lease.GiveBack():
-            return None

@@ -13,14 +13,14 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, assert_never
+from typing import TypeVar, assert_never
 
 from decoupled_diloco.errors import LeaseError, StorageError
 from decoupled_diloco.observe.tape import Recorder, TapeWriter
 from decoupled_diloco.protocol import lease
 from decoupled_diloco.protocol.effects import Note
 from decoupled_diloco.protocol.events import Tick
-from decoupled_diloco.protocol.lease import LeaseEffect, LeaseEvent, LeaseMachine
+from decoupled_diloco.protocol.lease import LeaseEffect, LeaseEvent, LeaseMachine, LeaseOrder
 from decoupled_diloco.storage.claims import ClaimStore
 
 logger = logging.getLogger(__name__)
@@ -183,13 +183,13 @@ class Tenure:
             case _:
                 assert_never(effect)
 
-    async def _ask(self, order: lease.Look | lease.Claim | lease.Renew | lease.GiveBack) -> None:
+    async def _ask(self, order: LeaseOrder) -> None:
         loop = asyncio.get_running_loop()
         answer = await loop.run_in_executor(self._worker, self._answer, order)
         if answer is not None:
             self._handle(answer)
 
-    def _answer(self, order: Any) -> LeaseEvent | None:
+    def _answer(self, order: LeaseOrder) -> LeaseEvent | None:
         """What the storage says to an order."""
         store = self.store
         try:
@@ -207,17 +207,7 @@ class Tenure:
                     condition: lease.Condition = "finished" if finished else "released"
                     store.renew(number, self.machine.state.renewals, condition)
         except StorageError as error:
-            return _failed(order, str(error))
+            if isinstance(order, lease.GiveBack):
+                logger.warning("the claim could not be given back: %s", error)
+            return lease.failure_of(order, str(error))
         return None
-
-
-def _failed(order: Any, reason: str) -> LeaseEvent | None:
-    match order:
-        case lease.Look():
-            return lease.LookFailed(reason)
-        case lease.Claim(number):
-            return lease.ClaimNotMade(number, reason)
-        case lease.Renew(_, renewals):
-            return lease.RenewFailed(renewals, reason)
-    logger.warning("the claim could not be given back: %s", reason)
-    return None
