@@ -2,7 +2,7 @@
 
 Safety is read off the shards' tapes: versions of a fragment only go up, and no version is issued
 twice; a restart goes back behind nothing that was merged, unless its disk was lost; nothing is
-merged twice, or from an old epoch, or into another version than the one that it was trained from.
+merged twice, or from an old epoch, or later than the shard says.
 A process that is killed loses the last half second of its tape: what is missing there proves
 nothing, and what is there must still hold.
 """
@@ -18,9 +18,17 @@ from typing import Any
 from decoupled_diloco.observe.historian import is_shard
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.samples import EndRequested, FaultEnded, FaultInjected
-from decoupled_diloco.protocol.effects import Accept, Admit, Evict, Install, RoundFinished, Stop
+from decoupled_diloco.protocol.effects import (
+    Accept,
+    Admit,
+    Evict,
+    Install,
+    Participant,
+    RoundFinished,
+    Stop,
+)
 from decoupled_diloco.protocol.events import BodyArrived, Disconnected, TermGranted
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.messages import Asking, Version
 
 _LOOKED_AT = frozenset(
     cls.__name__
@@ -99,7 +107,7 @@ class _Reader:
         self._terms: dict[str, int] = {}
         self._epochs: dict[str, int] = {}
         self._bound: dict[tuple[str, str], int] = {}
-        self._arrived: dict[tuple[str, int, int, str], BodyArrived] = {}
+        self._arrived: dict[tuple[str, Asking], BodyArrived] = {}
         self._used: set[tuple[int, str, int, Version]] = set()
         self._emptied: set[str] = set()
 
@@ -167,7 +175,7 @@ class _Reader:
                     self._break(f"{who} is granted term {admitted.term}, which goes back")
                 self._terms[who] = admitted.term
             case BodyArrived():
-                self._arrived[who, value.round, value.fragment, value.learner] = value
+                self._arrived[who, value.ask] = value
             case Install(fragment, version):
                 self._installed(who, fragment, version)
             case RoundFinished(verdict="merged"):
@@ -200,19 +208,20 @@ class _Reader:
         for participant in result.participants:
             if participant.state == "folded":
                 self.facts.contributions += 1
-                self._contribution(who, result, participant.learner)
+                self._contribution(who, result, participant)
 
-    def _contribution(self, who: str, result: RoundFinished, learner: str) -> None:
+    def _contribution(self, who: str, result: RoundFinished, part: Participant) -> None:
+        learner = part.learner
         where = f"fragment {result.fragment}, round {result.round} of {who}: {learner}"
-        place = (who, result.round, result.fragment, learner)
-        body = self._arrived.get(place)
+        body = self._arrived.get((who, part.ask))
         if body is None:
             self._break(f"{where} is in it, but nothing of it has arrived")
             return
         if body.epoch != self._bound.get((who, learner)):
             self._break(f"{where} is in it with epoch {body.epoch}, which is an old one")
-        if result.base is not None and body.base != result.base:
-            self._break(f"{where} was trained from {body.base}, not from {result.base}")
+        late = 0 if result.base is None else result.base.counter - body.base.counter
+        if late != part.age:
+            self._break(f"{where} was trained from {body.base}, not {part.age} versions before")
         key = (result.fragment, learner, body.epoch, body.base)
         if key in self._used:
             self._break(f"{where} is merged twice from {body.base}")

@@ -6,7 +6,7 @@ where it is in force, when the table is made, so that the two cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,6 @@ from decoupled_diloco.learner import background, donations, joining
 from decoupled_diloco.learner import learner as learner_process
 from decoupled_diloco.observe import writer
 from decoupled_diloco.observe.chronicle import Chronicle
-from decoupled_diloco.observe.chronicle_data import Member, ShardLog
 from decoupled_diloco.protocol import (
     donating,
     grace,
@@ -30,7 +29,6 @@ from decoupled_diloco.protocol import (
     syncer_rounds,
 )
 from decoupled_diloco.protocol.effects import RoundOpened
-from decoupled_diloco.protocol.membership import UploadEstimate
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.syncer import coordinator, cut_requests, sessions, shard
 from decoupled_diloco.transport import backoff, bodies, channel, documents, http_client, http_server
@@ -164,10 +162,7 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
 
 def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
     row, step = partial(Interval, "a round"), _step_seconds(chronicle)
-    first, least = membership.UPLOAD_SECONDS_UNKNOWN, membership.UPLOAD_SECONDS_MIN
-    patience = syncer_rounds.SOFT_DEADLINE_SECONDS_MIN
-    times = syncer_rounds.SOFT_DEADLINES_MISSED_MAX
-    rest = "not measured yet" if step is None else _s(max(patience, options.period * step))
+    pause, longest = syncer_rounds.MERGE_PAUSE_SECONDS
     margin = options.grace_margin
     formula = f"{margin:g} ({options.overlap} ξ_step − ξ_quorum − ξ_sync)"
     return [
@@ -185,37 +180,22 @@ def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
             ("protocol.grace.SMOOTHING",),
         ),
         row(
-            "upload deadline",
-            f"max({_s(least)}, 2 mean + 4 deviations + 2 steps)",
-            _uploads(chronicle) or f"{_s(first)} at first",
-            (
-                "protocol.membership.UPLOAD_SECONDS_UNKNOWN",
-                "protocol.membership.UPLOAD_SECONDS_MIN",
-            ),
-            "for a fragment; then it follows the uploads",
-        ),
-        row(
-            "after a missed one",
-            "the mean is what was allowed: twice as long",
-            "× 2",
+            "delivery window",
+            f"{options.overlap} ξ_step",
+            "not measured yet" if step is None else _s(options.overlap * step),
             (),
+            "a round with its quorum merges then; what is late goes into the next",
         ),
         row(
-            "stragglers",
-            f"max({_s(patience)}, {options.period} ξ_step) after the quorum's bodies",
-            rest,
-            ("protocol.syncer_rounds.SOFT_DEADLINE_SECONDS_MIN",),
-        ),
-        row(
-            "who is always late",
-            f"after {times} rounds of a fragment missed",
-            "waited for",
-            ("protocol.syncer_rounds.SOFT_DEADLINES_MISSED_MAX",),
+            "after a failed merge",
+            "× 2 each time",
+            f"{_s(pause)} to {_s(longest)}",
+            ("protocol.syncer_rounds.MERGE_PAUSE_SECONDS",),
         ),
         row(
             "closing round",
-            "upload deadline and this much more",
-            f"+ {_s(syncer_rounds.CLOSING_SECONDS)}, {syncer_rounds.SWEEP_TRIES_MAX} tries",
+            "for who has not begun to answer by then",
+            f"{_s(syncer_rounds.CLOSING_SECONDS)}, {syncer_rounds.SWEEP_TRIES_MAX} tries",
             (
                 "protocol.syncer_rounds.CLOSING_SECONDS",
                 "protocol.syncer_rounds.SWEEP_TRIES_MAX",
@@ -273,40 +253,6 @@ def _averages(chronicle: Chronicle | None) -> str:
         newest.broadcast_average_seconds,
     )
     return ", ".join(map(_s, parts))
-
-
-def _uploads(chronicle: Chronicle | None) -> str:
-    """The next deadline of every learner, from what its uploads took, as the shards reckon it."""
-    found = []
-    for log in chronicle.shards.values() if chronicle else ():
-        for member in (log.members or log.former).values():
-            estimate = upload_estimate(log, member)
-            found.append(estimate.deadline_seconds(member.step_seconds))
-    return _span(found) if found else ""
-
-
-def upload_estimate(log: ShardLog, member: Member) -> UploadEstimate:
-    """The shard's estimate of a learner's uploads, from the rounds on the tape."""
-    estimate = UploadEstimate()
-    for _, seconds, delivered in sorted(_uploads_of(log, member)):
-        allowed = estimate.deadline_seconds(member.step_seconds)
-        if delivered:
-            estimate.update(seconds)
-        elif seconds >= 0.99 * allowed:  # else only the round's own patience was over
-            estimate.missed(seconds)
-    return estimate
-
-
-def _uploads_of(log: ShardLog, member: Member) -> Iterator[tuple[float, float, bool]]:
-    """When each upload was over, how long it took, and whether it came."""
-    for round in (*log.finished, *log.open.values()):
-        for name, asks in round.asks.items():
-            if name != member.learner or asks[-1].at < member.since:
-                continue
-            over = round.folds.get(name) or round.fallen.get(name)
-            late = name in round.fallen and "no body within" in round.fallen[name][1]
-            if over is not None and (name in round.folds or late):
-                yield over[0], over[0] - asks[-1].at, name in round.folds
 
 
 def _span(values: Iterable[float]) -> str:

@@ -166,10 +166,11 @@ class Background:
             assert shared is not None
             effects = shared.recorder.handle(time.monotonic(), event)
             plan = StepPlan.of(effects)
-            shared.tensors.carry_out(plan)
             copies = [effect for effect in effects if isinstance(effect, CopyState)]
             for effect in effects:
-                if not isinstance(effect, OF_THE_BOUNDARY):
+                if isinstance(effect, do.Apply | do.Snapshot):
+                    shared.tensors.carry_out(effect)
+                elif not isinstance(effect, OF_THE_BOUNDARY):
                     self._enqueue(shared, effect)
             pending = bool(self._queue)
         for order in copies:
@@ -543,20 +544,10 @@ class Background:
     async def _send_body(self, effect: do.SendBody, capture: Capture) -> None:
         try:
             body, digest = await self._in_worker(lambda: capture.encode(effect.codec))
-            announcement = say.Upload(
-                round=effect.round,
-                fragment=effect.fragment,
-                ask=effect.ask,
-                base=effect.base,
-                steps=effect.steps,
-                tokens=effect.tokens,
-                digest=digest,
-            )
-            self._say(effect.shard, announcement)
+            self._told(fact.BodyEncoded(effect.fragment, effect.ask, digest))
             await self._put(effect.shard, effect.path, body)
         except (ConfigError, TransportError, ProtocolError) as error:
-            failed = fact.UploadFailed(effect.round, effect.fragment, effect.ask, str(error))
-            self._told(failed)
+            self._told(fact.UploadFailed(effect.fragment, effect.ask, str(error)))
 
     async def _send_copy(self, effect: do.SendCopy, values: Tensor) -> None:
         announced = await self._in_worker(lambda: digest(values))

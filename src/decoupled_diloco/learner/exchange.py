@@ -18,11 +18,10 @@ from typing import Literal
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
-from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import HostCopy, ParameterStore
 from decoupled_diloco.merge import Body, cast_like, codec, contribution, digest, receive
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.effects import Apply
+from decoupled_diloco.protocol.effects import Apply, Snapshot
 
 Mode = Literal["overwrite", "carry", "rebase", "blend"]
 
@@ -72,13 +71,12 @@ class LearnerTensors:
 
     # ---- at step boundaries
 
-    def carry_out(self, plan: StepPlan) -> None:
-        """Does what one boundary's plan orders."""
-        for order in plan.orders:
-            if isinstance(order, Apply):
-                self.apply(order.fragment, order.mode)
-            else:
-                self.snapshot(order.fragment)
+    def carry_out(self, order: Apply | Snapshot) -> None:
+        """Does what a boundary's plan orders; what is sent in between is captured in between."""
+        if isinstance(order, Apply):
+            self.apply(order.fragment, order.mode)
+        else:
+            self.snapshot(order.fragment)
 
     def snapshot(self, fragment: int) -> None:
         """Copies a fragment's parameters as they are now."""

@@ -31,7 +31,7 @@ class StepPlan:
     """The orders of one boundary.
 
     Attributes:
-        orders: What to apply, then what to snapshot, in this order.
+        orders: What to apply and what to snapshot, in this order.
         hold: Do not start the next step yet (synchronous baselines only).
         cut: Take this process's part of this cut, and then look at the boundary again.
     """

@@ -184,6 +184,7 @@ class Chronicle:
         shard.members.clear()
         shard.open.clear()
         shard.paths.clear()
+        shard.folds.clear()
         shard.moved = (-1, [])
         shard.unreported.clear()
         shard.lives.append(at)
@@ -257,7 +258,7 @@ class Chronicle:
                 self._learner(learner).bytes_up += nbytes
                 self._seen(learner, at)
                 for round in shard.finished[-LATE_REPORTS_MAX:]:
-                    if round.number == value.round and round.life == shard.life:
+                    if round.result and any(p.ask == value.ask for p in round.result.participants):
                         round.late_bodies[learner] = at
             case do.ClockAdvanced(clock, live, why):
                 self._ticked(shard, record, clock, live, why)
@@ -363,7 +364,7 @@ class Chronicle:
                 round = _round(shard, value, at)
                 round.opened = value
                 shard.open[value.round] = round
-            case do.Expect(path=path, learner=learner, round=number, ask=ask, why=why):
+            case do.Expect(path=path, learner=learner, round=number, ask=ask, why=why) if number:
                 round = shard.open.get(number) or _round(shard, value, at)
                 shard.open[number] = round
                 round.asks.setdefault(learner, []).append(Asked(at, ask, why))
@@ -372,10 +373,10 @@ class Chronicle:
                 number, learner = shard.paths.pop(path, (-1, ""))
                 if number in shard.open:
                     shard.open[number].fallen[learner] = (at, why)
-            case do.Fold(round=number, learner=learner):
-                if number in shard.open:
-                    shard.open[number].folds[learner] = (at, value)
-            case do.Merge(round=number):
+            case do.Fold(fragment=fragment, ask=ask):
+                shard.folds.setdefault(fragment, {})[ask] = (at, value)
+            case do.Merge(round=number, fragment=fragment):
+                shard.folds.pop(fragment, None)
                 if number in shard.open:
                     shard.open[number].merging_at = at
             case do.RoundFinished():
@@ -387,6 +388,7 @@ class Chronicle:
             round = _round(shard, result, at - result.finished_seconds)
         shard.paths = {p: asked for p, asked in shard.paths.items() if asked[0] != result.round}
         round.result, round.finished_at = result, at
+        round.folds = dict(round.folds)  # what a round that is given up leaves goes into the next
         until = at
         if result.closed_seconds is not None:
             until = round.opened_at + result.closed_seconds + INSTANT_SECONDS
@@ -535,7 +537,8 @@ def _round(
     shard: ShardLog, told: do.RoundOpened | do.Expect | do.RoundFinished, at: float
 ) -> RoundLog:
     """A round of the shard's present life."""
-    return RoundLog(shard.name, told.round, told.fragment, at, life=shard.life)
+    folds = shard.folds.setdefault(told.fragment, {})
+    return RoundLog(shard.name, told.round, told.fragment, at, life=shard.life, folds=folds)
 
 
 def _matters(record: Record) -> bool:

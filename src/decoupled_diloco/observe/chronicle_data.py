@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from decoupled_diloco.observe.live import Rate
 from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.protocol.effects import Fold, Recovered, RoundFinished, RoundOpened
-from decoupled_diloco.protocol.messages import Hello, StepReport, Version
+from decoupled_diloco.protocol.messages import Asking, Hello, StepReport, Version
 
 RECENT_ROUNDS = 50
 """How many merged rounds the recent participation looks back."""
@@ -26,10 +26,10 @@ a connection, *away* one that was not live."""
 
 @dataclass(slots=True)
 class Asked:
-    """One pull: when, its number, and why the learner qualified."""
+    """One pull: when, its name, and why the learner qualified."""
 
     at: float
-    number: int
+    name: Asking
     why: str
 
 
@@ -60,7 +60,7 @@ class RoundLog:
     opened_at: float
     opened: RoundOpened | None = None
     asks: dict[str, list[Asked]] = field(default_factory=dict)
-    folds: dict[str, tuple[float, Fold]] = field(default_factory=dict)
+    folds: dict[Asking, tuple[float, Fold]] = field(default_factory=dict)
     fallen: dict[str, tuple[float, str]] = field(default_factory=dict)
     merging_at: float | None = None
     finished_at: float | None = None
@@ -156,6 +156,7 @@ class ShardLog:
         departed: Who left since the oldest round that is open began, and when.
         former: The last that was known of learners that are no longer live.
         lost: Rounds that were open when the shard's process ended.
+        folds: By fragment, what was folded for its next version.
     """
 
     name: str
@@ -181,6 +182,7 @@ class ShardLog:
     last_merged: dict[int, RoundLog] = field(default_factory=dict)
     unreported: dict[str, list[RoundLog]] = field(default_factory=dict)
     paths: dict[str, tuple[int, str]] = field(default_factory=dict)
+    folds: dict[int, dict[Asking, tuple[float, Fold]]] = field(default_factory=dict)
     greeting: tuple[int, Hello] | None = None
     bytes_moved: BytesMoved | None = None
 

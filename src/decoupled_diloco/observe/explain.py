@@ -14,6 +14,7 @@ from decoupled_diloco.observe.chronicle_data import RoundLog, ShardLog
 from decoupled_diloco.observe.progress import natural
 from decoupled_diloco.observe.words import BULLET, after, listing, many, numbers, percent, when
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
+from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.units import format_count, format_duration
 
@@ -146,44 +147,45 @@ def _participants(chronicle: Chronicle, shard: ShardLog, round: RoundLog) -> lis
     total = sum(weights.values())
     lines = []
     for participant in result.participants:
-        share = weights.get(participant.learner, 0.0) / total if total else None
+        share = weights.get(participant.ask, 0.0) / total if total else None
         lines.append(BULLET + _participant(round, participant, share))
     return [*lines, *_others(chronicle, shard, round)] or [BULLET + "nobody"]
 
 
-def token_weights(chronicle: Chronicle, round: RoundLog) -> dict[str, float]:
+def token_weights(chronicle: Chronicle, round: RoundLog) -> dict[Asking, float]:
     """The weight of every contribution, from the counters that were folded and the run's rule."""
     uniform = settings_fields(chronicle, "sync").get("weighting") == "uniform"
-    if round.folds:
-        counters = {n: (fold.tokens, fold.steps) for n, (_, fold) in round.folds.items()}
-    else:
-        assert round.result is not None
-        folded = [p for p in round.result.participants if p.state == "folded"]
-        counters = {p.learner: (float(p.tokens), float(p.steps)) for p in folded}
     return {
-        name: 1.0 if uniform else token_weight(tokens, steps)
-        for name, (tokens, steps) in counters.items()
+        name: fold.discount * (1.0 if uniform else token_weight(fold.tokens, fold.steps))
+        for name, (_, fold) in round.folds.items()
     }
 
 
 def _participant(round: RoundLog, participant: Participant, share: float | None) -> str:
     asks = round.asks.get(participant.learner, [])
     why = f" ({asks[-1].why})" if asks else ""
-    text = f"{participant.learner}: asked {after(participant.asked_seconds)}{why}"
+    asked = participant.asked_seconds
+    told = after(asked) if asked >= 0 else f"{format_duration(-asked)} before the opening"
+    text = f"{participant.learner}: asked {told}{why}"
     if len(asks) > 1:
         text += f", for the {len(asks)}. time"
     if participant.state == "folded":
         delivered = participant.delivered_seconds or 0.0
-        text += f", delivered {after(delivered)}: {many(participant.steps, 'step')}, "
+        told = after(delivered) if delivered >= 0 else "before it as well"
+        text += f", delivered {told}: {many(participant.steps, 'step')}, "
         text += f"{format_count(participant.tokens)} tokens"
-        fold = round.folds.get(participant.learner)
+        if participant.age:
+            text += f", late by {many(participant.age, 'version')}"
+        fold = round.folds.get(participant.ask)
         if fold is not None and "capped" in fold[1].why:
             text += f" ({fold[1].why})"
         if share is not None:
             text += f", weight {percent(share)}"
         return text + "."
+    if participant.state == "late":
+        text += "; still under way when the round ended: it goes into the fragment's next one"
+        return text + f"{_came(round, participant)}."
     said = {
-        "late": "too late",
         "declined": "it declined",
         "refused": "its body was refused",
         "gone": "gone before it delivered",
@@ -193,18 +195,23 @@ def _participant(round: RoundLog, participant: Participant, share: float | None)
     fallen = round.fallen.get(participant.learner)
     if fallen is not None:
         text += f" (given up {format_duration(fallen[0] - round.opened_at)} after the opening)"
+    return text + f"{_came(round, participant)}."
+
+
+def _came(round: RoundLog, participant: Participant) -> str:
     late = round.late_bodies.get(participant.learner)
-    if late is not None and round.finished_at is not None:
-        text += f"; its body came {format_duration(late - round.finished_at)} after the end"
-    return text + "."
+    if late is None or round.finished_at is None:
+        return ""
+    return f"; its body came {format_duration(late - round.finished_at)} after the end"
 
 
 def _asked_so_far(round: RoundLog) -> list[str]:
     lines = []
     for name, asks in round.asks.items():
         text = f"{name}: asked {after(asks[-1].at - round.opened_at)} ({asks[-1].why})"
-        if name in round.folds:
-            text += f", delivered {after(round.folds[name][0] - round.opened_at)}"
+        if asks[-1].name in round.folds:
+            delivered = round.folds[asks[-1].name][0]
+            text += f", delivered {after(delivered - round.opened_at)}"
         elif name in round.fallen:
             text += f"; it fell out: {round.fallen[name][1]}"
         else:
@@ -356,7 +363,11 @@ def _unfinished(chronicle: Chronicle, shard: ShardLog, round: RoundLog) -> str:
     age = format_duration(max(0.0, chronicle.latest - round.opened_at))
     if round in shard.lost:
         return f"It was open when {shard.name}'s process ended, and went with it."
-    waiting = [n for n in round.asks if n not in round.folds and n not in round.fallen]
+    waiting = [
+        name
+        for name, asks in round.asks.items()
+        if asks[-1].name not in round.folds and name not in round.fallen
+    ]
     if round.merging_at is not None:
         return f"It has been open for {age}; everything is in, and it is being merged."
     grace = "" if round.opened is None else format_duration(round.opened.grace_seconds)

@@ -56,7 +56,7 @@ _TOKENS = {
 _REASONS = {
     TOOK_PART: "it was in",
     NOT_ASKED: "live, without a new step before the window closed",
-    LATE: "asked, and too late",
+    LATE: "late: what it sent went into a later one",
     "declined": "asked, and declined",
     "refused": "its body was refused",
     "gone": "gone while it was asked",

@@ -30,10 +30,10 @@ from decoupled_diloco.protocol.effects import (
     ClockAdvanced,
     EndTraining,
     Evict,
-    Expect,
     Note,
     Ready,
     RoundFinished,
+    RoundOpened,
 )
 from decoupled_diloco.protocol.events import StepFinished
 from decoupled_diloco.units import format_duration
@@ -58,7 +58,6 @@ _LOOKED_AT = frozenset(
         EndTraining,
         Evaluated,
         Evict,
-        Expect,
         FaultEnded,
         FaultInjected,
         LinkState,
@@ -69,6 +68,7 @@ _LOOKED_AT = frozenset(
         Ready,
         RestartScheduled,
         RoundFinished,
+        RoundOpened,
         StepFinished,
         TookOver,
         WeightsSaved,
@@ -318,8 +318,8 @@ class LiveView:
             case ClockAdvanced(clock, _, _):
                 shard.clock, shard.clock_max = clock, max(clock, shard.clock_max)
                 self.clock_rate.add(wall, self.step)
-            case Expect(round=number):
-                shard.open.add(number)
+            case RoundOpened():
+                shard.open.add(value.round)
             case RoundFinished():
                 shard.open.discard(value.round)
                 shard.grace_seconds = value.grace_seconds

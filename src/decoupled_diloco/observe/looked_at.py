@@ -19,7 +19,6 @@ from decoupled_diloco.protocol import events as fact
 LOOKED_AT = frozenset(
     cls.__name__
     for cls in (
-        do.Abandon,
         do.Accept,
         do.Apply,
         do.Broadcast,

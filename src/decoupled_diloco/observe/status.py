@@ -425,8 +425,9 @@ def _shard(chronicle: Chronicle, shard: ShardLog, as_of: float) -> ShardStatus:
 
 
 def _open(shard: ShardLog, round: RoundLog, quorum: int, as_of: float) -> OpenRound:
-    waiting = [name for name in round.asks if name not in round.folds and name not in round.fallen]
-    qualified = len(waiting) + len(round.folds)
+    delivered = tuple(dict.fromkeys(fold.learner for _, fold in round.folds.values()))
+    waiting = [name for name in round.asks if name not in (*delivered, *round.fallen)]
+    qualified = len(waiting) + len(delivered)
     others = [
         member.learner
         for member in shard.members.values()
@@ -448,5 +449,5 @@ def _open(shard: ShardLog, round: RoundLog, quorum: int, as_of: float) -> OpenRo
         open_seconds=max(0.0, as_of - round.opened_at),
         waits_for=waits_for,
         learners=tuple(whom),
-        delivered=tuple(round.folds),
+        delivered=delivered,
     )

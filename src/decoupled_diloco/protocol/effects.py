@@ -21,6 +21,7 @@ from decoupled_diloco.protocol.donation import (
 )
 from decoupled_diloco.protocol.ledger import LedgerEntry
 from decoupled_diloco.protocol.messages import (
+    Asking,
     FromLearner,
     FromMember,
     FromShard,
@@ -73,14 +74,17 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Be ready for a contribution's body at this path, from this learner alone."""
+    """Be ready for a contribution's body at this path, from this learner alone.
+
+    ``round``: the fragment's open round; 0: there is none.
+    """
 
     path: str
     learner: str
     epoch: int
     round: int
     fragment: int
-    ask: int
+    ask: Asking
     why: str
 
 
@@ -105,27 +109,29 @@ class Unexpect:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Fold a verified body into the round's accumulator. The order of these is the fold order.
+    """Fold a verified body into the fragment's accumulator. The order of these is the fold order.
 
     ``scale``: what its values are multiplied by first; less than 1 where its norm was clipped.
+    ``discount``: what its weight is multiplied by; less than 1 where lateness counts against it.
     """
 
-    round: int
     fragment: int
     learner: str
+    ask: Asking
     steps: float
     tokens: float
     why: str
     scale: float = 1.0
+    discount: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
     """Forget a body that arrived and is not wanted."""
 
-    round: int
     fragment: int
     learner: str
+    ask: Asking
     why: str
 
 
@@ -137,15 +143,6 @@ class Merge:
     fragment: int
     version: Version
     base: Version
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """Forget what was folded for a round."""
-
-    round: int
-    fragment: int
     why: str
 
 
@@ -186,9 +183,18 @@ NOTHING_NEW = "nothing new"
 """Why a learner declines that was not trained since it last reported a fragment."""
 
 
+NOBODY_ASKED = Asking(0, 0)
+"""On tapes from before askings were named."""
+
+
 @dataclass(frozen=True, slots=True)
 class Participant:
-    """One learner's part in a round, for observers."""
+    """One contribution to a round, for observers.
+
+    Seconds count from the round's opening; what is late was asked for before it. ``state``:
+    ``folded``; ``late``: under way when the round merged, and goes into the next; ``declined``;
+    ``refused``; ``gone``. ``age``: by how many versions a folded one is late.
+    """
 
     learner: str
     state: str
@@ -197,13 +203,16 @@ class Participant:
     asked_seconds: float
     delivered_seconds: float | None
     reason: str
+    ask: Asking = NOBODY_ASKED
+    age: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened:
     """A round is open: its grace window, and the moving averages that it was derived from (Eq. 3).
 
-    ``closing``: it belongs to the closing sweep, which has no window and asks everyone.
+    Rounds are numbered within a ``term``. ``closing``: it belongs to the closing sweep, which has
+    no window and asks everyone. ``delivery_seconds``: with its quorum in, it waits so long at most.
     """
 
     round: int
@@ -218,6 +227,8 @@ class RoundOpened:
     merge_average_seconds: float
     broadcast_average_seconds: float
     why: str
+    term: int = 0
+    delivery_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +260,7 @@ class RoundFinished:
     merge_average_seconds: float | None = None
     broadcast_average_seconds: float | None = None
     quorum_learner: str = ""
+    term: int = 0
 
     @property
     def given_up(self) -> bool:
@@ -292,7 +304,6 @@ SyncerEffect = (
     | Fold
     | Drop
     | Merge
-    | Abandon
     | Install
     | LoadWeights
     | Evict
@@ -367,12 +378,11 @@ class TellCoordinator:
 
 @dataclass(frozen=True, slots=True)
 class SendBody:
-    """Encode the snapshot against its base, announce it and deliver the body."""
+    """Encode the snapshot against its base, tell its digest (`BodyEncoded`), deliver the body."""
 
     shard: int
-    round: int
     fragment: int
-    ask: int
+    ask: Asking
     base: Version
     steps: int
     tokens: int

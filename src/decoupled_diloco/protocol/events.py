@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decoupled_diloco.protocol.messages import (
+    Asking,
     FromLearner,
     FromMember,
     FromShard,
@@ -137,9 +138,8 @@ class BodyArrived:
 
     learner: str
     epoch: int
-    round: int
     fragment: int
-    ask: int
+    ask: Asking
     base: Version
     steps: int
     tokens: int
@@ -152,9 +152,8 @@ class BodySpoiled:
     """A contribution's body is wrong: truncated, another digest, not finite."""
 
     learner: str
-    round: int
     fragment: int
-    ask: int
+    ask: Asking
     reason: str
 
 
@@ -353,10 +352,18 @@ class FetchFailed:
 class UploadFailed:
     """A contribution's body could not be delivered."""
 
-    round: int
     fragment: int
-    ask: int
+    ask: Asking
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BodyEncoded:
+    """A contribution's body is ready to be sent, with this digest."""
+
+    fragment: int
+    ask: Asking
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +472,7 @@ LearnerEvent = (
     | CoordinatorUnlinked
     | Fetched
     | FetchFailed
+    | BodyEncoded
     | UploadFailed
     | CopyFailed
     | CutHeard

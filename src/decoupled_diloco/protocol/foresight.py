@@ -1,8 +1,9 @@
 """Which fragments a learner will be asked for before its next step boundary (rule 4).
 
 A pull is answered from a snapshot, and a snapshot is taken at a boundary: so the learner foresees
-where a shard's clock will be. One snapshot too many costs a copy; one too few delays a round by up
-to a step.
+where a shard's clock will be; and who is in arrears is told with each pull what comes next, so that
+its link does not stand idle until the next boundary. One snapshot too many costs a copy; one too
+few delays an answer by up to a step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def due_ahead(state: LearnerState, options: Options, now: float) -> dict[int, tu
             for index in due[tick % period]:
                 if options.owner(index) == shard:
                     found[index] = ahead
+        found |= dict.fromkeys(state.shards[shard].coming, ahead)
     return found
 
 

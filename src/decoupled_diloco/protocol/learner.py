@@ -40,6 +40,7 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import (
     Began,
+    BodyEncoded,
     ChunkArrived,
     CoordinatorLinked,
     CoordinatorTold,
@@ -69,12 +70,19 @@ from decoupled_diloco.protocol.events import (
 from decoupled_diloco.protocol.foresight import due_ahead
 from decoupled_diloco.protocol.learner_copies import fetch_failed, fetched, published, retry
 from decoupled_diloco.protocol.learner_data import DataView, merged
-from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState, ShardView, Taken
+from decoupled_diloco.protocol.learner_state import (
+    FragmentView,
+    LearnerState,
+    Sent,
+    ShardView,
+    Taken,
+)
 from decoupled_diloco.protocol.lease_messages import (
     DataRefused,
     LeasesGiven,
 )
 from decoupled_diloco.protocol.messages import (
+    Asking,
     CopyDeclined,
     CopyWanted,
     CutOrdered,
@@ -99,6 +107,8 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     ToLearner,
     ToMember,
+    Upload,
+    Version,
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
@@ -113,11 +123,18 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("fetching", "Fetched", "staged"),
     ("fetching", "FetchFailed", "fetch the whole, later"),
     ("staged", "step boundary", "apply: held, counters as rule 7 says"),
+    ("staged, pulled", "step boundary", "one version on: send the body first, then apply"),
     ("snapshot for the tick", "Pull of held", "send the body"),
     ("no snapshot", "Pull of held", "snapshot and send at the next boundary with a step"),
     ("held < base", "Pull", "keep it until the copy is applied"),
     ("held > base", "Pull", "decline: behind"),
 )
+
+
+Mode = Literal["overwrite", "carry", "rebase", "blend"]
+
+UNDER_WAY = "its contribution is under way, and follows"
+"""Why a learner takes a copy that its contribution was too late for as one that it took part in."""
 
 
 class LearnerMachine:
@@ -192,11 +209,10 @@ class LearnerMachine:
                 return learner_cuts.heard(self.state, number)
             case CutWritten():
                 return learner_cuts.written(event)
-            case UploadFailed(number, fragment, ask, reason):
-                # It may have arrived all the same: the outcome will tell.
-                why = f"upload failed: {reason}"
-                owner = self.options.owner(fragment)
-                return [Say(owner, Decline(number, fragment, ask, False, why), why)]
+            case BodyEncoded(fragment, ask, digest):
+                return self._encoded(fragment, ask, digest)
+            case UploadFailed(fragment, ask, reason):
+                return self._upload_failed(fragment, ask, f"upload failed: {reason}")
             case CopyFailed(shard, fragment, attempt, reason):
                 return [Say(shard, CopyDeclined(fragment, attempt, reason), reason)]
             case _:
@@ -262,6 +278,8 @@ class LearnerMachine:
         for index in sorted(state.attention) if state.attention else ():
             view = state.fragments[index]
             if view.staged is not None and self._apply_now(view):
+                if self._answers_first(view):
+                    effects += self._snapshot(index, view, None)
                 effects += self._apply(index, view)
         ahead = due_ahead(self.state, self.options, now) if self.role == "learner" else {}
         if ahead or state.attention:
@@ -285,49 +303,42 @@ class LearnerMachine:
         state.over = True
         return [RunOver("every shard has finished")]
 
+    def _answers_first(self, view: FragmentView) -> bool:
+        """Whether a pull is answered although its round has merged: the answer is late by one.
+
+        A learner whose step takes longer than the delivery window would otherwise never be heard.
+        """
+        pull, held, staged = view.pull, view.held, view.staged
+        if pull is None or held is None or staged is None or pull.base != held or pull.final:
+            return False
+        follows = (staged.term, staged.counter) == (held.term, held.counter + 1)
+        return follows and self.options.late == "next" and self.state.steps_of(view) > 0
+
     def _apply_now(self, view: FragmentView) -> bool:
-        if self.options.apply == "on_arrival" or self.state.ended or view.accepted is None:
+        if self.options.apply == "on_arrival" or self.state.ended or view.sent is None:
             return True
         if view.owed_at is not None and self.state.step >= view.owed_at + self.options.overlap:
             return True  # the step waits for it, however late its snapshot was
-        return self.state.step >= view.accepted[1].step + self.options.overlap
+        return self.state.step >= view.sent.taken.step + self.options.overlap
 
     def _apply(self, index: int, view: FragmentView) -> list[LearnerEffect]:
-        options, version = self.options, view.staged
+        version, sent = view.staged, view.sent
         assert version is not None
-        accepted = view.accepted
-        mode: Literal["overwrite", "carry", "rebase", "blend"] = "overwrite"
-        kept_since: Taken | None = None
-        why = "it took no part in this version"
-        if accepted is not None and accepted[0] == version:
-            mode, kept_since = accepted[1].alignment, accepted[1]
-            why = "its contribution is in this version"
-        elif accepted is not None:
-            mode = "carry" if options.missed == "rebase" else "overwrite"
-            kept_since, why = accepted[1], f"its contribution is in {accepted[0]}, before this one"
-        elif view.sent is not None:
-            # Whether it was merged is not known: nothing may be merged twice, so it is given up.
-            mode = "carry" if options.missed == "rebase" else "overwrite"
-            why = f"what it sent to round {view.sent[0]} may be in it"
-        elif view.restored:
-            why = "what its earlier life sent may be in it"
-        elif view.held is not None and (options.missed == "rebase" or view.behind):
-            mode = "rebase"
-            why = "it was behind" if view.behind else why
+        mode, why = self._mode(view, version)
         discarded = 0
-        if mode == "rebase":
-            pass
-        elif mode == "overwrite":
-            discarded = self.state.tokens_of(view) - (kept_since.tokens if kept_since else 0)
+        given_up = sent.taken.tokens if sent is not None and sent.lost else 0
+        if mode == "overwrite":
+            discarded = self.state.tokens_of(view) - (sent.taken.tokens if sent else 0) + given_up
             view.steps_before, view.tokens_before = self.state.step, self.state.tokens
-        else:
-            taken = kept_since or (view.sent and view.sent[1])
-            assert taken is not None
-            discarded = 0 if kept_since is not None else taken.tokens
-            view.steps_before += taken.steps
-            view.tokens_before += taken.tokens
+        elif mode != "rebase":
+            assert sent is not None
+            discarded = given_up
+            view.steps_before += sent.taken.steps
+            view.tokens_before += sent.taken.tokens
+        if sent is not None and sent.version is None and not sent.lost:
+            view.late[sent.ask] = sent
         view.held, view.staged = version, None
-        view.snapshot = view.accepted = view.sent = view.owed_at = None
+        view.snapshot = view.sent = view.owed_at = None
         view.behind = view.restored = False
         self.state.discarded_tokens += discarded
         effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
@@ -336,6 +347,31 @@ class LearnerMachine:
             effects += self._decline(index, view, f"behind: I hold {version}")
         return effects
 
+    def _mode(self, view: FragmentView, version: Version) -> tuple[Mode, str]:
+        """How a copy is taken over (rule 7), and why.
+
+        Who has sent what it made from the copy that it held takes part in every newer one until
+        then, whether its contribution is in it or follows: what was sent is not kept, and so is
+        never merged twice. Once the budget is spent nothing that was trained since is thrown away.
+        """
+        options, sent = self.options, view.sent
+        keeps = self.state.ended
+        if sent is not None:
+            mode: Mode = sent.taken.alignment
+            why = UNDER_WAY if sent.version is None else "its contribution is in this version"
+            if sent.lost:
+                why = f"what it sent as {sent.ask} may be in it"
+            if sent.version is not None and sent.version != version:
+                mode = "carry" if options.missed == "rebase" else "overwrite"
+                why = f"its contribution is in {sent.version}, before this one"
+            return ("carry" if keeps else mode), why
+        if view.restored:
+            return "overwrite", "what its earlier life sent may be in it"
+        why = "it was behind" if view.behind else "it took no part in this version"
+        if view.held is not None and (options.missed == "rebase" or view.behind or keeps):
+            return "rebase", why
+        return "overwrite", why
+
     def _snapshot(
         self, index: int, view: FragmentView, ahead: tuple[int, int] | None
     ) -> list[LearnerEffect]:
@@ -343,11 +379,11 @@ class LearnerMachine:
         if view.held is None or self.role == "observer":
             return []
         steps = self.state.steps_of(view)
-        if view.accepted is not None or view.sent is not None:
+        if view.sent is not None:
             return []  # the snapshot that was sent is still needed
         pull = view.pull
         if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
-            if steps == 0 and (pull.final or self.state.leaving):
+            if steps == 0 and (self.state.ended or self.state.leaving):
                 return self._decline(index, view, NOTHING_NEW, nothing_new=True)
             if steps > 0:
                 effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
@@ -369,11 +405,11 @@ class LearnerMachine:
     def _send(self, index: int, view: FragmentView, pull: Pull) -> list[LearnerEffect]:
         assert view.snapshot is not None
         taken = replace(view.snapshot, alignment=pull.alignment)
-        view.pull, view.sent = None, (pull.round, taken)
+        view.pull, view.sent = None, Sent(pull.ask, taken)
+        why = f"pulled for step {pull.tick}, snapshot of own step {taken.step}"
         return [
             SendBody(
                 shard=self.options.owner(index),
-                round=pull.round,
                 fragment=index,
                 ask=pull.ask,
                 base=taken.base,
@@ -381,16 +417,39 @@ class LearnerMachine:
                 tokens=taken.tokens,
                 codec=pull.codec,
                 path=pull.path,
-                why=f"pulled for step {pull.tick}, snapshot of own step {taken.step}",
+                why=why,
             )
         ]
+
+    def _sent(self, fragment: int, ask: Asking) -> Sent | None:
+        view = self.state.fragments[fragment]
+        return view.sent if view.sent is not None and view.sent.ask == ask else view.late.get(ask)
+
+    def _encoded(self, fragment: int, ask: Asking, digest: str) -> list[LearnerEffect]:
+        sent = self._sent(fragment, ask)
+        if sent is None:
+            return []
+        sent.digest = digest
+        return [self._announce(fragment, sent)]
+
+    def _announce(self, fragment: int, sent: Sent) -> LearnerEffect:
+        taken = sent.taken
+        upload = Upload(fragment, sent.ask, taken.base, taken.steps, taken.tokens, sent.digest)
+        return Say(self.options.owner(fragment), upload, "its body is on its way")
+
+    def _upload_failed(self, fragment: int, ask: Asking, why: str) -> list[LearnerEffect]:
+        """It may have arrived all the same: the outcome will tell."""
+        sent = self._sent(fragment, ask)
+        if sent is not None:
+            sent.failed = True
+        return [Say(self.options.owner(fragment), Decline(fragment, ask, False, why), why)]
 
     def _decline(
         self, index: int, view: FragmentView, reason: str, *, nothing_new: bool = False
     ) -> list[LearnerEffect]:
         pull, view.pull = view.pull, None
         assert pull is not None
-        decline = Decline(pull.round, index, pull.ask, nothing_new, reason)
+        decline = Decline(index, pull.ask, nothing_new, reason)
         return [Say(self.options.owner(index), decline, reason)]
 
     def _coordinator_told(self, now: float, message: ToMember) -> list[LearnerEffect]:
@@ -502,19 +561,24 @@ class LearnerMachine:
             clock=link.clock,
             run_step=None if link.offset is None else max(0, link.offset + self.state.step),
             held=held,
+            asks=tuple(sent.ask for _, sent in self._unresolved(shard) if not sent.failed),
         )
         return [Say(shard, hello, "a connection is open")]
+
+    def _unresolved(self, shard: int) -> list[tuple[int, Sent]]:
+        """What was sent to a shard and has no outcome yet, with its fragment."""
+        found = []
+        for index in self.options.owned(shard):
+            view = self.state.fragments[index]
+            own = [] if view.sent is None or view.sent.version is not None else [view.sent]
+            found += [(index, sent) for sent in (*view.late.values(), *own)]
+        return found
 
     def _told(self, now: float, shard: int, message: ToLearner) -> list[LearnerEffect]:
         link = self.state.shards[shard]
         match message:
-            case Welcome(_, _, clock, step, run_step, news):
-                link.offset, link.news = run_step - step, news
-                self._hear_clock(now, link, clock)
-                for view in self._fragments_of(shard):
-                    view.owed_at = None  # steps are counted anew: what was due then is not now
-                effects = leaving.welcomed(self.state, self.options, shard)
-                return effects + self._release_if_free("the shard counts from here")
+            case Welcome():
+                return self._welcomed(now, shard, message)
             case Dismissed():
                 link.dismissed = True
                 return []
@@ -556,11 +620,35 @@ class LearnerMachine:
         elif link.clock_at is None:
             link.clock_at = now
 
+    def _welcomed(self, now: float, shard: int, message: Welcome) -> list[LearnerEffect]:
+        link = self.state.shards[shard]
+        link.offset, link.news = message.run_step - message.step, message.news
+        self._hear_clock(now, link, message.clock)
+        effects: list[LearnerEffect] = []
+        for index, sent in self._unresolved(shard):
+            view = self.state.fragments[index]
+            if sent.ask in message.asks:
+                effects += [self._announce(index, sent)] if sent.digest else []
+            elif sent is view.sent:
+                sent.lost = True
+            else:
+                self._late_is_lost(view, sent)
+        for view in self._fragments_of(shard):
+            view.owed_at = None  # steps are counted anew: what was due then is not now
+        effects += leaving.welcomed(self.state, self.options, shard)
+        return effects + self._release_if_free("the shard counts from here")
+
+    def _late_is_lost(self, view: FragmentView, sent: Sent) -> None:
+        """What came too late is merged nowhere, as far as is known; nor is it kept here."""
+        del view.late[sent.ask]
+        self.state.discarded_tokens += sent.taken.tokens
+
     def _pulled(self, pull: Pull) -> list[LearnerEffect]:
         index = pull.fragment
         view = self.state.fragments[index]
         view.pull = pull
         self.state.attention.add(index)
+        self.state.shards[self.options.owner(index)].coming = pull.coming
         if view.held is not None and pull.base < view.held:
             return self._decline(index, view, f"behind: I hold {view.held}")
         if pull.base == view.held:
@@ -576,22 +664,28 @@ class LearnerMachine:
         return self._send(index, view, pull) if fits else []
 
     def _outcome(self, message: Outcome) -> list[LearnerEffect]:
-        view = self.state.fragments[message.fragment]
-        taken: Taken | None = None
-        if view.sent is not None and view.sent[0] == message.round:
-            taken, view.sent = view.sent[1], None
-        if view.pull is not None and view.pull.round == message.round:
+        view, accepted = self.state.fragments[message.fragment], message.version
+        sent = self._sent(message.fragment, message.ask)
+        if message.verdict == "kept":
+            view.owed_at = None
+            return self._release_if_free(f"the round of fragment {message.fragment} is given up")
+        if view.pull is not None and view.pull.ask == message.ask:
             view.pull = None
-        if message.verdict == "accepted":
-            if taken is None or message.version is None:
+        if message.verdict == "accepted" and accepted is not None:
+            view.late.pop(message.ask, None)
+            if sent is None:
                 return []
-            view.accepted = (message.version, taken)
-            return self._merged(view, taken.step)
+            sent.version = accepted
+            return self._merged(view, sent.taken.step)
+        if sent is not None and sent is view.sent:
+            view.sent = None
+        elif sent is not None:
+            self._late_is_lost(view, sent)
         if message.verdict == "behind":
             view.behind = True
         if message.verdict == "abandoned":
             view.owed_at = None
-        return self._release_if_free(f"round {message.round}: {message.verdict}")
+        return self._release_if_free(f"fragment {message.fragment}: {message.verdict}")
 
     def _fragments_of(self, shard: int) -> list[FragmentView]:
         return [self.state.fragments[p] for p in self.options.owned(shard)]

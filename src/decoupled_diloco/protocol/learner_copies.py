@@ -57,13 +57,12 @@ def _relabel(
 ) -> list[LearnerEffect]:
     why = "its values are the same"
     if view.staged is not None:
-        if view.accepted is not None and view.accepted[0] == view.staged:
-            view.accepted = (version, view.accepted[1])
+        if view.sent is not None and view.sent.version == view.staged:
+            view.sent.version = version
         view.staged = version
         return [Relabel(index, version, why, staged=True)]
     # What was sent to the shard's earlier life went with it.
-    view.held, view.snapshot, view.accepted = version, None, None
-    view.sent = None
+    view.held, view.snapshot, view.sent = version, None, None
     holding = Say(options.owner(index), Holding(index, version), why)
     return [Relabel(index, version, why), holding]
 

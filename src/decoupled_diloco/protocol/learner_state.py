@@ -7,7 +7,14 @@ from typing import Literal
 
 from decoupled_diloco.protocol.grace import MovingAverage
 from decoupled_diloco.protocol.learner_data import DataView
-from decoupled_diloco.protocol.messages import DonorNamed, Holding, Published, Pull, Version
+from decoupled_diloco.protocol.messages import (
+    Asking,
+    DonorNamed,
+    Holding,
+    Published,
+    Pull,
+    Version,
+)
 from decoupled_diloco.protocol.options import Alignment
 
 
@@ -28,6 +35,23 @@ class Taken:
 
 
 @dataclass(slots=True)
+class Sent:
+    """A contribution that went out, or is going out.
+
+    ``digest``: of its body, once that is encoded; ``failed``: its upload did not get through, and
+    the shard will say so; ``lost``: its outcome went with a connection, and nobody will say what
+    became of it; ``version``: what it was accepted into.
+    """
+
+    ask: Asking
+    taken: Taken
+    digest: str = ""
+    failed: bool = False
+    lost: bool = False
+    version: Version | None = None
+
+
+@dataclass(slots=True)
 class FragmentView:
     """One fragment at this learner.
 
@@ -40,8 +64,9 @@ class FragmentView:
 
     ``merged_step``: the newest own step that is in an accepted contribution.
 
-    There is one snapshot at a time: from sending it until its outcome is applied no other is
-    taken, so that carrying subtracts exactly what was merged.
+    ``sent``: what was made from ``held``. There is one at a time: from sending it until a newer
+    copy is applied no other is, so that carrying subtracts exactly what was sent. ``late``: what
+    was made from older copies, and has no outcome yet; it is no longer in the parameters.
     """
 
     held: Version | None = None
@@ -53,8 +78,8 @@ class FragmentView:
     steps_before: int = 0
     tokens_before: int = 0
     snapshot: Taken | None = None
-    sent: tuple[int, Taken] | None = None
-    accepted: tuple[Version, Taken] | None = None
+    sent: Sent | None = None
+    late: dict[Asking, Sent] = field(default_factory=dict)
     behind: bool = False
     pull: Pull | None = None
     owed_at: int | None = None
@@ -72,7 +97,8 @@ class ShardView:
     """One shard, as the learner sees it.
 
     ``news``: announcements that its welcome has promised and that have not come; ``None``: no
-    welcome yet. ``dismissed``: it can take nothing from who is about to go.
+    welcome yet. ``dismissed``: it can take nothing from who is about to go. ``coming``: what it
+    will probably ask for next.
     """
 
     linked: bool = False
@@ -83,6 +109,7 @@ class ShardView:
     finished: bool = False
     news: int | None = None
     dismissed: bool = False
+    coming: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -182,6 +209,7 @@ class LearnerState:
         for index, view in enumerate(self.fragments):
             assert view.staged is None or view.held is None or view.staged > view.held
             assert view.snapshot is None or view.snapshot.base == view.held
+            assert view.sent is None or view.sent.taken.base == view.held
             assert self.steps_of(view) >= 0 <= self.tokens_of(view)
             waits = view.staged is not None or view.pull is not None
             assert not waits or index in self.attention

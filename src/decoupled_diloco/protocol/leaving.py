@@ -4,8 +4,8 @@ It stops stepping and tells every shard of which fragments it has something new.
 at once, ahead of what else is due, and in such a round everybody who is live is asked, whether it
 qualifies otherwise or not: an outer step with the one who goes alone would overwrite what the
 others have trained for nothing. So a learner that goes costs the others one sync of its fragments
-ahead of time, and no step. An open round whose window has not closed asks it at once; one that has
-closed without it makes what it has stale, as ever.
+ahead of time, and no step. An open round asks it at once, and waits for what it sends; one that is
+being merged makes what it has stale, as ever.
 
 Where fewer learners than the quorum are live nothing can be merged: it is dismissed at once. It
 waits no longer than it was given; what is not in a version by then is lost with it.
@@ -55,12 +55,11 @@ def was_asked(member: Member, fragment: int) -> None:
         member.leaving_with -= {fragment}
 
 
-def given_up(state: SyncerState, round: Round) -> None:
-    """A round is given up: who is about to go still has what it was asked for."""
-    for ask in round.asks.values():
-        member = state.members.get(ask.learner)
-        if member is not None and member.leaving_with is not None and ask.state != "declined":
-            member.leaving_with |= {round.fragment}
+def waits_for_leaver(state: SyncerState, round: Round) -> bool:
+    """Whether a round waits for one that is about to go, however long its upload takes."""
+    member = state.members.get(round.leaver)
+    going = member is not None and member.leaving_with is not None
+    return going and round.leaver in state.fragments[round.fragment].asks
 
 
 # ---- the learner
@@ -88,7 +87,8 @@ def handed_in(state: LearnerState, options: Options) -> bool:
     for index, view in enumerate(state.fragments):
         link = state.shards[options.owner(index)]
         within_reach = link.linked and not link.dismissed and not link.finished
-        if within_reach and state.steps_of(view) > 0 and view.accepted is None:
+        done = view.sent is not None and view.sent.version is not None
+        if within_reach and ((state.steps_of(view) > 0 and not done) or view.late):
             return False
     return True
 

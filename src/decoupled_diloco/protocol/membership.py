@@ -17,13 +17,6 @@ LEASE_SECONDS = 10.0
 RECONNECT_SECONDS = 3.0
 """How long a learner whose connection broke stays live: a second, and two retries with backoff."""
 
-UPLOAD_SECONDS_UNKNOWN = 60.0
-"""Deadline of the first upload of a learner whose rate nobody has measured."""
-
-UPLOAD_SECONDS_MIN = 2.0
-"""No deadline is shorter: scheduling noise on a busy machine."""
-
-
 VERSION_MAX = 2**48
 """Versions from here on are nobody's: the next ones must still fit into a message (2^53)."""
 
@@ -38,40 +31,15 @@ CLOCK_MAX = 2**48
 
 
 @dataclass(slots=True)
-class UploadEstimate:
-    """How long a learner takes from the pull to the whole body: mean plus four deviations.
-
-    A deadline that was missed doubles the estimate, so that a link slower than anybody measured is
-    found out after a few rounds instead of never.
-    """
-
-    mean: float | None = None
-    deviation: float = 0.0
-
-    def update(self, seconds: float) -> None:
-        """Takes one delivered body in."""
-        if self.mean is None:
-            self.mean, self.deviation = seconds, seconds / 2
-            return
-        self.deviation += 0.25 * (abs(seconds - self.mean) - self.deviation)
-        self.mean += 0.125 * (seconds - self.mean)
-
-    def missed(self, allowed: float) -> None:
-        """A deadline of ``allowed`` seconds has passed."""
-        self.mean = max(self.mean or 0.0, allowed)
-
-    def deadline_seconds(self, step_seconds: float) -> float:
-        """How long the next upload may take; a learner answers at a step boundary."""
-        if self.mean is None:
-            return UPLOAD_SECONDS_UNKNOWN + 2 * step_seconds
-        return max(UPLOAD_SECONDS_MIN, 2 * self.mean + 4 * self.deviation + 2 * step_seconds)
-
-
-@dataclass(slots=True)
 class Member:
     """A live learner, as one shard sees it.
 
-    ``leaving_with``: it is about to go, and has something new of these fragments.
+    Attributes:
+        leaving_with: It is about to go, and has something new of these fragments.
+        under_way: Fragments that it was asked for and has not delivered.
+        arrears: Fragments that it could not be asked for because of others under way.
+        pressed: It had arrears when it delivered last: it sends one body at a time.
+        heard_at: When each fragment heard it last.
     """
 
     learner: str
@@ -82,9 +50,12 @@ class Member:
     connected: bool = True
     reported_at: float | None = None
     step_seconds: float = 0.0
-    upload: UploadEstimate = field(default_factory=UploadEstimate)
     held: dict[int, Version] = field(default_factory=dict)
     leaving_with: frozenset[int] | None = None
+    under_way: set[int] = field(default_factory=set)
+    arrears: set[int] = field(default_factory=set)
+    pressed: bool = False
+    heard_at: dict[int, float] = field(default_factory=dict)
 
     @property
     def run_step(self) -> int:

@@ -13,7 +13,7 @@ from decoupled_diloco.protocol.lease_messages import DataRefused, DataReport, Le
 from decoupled_diloco.protocol.options import Alignment
 
 Role = Literal["learner", "observer"]
-Verdict = Literal["accepted", "refused", "late", "behind", "abandoned"]
+Verdict = Literal["accepted", "refused", "behind", "kept", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,6 +41,21 @@ class Version:
         return cls(int(term), int(counter))
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Asking:
+    """Names one asking for a contribution: the shard's term, and a number within it.
+
+    A contribution bears the name of the asking that it answers. Two lives of a shard never give the
+    same name twice.
+    """
+
+    term: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.term}.{self.number}"
+
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """Learner → shard: I hold this version of the published copy."""
@@ -58,7 +73,8 @@ class Hello:
 
     ``step`` counts the learner's own steps in this epoch; ``clock`` is the latest global step
     that it knows of this shard (a restarted shard takes it up again). ``run_step`` is its run step
-    s_m at this shard if it has been told one before: who was away goes on counting.
+    s_m at this shard if it has been told one before: who was away goes on counting. ``asks``: what
+    it has sent to this shard, or is sending, and has no outcome of.
     """
 
     learner: str
@@ -69,6 +85,7 @@ class Hello:
     clock: int
     run_step: int | None
     held: tuple[Holding, ...]
+    asks: tuple[Asking, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +104,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Announces the body of a contribution; counters are those of its snapshot.
+    """Announces the body of a contribution; counters are those of its snapshot."""
 
-    ``ask`` is the asking that it answers: one learner may be asked twice in a round.
-    """
-
-    round: int
     fragment: int
-    ask: int
+    ask: Asking
     base: Version
     steps: int
     tokens: int
@@ -103,14 +116,13 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """No contribution to this asking of a round, and why.
+    """No contribution to this asking, and why.
 
     ``nothing_new``: everything that it has trained is merged already; else it may be asked again.
     """
 
-    round: int
     fragment: int
-    ask: int
+    ask: Asking
     nothing_new: bool
     reason: str
 
@@ -158,7 +170,8 @@ class Leave:
 class Welcome:
     """Accepted: the shard's term and clock; own step ``step`` is run step ``run_step``.
 
-    ``news``: of so many fragments a newer copy is announced next.
+    ``news``: of so many fragments a newer copy is announced next. ``asks``: what the shard still
+    waits for, or has and has not merged yet, of this learner; every other asking is over.
     """
 
     shard: int
@@ -167,6 +180,7 @@ class Welcome:
     step: int
     run_step: int
     news: int = 0
+    asks: tuple[Asking, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,30 +193,34 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Asks for one fragment: against which base, in which codec, where to, how soon.
+    """Asks for one fragment: against which base, in which codec, where to.
 
-    ``alignment``: how who answers takes the copy that its contribution goes into (rule 7).
-    ``final`` marks the closing sweep: answered once the learner has stopped stepping.
+    ``alignment``: how who answers takes the next copy (rule 7). ``final`` marks the closing sweep:
+    answered once the learner has stopped stepping. ``coming``: the fragments that a learner in
+    arrears will probably be asked for next, so that it has snapshots of them ready.
     """
 
-    round: int
     fragment: int
-    ask: int
+    ask: Asking
     base: Version
     tick: int
     codec: str
     alignment: Alignment
     path: str
-    seconds: float
     final: bool
+    coming: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a contribution; ``version`` is what it went into, when accepted."""
+    """What became of a contribution; ``version`` is what it went into, when accepted.
 
-    round: int
+    ``kept``: its round was given up; what is not refused goes into the fragment's next one, and
+    nobody need stop and wait for that. ``abandoned``: the merge failed, and it went with it.
+    """
+
     fragment: int
+    ask: Asking
     verdict: Verdict
     reason: str
     version: Version | None

@@ -14,6 +14,7 @@ Missed = Literal["overwrite", "rebase"]
 ApplyAt = Literal["on_arrival", "at_tau"]
 Wait = Literal["never", "at_overlap"]
 Oversized = Literal["refuse", "clip"]
+Late = Literal["next", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class Options:
         apply: as soon as it has arrived, or exactly τ steps after the snapshot.
         wait: ``"at_overlap"`` blocks the step until the merged fragment is there (synchronous
             baselines only).
+        late: what becomes of a contribution that was under way when its round merged: it is folded
+            into the fragment's ``"next"`` round, or ``"drop"``.
+        late_rounds_max: one that is late by more versions is refused.
+        late_discount: the weight of a late one is multiplied by this once for each version.
         counter_cap_periods: counters are capped at this many H, so that one long-lost learner
             cannot dominate a merge.
         norm_gate: k of the norm gate; 0: there is none.
@@ -55,6 +60,9 @@ class Options:
     missed: Missed = "overwrite"
     apply: ApplyAt = "on_arrival"
     wait: Wait = "never"
+    late: Late = "next"
+    late_rounds_max: int = 32
+    late_discount: float = 1.0
     counter_cap_periods: int = 4
     norm_gate: float = 0.0
     oversized: Oversized = "refuse"
@@ -73,7 +81,10 @@ class Options:
 
     @property
     def open_rounds_max(self) -> int:
-        """How many rounds one shard may have open: max(1, ⌈τ·P/H⌉) (rule 2)."""
+        """max(1, ⌈τ·P/H⌉): the slots for rounds of a shard (rule 2).
+
+        And how many contributions a learner has under way at most, at each shard (rule 4).
+        """
         return max(1, ceil(self.overlap * self.fragments / self.period))
 
     def offset(self, fragment: int) -> int:

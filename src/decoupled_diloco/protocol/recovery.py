@@ -4,10 +4,9 @@ A learner that has its own checkpoint goes on from it: model, optimizer, data po
 the versions that the checkpoint was aligned with. A fragment whose published copy is still that one
 keeps its local progress; every other is overwritten by the newer copy, never rebased, whatever
 ``missed`` and ``alignment`` say. For what the earlier life sent, before the checkpoint or after it,
-may be merged in a newer version, or lie folded in a round that is open: a difference to the old
-copy would be merged twice. Within a version it cannot be: a round of this base is either merged,
-and then the version is newer, or given up, and then nothing of it is in any; and in one round a
-shard folds each learner id once.
+may be merged in a newer version, or lie folded for the next one: a difference to the old copy would
+be merged twice. Within a version it cannot be: what was made from it is in none yet, and while a
+shard has something of a learner id that was made from the newest version it asks for nothing else.
 
 Functions of the learner's state.
 """

@@ -140,19 +140,15 @@ class SyncerMachine:
         if state.fill is not None:
             instants.append(state.fill.settle_at)
         for round in state.rounds.values():
-            if round.settled_at is not None:
-                continue
-            gathering = round.closed_at is None and not round.final
-            if gathering and round.qualified >= self.options.quorum:
-                instants.append(round.closes_at)
-            instants.append(syncer_rounds.next_deadline(state, self.options, round))
+            instants.append(syncer_rounds.deadline(state, self.options, round))
+        instants += [entry.retry_at for entry in state.fragments.values()]
         return min((instant for instant in instants if instant is not None), default=None)
 
     def _deadline_to_keep(self, now: float, told: float | None) -> float | None:
         """By which instant the next tick is on time.
 
-        A deadline may lie in the past when it comes into being (when patience is counted in the
-        steps of another learner than before): then the tick is due now, and nothing was late.
+        A deadline may lie in the past when it comes into being (a window of no length): then the
+        tick is due now, and nothing was late.
         """
         deadline = self.deadline()
         if deadline is None or deadline >= now:
@@ -170,7 +166,8 @@ class SyncerMachine:
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
         state, options = self.state, self.options
-        assert len(state.rounds) <= options.open_rounds_max, "more open rounds than rule 2 allows"
+        slots = sum(round.holds_slot for round in state.rounds.values())
+        assert slots <= options.open_rounds_max, "more rounds hold slots than rule 2 allows"
         assert set(state.fragments) == set(self.owned)
         assert not state.queue.keys() & state.rounds.keys(), "an open round is queued as well"
         live = [member.run_step for member in state.members.values()]
@@ -181,12 +178,21 @@ class SyncerMachine:
             assert round.fragment == fragment
             assert round.base == state.fragments[fragment].version
             assert round.version is None or round.version > round.base, "a version goes back"
-            assert round.settled_at is None or not round.count("waiting")
-            state.check_counts(round)
+            assert (
+                round.settled_at is not None
+                or round.awaited <= state.fragments[fragment].asks.keys()
+            )
+        state.check_counts()
         for learner, member in state.members.items():
             assert member.learner == learner
             assert state.identities[learner].epoch == member.epoch, "an old epoch is live"
-        assert all(missed > 0 for f in state.fragments.values() for missed in f.missed.values())
+            under_way = {p for p, entry in state.fragments.items() if learner in entry.asks}
+            assert member.under_way == under_way
+            hurried = state.phase == "sweeping" or member.leaving_with is not None
+            assert hurried or len(under_way) <= options.open_rounds_max, "too many are under way"
+        for entry in state.fragments.values():
+            for ask in entry.asks.values():
+                assert state.members[ask.learner].epoch == ask.epoch, "who is gone is waited for"
 
     # ---- events
 
@@ -224,7 +230,7 @@ class SyncerMachine:
                 syncer_members.renew(state, now, event.learner)
                 return syncer_rounds.body_arrived(state, options, now, event)
             case BodySpoiled():
-                return syncer_rounds.body_spoiled(state, event)
+                return syncer_rounds.body_spoiled(state, options, now, event)
             case CopyArrived():
                 return syncer_fill.copy_arrived(state, event)
             case CopySpoiled():
@@ -268,7 +274,7 @@ class SyncerMachine:
                 if self.state.end_ordered:
                     return []
                 self.state.end_ordered = True
-                return [] if state.phase != "running" else self._sweep("the budget is spent")
+                return [] if state.phase != "running" else self._sweep(now, "the budget is spent")
             case FinishOrdered():
                 self.state.finish_ordered = True
                 if state.phase != "finished" and state.stop_at is None:
@@ -292,8 +298,11 @@ class SyncerMachine:
         member = state.members.get(hello.learner)
         why = "reconnected within its lease"
         if member is not None and member.epoch == hello.epoch:
-            # The pulls, and perhaps the announcements, went with the old connection.
-            effects += syncer_rounds.ask_again(state, hello.learner)
+            # Pulls may have gone with the old connection; what it sends goes on.
+            why_void = "it connected anew"
+            effects += syncer_rounds.forget_asks(
+                state, self.options, now, hello.learner, why_void, hello.asks
+            )
         if member is not None and member.epoch < hello.epoch:
             why_gone = "a newer epoch has joined"
             effects += syncer_members.remove(
@@ -324,7 +333,8 @@ class SyncerMachine:
             for fragment, entry in state.fragments.items():
                 if entry.version is not None and held.get(fragment) != entry.version:
                     news.append(Send(hello.learner, entry.announcement(fragment, state.clock), why))
-        welcome = Welcome(self.shard, state.term, state.clock, step, run_step, len(news))
+        asks = syncer_rounds.open_asks(state, hello.learner)
+        welcome = Welcome(self.shard, state.term, state.clock, step, run_step, len(news), asks)
         effects: list[SyncerEffect] = [Send(hello.learner, welcome, why), *news]
         if self.state.end_ordered:
             effects.append(Send(hello.learner, Ending(), why))
@@ -340,23 +350,22 @@ class SyncerMachine:
         match message:
             case StepReport():
                 return syncer_members.reported(state, self.options, now, member, message)
-            case Upload() | Copy():
+            case Upload(fragment, ask):
+                syncer_rounds.announced(state, learner, fragment, ask)
                 return []  # the shell joins it with its body
+            case Copy():
+                return []
             case CopyDeclined(fragment, attempt, reason):
                 spoiled = CopySpoiled(learner, fragment, attempt, reason)
                 return syncer_fill.copy_spoiled(state, now, spoiled)
             case Decline():
-                return syncer_rounds.declined(state, learner, message)
+                return syncer_rounds.declined(state, self.options, now, learner, message)
             case Holding():
                 syncer_members.holding(state, self._owned_set, now, member, message)
                 return []
             case Leaving():
                 effects = leaving.leaving(state, self.options, self.owned, member, message)
-                for round in state.rounds.values():
-                    effects += syncer_rounds.ask_if_qualified(
-                        state, self.options, now, round, member
-                    )
-                return effects
+                return effects + syncer_rounds.ask_leaver(state, self.options, now, member)
             case Leave(reason):
                 why = f"left: {reason}"
                 return syncer_members.remove(state, self.options, now, learner, why, evict=True)
@@ -393,16 +402,16 @@ class SyncerMachine:
         for fragment, entry in state.fragments.items():
             effects.append(Broadcast(entry.announcement(fragment, state.clock), why))
         if self.state.end_ordered:
-            effects += self._sweep("the budget was spent before")
+            effects += self._sweep(now, "the budget was spent before")
         return effects
 
-    def _sweep(self, why: str) -> list[SyncerEffect]:
+    def _sweep(self, now: float, why: str) -> list[SyncerEffect]:
         state = self.state
         state.phase = "sweeping"
         state.queue.clear()
         state.again.clear()
         state.closing = set(self.owned)
-        return [Broadcast(Ending(), why)]
+        return [Broadcast(Ending(), why), *syncer_rounds.begin_sweep(state, now)]
 
     def _move_on(self, now: float) -> list[SyncerEffect]:
         """Everything that follows from the state alone, after any event."""

@@ -166,7 +166,7 @@ def disconnected(state: SyncerState, now: float, learner: str) -> list[SyncerEff
 
 
 def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
-    """Leases and the rounds' deadlines are looked at; a late tick is nobody's fault."""
+    """Leases and the rounds' windows are looked at; a late tick is nobody's fault."""
     told = state.deadline_told
     lateness = 0.0 if told is None else now - told
     if lateness > LATENESS_SECONDS_MIN:
@@ -174,8 +174,6 @@ def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffec
         longer = lateness + RECONNECT_SECONDS
         for member in state.members.values():
             member.lease_until += longer
-        for round in state.rounds.values():
-            round.held_up(longer)
     effects: list[SyncerEffect] = []
     for learner, member in list(state.members.items()):
         if now >= member.lease_until:
@@ -185,8 +183,7 @@ def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffec
     state.lease_check_at = min(
         (member.lease_until for member in state.members.values()), default=None
     )
-    # Last: who is gone may have been the one whose steps the others' patience was counted in.
-    return effects + syncer_rounds.pass_deadlines(state, options, now)
+    return effects + syncer_rounds.pass_windows(state, options, now)
 
 
 def remove(
@@ -202,12 +199,9 @@ def remove(
     state.find_step_seconds()  # even if it has become slower since: nobody else may be known
     effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
     effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))
-    for round in state.rounds.values():
-        effects += syncer_rounds.fall_out(
-            state, round.number, round.fragment, learner, "gone", reason
-        )
+    effects += syncer_rounds.forget_asks(state, options, now, learner, reason)
     for fragment in state.fragments.values():
-        fragment.missed.pop(learner, None)
+        fragment.missed.discard(learner)
         fragment.awaited.discard(learner)
     effects += syncer_fill.member_gone(state, learner)
     if state.phase in ("swept", "finished"):

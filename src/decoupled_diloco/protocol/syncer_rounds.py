@@ -1,18 +1,29 @@
-"""Rounds of a shard (rules 2 to 4): opening, asking, folding, settling. Functions of its state.
+"""Rounds of a shard and the contributions to them (rules 2 to 4). Functions of its state.
 
 ```
-        tick, queue           quorum, window             all answered          worker
- (due) ────────────▶ gathering ─────────────▶ uploading ─────────────▶ merging ───────▶ merged
-                         │ everybody fell out     │ too few, no weight    │ failed
-                         └────────────────────────┴──────────▶ abandoned ◀┘ (due again)
+        tick, slot           quorum, window        all, or K and the window      worker
+ (due) ───────────▶ gathering ─────────▶ delivering ───────────────────▶ merging ──────▶ merged
+                        │                    │ delivery window over,        │ failed
+                        │                    │ too few: gives its slot      ▼
+                        │                    │ back, and waits on        (pause, due)
+                        └────────────────────┴─▶ given up (due at the next tick)
+                   fewer than K can still deliver
 ```
-Bodies are folded from the moment they arrive, in any of the first two states.
+A contribution belongs to its fragment, not to the round in which it was asked for. A round merges
+what its fragment has: it waits for those that it asked until its delivery window is over, and then
+for its quorum alone. What is still under way goes on, and is folded into the fragment's next round.
+So nobody waits for a slow link, and whatever it delivers is merged, once.
+
+*Flow*. A learner has at most as many contributions under way as a shard has slots. A fragment that
+it could not be asked for because of that is in *arrears* with it. A learner in arrears sends one
+body at a time: when that is here it is asked, at once and outside of any round, for the fragment
+that has not heard it for longest; first for one whose round still lacks its quorum. So a slow link
+is always busy, and every fragment hears every learner equally often.
 """
 
 from __future__ import annotations
 
 from decoupled_diloco.protocol.effects import (
-    Abandon,
     Drop,
     Expect,
     Fold,
@@ -24,149 +35,128 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import BodyArrived, BodySpoiled
 from decoupled_diloco.protocol.gate import norm_limit, remember
-from decoupled_diloco.protocol.leaving import given_up, leaver_of, was_asked
+from decoupled_diloco.protocol.leaving import leaver_of, waits_for_leaver, was_asked
 from decoupled_diloco.protocol.membership import Member
-from decoupled_diloco.protocol.messages import Decline, Outcome, Pull, Verdict, Version
+from decoupled_diloco.protocol.messages import Asking, Decline, Outcome, Pull, Verdict, Version
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.quorum import window_decision
 from decoupled_diloco.protocol.rounds import Ask, AskState, Round
-from decoupled_diloco.protocol.syncer_state import SyncerState
+from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
 
 SWEEP_TRIES_MAX = 3
-"""How often the closing round of a fragment is tried before its learners' rest is given up."""
+"""How often a fragment's closing round may fail before its learners' rest is given up."""
 
 CLOSING_SECONDS = 60.0
-"""The closing round leaves this much more time: to take the newest copy first, and because nobody
-trains meanwhile, so that haste gains nothing."""
+"""In the closing sweep, who has not begun to answer by then is not waited for: its loop stands."""
 
-SOFT_DEADLINES_MISSED_MAX = 4
-"""Who has missed a fragment so often is waited for: a learner whose step takes longer than H steps
-of the fastest would otherwise always be late, and the fragment never hear it."""
+MERGE_PAUSE_SECONDS = (1.0, 60.0)
+"""After a merge that failed the fragment pauses: so long at first, twice as long each time, and so
+long at most."""
 
-SOFT_DEADLINE_SECONDS_MIN = 1.0
-"""A round with its quorum delivered gives the others at least this long."""
+
+# ---- opening
 
 
 def note_due(state: SyncerState, options: Options, owned: frozenset[int], since: int) -> None:
-    """Queues what the ticks after ``since`` make due, and what an abandoned round left due.
+    """Queues what the ticks after ``since`` make due, and what a round that was given up left due.
 
-    A clock that jumps over several periods makes every fragment due once, at its latest tick.
+    A clock that jumps over several periods makes every fragment due once, at its latest tick. One
+    that is due while its round is open is due again as soon as that ends.
     """
     due = [(fragment, state.clock) for fragment in sorted(state.again)]
     for tick in range(max(since, state.clock - options.period) + 1, state.clock + 1):
         due += [(fragment, tick) for fragment in options.due(tick) if fragment in owned]
     for fragment, tick in due:
-        if fragment not in state.rounds and fragment not in state.queue:
+        round = state.rounds.get(fragment)
+        if round is None:
             state.queue[fragment] = tick
+        else:
+            round.next_tick = tick
     state.again.clear()
 
 
 def open_due(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
-    """Opens queued rounds while the limit of rule 2 allows."""
+    """Opens queued rounds while there are slots (rule 2)."""
     effects: list[SyncerEffect] = []
-    while state.queue and len(state.rounds) < options.open_rounds_max:
-        fragment, tick = next(iter(state.queue.items()))
-        del state.queue[fragment]
-        effects += _open(state, options, now, fragment, tick, final=False)
-    while state.closing and len(state.rounds) < options.open_rounds_max:
-        waiting = sorted(state.closing - state.rounds.keys())
-        if not waiting:
-            break
-        effects += _open(state, options, now, waiting[0], state.clock, final=True)
+    slots = options.open_rounds_max - sum(round.holds_slot for round in state.rounds.values())
+    for fragment in _openable(state)[: max(0, slots)]:
+        tick = state.queue.pop(fragment, state.clock)
+        effects += _open(state, options, now, fragment, tick)
     return effects
 
 
+def _openable(state: SyncerState) -> list[int]:
+    closing = sorted(state.closing - state.rounds.keys())
+    return [
+        fragment
+        for fragment in (*state.queue, *closing)
+        if state.fragments[fragment].retry_at is None
+    ]
+
+
 def _open(
-    state: SyncerState, options: Options, now: float, fragment: int, tick: int, *, final: bool
+    state: SyncerState, options: Options, now: float, fragment: int, tick: int
 ) -> list[SyncerEffect]:
-    version = state.fragments[fragment].version
+    version, final = state.fragments[fragment].version, state.phase == "sweeping"
     assert version is not None
     state.rounds_opened += 1
+    margin = 0.0 if final else options.grace_margin
     round = state.rounds[fragment] = Round(
         number=state.rounds_opened,
+        term=state.term,
         fragment=fragment,
         tick=tick,
         base=version,
         opened_at=now,
         previous_tick_at=state.previous_tick_at,
-        grace=state.timing.window(
-            options.overlap,
-            0.0 if final else options.grace_margin,
-            state.step_seconds,
-        ),
+        grace=state.timing.window(options.overlap, margin, state.step_seconds),
+        deliver_until=now + (window := options.overlap * state.step_seconds),
+        delivery_over=window == 0.0,
         final=final,
         leaver=leaver_of(state, fragment),
     )
     why = "the closing sweep" if final else f"fragment {fragment} is due since step {tick}"
     if round.leaver and not final:
         why = f"{round.leaver} is about to go: everybody is asked"
-    return [round.opened(why), *ask_qualified(state, options, now, round)]
-
-
-def ask_qualified(
-    state: SyncerState, options: Options, now: float, round: Round
-) -> list[SyncerEffect]:
-    """Pulls from every learner that qualifies and was not asked yet."""
-    effects: list[SyncerEffect] = []
-    if round.closed_at is not None:
-        return effects
-    for member in state.members.values():
+    effects: list[SyncerEffect] = [round.opened(why)]
+    _note_quorum(state, options, now, round, "")
+    for member in list(state.members.values()):
         effects += ask_if_qualified(state, options, now, round, member)
     return effects
+
+
+# ---- asking
 
 
 def ask_if_qualified(
     state: SyncerState, options: Options, now: float, round: Round, member: Member
 ) -> list[SyncerEffect]:
-    """Pulls from one learner, the moment it qualifies (rule 3).
+    """Gives one learner its turn in a round, the moment it qualifies (rule 3).
 
     The closing sweep also asks who connects anew while the others' bodies are on their way.
     """
-    asked = round.asks.get(member.learner)
     over = round.settled_at if round.final else round.closed_at
-    if over is not None or not member.connected:
-        return []
-    if asked is not None and asked.state != "gone":
+    if over is not None or not member.connected or member.learner in round.turned:
         return []
     why = _qualifies(state, options, round, member)
     if why is None:
         return []
-    seconds = member.upload.deadline_seconds(member.step_seconds)
-    if round.final:
-        seconds += CLOSING_SECONDS
-    state.asks += 1
-    path = f"/up/{state.term}/{round.number}/{member.learner}/{member.epoch}/{state.asks}"
-    missed = state.fragments[round.fragment].missed.get(member.learner, 0)
-    ask = Ask(
-        member.learner,
-        member.epoch,
-        state.asks,
-        path,
-        now,
-        now + seconds,
-        patient=missed >= SOFT_DEADLINES_MISSED_MAX,
-    )
-    round.add(ask, stepping=member.reported_at is not None)
-    was_asked(member, round.fragment)
-    if round.quorum_at is None and round.qualified >= options.quorum:
-        round.quorum_at, round.quorum_learner = now, member.learner
-        state.timing.quorum.update(now - round.opened_at)
-    pull = Pull(
-        round=round.number,
-        fragment=round.fragment,
-        ask=state.asks,
-        base=round.base,
-        tick=round.tick,
-        codec=options.uplink_codec,
-        alignment=options.alignment,
-        path=path,
-        seconds=seconds,
-        final=round.final,
-    )
-    return [
-        Expect(path, member.learner, member.epoch, round.number, round.fragment, state.asks, why),
-        Send(member.learner, pull, why),
-    ]
+    round.turn(member.learner, stepping=member.reported_at is not None)
+    entry, fragment = state.fragments[round.fragment], round.fragment
+    if member.learner in entry.asks:
+        if round.final:
+            round.awaited.add(member.learner)
+        else:
+            member.arrears.add(fragment)
+        return []
+    if entry.has_since_version(member.learner):
+        return []
+    busy = len(member.under_way) >= options.open_rounds_max
+    hurried = round.final or member.leaving_with is not None
+    if hurried or not (busy or member.arrears or member.pressed):
+        return _ask(state, options, now, member, fragment, why)
+    member.arrears.add(fragment)
+    return serve(state, options, now, member)
 
 
 def _qualifies(state: SyncerState, options: Options, round: Round, member: Member) -> str | None:
@@ -184,61 +174,209 @@ def _qualifies(state: SyncerState, options: Options, round: Round, member: Membe
         return f"its step {member.run_step} has reached the round's tick {round.tick}"
     if member.reported_at > round.previous_tick_at:
         return "it reported a step after the previous tick"
-    if state.fragments[round.fragment].missed.get(member.learner, 0) > 0:
+    if member.learner in state.fragments[round.fragment].missed:
         # Steps that are an exact multiple of the fastest learner's would otherwise meet the same
         # fragments for ever, and never the others.
         return "it missed this fragment's last round"
     return None
 
 
+def serve(state: SyncerState, options: Options, now: float, member: Member) -> list[SyncerEffect]:
+    """Asks a learner in arrears, whose link is free, for what has not heard it for longest."""
+    if member.under_way or not member.connected or state.phase != "running":
+        return []
+    ready = [p for p in member.arrears if _can_be_asked(state, p, member.learner)]
+    if not ready:
+        return []
+    fragment, *coming = sorted(ready, key=lambda p: _urgency(state, options, member, p))
+    member.arrears.discard(fragment)
+    why = "it is in arrears with this fragment, and its link is free"
+    coming = coming[: options.open_rounds_max]
+    return _ask(state, options, now, member, fragment, why, tuple(coming))
+
+
+def _can_be_asked(state: SyncerState, fragment: int, learner: str) -> bool:
+    round, entry = state.rounds.get(fragment), state.fragments[fragment]
+    merging = round is not None and round.settled_at is not None
+    return not merging and not entry.has_since_version(learner)
+
+
+def _urgency(
+    state: SyncerState, options: Options, member: Member, fragment: int
+) -> tuple[bool, float, int]:
+    waits = fragment in state.rounds and not _has_quorum(state.fragments[fragment], options)
+    return (not waits, member.heard_at.get(fragment, float("-inf")), fragment)
+
+
+def _has_quorum(entry: FragmentState, options: Options) -> bool:
+    return len(entry.delivered) >= options.quorum
+
+
+def _ask(
+    state: SyncerState,
+    options: Options,
+    now: float,
+    member: Member,
+    fragment: int,
+    why: str,
+    coming: tuple[int, ...] = (),
+) -> list[SyncerEffect]:
+    entry, round = state.fragments[fragment], state.rounds.get(fragment)
+    assert entry.version is not None
+    state.asks += 1
+    name, learner = Asking(state.term, state.asks), member.learner
+    path = f"/up/{name.term}/{fragment}/{learner}/{member.epoch}/{name.number}"
+    number, final = (0, False) if round is None else (round.number, round.final)
+    ask = Ask(name, fragment, learner, member.epoch, path, entry.version, now, number, final)
+    entry.ask(ask)
+    member.under_way.add(fragment)
+    was_asked(member, fragment)
+    if round is not None and round.settled_at is None:
+        if learner not in round.turned:
+            round.turn(learner, stepping=member.reported_at is not None)
+        if round.closed_at is None or round.final or waits_for_leaver(state, round):
+            round.awaited.add(learner)
+        _note_quorum(state, options, now, round, learner)
+    pull = Pull(
+        fragment=fragment,
+        ask=name,
+        base=entry.version,
+        tick=state.clock if round is None else round.tick,
+        codec=options.uplink_codec,
+        alignment=options.alignment,
+        path=path,
+        final=final,
+        coming=coming,
+    )
+    return [
+        Expect(path, learner, member.epoch, number, fragment, name, why),
+        Send(learner, pull, why),
+    ]
+
+
+def _note_quorum(
+    state: SyncerState, options: Options, now: float, round: Round, learner: str
+) -> None:
+    present = state.fragments[round.fragment].present
+    if round.quorum_at is None and len(present) >= options.quorum:
+        round.quorum_at, round.quorum_learner = now, learner
+        state.timing.quorum.update(now - round.opened_at)
+
+
+def announced(state: SyncerState, learner: str, fragment: int, name: Asking) -> None:
+    """A learner has begun to answer."""
+    ask = _under_way(state, learner, fragment, name)
+    if ask is not None:
+        ask.announced = True
+
+
+def _under_way(state: SyncerState, learner: str, fragment: int, name: Asking) -> Ask | None:
+    """What is under way by this name: an earlier asking's failure must not undo the next."""
+    entry = state.fragments.get(fragment)
+    ask = None if entry is None else entry.asks.get(learner)
+    return ask if ask is not None and ask.name == name else None
+
+
+def ask_leaver(
+    state: SyncerState, options: Options, now: float, member: Member
+) -> list[SyncerEffect]:
+    """Asks who is about to go for whatever an open round can still take."""
+    effects: list[SyncerEffect] = []
+    for round in state.rounds.values() if member.connected else ():
+        fragment, entry = round.fragment, state.fragments[round.fragment]
+        wanted = member.leaving_with is not None and fragment in member.leaving_with
+        here = member.learner in entry.asks or entry.has_since_version(member.learner)
+        if wanted and not here and round.settled_at is None:
+            round.leaver = member.learner
+            member.arrears.discard(fragment)
+            effects += _ask(state, options, now, member, fragment, "it is about to go")
+    return effects
+
+
+# ---- what arrives
+
+
 def body_arrived(
     state: SyncerState, options: Options, now: float, event: BodyArrived
 ) -> list[SyncerEffect]:
     """Folds a verified body in, or says why not (rule 6)."""
-    member = state.members.get(event.learner)
-    if member is not None and member.epoch != event.epoch:
-        # Nobody is told: the newer process of this name waits for the outcome of its own body.
-        reason = f"epoch {event.epoch} is over, epoch {member.epoch} is here"
-        return [Drop(event.round, event.fragment, event.learner, reason)]
-    round = state.rounds.get(event.fragment)
-    if round is None or round.number != event.round:
-        return _drop(event, "late", "its round is over")
-    ask = round.asks.get(event.learner)
+    ask = _under_way(state, event.learner, event.fragment, event.ask)
     if ask is None or ask.epoch != event.epoch:
-        return _drop(event, "refused", f"epoch {event.epoch} was not asked")
-    if ask.number != event.ask:
-        return [Drop(event.round, event.fragment, event.learner, "it was asked anew since")]
-    if ask.state != "waiting" or round.settled_at is not None:
-        return _drop(event, "late", f"its part in the round is already {ask.state}")
-    if event.base != round.base:
-        _move(state, round, ask, "refused")
-        ask.reason = f"its base {event.base} is not {round.base}"
-        return _drop(event, "behind", ask.reason)
+        why = "it was asked anew since, or is gone"
+        return [Drop(event.fragment, event.learner, event.ask, why)]
+    verdict, problem = _problem(state, options, ask, event)
+    scale = 1.0
+    if not problem:
+        scale, problem = _gate(state, options, event)
+        verdict = "refused" if scale == 0.0 else "accepted"
+    if verdict != "accepted":
+        drop = Drop(event.fragment, event.learner, event.ask, problem)
+        return [drop, *_fall_out(state, options, now, ask, "refused", problem, verdict)]
+    return _fold(state, options, now, ask, event, scale, problem)
+
+
+def _problem(
+    state: SyncerState, options: Options, ask: Ask, event: BodyArrived
+) -> tuple[Verdict, str]:
+    """Why a contribution is not folded; nothing if it is."""
+    if event.base != ask.base:
+        return "behind", f"its base {event.base} is not {ask.base}"
     if event.steps < 1 or event.tokens < 1:
-        _move(state, round, ask, "refused")
-        ask.reason = f"{event.tokens} tokens in {event.steps} steps"
-        return _drop(event, "refused", ask.reason)
-    scale, verdict = _gate(state, options, event)
-    if scale == 0.0:
-        _move(state, round, ask, "refused")
-        ask.reason = verdict
-        return _drop(event, "refused", verdict)
-    _move(state, round, ask, "folded")
-    ask.delivered_at, ask.reason = now, verdict
+        return "refused", f"{event.tokens} tokens in {event.steps} steps"
+    age = _age(state, ask)
+    if age > 0 and options.late == "drop":
+        return "refused", f"late by {age} versions"
+    if age > options.late_rounds_max:
+        return "refused", f"late by {age} versions, more than {options.late_rounds_max}"
+    return "accepted", ""
+
+
+def _age(state: SyncerState, ask: Ask) -> int:
+    """By how many versions a contribution is late if it arrives now."""
+    entry, round = state.fragments[ask.fragment], state.rounds.get(ask.fragment)
+    assert entry.version is not None
+    merging = round is not None and round.settled_at is not None
+    return entry.version.counter - ask.base.counter + merging
+
+
+def _fold(
+    state: SyncerState,
+    options: Options,
+    now: float,
+    ask: Ask,
+    event: BodyArrived,
+    scale: float,
+    gated: str,
+) -> list[SyncerEffect]:
+    fragment, age = event.fragment, _age(state, ask)
+    ask.state, ask.delivered_at, ask.reason, ask.age = "folded", now, gated, age
     ask.steps, ask.tokens = event.steps, event.tokens
-    if round.quorum_delivered_at is None and round.count("folded") >= options.quorum:
-        round.quorum_delivered_at = now
-    if member is not None:
-        member.upload.update(now - ask.asked_at)
+    state.fragments[fragment].fold(ask)
+    round = state.rounds.get(fragment)
+    if round is not None and round.settled_at is None:
+        round.awaited.discard(ask.learner)
     cap = options.counter_cap_periods * options.period
     steps, tokens = float(event.steps), float(event.tokens)
-    why = "delivered in time"
+    why = "delivered in time" if age == 0 else f"late by {age} versions"
     if event.steps > cap:
         steps, tokens = float(cap), event.tokens * cap / event.steps
-        why = f"counters capped at {cap} steps"
-    if verdict:
-        why = f"{why}; {verdict}"
-    return [Fold(event.round, event.fragment, event.learner, steps, tokens, why, scale)]
+        why = f"{why}; counters capped at {cap} steps"
+    if gated:
+        why = f"{why}; {gated}"
+    discount = options.late_discount**age
+    fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount)
+    member = state.members[ask.learner]
+    member.heard_at[fragment] = now
+    return [fold, *_link_free(state, options, now, member, fragment)]
+
+
+def _link_free(
+    state: SyncerState, options: Options, now: float, member: Member, fragment: int
+) -> list[SyncerEffect]:
+    """A learner has nothing more to send of a fragment."""
+    member.under_way.discard(fragment)
+    member.pressed = bool(member.arrears)
+    return serve(state, options, now, member)
 
 
 def _gate(state: SyncerState, options: Options, event: BodyArrived) -> tuple[float, str]:
@@ -257,83 +395,133 @@ def _gate(state: SyncerState, options: Options, event: BodyArrived) -> tuple[flo
     return (0.0, text)
 
 
-def _move(state: SyncerState, round: Round, ask: Ask, ask_state: AskState) -> None:
-    live, stepping = ask.learner in state.members, state.is_stepping(ask.learner)
-    round.move(ask, ask_state, live=live, stepping=stepping)
-
-
-def _drop(event: BodyArrived, verdict: Verdict, reason: str) -> list[SyncerEffect]:
-    return [
-        Drop(event.round, event.fragment, event.learner, reason),
-        Send(
-            event.learner,
-            Outcome(event.round, event.fragment, verdict, reason, None),
-            reason,
-        ),
-    ]
-
-
-def declined(state: SyncerState, learner: str, message: Decline) -> list[SyncerEffect]:
+def declined(
+    state: SyncerState, options: Options, now: float, learner: str, message: Decline
+) -> list[SyncerEffect]:
     """A learner says that it will not deliver; in the closing sweep only who has nothing may."""
-    number, fragment, reason = message.round, message.fragment, message.reason
-    if not _is_asked(state, number, fragment, message.ask, learner):
+    ask = _under_way(state, learner, message.fragment, message.ask)
+    if ask is None:
         return []
-    keeps = state.rounds[fragment].final and not message.nothing_new
+    keeps = state.phase == "sweeping" and not message.nothing_new
     ask_state: AskState = "refused" if keeps else "declined"
-    return fall_out(state, number, fragment, learner, ask_state, reason)
+    return _fall_out(state, options, now, ask, ask_state, message.reason)
 
 
-def body_spoiled(state: SyncerState, event: BodySpoiled) -> list[SyncerEffect]:
-    """A body came wrong."""
-    if not _is_asked(state, event.round, event.fragment, event.ask, event.learner):
-        return []
-    return fall_out(state, event.round, event.fragment, event.learner, "refused", event.reason)
+def body_spoiled(
+    state: SyncerState, options: Options, now: float, event: BodySpoiled
+) -> list[SyncerEffect]:
+    """A body came wrong, or stopped coming."""
+    ask = _under_way(state, event.learner, event.fragment, event.ask)
+    return [] if ask is None else _fall_out(state, options, now, ask, "refused", event.reason)
 
 
-def _is_asked(state: SyncerState, number: int, fragment: int, ask: int, learner: str) -> bool:
-    """Whether this is the present asking: an earlier one's failure must not undo the next."""
-    round = state.rounds.get(fragment)
-    if round is None or round.number != number:
-        return False
-    asked = round.asks.get(learner)
-    return asked is not None and asked.number == ask
-
-
-def fall_out(
+def _fall_out(
     state: SyncerState,
-    number: int,
-    fragment: int,
-    learner: str,
+    options: Options,
+    now: float,
+    ask: Ask,
     ask_state: AskState,
     reason: str,
+    verdict: Verdict = "refused",
 ) -> list[SyncerEffect]:
-    """A learner that was asked will not deliver: it declined, sent rubbish, or is gone.
+    """What was asked for will not come: the learner declined, sent rubbish, or is gone.
 
     It hears so even if it declined: its upload may have failed for it and arrived for us.
     """
-    round = state.rounds.get(fragment)
-    if round is None or round.number != number:
-        return []
-    ask = round.asks.get(learner)
-    if ask is None or ask.state != "waiting":
-        return []
-    assert ask_state in ("declined", "refused", "gone", "late")
-    _move(state, round, ask, ask_state)
-    ask.reason = reason
+    fragment = ask.fragment
+    ask.state, ask.reason = ask_state, reason
+    state.fragments[fragment].lose(ask)
+    round, member = state.rounds.get(fragment), state.members.get(ask.learner)
+    if round is not None and round.settled_at is None:
+        round.awaited.discard(ask.learner)
+        round.fallen[ask.learner] = ask
+        if ask_state == "gone":
+            stepping = state.is_stepping(ask.learner)
+            round.turn_back(ask.learner, live=member is not None, stepping=stepping)
     effects: list[SyncerEffect] = [Unexpect(ask.path, reason)]
     if ask_state != "gone":
-        verdict: Verdict = "late" if ask_state == "late" else "refused"
-        effects.append(Send(learner, Outcome(number, fragment, verdict, reason, None), reason))
+        outcome = Outcome(fragment, ask.name, verdict, reason, None)
+        effects.append(Send(ask.learner, outcome, reason))
+    if member is not None:
+        effects += _link_free(state, options, now, member, fragment)
     return effects
 
 
-def ask_again(state: SyncerState, learner: str) -> list[SyncerEffect]:
-    """A learner has connected anew: what it was asked before does not reach it any more."""
+def forget_asks(
+    state: SyncerState,
+    options: Options,
+    now: float,
+    learner: str,
+    reason: str,
+    known: tuple[Asking, ...] = (),
+) -> list[SyncerEffect]:
+    """Nothing comes any more of what a learner was asked for, but for what it says it is sending.
+
+    It has connected anew, and what it was asked before did not reach it; or it is gone.
+    """
     effects: list[SyncerEffect] = []
+    for entry in state.fragments.values():
+        ask = entry.asks.get(learner)
+        if ask is not None and ask.name not in known:
+            effects += _fall_out(state, options, now, ask, "gone", reason)
+    return effects
+
+
+def open_asks(state: SyncerState, learner: str) -> tuple[Asking, ...]:
+    """What the shard still waits for, or has and has not merged yet, of a learner."""
+    found = []
+    for fragment, entry in state.fragments.items():
+        round = state.rounds.get(fragment)
+        merging = [] if round is None else round.folded
+        asks = [*entry.asks.values(), *entry.folded, *merging]
+        found += [ask.name for ask in asks if ask.learner == learner]
+    return tuple(found)
+
+
+# ---- moving on
+
+
+def deadline(state: SyncerState, options: Options, round: Round) -> float | None:
+    """When a round is to be looked at, though nothing has happened."""
+    if round.settled_at is not None:
+        return None
+    if round.final:
+        asks = state.fragments[round.fragment].asks.values()
+        return min((_answer_by(round, ask) for ask in asks if not ask.announced), default=None)
+    gathering = round.closed_at is None and _qualified(state, round) >= options.quorum
+    instants = [round.closes_at] if gathering else []
+    return min([*instants, *([] if round.delivery_over else [round.deliver_until])], default=None)
+
+
+def _answer_by(round: Round, ask: Ask) -> float:
+    """Until when a learner may begin to answer in the closing sweep."""
+    return max(round.opened_at, ask.asked_at) + CLOSING_SECONDS
+
+
+def pass_windows(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
+    """Sees which windows are over.
+
+    Only a ``Tick`` does this: after a pause of the process, what had arrived is told first.
+    """
+    effects: list[SyncerEffect] = []
+    for entry in state.fragments.values():
+        if entry.retry_at is not None and now >= entry.retry_at:
+            entry.retry_at = None
     for round in state.rounds.values():
-        effects += fall_out(
-            state, round.number, round.fragment, learner, "gone", "it connected anew"
-        )
+        round.delivery_over |= now >= round.deliver_until
+        if round.final and round.settled_at is None:
+            effects += _pass_unanswered(state, options, now, round)
+    return effects
+
+
+def _pass_unanswered(
+    state: SyncerState, options: Options, now: float, round: Round
+) -> list[SyncerEffect]:
+    effects: list[SyncerEffect] = []
+    for ask in list(state.fragments[round.fragment].asks.values()):
+        if not ask.announced and now >= _answer_by(round, ask):
+            reason = f"no answer within {CLOSING_SECONDS:g} s: its loop stands still"
+            effects += _fall_out(state, options, now, ask, "refused", reason)
     return effects
 
 
@@ -347,166 +535,126 @@ def progress(state: SyncerState, options: Options, now: float) -> list[SyncerEff
 
 
 def _progress(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
-    effects: list[SyncerEffect] = []
-    if (round.final or round.closed_at is None) and not _close(state, options, now, round):
-        if _hopeless(state, options, round):
-            effects += _abandon(state, now, round, "too few learners are left for the quorum")
-        return effects
-    if round.count("waiting"):
-        return effects
-    return effects + _settle(state, options, now, round)
-
-
-def pass_deadlines(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
-    """Gives up waiting for bodies that are overdue.
-
-    Only a ``Tick`` does this: after a pause of the process, what had arrived is told first.
-    """
-    effects: list[SyncerEffect] = []
-    for round in state.rounds.values():
-        deadline = next_deadline(state, options, round)
-        if deadline is not None and now >= deadline:
-            effects += _pass_deadlines(state, options, now, round)
-    return effects
-
-
-def _pass_deadlines(
-    state: SyncerState, options: Options, now: float, round: Round
-) -> list[SyncerEffect]:
-    effects: list[SyncerEffect] = []
-    soft = soft_deadline(state, options, round)
-    for ask in list(round.asks.values()):
-        deadline = _deadline(ask, soft)
-        if ask.state != "waiting" or now < deadline:
-            continue
-        member = state.members.get(ask.learner)
-        if now >= ask.deadline and member is not None:
-            member.upload.missed(ask.deadline - ask.asked_at)
-        reason = f"no body within {deadline - ask.asked_at:.3g} s"
-        effects += fall_out(state, round.number, round.fragment, ask.learner, "late", reason)
-    return effects
-
-
-def next_deadline(state: SyncerState, options: Options, round: Round) -> float | None:
-    """When the next body of a round is overdue."""
-    upload = round.next_upload_deadline()
-    soft = soft_deadline(state, options, round)
-    if upload is None or soft is None or not round.hasty_waiting:
-        return upload
-    return min(soft, upload)
-
-
-def _deadline(ask: Ask, soft: float | None) -> float:
-    """The upload's own deadline, or the round's; not the round's for who was late too often."""
-    return ask.deadline if soft is None or ask.patient else min(soft, ask.deadline)
-
-
-def soft_deadline(state: SyncerState, options: Options, round: Round) -> float | None:
-    """When a round whose quorum has delivered stops waiting for the rest: after one period H.
-
-    A quorum that took longer than that leaves the rest a moment all the same. ``None`` while the
-    quorum has not delivered: then only the deadlines of the uploads count, so that on a slow link
-    rounds go on more slowly instead of never.
-    """
-    delivered_at = round.quorum_delivered_at
-    if round.final or round.closed_at is None or delivered_at is None:
-        return None
-    patience = max(SOFT_DEADLINE_SECONDS_MIN, options.period * state.step_seconds)
-    return max(
-        round.closed_at + round.paused_seconds + patience,
-        delivered_at + SOFT_DEADLINE_SECONDS_MIN,
-    )
-
-
-def _close(state: SyncerState, options: Options, now: float, round: Round) -> bool:
+    entry = state.fragments[round.fragment]
+    if round.closed_at is None or round.final:
+        _close(state, options, now, round)
     if round.final:
-        if len(state.members) > round.asked_live:
-            return False  # it comes back within its lease, or it is gone
-        reason = "the closing sweep has asked everyone"
-        if round.closed_at is not None:
-            return True
-    else:
-        decision = window_decision(
-            now,
-            closes_at=round.closes_at,
-            quorum=options.quorum,
-            qualified=round.qualified,
-            possible=_possible(state, round),
-        )
-        if not decision.close:
-            return False
-        reason = decision.reason
-    round.closed_at, round.close_reason = now, reason
-    return True
+        if round.closed_at is None or round.awaited:
+            return []
+        if entry.folded:
+            return _settle(state, now, round)
+        return _give_up(state, now, round, "nobody is left who has anything new")
+    if round.closed_at is not None and _has_quorum(entry, options):
+        waits = round.awaited and (not round.delivery_over or waits_for_leaver(state, round))
+        return [] if waits else _settle(state, now, round)
+    if round.delivery_over:
+        round.holds_slot = False
+    if _hopeless(state, options, round):
+        return _give_up(state, now, round, "too few learners are left for the quorum")
+    return []
+
+
+def _close(state: SyncerState, options: Options, now: float, round: Round) -> None:
+    if round.final:
+        if len(state.members) > round.turned_live:
+            round.closed_at = None  # who is missing comes back within its lease, or is gone
+        elif round.closed_at is None:
+            round.closed_at, round.close_reason = now, "the closing sweep has asked everyone"
+        return
+    decision = window_decision(
+        now,
+        closes_at=round.closes_at,
+        quorum=options.quorum,
+        qualified=_qualified(state, round),
+        possible=_possible(state, round),
+    )
+    if decision.close:
+        round.closed_at, round.close_reason = now, decision.reason
+
+
+def _qualified(state: SyncerState, round: Round) -> int:
+    """Learners of which something is under way or folded."""
+    return len(state.fragments[round.fragment].present)
 
 
 def _possible(state: SyncerState, round: Round) -> int:
     """Learners that are in, or may still come in before the window closes."""
-    return round.qualified + state.members_stepping - round.asked_stepping
+    return _qualified(state, round) + state.members_stepping - round.turned_stepping
 
 
 def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
-    """Whether those who fell out leave a quorum out of reach though enough learners are live."""
-    if round.final:
+    """Whether fewer than the quorum can still deliver, though enough learners are live."""
+    if state.members_stepping < options.quorum:
+        return False  # the clock stands, too; who comes may be asked
+    can = _qualified(state, round)
+    if round.closed_at is None:
+        can = _possible(state, round)
+    if can >= options.quorum:
         return False
-    fell_out = round.count("declined", "refused", "late")
-    live_enough = state.members_stepping >= options.quorum
-    return bool(fell_out) and live_enough and _possible(state, round) < options.quorum
+    return can + sum(round.fragment in m.arrears for m in state.members.values()) < options.quorum
 
 
-def _settle(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
-    folded = round.count("folded")
-    asked = len(round.asks) - (round.count("declined", "gone") if round.final else 0)
-    if round.final and asked == 0:
-        return _abandon(state, now, round, "nobody is left who has anything new")
-    needed = max(1, min(options.quorum, asked))
-    if folded < needed:
-        return _abandon(state, now, round, f"{folded} delivered, {needed} are needed")
+def _settle(state: SyncerState, now: float, round: Round) -> list[SyncerEffect]:
     round.settled_at = now
     round.version = Version(state.term, round.base.counter + 1)
+    round.folded = state.fragments[round.fragment].take_folded()
     return [Merge(round.number, round.fragment, round.version, round.base, round.close_reason)]
 
 
-def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[SyncerEffect]:
-    """Gives the round up; the fragment is due again at the next tick (rule 4)."""
+def _give_up(state: SyncerState, now: float, round: Round, reason: str) -> list[SyncerEffect]:
+    """Gives the round up; the fragment is due again at the next tick (rule 4).
+
+    What is folded or under way stays the fragment's; nobody need stop and wait for it.
+    """
     del state.rounds[round.fragment]
-    effects: list[SyncerEffect] = [Abandon(round.number, round.fragment, reason)]
-    if round.final:
-        effects += _swept(state, round, reason)
-    elif state.phase == "running":
+    entry = state.fragments[round.fragment]
+    effects: list[SyncerEffect] = []
+    if state.phase == "running":
         state.again.add(round.fragment)
-    given_up(state, round)
-    for ask in round.asks.values():
-        if ask.state == "waiting":
-            _move(state, round, ask, "late")
-            ask.reason = reason
-            effects.append(Unexpect(ask.path, reason))
-        if ask.state != "gone":
-            message = Outcome(round.number, round.fragment, "abandoned", reason, None)
-            effects.append(Send(ask.learner, message, reason))
-    effects.append(round.finished(now, "abandoned", reason))
+    elif round.final:
+        effects += _swept(state, round, reason)
+    fallen = [ask for ask in round.fallen.values() if ask.state != "gone"]
+    for ask in (*entry.folded, *entry.asks.values(), *fallen):
+        outcome = Outcome(round.fragment, ask.name, "kept", reason, None)
+        effects.append(Send(ask.learner, outcome, reason))
+    effects.append(round.finished(now, "abandoned", reason, list(entry.asks.values())))
     return effects
 
 
-def _swept(state: SyncerState, round: Round, reason: str) -> list[SyncerEffect]:
-    """A closing round is over: again, if somebody may still have something; else says who had."""
+def begin_sweep(state: SyncerState, now: float) -> list[SyncerEffect]:
+    """Gives up what is open: every fragment has its closing rounds from now on (rule 12)."""
+    effects: list[SyncerEffect] = []
+    for round in list(state.rounds.values()):
+        if round.settled_at is None:
+            effects += _give_up(state, now, round, "the run ends")
+    return effects
+
+
+def _swept(state: SyncerState, round: Round, problem: str) -> list[SyncerEffect]:
+    """A closing round is over: again, if somebody may still have something; else says who had.
+
+    Something that was asked for before the end is not all that its learner has. A ``problem``
+    counts as a try.
+    """
     entry = state.fragments[round.fragment]
-    entry.sweep_tries += 1
-    open_ends = round.count("waiting", "refused", "late")
-    open_ends += state.members_stepping - round.asked_stepping
-    open_ends += round.version is None and round.count("folded")
-    if open_ends and entry.sweep_tries < SWEEP_TRIES_MAX:
+    failed = [ask for ask in round.fallen.values() if ask.state == "refused"]
+    if problem:
+        failed += round.folded
+    entry.sweep_tries += bool(failed)
+    absent = state.members_stepping > round.turned_stepping
+    unfinished = absent or any(not ask.final for ask in round.folded)
+    if (failed or unfinished or entry.folded or entry.asks) and entry.sweep_tries < SWEEP_TRIES_MAX:
         return []
     state.closing.discard(round.fragment)
-    missing = sorted(
-        name
-        for name, ask in round.asks.items()
-        if ask.state != "declined" and (ask.state != "folded" or round.version is None)
-    )
+    missing = sorted({ask.learner for ask in failed})
     if not missing:
         return []
     text = f"fragment {round.fragment} is without what {', '.join(missing)} trained last"
+    reason = problem or failed[0].reason
     return [Note(text, f"closing round {entry.sweep_tries} of {SWEEP_TRIES_MAX}: {reason}")]
+
+
+# ---- what the worker says
 
 
 def merged(
@@ -516,38 +664,50 @@ def merged(
     round = state.rounds.get(fragment)
     if round is None or round.number != number or round.version is None:
         return []
+    assert round.closed_at is not None
     del state.rounds[fragment]
     entry = state.fragments[fragment]
     entry.base, entry.version, entry.digest = round.base, round.version, digest
     entry.published_at, entry.renamed = now, False
+    entry.failures, entry.retry_at = 0, None
     entry.awaited = {
         member.learner
         for member in state.members.values()
         if member.connected and member.held.get(fragment) == round.base
     }
-    assert round.closed_at is not None
     state.timing.merge.update(now - round.closed_at)
-    effects = _swept(state, round, "others had") if round.final else []
-    for ask in round.asks.values():
-        if ask.state == "folded":
-            outcome = Outcome(number, fragment, "accepted", round.close_reason, round.version)
-            effects.append(Send(ask.learner, outcome, round.close_reason))
-    for member in state.stepping:
-        ask_ = round.asks.get(member.learner)
-        if ask_ is not None and ask_.state == "folded":
-            entry.missed.pop(member.learner, None)
-        else:
-            entry.missed[member.learner] = entry.missed.get(member.learner, 0) + 1
-    effects.append(round.finished(now, "merged", round.close_reason))
+    if round.next_tick is not None:
+        state.queue[fragment] = round.next_tick
+    effects = _swept(state, round, "") if round.final else []
+    for ask in round.folded:
+        outcome = Outcome(fragment, ask.name, "accepted", round.close_reason, round.version)
+        effects.append(Send(ask.learner, outcome, round.close_reason))
+    took_part = {ask.learner for ask in round.folded}
+    entry.missed = {m.learner for m in state.stepping if m.learner not in took_part}
+    under_way = list(entry.asks.values())
+    effects.append(round.finished(now, "merged", round.close_reason, under_way))
     return effects
 
 
 def merge_failed(
     state: SyncerState, now: float, number: int, fragment: int, reason: str
 ) -> list[SyncerEffect]:
-    """The worker could not: as if the round had been given up."""
+    """The worker could not: what was folded is gone with it, and the fragment pauses."""
     round = state.rounds.get(fragment)
     if round is None or round.number != number:
         return []
-    round.version = None
-    return _abandon(state, now, round, reason)
+    del state.rounds[fragment]
+    entry, round.version = state.fragments[fragment], None
+    first, longest = MERGE_PAUSE_SECONDS
+    entry.retry_at = now + min(longest, first * 2.0**entry.failures)
+    entry.failures += 1
+    effects: list[SyncerEffect] = []
+    if state.phase == "running":
+        state.queue[fragment] = max(round.tick, round.next_tick or round.tick)
+    elif round.final:
+        effects += _swept(state, round, reason)
+    for ask in round.folded:
+        outcome = Outcome(fragment, ask.name, "abandoned", reason, None)
+        effects.append(Send(ask.learner, outcome, reason))
+    effects.append(round.finished(now, "abandoned", reason, list(entry.asks.values())))
+    return effects

@@ -11,7 +11,7 @@ from decoupled_diloco.protocol.gate import Sample
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.membership import Identity, Member
 from decoupled_diloco.protocol.messages import Published, Version
-from decoupled_diloco.protocol.rounds import Round
+from decoupled_diloco.protocol.rounds import Ask, Round
 
 Phase = Literal[
     "starting", "empty", "seeding", "restoring", "ready", "running", "sweeping", "swept", "finished"
@@ -20,22 +20,72 @@ Phase = Literal[
 
 @dataclass(slots=True)
 class FragmentState:
-    """One owned fragment: its published version, and how learners fared in its last rounds.
+    """One owned fragment: its published version, and the contributions to its next one.
 
-    ``awaited``: who was connected and held the base when the version was published, and has not
-    said yet that it holds it. They measure the broadcast; a joiner that fetches whole copies, or
-    who was away, does not.
+    Attributes:
+        missed: Who was live and stepping, and is not in its newest version.
+        awaited: Who was connected and held the base when the version was published, and has not
+            said yet that it holds it. They measure the broadcast; a joiner that fetches whole
+            copies, or who was away, does not.
+        asks: What is under way, by learner: one each.
+        folded: What has been folded and is in no version yet.
+        delivered: How many of those each learner has.
+        present: How many of both each learner has.
+        failures: How many merges in a row have failed; ``retry_at``: when the next may begin.
+        sweep_tries: How many closing rounds have failed.
     """
 
     version: Version | None = None
     digest: str = ""
     published_at: float | None = None
-    missed: dict[str, int] = field(default_factory=dict)
+    missed: set[str] = field(default_factory=set)
     base: Version | None = None
     renamed: bool = False
     sweep_tries: int = 0
     awaited: set[str] = field(default_factory=set)
     norms: list[Sample] = field(default_factory=list)
+    asks: dict[str, Ask] = field(default_factory=dict)
+    folded: list[Ask] = field(default_factory=list)
+    delivered: Counter[str] = field(default_factory=Counter)
+    present: Counter[str] = field(default_factory=Counter)
+    failures: int = 0
+    retry_at: float | None = None
+
+    def ask(self, ask: Ask) -> None:
+        """A contribution is asked for."""
+        assert ask.learner not in self.asks, "one is under way already"
+        self.asks[ask.learner] = ask
+        self.present[ask.learner] += 1
+
+    def fold(self, ask: Ask) -> None:
+        """A contribution has arrived, and is folded."""
+        del self.asks[ask.learner]
+        self.folded.append(ask)
+        self.delivered[ask.learner] += 1
+
+    def lose(self, ask: Ask) -> None:
+        """A contribution will not come."""
+        del self.asks[ask.learner]
+        self._one_less(ask.learner)
+
+    def take_folded(self) -> list[Ask]:
+        """What has been folded goes into a version."""
+        taken, self.folded = self.folded, []
+        self.delivered.clear()
+        for ask in taken:
+            self._one_less(ask.learner)
+        return taken
+
+    def _one_less(self, learner: str) -> None:
+        self.present[learner] -= 1
+        if not self.present[learner]:
+            del self.present[learner]
+
+    def has_since_version(self, learner: str) -> bool:
+        """Whether something that a learner made from the newest version is folded already."""
+        return self.delivered[learner] > 0 and any(
+            ask.learner == learner and ask.base == self.version for ask in self.folded
+        )
 
     def announcement(self, fragment: int, clock: int) -> Published:
         """The message that tells of the newest published copy."""
@@ -91,7 +141,8 @@ class SyncerState:
 
     ``cut``: the newest consistent cut of the run that it has heard of.
 
-    ``queue``: the tick at which a fragment that waits was due. ``step_seconds``: ξ_step, that of
+    ``queue``: the tick at which a fragment that waits was due. ``again``: due at the next tick.
+    ``asks``: how many contributions this life has asked for. ``step_seconds``: ξ_step, that of
     the fastest live learner, found anew at every tick; 0 while unknown. ``members_stepping``: live
     learners that have reported a step. ``durable``: what this life has found on its disk;
     ``durable_is_exact``: nothing newer may take its place.
@@ -153,18 +204,16 @@ class SyncerState:
         known = [m.step_seconds for m in self.members.values() if m.step_seconds > 0.0]
         self.step_seconds = min(known, default=0.0)
 
-    def check_counts(self, round: Round) -> None:
+    def check_counts(self) -> None:
         """Asserts that what is counted as it changes is what counting afresh finds."""
-        asks = round.asks.values()
-        asked = [ask for ask in asks if ask.state != "gone"]
-        waiting = [ask for ask in asks if ask.state == "waiting"]
-        stepping = [member.learner for member in self.stepping]
-        assert +round.states == Counter(ask.state for ask in asks)
-        assert round.asked_live == sum(ask.learner in self.members for ask in asked)
-        assert round.asked_stepping == sum(ask.learner in stepping for ask in asked)
+        stepping = {member.learner for member in self.stepping}
         assert self.members_stepping == len(stepping)
-        assert round.hasty_waiting == sum(not ask.patient for ask in waiting)
-        deadline = min((ask.deadline for ask in waiting), default=None)
-        assert round.next_upload_deadline() == deadline
+        for round in self.rounds.values():
+            assert round.turned_live == len(round.turned & self.members.keys())
+            assert round.turned_stepping == len(round.turned & stepping)
+        for fragment in self.fragments.values():
+            delivered = Counter(ask.learner for ask in fragment.folded)
+            assert +fragment.delivered == delivered
+            assert fragment.present == delivered + Counter(fragment.asks.keys())
         fastest = min((m.step_seconds for m in self.members.values() if m.step_seconds), default=0)
         assert self.step_seconds <= fastest

@@ -4,7 +4,7 @@ A virtual world decides when a body moves; a `Bodies` says what is in it. Two of
 tensors (whole training runs in virtual time), and `NoBodies`, which carries lineage instead of
 numbers: which steps of which learner are merged into a copy. It asserts, at every operation, that
 
-- a contribution was made against the very copy that it is folded onto (nothing stale is merged);
+- a contribution was made against the copy that it is folded onto, or one that led to it;
 - no step of a learner is merged twice along the history of a copy, nor kept by a learner that
   takes a copy with that step in it;
 - the counters that travel with a contribution are those of its snapshot;
@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from decoupled_diloco.protocol.effects import Fold
 from decoupled_diloco.protocol.messages import Version
 
 
@@ -82,22 +83,13 @@ class ShardBodies(Protocol):
     def recover(self, fragment: int, kept: Any) -> str:
         """A fragment from the disk of an earlier life; the digest of its published copy."""
 
-    def fold(
-        self,
-        round: int,
-        fragment: int,
-        learner: str,
-        body: Body,
-        steps: float,
-        tokens: float,
-        scale: float,
-    ) -> None:
-        """Effect ``Fold``: a contribution goes into the round's accumulator."""
+    def fold(self, order: Fold, body: Body) -> None:
+        """Effect ``Fold``: a contribution goes into the fragment's accumulator."""
 
-    def abandon(self, round: int, fragment: int) -> None:
-        """Effect ``Abandon``: the round's accumulator is forgotten."""
+    def forget_folded(self, fragment: int) -> None:
+        """A merge cannot be: what was folded for it is forgotten."""
 
-    def merge(self, round: int, fragment: int, version: Version, base: Version) -> str:
+    def merge(self, fragment: int, version: Version, base: Version) -> str:
         """Effect ``Merge``: the new published copy's digest."""
 
     def difference(self, fragment: int, version: Version) -> Body | None:
@@ -122,19 +114,30 @@ class Bodies(Protocol):
 Life = tuple[str, int]
 """A learner's name and epoch."""
 
+Steps = int
+"""A set of a life's steps: bit s is set if step s is in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The content of a published copy: per learner's life, up to which step it is merged in."""
+    """The content of a published copy: which steps of each learner's life are merged in."""
 
     number: int
     fragment: int
-    merged: dict[Life, int]
+    merged: dict[Life, Steps]
 
     @property
     def digest(self) -> str:
         """Equal exactly for equal content."""
         return f"value-{self.number}"
+
+    def has(self, span: Span) -> bool:
+        """Whether a step of this span is merged in."""
+        return bool(span.steps & self.merged.get(span.life, 0))
+
+    def last(self, life: Life) -> int:
+        """The last step of a life that is merged in; 0: none."""
+        return max(0, self.merged.get(life, 0).bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,11 @@ class Span:
     life: Life
     first: int
     last: int
+
+    @property
+    def steps(self) -> Steps:
+        """The same as a set."""
+        return (2 << self.last) - (2 << self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +201,7 @@ class NoBodies:
     values: int = 0
     file: dict[int, Value] = field(default_factory=dict)
 
-    def new_value(self, fragment: int, merged: dict[Life, int]) -> Value:
+    def new_value(self, fragment: int, merged: dict[Life, Steps]) -> Value:
         """A value that equals no other."""
         self.values += 1
         return Value(self.values, fragment, merged)
@@ -245,7 +253,6 @@ class LineageLearner:
         self.life = life
         self.tokens_per_step = tokens_per_step
         self.steps = 0
-        self.discarded_tokens = 0
         self.fragments = [Local() for _ in bodies.fragment_bytes]
         self.initial: dict[int, Value] = {}
 
@@ -311,13 +318,10 @@ class LineageLearner:
         local = self.fragments[fragment]
         assert local.staged is not None
         assert local.staged_version == version
-        merged = local.staged.merged.get(self.life, 0)
         if mode == "overwrite":
-            lost = max(0, self.steps - max(local.since, merged)) * self.tokens_per_step
             earlier = sum(span.last - span.first for span in local.earlier)
             assert discarded_tokens <= (self.steps - local.since + earlier) * self.tokens_per_step
             assert discarded_tokens >= 0
-            self.discarded_tokens += lost
             local.since, local.earlier = self.steps, ()
         elif mode in ("carry", "blend"):
             assert local.snapshot is not None, "carrying needs the snapshot that was sent"
@@ -326,7 +330,8 @@ class LineageLearner:
             assert mode == "rebase"
             assert local.held is not None
             assert not local.earlier, "what an earlier life has trained is never rebased"
-        assert local.since >= merged, f"steps up to {merged} would be merged twice ({mode})"
+        own = Span(self.life, local.since, self.steps)
+        assert not local.staged.has(own), f"{own} would be merged twice ({mode})"
         local.held, local.held_version = local.staged, version
         local.staged = local.staged_version = local.snapshot = None
 
@@ -338,7 +343,7 @@ class LineageLearner:
         else:
             assert local.held is not None
             local.held_version = version
-            assert local.since >= local.held.merged.get(self.life, 0)
+            assert not local.held.has(Span(self.life, local.since, self.steps))
 
     def keep(self) -> tuple[tuple[Value, Version, tuple[Span, ...]], ...]:
         """What a checkpoint of this boundary has of each fragment."""
@@ -366,7 +371,8 @@ class LineageShard:
         self.versions: dict[int, Version] = {}
         self.before: dict[int, Difference] = {}
         self.received: dict[int, Value] = {}
-        self.folded: dict[tuple[int, int], dict[Life, int]] = {}
+        self.folded: dict[int, dict[Life, Steps]] = {}
+        self.led: dict[int, list[int]] = {}
 
     def load(self, fragment: int) -> str:
         """See `ShardBodies.load`."""
@@ -381,6 +387,7 @@ class LineageShard:
     def install(self, fragment: int, version: Version) -> str:
         """See `ShardBodies.install`."""
         self.values[fragment] = self.received[fragment]
+        self.led[fragment] = [self.values[fragment].number]
         self.versions[fragment] = version
         self.before.pop(fragment, None)
         return self.values[fragment].digest
@@ -399,42 +406,36 @@ class LineageShard:
         self.received[fragment] = kept
         return kept.digest
 
-    def fold(
-        self,
-        round: int,
-        fragment: int,
-        learner: str,
-        body: Body,
-        steps: float,
-        tokens: float,
-        scale: float,
-    ) -> None:
+    def fold(self, order: Fold, body: Body) -> None:
         """See `ShardBodies.fold`."""
-        assert 0.0 < scale <= 1.0, "a contribution is only ever scaled down"
+        assert 0.0 < order.scale <= 1.0, "a contribution is only ever scaled down"
         delta: Delta = body.payload
-        value = self.values[fragment]
-        assert delta.life[0] == learner
-        assert delta.fragment == fragment
-        assert delta.base == value.number, "a contribution is folded onto the copy it started from"
-        folded = self.folded.setdefault((round, fragment), {})
+        value = self.values[order.fragment]
+        assert delta.life[0] == order.learner
+        assert delta.fragment == order.fragment
+        assert delta.base in self.led[order.fragment], "its base has not led to this copy"
+        folded = self.folded.setdefault(order.fragment, {})
         for span in delta.spans:
-            assert span.first >= value.merged.get(span.life, 0), f"{delta} would be merged twice"
-            assert span.life not in folded, "folded twice in one round"
-            folded[span.life] = span.last
+            assert not value.has(span), f"{delta} would be merged twice"
+            before = folded.get(span.life, 0)
+            assert not before & span.steps, f"{delta} is folded twice"
+            folded[span.life] = before | span.steps
 
-    def abandon(self, round: int, fragment: int) -> None:
-        """See `ShardBodies.abandon`."""
-        self.folded.pop((round, fragment), None)
+    def forget_folded(self, fragment: int) -> None:
+        """See `ShardBodies.forget_folded`."""
+        self.folded.pop(fragment, None)
 
-    def merge(self, round: int, fragment: int, version: Version, base: Version) -> str:
+    def merge(self, fragment: int, version: Version, base: Version) -> str:
         """See `ShardBodies.merge`."""
         assert self.versions[fragment] == base, "a merge starts from the current version"
         assert version > base
-        before = self.values[fragment]
-        merged = before.merged | self.folded.pop((round, fragment))
+        before, merged = self.values[fragment], dict(self.values[fragment].merged)
+        for life, steps in self.folded.pop(fragment).items():
+            merged[life] = merged.get(life, 0) | steps
         value = self.bodies.new_value(fragment, merged)
         self.values[fragment], self.versions[fragment] = value, version
         self.before[fragment] = Difference(before.number, value)
+        self.led[fragment].append(value.number)
         return value.digest
 
     def difference(self, fragment: int, version: Version) -> Body | None:

@@ -13,12 +13,13 @@ published D seconds ago, or newer. And a fragment is due once in H steps of the 
 that is how many rounds it may be behind.
 
 *Memory.* The entries of all containers of a machine's state (`entries`) are bounded by the learners
-L and observers O that the run has ever had, its fragments P, and the rounds R that may be open:
+L and observers O that the run has ever had, and its fragments P:
 
-    shard        4·L + O + P·(12 + 5·L + 32) + 6·R·L
-    learner      6·P + 4·S
+    shard        4·L + O + P·(12 + 16·L + 32)
+    learner      8·P + 4·S
 
-whatever happens, and for however long. The bodies that a shard expects are at most ``R·L + P``.
+whatever happens, and for however long. The bodies that a shard expects are at most ``P·L + P``: one
+of each learner for each fragment, and the first copies.
 
 *Steps.* A learner that nothing befalls takes its next step within its longest step's time.
 """
@@ -177,12 +178,12 @@ class Bounds:
         options, count = self.world.options, len(self.world.learners)
         shard = self.shards.get(who)
         if shard is not None:
-            owned, rounds = len(shard.machine.owned), options.open_rounds_max
-            allowed = owned * (12 + 5 * count + SAMPLES_MAX) + 5 * count + 6 * rounds * count
-            assert len(shard.expected) <= rounds * count + owned, f"{who} expects too many bodies"
-            assert len(shard.bodies_here) <= rounds * count, f"{who} keeps too many bodies"
+            owned = len(shard.machine.owned)
+            allowed = owned * (12 + 16 * count + SAMPLES_MAX) + 5 * count
+            assert len(shard.expected) <= owned * count + owned, f"{who} expects too many bodies"
+            assert len(shard.bodies_here) <= owned * count, f"{who} keeps too many bodies"
         elif who in self.world.learners and self.world.learners[who].machine is not None:
-            allowed = 6 * options.fragments + 4 * options.shards
+            allowed = 8 * options.fragments + 4 * options.shards
             allowed += 0 if self.world.data is None else 3 * HELD_MAX
         else:
             return

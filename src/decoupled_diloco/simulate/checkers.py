@@ -132,11 +132,9 @@ class Checker:
         self.rounds.append(finished)
         if finished.verdict != "merged":
             return
-        folded = sum(p.state == "folded" for p in finished.participants)
-        asked = len(finished.participants)
-        fell_out = sum(p.state in ("declined", "gone") for p in finished.participants)
-        asked -= fell_out if "sweep" in finished.why else 0
-        assert folded >= max(1, min(self.world.options.quorum, asked)), f"too few: {finished}"
+        folded = {p.learner for p in finished.participants if p.state == "folded"}
+        needed = 1 if "sweep" in finished.why else self.world.options.quorum
+        assert len(folded) >= needed, f"too few: {finished}"
 
     def _clock(self, who: str, clock: int) -> None:
         key = (who, self.shards[who].life)

@@ -24,7 +24,7 @@ from torch import nn
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import (
     Content,
@@ -78,9 +78,9 @@ class Tensors(ShardTensors):
 
     prepared = ""
 
-    def prepare(self, fragment: int, number: int) -> OuterStep:
+    def prepare(self, fragment: int) -> OuterStep:
         """See `ShardTensors`."""
-        step = super().prepare(fragment, number)
+        step = super().prepare(fragment)
         self.prepared = bits_of(step.after)
         return step
 
@@ -131,11 +131,12 @@ class Life:
         """A round in which one learner contributes something that no other round has."""
         self._rounds += 1
         body = self.tensors.plan.uplink.encode(self._random(fragment))
-        self.tensors.verify(fragment, self._rounds, "a", body, digest(body))
-        self.tensors.fold(fragment, self._rounds, "a", 1, 1)
+        ask = Asking(self.term, self._rounds)
+        self.tensors.verify(fragment, ask, body, digest(body))
+        self.tensors.fold(fragment, ask, 1, 1)
         version = Version.read(f"{self.term}.{self.versions[fragment].counter + 1}")
         try:
-            self.disk.merge(fragment, self._rounds, version)
+            self.disk.merge(fragment, version)
         except StorageError:
             return
         finally:

@@ -72,13 +72,12 @@ def check_cut(world: World, number: int) -> None:
             )
             held, _, spans = own.values[index]
             value: Value = there.content
-            merged = value.merged.get(own.life, 0)
+            merged = value.last(own.life)
             assert merged <= own.steps, f"cut {number}: step {merged} of {own.life} is merged"
             same = kept.version == version
             assert not same or held.number == value.number, "one version, two contents"
             for span in spans if same else ():
-                merged = value.merged.get(span.life, 0)
-                assert merged <= span.first, f"cut {number}: {span} is in the shard's part, too"
+                assert not value.has(span), f"cut {number}: {span} is in the shard's part, too"
 
 
 def resumed(world: World, number: int, make: Any) -> World:

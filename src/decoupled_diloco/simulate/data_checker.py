@@ -45,7 +45,8 @@ class DataChecker:
         self._ended |= earlier._ended
         for shard in self.world.shards:
             for fragment, kept in shard.disk.read().fragments.items():
-                self.merged[fragment] = dict(kept.content.merged)
+                value = kept.content
+                self.merged[fragment] = {life: value.last(life) for life in value.merged}
         self.catch_up()
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
@@ -73,8 +74,9 @@ class DataChecker:
         shard = next(shard for shard in self.world.shard_processes if shard.name == who)
         assert isinstance(shard.bodies, LineageShard)
         merged = self.merged[fragment]
-        for life, step in shard.bodies.values[fragment].merged.items():
-            merged[life] = max(step, merged.get(life, 0))
+        value = shard.bodies.values[fragment]
+        for life in value.merged:
+            merged[life] = max(value.last(life), merged.get(life, 0))
 
     def _entered(self, entry: LedgerEntry) -> None:
         match entry:

@@ -35,6 +35,7 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import (
     Began,
+    BodyEncoded,
     CoordinatorLinked,
     CoordinatorTold,
     CoordinatorUnlinked,
@@ -64,7 +65,6 @@ from decoupled_diloco.protocol.messages import (
     Leave,
     Role,
     StepReport,
-    Upload,
 )
 from decoupled_diloco.simulate.bodies import Body, LearnerBodies
 from decoupled_diloco.simulate.donations import VirtualDonations
@@ -422,18 +422,8 @@ class LearnerProcess(Shell):
         body = self.bodies.encode(
             order.fragment, order.base, order.steps, order.tokens, order.codec
         )
-        announcement = Upload(
-            round=order.round,
-            fragment=order.fragment,
-            ask=order.ask,
-            base=order.base,
-            steps=order.steps,
-            tokens=order.tokens,
-            digest=body.digest,
-        )
-        if order.shard in self.shards:
-            self.shards[order.shard].send(self, announcement)
-        failure = UploadFailed(order.round, order.fragment, order.ask, "lost")
+        self.later(0.0, self.tell, BodyEncoded(order.fragment, order.ask, body.digest))
+        failure = UploadFailed(order.fragment, order.ask, "lost")
         self._put(order.shard, order.path, body, failure)
 
     def _send_copy(self, order: SendCopy) -> None:

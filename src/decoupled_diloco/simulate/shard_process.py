@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, assert_never
 
 from decoupled_diloco.protocol.effects import (
-    Abandon,
     Accept,
     Broadcast,
     ClockAdvanced,
@@ -52,6 +51,7 @@ from decoupled_diloco.protocol.events import (
     WeightsLoaded,
 )
 from decoupled_diloco.protocol.messages import (
+    Asking,
     Copy,
     Hello,
     JoinRefused,
@@ -118,7 +118,7 @@ class ShardProcess(Shell):
         self.expected: dict[str, Expected] = {}
         self.paths: dict[tuple[Any, ...], str] = {}
         self.inboxes: dict[float, list[tuple[Connection, StepReport, int]]] = {}
-        self.bodies_here: dict[tuple[int, str], Body] = {}
+        self.bodies_here: dict[Asking, Body] = {}
         self.worker_free_at = 0.0
         owned = world.options.owned(shard)
         self.disk: VirtualShardDisk = VirtualShardDisk(owned) if primary is None else primary.disk
@@ -217,10 +217,9 @@ class ShardProcess(Shell):
             learner, _ = self.who[connection.number]
             if self.bound.get(learner) is not connection:
                 return
+            self.tell(Said(learner, message))
             if isinstance(message, Upload | Copy):
                 self._announced(learner, message)
-            else:
-                self.tell(Said(learner, message))
 
     def post(self, connection: Connection, report: StepReport) -> None:
         """A learner sends a step report to a shard that looks into its inbox now and then."""
@@ -305,17 +304,14 @@ class ShardProcess(Shell):
         if isinstance(announced, Upload):
             assert isinstance(order, Expect)
             if wrong:
-                self.tell(
-                    BodySpoiled(expected.learner, order.round, order.fragment, order.ask, wrong)
-                )
+                self.tell(BodySpoiled(expected.learner, order.fragment, order.ask, wrong))
                 return
             self.world.keep_body(self.shard, path, body)
-            self.bodies_here[(order.round, expected.learner)] = body
+            self.bodies_here[order.ask] = body
             self.tell(
                 BodyArrived(
                     learner=expected.learner,
                     epoch=expected.epoch,
-                    round=order.round,
                     fragment=order.fragment,
                     ask=order.ask,
                     base=announced.base,
@@ -371,15 +367,12 @@ class ShardProcess(Shell):
                     self.paths[_key(learner, effect)] = path
             case Unexpect(path):
                 self._no_longer_expected(path)
-            case Fold(number, fragment, learner, steps, tokens, scale=scale):
-                body = self.bodies_here.pop((number, learner))
-                self.bodies.fold(number, fragment, learner, body, steps, tokens, scale)
-            case Drop(number, _, learner):
-                del self.bodies_here[(number, learner)]
+            case Fold(ask=ask):
+                self._in_order(self.bodies.fold, effect, self.bodies_here.pop(ask))
+            case Drop(ask=ask):
+                del self.bodies_here[ask]
             case Merge():
                 self._work(self._merge, effect)
-            case Abandon(number, fragment):
-                self.bodies.abandon(number, fragment)
             case Install(fragment, version):
                 digest = self.bodies.install(fragment, version)
                 assert digest == self.machine.state.fragments[fragment].digest
@@ -425,26 +418,36 @@ class ShardProcess(Shell):
         self.worker_free_at = start + self.world.merge_seconds
         self.world.clockwork.arrive(self, self.worker_free_at, function, *arguments)
 
+    def _in_order(self, function: Any, *arguments: Any) -> None:
+        """After what the worker has been given so far; it takes no time itself."""
+        if self.worker_free_at <= self.now:
+            function(*arguments)
+        else:
+            self.world.clockwork.arrive(self, self.worker_free_at, function, *arguments)
+
     def _merge(self, order: Merge) -> None:
         if self.choices.chance(self.world.merge_fails):
-            self.tell(MergeFailed(order.round, order.fragment, "the worker failed"))
+            self._failed(order, "the worker failed")
             return
         if self.disk_is_full:
-            self.tell(MergeFailed(order.round, order.fragment, "the disk is full"))
+            self._failed(order, "the disk is full")
             return
         if self.tenure is not None and self.tenure.confirm() != "ours":
             self._not_ours(self.tenure, order)
             return
-        digest = self.bodies.merge(order.round, order.fragment, order.version, order.base)
+        digest = self.bodies.merge(order.fragment, order.version, order.base)
         self._keep(order.fragment, order.version, digest)
         self._told_of(Merged(order.round, order.fragment, digest))
 
     def _not_ours(self, tenure: VirtualTenure, order: Merge) -> None:
         if tenure.confirm() == "unknown":
-            reason = "the storage of the claims is out of reach"
-            self.tell(MergeFailed(order.round, order.fragment, reason))
+            self._failed(order, "the storage of the claims is out of reach")
         else:
             self.replaced("there is a newer claim")
+
+    def _failed(self, order: Merge, reason: str) -> None:
+        self.bodies.forget_folded(order.fragment)
+        self.tell(MergeFailed(order.round, order.fragment, reason))
 
     def _told_of(self, merged: Merged) -> None:
         """What the disk has is told of once the storage has been asked again, if it can be."""
@@ -499,5 +502,5 @@ class ShardProcess(Shell):
 def _key(learner: str, of: Expect | ExpectCopy | Upload | Copy) -> tuple[Any, ...]:
     """What an order to expect a body and the body's announcement have in common."""
     if isinstance(of, Expect | Upload):
-        return (learner, of.fragment, "contribution", of.round, of.ask)
+        return (learner, of.fragment, "contribution", of.ask)
     return (learner, of.fragment, "copy", of.attempt)

@@ -20,6 +20,7 @@ from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.merge import digest
 from decoupled_diloco.merge.blocks import squares_of
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol.effects import Fold
 from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.simulate.bodies import Body
 from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
@@ -147,27 +148,19 @@ class TensorShard:
         self.tensors.fragments[fragment] = kept
         return digest(kept.published)
 
-    def fold(
-        self,
-        round: int,
-        fragment: int,
-        learner: str,
-        body: Body,
-        steps: float,
-        tokens: float,
-        scale: float,
-    ) -> None:
+    def fold(self, order: Fold, body: Body) -> None:
         """See `ShardBodies.fold`."""
-        self.tensors.verify(fragment, round, learner, body.payload, body.digest)
-        self.tensors.fold(fragment, round, learner, steps, tokens, scale)
+        fragment, ask = order.fragment, order.ask
+        self.tensors.verify(fragment, ask, body.payload, body.digest)
+        self.tensors.fold(fragment, ask, order.steps, order.tokens, order.scale, order.discount)
 
-    def abandon(self, round: int, fragment: int) -> None:
-        """See `ShardBodies.abandon`."""
-        self.tensors.abandon(round)
+    def forget_folded(self, fragment: int) -> None:
+        """See `ShardBodies.forget_folded`."""
+        self.tensors.forget_folded(fragment)
 
-    def merge(self, round: int, fragment: int, version: Version, base: Version) -> str:
+    def merge(self, fragment: int, version: Version, base: Version) -> str:
         """See `ShardBodies.merge`."""
-        published = self.tensors.merge(fragment, round)
+        published = self.tensors.merge(fragment)
         self.versions[fragment], self.copies[fragment] = version, published
         return published.digest
 

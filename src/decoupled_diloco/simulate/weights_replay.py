@@ -142,10 +142,11 @@ class _Shard:
         plan = plan_of(self._layout, settings)
         owned = options_of(settings).owned(self._shard)
         self._tensors = ShardTensors(plan, owned)
-        self._paths: dict[tuple[str, int, int], str] = {}
-        self._announced: dict[tuple[str, int, int], str] = {}
+        self._paths: dict[tuple[str, int, int | say.Asking], str] = {}
+        self._announced: dict[say.Asking, str] = {}
         self._merging: dict[int, tuple[do.Merge, OuterStep]] = {}
-        self._lost_rounds: set[int] = set()
+        self._lost_bodies: set[say.Asking] = set()
+        self._lost: set[int] = set()
         self._unknown: set[int] = set()
         self._recovered: tuple[fact.DurableCopy, ...] = ()
 
@@ -153,8 +154,8 @@ class _Shard:
 
     def _event(self, event: Any) -> None:
         match event:
-            case fact.Said(learner, say.Upload() as message):
-                self._announced[learner, message.round, message.ask] = message.digest
+            case fact.Said(_, say.Upload() as message):
+                self._announced[message.ask] = message.digest
             case fact.BodyArrived():
                 self._arrived(event)
             case fact.CopyArrived(learner, fragment, attempt, text):
@@ -168,25 +169,27 @@ class _Shard:
                 self._recover(admitted.term)
             case fact.Merged(number, fragment, text):
                 self._merged(number, fragment, text)
-            case fact.MergeFailed(number):
+            case fact.MergeFailed(number, fragment):
                 self._merging.pop(number, None)
+                self._lost.discard(fragment)
 
     def _arrived(self, event: fact.BodyArrived) -> None:
-        key = (event.learner, event.round, event.ask)
-        body = read_body(self._folder, self._paths[key])
+        path = self._paths[event.learner, event.fragment, event.ask]
+        body = read_body(self._folder, path)
         if body is None:
-            self._lose(event.round, f"{self._paths[key]} was not kept")
+            self._lose(event, f"{path} was not kept")
             return
-        text = self._announced.get(key) or digest(body)
+        text = self._announced.get(event.ask) or digest(body)
         try:
-            self._tensors.verify(event.fragment, event.round, event.learner, body, text)
+            self._tensors.verify(event.fragment, event.ask, body, text)
         except (ProtocolError, MergeError) as error:
-            self._lose(event.round, f"{self._paths[key]}: {error}")
+            self._lose(event, f"{path}: {error}")
 
-    def _lose(self, number: int, problem: str) -> None:
-        if not self._lost_rounds:
-            self.result.notes.append(f"round {number} and what follows from it: {problem}")
-        self._lost_rounds.add(number)
+    def _lose(self, event: fact.BodyArrived, problem: str) -> None:
+        if not self._lost_bodies:
+            text = f"contribution {event.ask} to fragment {event.fragment} and what follows from it"
+            self.result.notes.append(f"{text}: {problem}")
+        self._lost_bodies.add(event.ask)
 
     def _copied(self, fragment: int, path: str, text: str) -> None:
         body = read_body(self._folder, path)
@@ -232,16 +235,16 @@ class _Shard:
         tensors = self._tensors
         match order:
             case do.Expect():
-                self._paths[order.learner, order.round, order.ask] = order.path
+                self._paths[order.learner, order.fragment, order.ask] = order.path
             case do.ExpectCopy():
                 self._paths[order.learner, order.fragment, order.attempt] = order.path
-            case do.Fold(number, fragment, learner, steps, tokens, scale=scale):
-                if number not in self._lost_rounds:
-                    tensors.fold(fragment, number, learner, steps, tokens, scale)
-            case do.Drop(number, _, learner):
-                tensors.drop(number, learner)
-            case do.Abandon(number):
-                tensors.abandon(number)
+            case do.Fold(fragment, _, ask, steps, tokens, _, scale, discount):
+                if ask in self._lost_bodies:
+                    self._lost.add(fragment)
+                else:
+                    tensors.fold(fragment, ask, steps, tokens, scale, discount)
+            case do.Drop(ask=ask):
+                tensors.drop(ask)
             case do.Merge():
                 self._merge(order)
             case do.Install(fragment, version):
@@ -250,13 +253,14 @@ class _Shard:
                 self._published(message)
 
     def _merge(self, order: do.Merge) -> None:
-        if order.round in self._lost_rounds and order.fragment not in self._unknown:
+        if order.fragment in self._lost and order.fragment not in self._unknown:
             self._forget(order.fragment, f"round {order.round} of it is lost")
+        self._lost.discard(order.fragment)
         if order.fragment in self._unknown:
-            self._tensors.abandon(order.round)
+            self._tensors.forget_folded(order.fragment)
             return
         try:
-            step = self._tensors.prepare(order.fragment, order.round)
+            step = self._tensors.prepare(order.fragment)
         except MergeError:
             return  # so it was in the run: the tape says so next
         self._merging[order.round] = (order, step)

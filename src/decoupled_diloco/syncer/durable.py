@@ -178,17 +178,15 @@ class ShardDisk:
         self.checkpoint()
         (self.folder / EXACT).unlink(missing_ok=True)
 
-    def merge(
-        self, fragment: int, number: int, version: Version, memory: Json | None = None
-    ) -> PublishedCopy:
-        """Merges a round; the disk has it, and the memory, before the tensors take it over.
+    def merge(self, fragment: int, version: Version, memory: Json | None = None) -> PublishedCopy:
+        """Merges what was folded; the disk has it, and the memory, before the tensors take it over.
 
         Raises:
             MergeError: See `ShardTensors.prepare`.
             StorageError: It cannot be written. The fragment is as it was, and nobody may hear of
                 the version.
         """
-        step = self.tensors.prepare(fragment, number)
+        step = self.tensors.prepare(fragment)
         journal = self._journal_with_room()
         fields = {
             "fragment": fragment,

@@ -5,9 +5,9 @@ world alike. Not thread-safe: one worker calls it, in the order of the orders.
 
 Host memory an owned parameter: 12 bytes of state (master, published copy, momentum), and the two
 newest differences on offer, 2 bytes each in bf16 (`Offers`; the whole on offer is the published
-copy itself). While a round is open: an accumulator (4 bytes an element of the largest fragment,
-kept for the next round) and each body that has arrived, decoded (4 bytes); during the merge a
-second copy of the state of that fragment.
+copy itself). For each fragment that something was folded for: an accumulator (4 bytes an element of
+the largest fragment, kept for the next one), and each body that has arrived and is not folded yet,
+decoded (4 bytes); during the merge a second copy of the state of that fragment.
 
 Shapes: N elements of a fragment; B bytes of a body.
 """
@@ -30,6 +30,7 @@ from decoupled_diloco.merge import (
     publish,
 )
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol.messages import Asking
 
 
 @dataclass
@@ -80,7 +81,7 @@ class ShardTensors:
         self.plan = plan
         self.owned = owned
         self.fragments: dict[int, FragmentTensors] = {}
-        self._arrived: dict[tuple[int, str], Contribution] = {}
+        self._arrived: dict[Asking, Contribution] = {}
         self._accumulators: dict[int, Accumulator] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in owned)
         self._free: list[Tensor] = []
@@ -102,13 +103,12 @@ class ShardTensors:
         self.fragments[fragment] = FragmentTensors(values.clone(), values, self.plan.outer(numel))
         return digest(values)
 
-    def verify(self, fragment: int, number: int, learner: str, body: Body, announced: str) -> float:
+    def verify(self, fragment: int, ask: Asking, body: Body, announced: str) -> float:
         """Checks a contribution whole and keeps it decoded until it is folded or dropped.
 
         Args:
             fragment: Which fragment.
-            number: The round.
-            learner: Whose it is.
+            ask: Which asking it answers.
             body: [B] in the uplink codec.
             announced: The digest that the learner gave.
 
@@ -125,49 +125,56 @@ class ShardTensors:
         numel = self.plan.fragments[fragment].numel
         contribution = Contribution(numel, self.plan.segments(fragment))
         contribution.add(0, self.plan.uplink.decode(body, numel))
-        self._arrived[number, learner] = contribution
+        self._arrived[ask] = contribution
         return contribution.norm
 
     def fold(
         self,
         fragment: int,
-        number: int,
-        learner: str,
+        ask: Asking,
         steps: float,
         tokens: float,
         scale: float = 1.0,
+        discount: float = 1.0,
     ) -> None:
-        """Folds a verified contribution, scaled, into its round's accumulator."""
-        contribution = self._arrived.pop((number, learner))
+        """Folds a verified contribution, scaled, into its fragment's accumulator.
+
+        Args:
+            fragment: Which fragment.
+            ask: Which asking it answers.
+            steps: c_steps of its snapshot.
+            tokens: c_tokens of its snapshot.
+            scale: What its values are multiplied by.
+            discount: What its weight is multiplied by.
+        """
+        contribution = self._arrived.pop(ask)
         if scale != 1.0:
             contribution.scale(scale)
-        if number not in self._accumulators:
+        if fragment not in self._accumulators:
             memory = self._free.pop() if self._free else torch.empty(self._numel_max)
-            self._used[number] = memory
+            self._used[fragment] = memory
             buffer = memory[: self.plan.fragments[fragment].numel]
-            self._accumulators[number] = self.plan.accumulator(fragment, buffer)
-        weight = self.plan.weight(tokens, steps)
-        self._accumulators[number].add_contribution(contribution, weight)
+            self._accumulators[fragment] = self.plan.accumulator(fragment, buffer)
+        weight = discount * self.plan.weight(tokens, steps)
+        self._accumulators[fragment].add_contribution(contribution, weight)
 
-    def drop(self, number: int, learner: str) -> None:
+    def drop(self, ask: Asking) -> None:
         """Forgets a verified contribution that is not wanted."""
-        self._arrived.pop((number, learner), None)
+        self._arrived.pop(ask, None)
 
-    def abandon(self, number: int) -> None:
-        """Forgets everything of a round; its accumulator's memory serves the next one."""
-        if self._accumulators.pop(number, None) is not None:
-            self._free.append(self._used.pop(number))
-        for key in [key for key in self._arrived if key[0] == number]:
-            del self._arrived[key]
+    def forget_folded(self, fragment: int) -> None:
+        """Forgets what was folded, if anything; the accumulator's memory serves the next one."""
+        if self._accumulators.pop(fragment, None) is not None:
+            self._free.append(self._used.pop(fragment))
 
-    def merge(self, fragment: int, number: int) -> PublishedCopy:
-        """Merges a round and takes the result over; see `prepare` and `commit`."""
-        step = self.prepare(fragment, number)
+    def merge(self, fragment: int) -> PublishedCopy:
+        """Merges what was folded and takes the result over; see `prepare` and `commit`."""
+        step = self.prepare(fragment)
         self.commit(fragment, step)
         return step.copy
 
-    def prepare(self, fragment: int, number: int) -> OuterStep:
-        """Merges a round: outer gradient, outer step, new published copy; nothing changes yet.
+    def prepare(self, fragment: int) -> OuterStep:
+        """Merges what was folded: outer gradient, outer step, new copy; nothing changes yet.
 
         The outer gradient is minus the merged contribution (Algorithm 2, and rule 6).
 
@@ -175,9 +182,9 @@ class ShardTensors:
             MergeError: no weight, or a result that is not finite; the fragment is as it was.
         """
         try:
-            return self.step(fragment, self._accumulators[number].result().neg_())
+            return self.step(fragment, self._accumulators[fragment].result().neg_())
         finally:
-            self.abandon(number)
+            self.forget_folded(fragment)
 
     def step(self, fragment: int, gradient: Tensor) -> OuterStep:
         """The outer step that a merged outer gradient (fp32 [N], kept) leads to.

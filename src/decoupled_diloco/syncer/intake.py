@@ -44,9 +44,9 @@ class InWorker(Protocol):
 
 @dataclass(frozen=True)
 class Expected:
-    """A body that is expected: its path, the upload, the announcement, and who waits for both."""
+    """A body that is expected: what for, the upload, the announcement, and who waits for both."""
 
-    path: str
+    key: str
     upload: Upload
     announced: asyncio.Future[Any]
     task: asyncio.Task[None]
@@ -84,10 +84,11 @@ class Intake:
         self._stopping = stopping
         self._keep = keep
         self._expected: dict[str, Expected] = {}
+        self._paths: dict[str, str] = {}
 
     def url(self, path: str) -> str:
         """The transport's URL of an expected path."""
-        return next(e.upload.url for e in self._expected.values() if e.path == path)
+        return self._expected[path].upload.url
 
     def expect(self, effect: do.Expect | do.ExpectCopy) -> None:
         """Is ready for a body from now on; an older body of the same purpose is refused."""
@@ -95,7 +96,7 @@ class Intake:
         self.unexpect(path, "asked again")
         announced: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if isinstance(effect, do.Expect):
-            key = f"{effect.learner}/{effect.round}/{effect.fragment}/{effect.ask}"
+            key = f"{effect.learner}/{effect.fragment}/{effect.ask}"
             nbytes = plan.uplink_nbytes(effect.fragment)
             upload = self._bodies.expect(path, nbytes, effect.learner)
             task = self._spawn(self._contribution(upload, announced, effect))
@@ -104,41 +105,41 @@ class Intake:
             nbytes = plan.whole_nbytes(effect.fragment)
             upload = self._bodies.expect(path, nbytes, effect.learner)
             task = self._spawn(self._copy(upload, announced, effect))
-        expected = self._expected[key] = Expected(path, upload, announced, task)
-        task.add_done_callback(lambda _: self._forget(key, expected))
+        expected = self._expected[path] = Expected(key, upload, announced, task)
+        self._paths[key] = path
+        task.add_done_callback(lambda _: self._forget(path, expected))
 
-    def _forget(self, key: str, expected: Expected) -> None:
-        if self._expected.get(key) is expected:
-            del self._expected[key]
+    def _forget(self, path: str, expected: Expected) -> None:
+        if self._expected.get(path) is expected:
+            del self._expected[path], self._paths[expected.key]
 
     def unexpect(self, path: str, why: str) -> None:
         """Refuses the body of a path from now on."""
-        for expected in list(self._expected.values()):
-            if expected.path == path:
-                expected.upload.cancel(why)
-                expected.task.cancel()
+        expected = self._expected.get(path)
+        if expected is not None:
+            expected.upload.cancel(why)
+            expected.task.cancel()
 
     def announce(self, learner: str, message: say.Upload | say.Copy) -> None:
         """A learner has said what its body is."""
         match message:
-            case say.Upload(number, fragment, ask):
-                key = f"{learner}/{number}/{fragment}/{ask}"
+            case say.Upload(fragment, ask):
+                key = f"{learner}/{fragment}/{ask}"
             case say.Copy(fragment, attempt):
                 key = f"{learner}/copy/{attempt}/{fragment}"
-        expected = self._expected.get(key)
+        expected = self._expected.get(self._paths.get(key, ""))
         if expected is not None and not expected.announced.done():
             expected.announced.set_result(message)
 
     async def _contribution(
         self, upload: Upload, announced: asyncio.Future[say.Upload], effect: do.Expect
     ) -> None:
-        learner, number, fragment = effect.learner, effect.round, effect.fragment
-
+        learner, fragment, ask = effect.learner, effect.fragment, effect.ask
         norm = 0.0
 
         def verify(body: Body, message: say.Upload) -> None:
             nonlocal norm
-            norm = self._tensors.verify(fragment, number, learner, body.buffer, message.digest)
+            norm = self._tensors.verify(fragment, ask, body.buffer, message.digest)
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
 
@@ -146,16 +147,15 @@ class Intake:
             message = await self._take(upload, announced, verify)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
-                logger.warning("round %d: nothing from %s: %s", number, learner, error)
-                self._handle(fact.BodySpoiled(learner, number, fragment, effect.ask, str(error)))
+                logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
+                self._handle(fact.BodySpoiled(learner, fragment, ask, str(error)))
             return
         self._handle(
             fact.BodyArrived(
                 learner=learner,
                 epoch=effect.epoch,
-                round=number,
                 fragment=fragment,
-                ask=effect.ask,
+                ask=ask,
                 base=message.base,
                 steps=message.steps,
                 tokens=message.tokens,

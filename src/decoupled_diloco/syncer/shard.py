@@ -389,7 +389,6 @@ class Shard:
         | do.Fold
         | do.Drop
         | do.Merge
-        | do.Abandon
         | do.Install
         | do.LoadWeights,
     ) -> None:
@@ -401,12 +400,10 @@ class Shard:
                 intake.expect(effect)
             case do.Unexpect(path, why):
                 intake.unexpect(path, why)
-            case do.Fold(number, fragment, learner, steps, tokens, scale=scale):
-                self._work(lambda: tensors.fold(fragment, number, learner, steps, tokens, scale))
-            case do.Drop(number, _, learner):
-                self._work(lambda: tensors.drop(number, learner))
-            case do.Abandon(number):
-                self._work(lambda: tensors.abandon(number))
+            case do.Fold(fragment, _, ask, steps, tokens, _, scale, discount):
+                self._work(partial(tensors.fold, fragment, ask, steps, tokens, scale, discount))
+            case do.Drop(ask=ask):
+                self._work(partial(tensors.drop, ask))
             case do.Merge():
                 self._spawn(self._merge(tensors, effect))
             case do.Install(fragment, version):
@@ -449,11 +446,19 @@ class Shard:
 
         def merge() -> PublishedCopy:
             if disk is None:
-                return tensors.merge(fragment, number)
-            return disk.merge(fragment, number, effect.version, memory)
+                return tensors.merge(fragment)
+            return disk.merge(fragment, effect.version, memory)
+
+        fenced = self._tenure.fenced(merge)
+
+        def merge_or_forget() -> PublishedCopy:
+            try:
+                return fenced()
+            finally:
+                tensors.forget_folded(fragment)
 
         try:
-            published = await self._in_worker(self._tenure.fenced(merge))
+            published = await self._in_worker(merge_or_forget)
         except (MergeError, StorageError) as error:
             logger.warning("round %d of fragment %d: %s", number, fragment, error)
             self._handle(fact.MergeFailed(number, fragment, str(error)))
