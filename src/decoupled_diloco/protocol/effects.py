@@ -148,11 +148,15 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """The fragment's published copy, as it was copied or loaded, now bears this version."""
+    """The fragment's published copy, as it was copied or loaded, now bears this version.
+
+    ``digest``: of the copy that is meant; another one that has come meanwhile is forgotten.
+    """
 
     fragment: int
     version: Version
     why: str
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ from decoupled_diloco.protocol.messages import (
     DonorNamed,
     Ending,
     Finished,
+    GivenUp,
     Hello,
     Holding,
     NoDonor,
@@ -591,6 +592,9 @@ class LearnerMachine:
                 return self._pulled(message)
             case Outcome():
                 return self._outcome(message)
+            case GivenUp(fragment, reason):
+                self.state.fragments[fragment].owed_at = None
+                return self._release_if_free(f"the round of fragment {fragment}: {reason}")
             case Published():
                 self._hear_clock(now, link, message.clock)
                 effects = published(self.state, self.options, message)
@@ -666,9 +670,6 @@ class LearnerMachine:
     def _outcome(self, message: Outcome) -> list[LearnerEffect]:
         view, accepted = self.state.fragments[message.fragment], message.version
         sent = self._sent(message.fragment, message.ask)
-        if message.verdict == "kept":
-            view.owed_at = None
-            return self._release_if_free(f"the round of fragment {message.fragment} is given up")
         if view.pull is not None and view.pull.ask == message.ask:
             view.pull = None
         if message.verdict == "accepted" and accepted is not None:
@@ -683,9 +684,7 @@ class LearnerMachine:
             self._late_is_lost(view, sent)
         if message.verdict == "behind":
             view.behind = True
-        if message.verdict == "abandoned":
-            view.owed_at = None
-        return self._release_if_free(f"fragment {message.fragment}: {message.verdict}")
+        return []
 
     def _fragments_of(self, shard: int) -> list[FragmentView]:
         return [self.state.fragments[p] for p in self.options.owned(shard)]

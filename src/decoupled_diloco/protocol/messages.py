@@ -13,7 +13,7 @@ from decoupled_diloco.protocol.lease_messages import DataRefused, DataReport, Le
 from decoupled_diloco.protocol.options import Alignment
 
 Role = Literal["learner", "observer"]
-Verdict = Literal["accepted", "refused", "behind", "kept", "abandoned"]
+Verdict = Literal["accepted", "refused", "behind", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -215,8 +215,7 @@ class Pull:
 class Outcome:
     """What became of a contribution; ``version`` is what it went into, when accepted.
 
-    ``kept``: its round was given up; what is not refused goes into the fragment's next one, and
-    nobody need stop and wait for that. ``abandoned``: the merge failed, and it went with it.
+    ``abandoned``: the merge failed, and it went with it.
     """
 
     fragment: int
@@ -224,6 +223,17 @@ class Outcome:
     verdict: Verdict
     reason: str
     version: Version | None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A fragment's round was given up: nobody need stop and wait for its next copy.
+
+    What was sent for it, and is neither refused nor abandoned, goes into the next round.
+    """
+
+    fragment: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -563,6 +573,7 @@ ToLearner = (
     | Refusal
     | Pull
     | Outcome
+    | GivenUp
     | Published
     | Shifted
     | CopyWanted

@@ -303,6 +303,7 @@ class SyncerMachine:
             effects += syncer_rounds.forget_asks(
                 state, self.options, now, hello.learner, why_void, hello.asks
             )
+            effects += syncer_fill.member_gone(state, hello.learner, why_void)
         if member is not None and member.epoch < hello.epoch:
             why_gone = "a newer epoch has joined"
             effects += syncer_members.remove(

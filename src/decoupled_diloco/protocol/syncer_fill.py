@@ -175,13 +175,13 @@ def _unask(fill: Fill, fragment: int, reason: str) -> list[SyncerEffect]:
     return [Unexpect(fill.asked.pop(fragment).path, reason)]
 
 
-def member_gone(state: SyncerState, learner: str) -> list[SyncerEffect]:
-    """Nothing more will come from this learner."""
+def member_gone(state: SyncerState, learner: str, reason: str) -> list[SyncerEffect]:
+    """Nothing that this learner was asked for will come: it is gone, or did not hear of it."""
     fill, effects = state.fill, list[SyncerEffect]()
     if fill is not None:
         for fragment, asked in list(fill.asked.items()):
             if asked.learner == learner and fragment not in fill.digests:
-                effects += _unask(fill, fragment, f"{learner} is gone")
+                effects += _unask(fill, fragment, f"{learner}: {reason}")
     return effects
 
 
@@ -293,7 +293,7 @@ def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
             entry.base, entry.version = held, Version(state.term, held.counter)
             entry.renamed = True
         entry.digest = fill.digests[fragment]
-        effects.append(Install(fragment, entry.version, why))
+        effects.append(Install(fragment, entry.version, why, entry.digest))
     if seeding:
         state.phase = "ready"
         effects.append(Tell(ShardReady(fill.attempt), "the initial weights are complete"))

@@ -162,7 +162,7 @@ def disconnected(state: SyncerState, now: float, learner: str) -> list[SyncerEff
         entry.awaited.discard(learner)
     member.lease_until = min(member.lease_until, now + RECONNECT_SECONDS)
     _look_at_leases(state, member.lease_until)
-    return syncer_fill.member_gone(state, learner)
+    return syncer_fill.member_gone(state, learner, "its connection broke")
 
 
 def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
@@ -203,7 +203,7 @@ def remove(
     for fragment in state.fragments.values():
         fragment.missed.discard(learner)
         fragment.awaited.discard(learner)
-    effects += syncer_fill.member_gone(state, learner)
+    effects += syncer_fill.member_gone(state, learner, reason)
     if state.phase in ("swept", "finished"):
         return effects  # all steps are made: the clock stands
     rest = [m.run_step for m in state.members.values()]

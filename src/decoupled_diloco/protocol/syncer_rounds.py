@@ -24,6 +24,7 @@ is always busy, and every fragment hears every learner equally often.
 from __future__ import annotations
 
 from decoupled_diloco.protocol.effects import (
+    Broadcast,
     Drop,
     Expect,
     Fold,
@@ -37,7 +38,15 @@ from decoupled_diloco.protocol.events import BodyArrived, BodySpoiled
 from decoupled_diloco.protocol.gate import norm_limit, remember
 from decoupled_diloco.protocol.leaving import leaver_of, waits_for_leaver, was_asked
 from decoupled_diloco.protocol.membership import Member
-from decoupled_diloco.protocol.messages import Asking, Decline, Outcome, Pull, Verdict, Version
+from decoupled_diloco.protocol.messages import (
+    Asking,
+    Decline,
+    GivenUp,
+    Outcome,
+    Pull,
+    Verdict,
+    Version,
+)
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.quorum import window_decision
 from decoupled_diloco.protocol.rounds import Ask, AskState, Round
@@ -613,10 +622,7 @@ def _give_up(state: SyncerState, now: float, round: Round, reason: str) -> list[
         state.again.add(round.fragment)
     elif round.final:
         effects += _swept(state, round, reason)
-    fallen = [ask for ask in round.fallen.values() if ask.state != "gone"]
-    for ask in (*entry.folded, *entry.asks.values(), *fallen):
-        outcome = Outcome(round.fragment, ask.name, "kept", reason, None)
-        effects.append(Send(ask.learner, outcome, reason))
+    effects.append(Broadcast(GivenUp(round.fragment, reason), reason))
     effects.append(round.finished(now, "abandoned", reason, list(entry.asks.values())))
     return effects
 
@@ -709,5 +715,6 @@ def merge_failed(
     for ask in round.folded:
         outcome = Outcome(fragment, ask.name, "abandoned", reason, None)
         effects.append(Send(ask.learner, outcome, reason))
+    effects.append(Broadcast(GivenUp(fragment, reason), reason))
     effects.append(round.finished(now, "abandoned", reason, list(entry.asks.values())))
     return effects

@@ -197,8 +197,10 @@ class _Shard:
             self._forget(fragment, f"{path} was not kept")
             return
         numel = self._tensors.plan.fragments[fragment].numel
-        if self._tensors.install(fragment, values_of(body, numel)) != text:
-            self.result.differences.append(f"{path}: not what was installed as fragment {fragment}")
+        try:
+            self._tensors.receive(fragment, values_of(body, numel), text)
+        except (ProtocolError, MergeError) as error:
+            self.result.differences.append(f"{path}, of fragment {fragment}: {error}")
         self._unknown.discard(fragment)
 
     def _recover(self, term: int) -> None:
@@ -247,7 +249,8 @@ class _Shard:
                 tensors.drop(ask)
             case do.Merge():
                 self._merge(order)
-            case do.Install(fragment, version):
+            case do.Install(fragment, version, digest=wanted):
+                tensors.install_received(fragment, wanted)
                 self._remember(fragment, version)
             case do.Broadcast(say.Published() as message) | do.Send(_, say.Published() as message):
                 self._published(message)

@@ -82,6 +82,7 @@ class ShardTensors:
         self.owned = owned
         self.fragments: dict[int, FragmentTensors] = {}
         self._arrived: dict[Asking, Contribution] = {}
+        self._received: dict[int, tuple[str, Tensor]] = {}
         self._accumulators: dict[int, Accumulator] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in owned)
         self._free: list[Tensor] = []
@@ -102,6 +103,26 @@ class ShardTensors:
             raise MergeError(f"fragment {fragment} has NaN or infinite values: not installed")
         self.fragments[fragment] = FragmentTensors(values.clone(), values, self.plan.outer(numel))
         return digest(values)
+
+    def receive(self, fragment: int, values: Tensor, announced: str) -> None:
+        """Keeps a whole fragment (fp32 [N], kept) aside until it is to be installed.
+
+        Raises:
+            ProtocolError: its digest is not the announced one.
+            MergeError: the values are not finite.
+        """
+        actual = digest(values)
+        if actual != announced:
+            raise ProtocolError(f"the digest is {actual}, {announced} was announced")
+        if not is_finite(values):
+            raise MergeError(f"fragment {fragment} has NaN or infinite values: not installed")
+        self._received[fragment] = (actual, values)
+
+    def install_received(self, fragment: int, wanted: str) -> None:
+        """Installs what was kept aside, if it is what is wanted; it is needed no more."""
+        actual, values = self._received.pop(fragment, ("", None))
+        if values is not None and actual == wanted:
+            self.install(fragment, values)
 
     def verify(self, fragment: int, ask: Asking, body: Body, announced: str) -> float:
         """Checks a contribution whole and keeps it decoded until it is folded or dropped.

@@ -170,15 +170,13 @@ class Intake:
         learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
         numel = self._tensors.plan.fragments[fragment].numel
 
-        def install(body: Body, message: say.Copy) -> None:
-            digest = self._tensors.install(fragment, values_of(body.buffer, numel))
-            if digest != message.digest:
-                raise ProtocolError(f"the digest is {digest}, {message.digest} was announced")
+        def receive(body: Body, message: say.Copy) -> None:
+            self._tensors.receive(fragment, values_of(body.buffer, numel), message.digest)
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
 
         try:
-            message = await self._take(upload, announced, install)
+            message = await self._take(upload, announced, receive)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
                 self._handle(fact.CopySpoiled(learner, fragment, attempt, str(error)))

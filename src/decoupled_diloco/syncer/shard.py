@@ -406,8 +406,8 @@ class Shard:
                 self._work(partial(tensors.drop, ask))
             case do.Merge():
                 self._spawn(self._merge(tensors, effect))
-            case do.Install(fragment, version):
-                self._install(tensors, fragment, version)
+            case do.Install():
+                self._install(tensors, effect)
             case do.LoadWeights():
                 self._spawn(self._load_weights(tensors))
             case _:
@@ -466,10 +466,11 @@ class Shard:
         self._offers.offer(fragment, effect.version, published)
         self._handle(fact.Merged(number, fragment, published.digest))
 
-    def _install(self, tensors: ShardTensors, fragment: int, version: say.Version) -> None:
-        whole = tensors.whole(fragment)
-        digest = self.machine.state.fragments[fragment].digest
-        self._offers.offer(fragment, version, PublishedCopy(torch.empty(0), whole, digest))
+    def _install(self, tensors: ShardTensors, effect: do.Install) -> None:
+        fragment = effect.fragment
+        tensors.install_received(fragment, effect.digest)
+        copy = PublishedCopy(torch.empty(0), tensors.whole(fragment), effect.digest)
+        self._offers.offer(fragment, effect.version, copy)
         begins = self.machine.state.phase == "ready"
         if fragment == self.machine.owned[-1] and self._disk is not None and not begins:
             self._spawn(self._keep_installed(self._disk))
