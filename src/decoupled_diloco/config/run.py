@@ -164,14 +164,28 @@ class SyncSettings(Settings):
     """A learner's counters are capped at this many periods of steps, at least 1, so that one that
     was lost for long cannot dominate the merge (ours)."""
 
+    late: Literal["next", "drop"] = "next"
+    """What becomes of a contribution that is under way when its round merges: "next" folds it into
+    the fragment's next round, "drop" throws it away. Rounds never wait for it."""
+
+    late_rounds_max: int = Field(default=32, ge=1)
+    """A contribution that is late by more versions of its fragment than this is refused, at least
+    1. An upload of u steps is late by u / period versions."""
+
+    late_discount: float = Field(default=1.0, gt=0, le=1)
+    """The weight of a late contribution is multiplied by this once for each version that it is
+    late, greater than 0 to 1 (no discount)."""
+
     norm_gate: float = Field(default=10.0, ge=0)
     """k: a contribution whose norm exceeds median + k·MAD of its fragment's last 32, each brought
-    to its number of steps, is too large to be true; MAD counts as at least a tenth of the median,
-    so 10 is twice the median or more. 0: no gate. Raise it if training you trust is refused."""
+    to its number of steps, is larger than can be expected; MAD counts as at least a tenth of the
+    median, so 10 is twice the median or more. A learner that is always larger than the others may
+    exceed its own usual size by as much. 0: no gate; synchronous runs (`wait`) have none."""
 
-    oversized: Literal["refuse", "clip"] = "refuse"
-    """What happens to a contribution above the limit: "refuse" leaves it out of the merge, "clip"
-    scales it down to the limit."""
+    oversized: Literal["refuse", "clip"] = "clip"
+    """What happens to a contribution above the limit: "clip" scales it down to the limit, "refuse"
+    leaves it out of the merge. What cannot be true (not finite, or of steps that were never
+    reported) is always refused."""
 
     initial_weights: Path | None = Field(default=None, strict=False)
     """safetensors file to start from, relative to where the command is started. Default: the
@@ -183,14 +197,20 @@ class SyncSettings(Settings):
         return self.grace_margin > 0
 
     def inapplicable(self) -> Mapping[str, str]:
-        """`blend_alpha` without a blend, and the cap of counters that are not looked at."""
+        """`blend_alpha` without a blend, the cap of counters that are not looked at, and so on."""
         ignored = {}
         if self.alignment != "blend":
             ignored["blend_alpha"] = f"with alignment={self.alignment!r}"
         if self.weighting == "uniform":
             ignored["counter_cap_periods"] = "with weighting='uniform'"
-        if self.norm_gate == 0:
+        if self.wait != "never":
+            ignored["norm_gate"] = f"with wait={self.wait!r}"
+            ignored["oversized"] = f"with wait={self.wait!r}"
+        elif self.norm_gate == 0:
             ignored["oversized"] = "with norm_gate=0"
+        if self.late == "drop":
+            ignored["late_rounds_max"] = "with late='drop'"
+            ignored["late_discount"] = "with late='drop'"
         return ignored
 
     @field_validator("uplink_codec", "downlink_codec")

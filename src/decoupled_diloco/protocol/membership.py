@@ -79,11 +79,15 @@ def credible(holdings: Iterable[Holding], owned: Container[int]) -> dict[int, Ve
 
 @dataclass(slots=True)
 class Identity:
-    """The newest epoch of a learner id that a shard has met, whether live or not."""
+    """The newest epoch of a learner id that a shard has met, whether live or not.
+
+    ``sizes``: of its last contributions, in usual norms of their fragments; see `gate`.
+    """
 
     epoch: int
     nonce: str
     tokens: int = 0
+    sizes: list[float] = field(default_factory=list)
 
 
 def report_problem(step_known: int, step: int, tokens_known: int, tokens: int) -> str | None:

@@ -65,7 +65,7 @@ class Options:
     late_discount: float = 1.0
     counter_cap_periods: int = 4
     norm_gate: float = 0.0
-    oversized: Oversized = "refuse"
+    oversized: Oversized = "clip"
     uplink_codec: str = "bf16"
     budget_steps: int | None = None
     budget_tokens: int | None = None

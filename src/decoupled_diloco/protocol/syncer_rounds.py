@@ -35,7 +35,7 @@ from decoupled_diloco.protocol.effects import (
     Unexpect,
 )
 from decoupled_diloco.protocol.events import BodyArrived, BodySpoiled
-from decoupled_diloco.protocol.gate import norm_limit, remember
+from decoupled_diloco.protocol.gate import norm_limit, remember, remember_own
 from decoupled_diloco.protocol.leaving import leaver_of, waits_for_leaver, was_asked
 from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import (
@@ -390,14 +390,18 @@ def _link_free(
 
 def _gate(state: SyncerState, options: Options, event: BodyArrived) -> tuple[float, str]:
     """What the norm gate makes of a contribution: its scale, 0 if it is refused, and why."""
-    norms = state.fragments[event.fragment].norms
-    limit = norm_limit(norms, event.steps, options.norm_gate)
+    norms, own = state.fragments[event.fragment].norms, state.identities[event.learner].sizes
+    found = norm_limit(norms, own, event.steps, options.norm_gate)
     remember(norms, event.norm, event.steps)
-    if limit is None or event.norm <= limit:
+    if found is None:
+        return (1.0, "")
+    limit, usual = found
+    remember_own(own, event.norm, usual)
+    if event.norm <= limit:
         return (1.0, "")
     text = (
-        f"its norm {event.norm:.3g} in {event.steps} steps exceeds {limit:.3g}, "
-        f"median + {options.norm_gate:g} · MAD of the fragment's last ones"
+        f"its norm {event.norm:.3g} in {event.steps} steps exceeds {limit:.3g}: "
+        f"norms of this fragment are {usual:.3g} as a rule"
     )
     if options.oversized == "clip":
         return (limit / event.norm, f"clipped: {text}")

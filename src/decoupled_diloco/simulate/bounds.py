@@ -15,7 +15,7 @@ that is how many rounds it may be behind.
 *Memory.* The entries of all containers of a machine's state (`entries`) are bounded by the learners
 L and observers O that the run has ever had, and its fragments P:
 
-    shard        4·L + O + P·(12 + 16·L + 32)
+    shard        12·L + O + P·(12 + 16·L + 32)
     learner      8·P + 4·S
 
 whatever happens, and for however long. The bodies that a shard expects are at most ``P·L + P``: one
@@ -179,7 +179,7 @@ class Bounds:
         shard = self.shards.get(who)
         if shard is not None:
             owned = len(shard.machine.owned)
-            allowed = owned * (12 + 16 * count + SAMPLES_MAX) + 5 * count
+            allowed = owned * (12 + 16 * count + SAMPLES_MAX) + 13 * count
             assert len(shard.expected) <= owned * count + owned, f"{who} expects too many bodies"
             assert len(shard.bodies_here) <= owned * count, f"{who} keeps too many bodies"
         elif who in self.world.learners and self.world.learners[who].machine is not None:
