@@ -384,7 +384,8 @@ class LearnerMachine:
             return []  # the snapshot that was sent is still needed
         pull = view.pull
         if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
-            if steps == 0 and (self.state.ended or self.state.leaving):
+            if steps == 0 and (self.state.ended or self.state.leaving or self.state.holding):
+                # It will not step for this: who waits for it would wait for ever.
                 return self._decline(index, view, NOTHING_NEW, nothing_new=True)
             if steps > 0:
                 effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
