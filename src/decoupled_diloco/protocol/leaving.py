@@ -21,6 +21,9 @@ from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.rounds import Round
 from decoupled_diloco.protocol.syncer_state import SyncerState
 
+LEAVINGS_MAX = 8
+"""Who connects anew says again that it goes; so often it is heard."""
+
 # ---- the shard
 
 
@@ -33,7 +36,10 @@ def leaving(
     if state.members_stepping < options.quorum:
         reason = f"{state.members_stepping} learners are live, fewer than the quorum"
         return [Send(member.learner, Dismissed(reason), reason)]
-    member.leaving_with = frozenset(message.fragments) & frozenset(owned)
+    member.leavings += 1
+    if member.leavings > LEAVINGS_MAX:
+        return []  # who says so again and again would have everybody asked again and again
+    member.leaving_with = frozenset(message.fragments) & frozenset(owned) - member.handed_in
     first = [p for p in sorted(member.leaving_with) if p not in state.rounds]
     rest = {p: tick for p, tick in state.queue.items() if p not in first}
     state.queue = dict.fromkeys(first, state.clock) | rest
@@ -53,6 +59,12 @@ def was_asked(member: Member, fragment: int) -> None:
     """A learner is asked for a fragment: if it is about to go, this is what it has waited for."""
     if member.leaving_with is not None:
         member.leaving_with -= {fragment}
+
+
+def was_heard(member: Member, fragment: int) -> None:
+    """A learner that is about to go has handed in what it had of a fragment: that is all."""
+    if member.leaving_with is not None:
+        member.handed_in.add(fragment)
 
 
 def waits_for_leaver(state: SyncerState, round: Round) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
+from decoupled_diloco.protocol.grace import MovingAverage
 from decoupled_diloco.protocol.messages import Holding, Version
 
 LEASE_SECONDS = 10.0
@@ -29,6 +30,53 @@ TOKENS_AHEAD_MAX = 10**12
 CLOCK_MAX = 2**48
 """A restoring shard believes its learners up to here: room for the clock to go on (2^53)."""
 
+STEPS_BURST = 100.0
+"""So many steps a learner may be ahead of what its pace allows."""
+
+STEPS_PER_SECOND = (10.0, 2000.0)
+"""Whatever its pace, so many steps a second are believed; and no more than so many."""
+
+PACE_FACTOR = 4.0
+"""A learner may have become faster by so much while nothing was heard of it."""
+
+DRAIN_SECONDS = 1.0
+"""Reports that have waited for a paused shard come all at once, within this time."""
+
+TOKENS_FACTOR = 32
+"""A learner's tokens a step are believed up to so many times the (lower) median learner's."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """What a shard has itself seen of a learner's steps, by the arrival of its reports (rule 13).
+
+    ``credit``: steps that were believable at ``at`` and not reported; ``seconds``: of a step.
+    """
+
+    at: float
+    credit: float = STEPS_BURST
+    seconds: MovingAverage = field(default_factory=MovingAverage)
+
+    def allows(self, now: float) -> int:
+        """How many more steps can be true at this instant."""
+        least, most = STEPS_PER_SECOND
+        seen, passed = self.seconds.value, now - self.at
+        rate = least if not seen else min(most, max(least, PACE_FACTOR / seen))
+        kept = self.credit if passed <= DRAIN_SECONDS else min(self.credit, STEPS_BURST)
+        return int(kept + passed * rate)
+
+    def saw(self, now: float, steps: int) -> None:
+        """So many more steps are believed."""
+        self.credit = float(self.allows(now) - steps)
+        if steps > 0 and now > self.at:
+            self.seconds.update((now - self.at) / steps)
+        self.at = now
+
+    def believes(self, seconds: float) -> float:
+        """The step time that a learner names, if its reports come so fast; 0: not known yet."""
+        seen = self.seconds.value
+        return 0.0 if seen is None else max(seconds, seen / 2)
+
 
 @dataclass(slots=True)
 class Member:
@@ -40,6 +88,8 @@ class Member:
         arrears: Fragments that it could not be asked for because of others under way.
         pressed: It had arrears when it delivered last: it sends one body at a time.
         heard_at: When each fragment heard it last.
+        handed_in: Fragments that have had what it had when it said that it goes.
+        leavings: How often it has said so.
     """
 
     learner: str
@@ -56,6 +106,8 @@ class Member:
     arrears: set[int] = field(default_factory=set)
     pressed: bool = False
     heard_at: dict[int, float] = field(default_factory=dict)
+    handed_in: set[int] = field(default_factory=set)
+    leavings: int = 0
 
     @property
     def run_step(self) -> int:
@@ -81,12 +133,18 @@ def credible(holdings: Iterable[Holding], owned: Container[int]) -> dict[int, Ve
 class Identity:
     """The newest epoch of a learner id that a shard has met, whether live or not.
 
-    ``sizes``: of its last contributions, in usual norms of their fragments; see `gate`.
+    ``steps`` and ``tokens``: as it has reported them, ``earlier_tokens``: of the epochs before;
+    ``run_step``: the last that was believed of this epoch; ``sizes``: of its last contributions, in
+    usual norms of their fragments; see `gate`.
     """
 
     epoch: int
     nonce: str
     tokens: int = 0
+    steps: int = 0
+    earlier_tokens: int = 0
+    run_step: int | None = None
+    pace: Pace | None = None
     sizes: list[float] = field(default_factory=list)
 
 

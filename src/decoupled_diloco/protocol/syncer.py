@@ -54,7 +54,6 @@ from decoupled_diloco.protocol.events import (
     WeightsLoaded,
 )
 from decoupled_diloco.protocol.membership import (
-    CLOCK_MAX,
     credible,
     identity_problem,
 )
@@ -310,14 +309,14 @@ class SyncerMachine:
                 state, self.options, now, hello.learner, why_gone, evict=False
             )
             member = None
-        if state.phase == "restoring":
-            state.clock = max(state.clock, min(hello.clock, CLOCK_MAX))
+        if state.fill is not None and state.phase == "restoring":
+            state.fill.clocks[hello.learner] = max(hello.clock, hello.run_step or 0)
         if member is None:
             why = "joined" if hello.step == 0 else "came back"
             member = syncer_members.admit(state, now, hello)
         member.connected = True
         member.held = credible(hello.held, self._owned_set)
-        syncer_members.advance_step(state, member, hello.step)
+        syncer_members.advance_step(state, member, now, hello.step)
         syncer_members.renew(state, now, hello.learner)
         effects.append(Accept(connection, hello.learner, hello.epoch, why))
         effects += self._welcome(hello, member.step, member.run_step, why)
@@ -384,10 +383,13 @@ class SyncerMachine:
 
     def _run(self, now: float, why: str) -> list[SyncerEffect]:
         state = self.state
+        if state.fill is not None:
+            state.clock = max(state.clock, syncer_fill.agreed_clock(state.fill))
         state.phase, state.fill = "running", None
         state.ticked_at = state.previous_tick_at = now
         effects: list[SyncerEffect] = []
         # A clock that was lost is where the learners are; what it has missed is not made up for.
+        syncer_members.believe_run_steps(state, self.options)
         steps = [member.run_step for member in state.members.values()]
         state.clock = advanced(state.clock, steps, self.options.quorum)
         for member in state.members.values():
@@ -461,6 +463,7 @@ class SyncerMachine:
         state.previous_tick_at, state.ticked_at = state.ticked_at, now
         state.ahead = sum(step > state.clock for step in steps)
         state.find_step_seconds()
+        state.find_step_tokens()
         syncer_rounds.note_due(state, self.options, self._owned_set, since)
         why = f"{quorum} learners have reached step {state.clock}"
         return [

@@ -22,7 +22,7 @@ from decoupled_diloco.protocol.effects import (
     Unexpect,
 )
 from decoupled_diloco.protocol.events import CopyArrived, CopySpoiled
-from decoupled_diloco.protocol.membership import Member
+from decoupled_diloco.protocol.membership import CLOCK_MAX, Member
 from decoupled_diloco.protocol.messages import (
     CopyWanted,
     SeedFailed,
@@ -31,7 +31,7 @@ from decoupled_diloco.protocol.messages import (
     ShardReady,
     Version,
 )
-from decoupled_diloco.protocol.syncer_state import CopyAsk, Fill, SyncerState
+from decoupled_diloco.protocol.syncer_state import CopyAsk, Fill, SyncerState, lower_median
 
 FROM_THE_START_SECONDS = 30.0
 """How long a restoring shard looks for a holder of a copy before it takes initial weights."""
@@ -44,6 +44,11 @@ SEED_TRIES_MAX = 3
 
 FROM_FILE = ""
 """The name of the learner when the initial weights come from the run's file."""
+
+
+def agreed_clock(fill: Fill) -> int:
+    """Where most of the learners say that the clock was: one who lies does not set it."""
+    return min(CLOCK_MAX, int(lower_median(list(fill.clocks.values()))))
 
 
 def term_granted(

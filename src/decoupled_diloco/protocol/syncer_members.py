@@ -17,6 +17,7 @@ from decoupled_diloco.protocol.membership import (
     RECONNECT_SECONDS,
     Identity,
     Member,
+    Pace,
     credible,
     report_problem,
 )
@@ -45,12 +46,13 @@ def admit(state: SyncerState, now: float, hello: Hello) -> Member:
     """Makes who has greeted live."""
     known = state.identities.get(hello.learner)
     if known is None or known.epoch < hello.epoch:
-        state.tokens_retired += known.tokens if known else 0
-        state.identities[hello.learner] = Identity(hello.epoch, hello.nonce)
+        known = _new_identity(state, hello, known)
+    run_step = _run_step(state, now, hello, known)
+    known.pace = Pace(now) if known.pace is None else known.pace
     member = Member(
         learner=hello.learner,
         epoch=hello.epoch,
-        offset=(state.clock if hello.run_step is None else hello.run_step) - hello.step,
+        offset=run_step - hello.step,
         step=hello.step,
         lease_until=now + LEASE_SECONDS,
         reported_at=now if hello.step > 0 else None,  # it came back: its steps count
@@ -61,6 +63,31 @@ def admit(state: SyncerState, now: float, hello: Hello) -> Member:
         round.came(hello.learner, stepping=member.reported_at is not None)
     state.ahead += member.run_step > state.clock
     return member
+
+
+def _new_identity(state: SyncerState, hello: Hello, before: Identity | None) -> Identity:
+    new = state.identities[hello.learner] = Identity(hello.epoch, hello.nonce)
+    if before is not None:
+        state.tokens_retired += state.tokens_of(before)
+        new.earlier_tokens = before.earlier_tokens + before.tokens
+    return new
+
+
+def _run_step(state: SyncerState, now: float, hello: Hello, known: Identity) -> int:
+    """The run step of who is admitted: as it says, as far as that can be true (rule 13)."""
+    if hello.run_step is None:
+        return state.clock
+    if state.phase in ("starting", "restoring"):
+        return min(hello.run_step, CLOCK_MAX)  # looked at once all have spoken
+    if known.run_step is None or known.pace is None:
+        return min(hello.run_step, state.clock)
+    return min(hello.run_step, max(state.clock, known.run_step + known.pace.allows(now)))
+
+
+def believe_run_steps(state: SyncerState, options: Options) -> None:
+    """A shard that has restored its clock: nobody is further ahead of it than one period."""
+    for member in state.members.values():
+        member.offset = min(member.offset, state.clock + options.period - member.step)
 
 
 # ---- being heard
@@ -111,24 +138,29 @@ def reported(
         for round in state.rounds.values():
             round.first_step(member.learner)
     member.reported_at = now
-    if report.seconds > 0.0:  # nothing is known after a first step
-        member.step_seconds = report.seconds
-        state.hear_step_seconds(report.seconds)
-    if report.tokens > known.tokens:
-        known.tokens = report.tokens
-    advance_step(state, member, report.step)
+    advance_step(state, member, now, report.step)
+    known.tokens, known.steps = max(known.tokens, report.tokens), max(known.steps, member.step)
+    assert known.pace is not None
+    seconds = known.pace.believes(report.seconds)
+    if report.seconds > 0.0 and seconds > 0.0:  # nothing is known after a first step
+        member.step_seconds = seconds
+        state.hear_step_seconds(seconds)
     effects: list[SyncerEffect] = []
     for round in state.rounds.values():
         effects += syncer_rounds.ask_if_qualified(state, options, now, round, member)
     return effects
 
 
-def advance_step(state: SyncerState, member: Member, step: int) -> None:
-    """A learner's own step count grows; out-of-date reports change nothing."""
-    if step <= member.step:
+def advance_step(state: SyncerState, member: Member, now: float, step: int) -> None:
+    """A learner's own step count grows, as far as that can be true; old reports change nothing."""
+    pace = state.identities[member.learner].pace
+    assert pace is not None
+    steps = min(step - member.step, pace.allows(now))
+    if steps <= 0:
         return
+    pace.saw(now, steps)
     before = member.run_step
-    member.step = step
+    member.step += steps
     if before <= state.clock < member.run_step:
         state.ahead += 1
 
@@ -196,6 +228,7 @@ def remove(
         round.went(learner, stepping=stepping)
     del state.members[learner]
     state.members_stepping -= stepping
+    state.identities[learner].run_step = member.run_step
     state.find_step_seconds()  # even if it has become slower since: nobody else may be known
     effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
     effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))

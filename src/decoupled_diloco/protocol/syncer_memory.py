@@ -18,7 +18,7 @@ def remembered(state: SyncerState) -> ShardMemory:
         state.clock,
         state.tokens_retired,
         tuple(
-            KnownLearner(name, known.epoch, known.nonce, known.tokens)
+            KnownLearner(name, known.epoch, known.nonce, state.tokens_of(known))
             for name, known in state.identities.items()
         ),
         tuple(

@@ -36,7 +36,12 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import BodyArrived, BodySpoiled
 from decoupled_diloco.protocol.gate import norm_limit, remember, remember_own
-from decoupled_diloco.protocol.leaving import leaver_of, waits_for_leaver, was_asked
+from decoupled_diloco.protocol.leaving import (
+    leaver_of,
+    waits_for_leaver,
+    was_asked,
+    was_heard,
+)
 from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import (
     Asking,
@@ -365,10 +370,13 @@ def _fold(
     if round is not None and round.settled_at is None:
         round.awaited.discard(ask.learner)
     cap = options.counter_cap_periods * options.period
-    steps, tokens = float(event.steps), float(event.tokens)
+    believed = _tokens_believed(state, event)
+    steps, tokens = float(event.steps), float(believed)
     why = "delivered in time" if age == 0 else f"late by {age} versions"
+    if believed < event.tokens:
+        why = f"{why}; {believed} of its {event.tokens} tokens are believed"
     if event.steps > cap:
-        steps, tokens = float(cap), event.tokens * cap / event.steps
+        steps, tokens = float(cap), believed * cap / event.steps
         why = f"{why}; counters capped at {cap} steps"
     if gated:
         why = f"{why}; {gated}"
@@ -376,7 +384,15 @@ def _fold(
     fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount)
     member = state.members[ask.learner]
     member.heard_at[fragment] = now
+    was_heard(member, fragment)
     return [fold, *_link_free(state, options, now, member, fragment)]
+
+
+def _tokens_believed(state: SyncerState, event: BodyArrived) -> int:
+    """No more tokens than its learner has reported, nor than so many steps can have (rule 13)."""
+    known = state.identities[event.learner]
+    reported = max(1, known.tokens + known.earlier_tokens)
+    return min(reported, state.tokens_believed(event.tokens, event.steps))
 
 
 def _link_free(

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal
 
 from decoupled_diloco.protocol.events import DurableCopy
 from decoupled_diloco.protocol.gate import Sample
 from decoupled_diloco.protocol.grace import Timing
-from decoupled_diloco.protocol.membership import Identity, Member
+from decoupled_diloco.protocol.membership import TOKENS_FACTOR, Identity, Member
 from decoupled_diloco.protocol.messages import Published, Version
 from decoupled_diloco.protocol.rounds import Ask, Round
 
 Phase = Literal[
     "starting", "empty", "seeding", "restoring", "ready", "running", "sweeping", "swept", "finished"
 ]
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """What at least half of the values reach, so that half of them must lie to raise it; 0: none.
+
+    >>> lower_median([3, 1, 2**47]), lower_median([1, 2**47])
+    (3, 1)
+    """
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
 
 
 @dataclass(slots=True)
@@ -119,6 +130,7 @@ class Fill:
     """How the owned fragments get their first copies: a seed, or what the learners still hold.
 
     ``tries``: how often the seed's copy of a fragment was no good; ``failure``: why it is given up.
+    ``clocks``: where each learner says that the clock was.
     """
 
     attempt: int
@@ -133,13 +145,15 @@ class Fill:
     digests: dict[int, str] = field(default_factory=dict)
     tries: dict[int, int] = field(default_factory=dict)
     failure: str = ""
+    clocks: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class SyncerState:
     """The state of one shard.
 
-    ``cut``: the newest consistent cut of the run that it has heard of.
+    ``cut``: the newest consistent cut of the run that it has heard of. ``step_tokens``: the (lower)
+    median learner's tokens a step, found anew at every tick; 0 while unknown.
 
     ``queue``: the tick at which a fragment that waits was due. ``again``: due at the next tick.
     ``asks``: how many contributions this life has asked for. ``step_seconds``: ξ_step, that of
@@ -155,6 +169,7 @@ class SyncerState:
     previous_tick_at: float = 0.0
     ahead: int = 0
     step_seconds: float = 0.0
+    step_tokens: float = 0.0
     members: dict[str, Member] = field(default_factory=dict)
     members_stepping: int = 0
     observers: set[str] = field(default_factory=set)
@@ -182,7 +197,17 @@ class SyncerState:
     @property
     def tokens(self) -> int:
         """Tokens that were trained, as far as this shard knows."""
-        return self.tokens_retired + sum(known.tokens for known in self.identities.values())
+        return self.tokens_retired + sum(map(self.tokens_of, self.identities.values()))
+
+    def tokens_of(self, known: Identity) -> int:
+        """What is believed of the tokens that a learner has reported (rule 13)."""
+        return self.tokens_believed(known.tokens, known.steps)
+
+    def tokens_believed(self, tokens: int, steps: int) -> int:
+        """So many tokens in so many steps, or what a learner can have trained in them."""
+        if self.step_tokens == 0.0 or steps == 0:
+            return tokens
+        return min(tokens, ceil(TOKENS_FACTOR * self.step_tokens * steps))
 
     @property
     def stepping(self) -> list[Member]:
@@ -203,6 +228,11 @@ class SyncerState:
         """Finds ξ_step anew: the fastest learner may have gone, or become slower."""
         known = [m.step_seconds for m in self.members.values() if m.step_seconds > 0.0]
         self.step_seconds = min(known, default=0.0)
+
+    def find_step_tokens(self) -> None:
+        """Finds anew how many tokens a step has as a rule."""
+        there = [self.identities[learner] for learner in self.members]
+        self.step_tokens = lower_median([one.tokens / one.steps for one in there if one.steps])
 
     def check_counts(self) -> None:
         """Asserts that what is counted as it changes is what counting afresh finds."""
