@@ -471,7 +471,7 @@ class Background:
         self.restoring = True
         shared.tensors.published = [held.published for held in checkpoint.fragments]
         fragments = tuple(
-            fact.KeptFragment(index, held.version, held.steps, held.tokens)
+            fact.KeptFragment(index, held.version, held.steps, held.tokens, held.digest, held.seal)
             for index, held in enumerate(checkpoint.fragments)
         )
         why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"

@@ -30,7 +30,7 @@ from decoupled_diloco.storage.states import pack, unpack
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever an older reader could not read a file."""
 
 OPTIMIZER = "optimizer"
@@ -44,6 +44,7 @@ class HeldFragment:
     Attributes:
         version: The version that the parameters were last aligned with.
         digest: Of its published copy.
+        seal: By which its shard knows that it has published it.
         steps: Inner steps in the parameters and in no version that was held.
         tokens: Tokens of those steps.
         published: The published copy, fp32 [N].
@@ -51,6 +52,7 @@ class HeldFragment:
 
     version: Version
     digest: str
+    seal: str
     steps: int
     tokens: int
     published: Tensor
@@ -101,7 +103,8 @@ class LearnerCheckpoint:
         record = {name: getattr(self, name) for name in _NUMBERS} | {
             "format": FORMAT,
             "fragments": [
-                [str(held.version), held.digest, held.steps, held.tokens] for held in self.fragments
+                [str(held.version), held.digest, held.seal, held.steps, held.tokens]
+                for held in self.fragments
             ],
         }
         texts = {"record": json.dumps(record), "model": model_text, "state": state_text}
@@ -122,10 +125,8 @@ class LearnerCheckpoint:
             if record["format"] != FORMAT:
                 raise StorageError(f"{path} has format {record['format']}, this reads {FORMAT}")
             fragments = tuple(
-                HeldFragment(
-                    Version.read(version), digest, steps, tokens, tensors[f"published.{index}"]
-                )
-                for index, (version, digest, steps, tokens) in enumerate(record["fragments"])
+                HeldFragment(Version.read(version), *told, published=tensors[f"published.{index}"])
+                for index, (version, *told) in enumerate(record["fragments"])
             )
             numbers = {name: record[name] for name in _NUMBERS}
             model = unpack(_under("model.", tensors), texts["model"])

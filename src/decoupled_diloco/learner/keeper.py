@@ -28,6 +28,7 @@ from decoupled_diloco.learner.checkpoint import (
 from decoupled_diloco.merge import digest
 from decoupled_diloco.observe.samples import CheckpointWritten, Sample
 from decoupled_diloco.protocol.effects import Recovered
+from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.storage.sealed import seal_of
 from decoupled_diloco.storage.states import HostMemory, host_memory, on_host, pack
 
@@ -274,9 +275,9 @@ def _with_digests(checkpoint: LearnerCheckpoint) -> LearnerCheckpoint:
     return replace(checkpoint, fragments=fragments)
 
 
-def held_fragment(version: Any, steps: int, tokens: int, published: torch.Tensor) -> HeldFragment:
-    """A fragment of a checkpoint's outline, its digest left to the writer."""
-    return HeldFragment(version, "", steps, tokens, published)
+def held_fragment(kept: KeptFragment, published: torch.Tensor) -> HeldFragment:
+    """A fragment of a checkpoint's outline; a digest that is not known is left to the writer."""
+    return HeldFragment(kept.version, kept.digest, kept.seal, kept.steps, kept.tokens, published)
 
 
 def all_stateful(

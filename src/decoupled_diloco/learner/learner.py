@@ -304,7 +304,7 @@ class Learner(_Participant):
         background, shared = self._background, self._shared
         with background.lock:
             fragments = [
-                held_fragment(kept.version, kept.steps, kept.tokens, published)
+                held_fragment(kept, published)
                 for kept, published in zip(
                     kept_fragments(shared.machine.state), shared.tensors.published, strict=False
                 )

@@ -380,13 +380,16 @@ class CopyFailed:
 class KeptFragment:
     """A fragment as this learner's own checkpoint has it.
 
-    ``steps`` and ``tokens``: what is trained in its parameters beyond ``version``.
+    ``steps`` and ``tokens``: what is trained in its parameters beyond ``version``, whose ``digest``
+    and ``seal`` are those of its announcement.
     """
 
     fragment: int
     version: Version
     steps: int
     tokens: int
+    digest: str = ""
+    seal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,6 @@ from decoupled_diloco.protocol.messages import (
     Finished,
     GivenUp,
     Hello,
-    Holding,
     NoDonor,
     Outcome,
     Published,
@@ -343,7 +342,7 @@ class LearnerMachine:
         view.behind = view.restored = False
         self.state.discarded_tokens += discarded
         effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
-        effects.append(Say(self.options.owner(index), Holding(index, version), why))
+        effects.append(Say(self.options.owner(index), view.holding(index), why))
         if view.pull is not None and view.pull.base < version:
             effects += self._decline(index, view, f"behind: I hold {version}")
         return effects
@@ -550,7 +549,7 @@ class LearnerMachine:
         link = self.state.shards[shard]
         link.linked = True
         held = tuple(
-            Holding(index, view.held)
+            view.holding(index)
             for index, view in enumerate(self.state.fragments)
             if view.held is not None and self.options.owner(index) == shard
         )

@@ -11,7 +11,6 @@ from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
     CopyWanted,
-    Holding,
     Published,
     Version,
 )
@@ -28,7 +27,8 @@ def published(state: LearnerState, options: Options, message: Published) -> list
     link.news = max(0, link.news - 1) if link.news else link.news
     if view.latest is not None and view.latest.version >= message.version:
         return []
-    view.latest, view.retry_at = message, None
+    view.told(message)
+    view.retry_at = None
     return _fetch_next(options, message.fragment, view)
 
 
@@ -63,7 +63,7 @@ def _relabel(
         return [Relabel(index, version, why, staged=True)]
     # What was sent to the shard's earlier life went with it.
     view.held, view.snapshot, view.sent = version, None, None
-    holding = Say(options.owner(index), Holding(index, version), why)
+    holding = Say(options.owner(index), view.holding(index), why)
     return [Relabel(index, version, why), holding]
 
 

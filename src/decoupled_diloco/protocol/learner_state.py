@@ -62,7 +62,8 @@ class FragmentView:
     ``restored``: its parameters come from an earlier life's checkpoint. What that life sent after
     it may be in any newer version, so that only an overwrite is safe.
 
-    ``merged_step``: the newest own step that is in an accepted contribution.
+    ``merged_step``: the newest own step that is in an accepted contribution. ``seals``: digest and
+    seal of the versions that are here or on their way.
 
     ``sent``: what was made from ``held``. There is one at a time: from sending it until a newer
     copy is applied no other is, so that carrying subtracts exactly what was sent. ``late``: what
@@ -85,11 +86,24 @@ class FragmentView:
     owed_at: int | None = None
     restored: bool = False
     merged_step: int = 0
+    seals: dict[Version, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def newest(self) -> Version | None:
         """The newest version that is here, applied or staged."""
         return self.staged or self.held
+
+    def told(self, message: Published) -> None:
+        """A copy is announced; of those that are no longer here nothing is kept."""
+        here = (self.held, self.staged, self.fetching)
+        self.seals = {version: seal for version, seal in self.seals.items() if version in here}
+        self.seals[message.version] = (message.digest, message.seal)
+        self.latest = message
+
+    def holding(self, fragment: int) -> Holding:
+        """What a shard is told of the version that is held."""
+        assert self.held is not None
+        return Holding(fragment, self.held, *self.seals.get(self.held, ("", "")))
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ named by a path that the control plane gives out; who holds the path may be anot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from decoupled_diloco.protocol.lease_messages import DataRefused, DataReport, LeasesGiven
@@ -58,10 +58,15 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Learner → shard: I hold this version of the published copy."""
+    """Learner → shard: I hold this version of the published copy.
+
+    ``digest`` and ``seal`` as the shard has announced it; a shard takes notice only of what it has.
+    """
 
     fragment: int
     version: Version
+    digest: str = ""
+    seal: str = ""
 
 
 # ---- learner → shard
@@ -241,6 +246,7 @@ class Published:
     """A new published copy. Who holds ``base`` fetches the difference, everybody else the whole.
 
     An empty ``difference`` with a ``base`` means that only the version's name has changed.
+    ``seal``: by it the shard will know the version again as one of its own.
     """
 
     fragment: int
@@ -250,6 +256,7 @@ class Published:
     difference: str
     whole: str
     clock: int
+    seal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,10 +477,14 @@ class ShardHello:
 
 @dataclass(frozen=True, slots=True)
 class ShardAdmitted:
-    """Coordinator → shard: your term; ``begun``: the run is under way, restore from learners."""
+    """Coordinator → shard: your term; ``begun``: the run is under way, restore from learners.
+
+    ``key``: what shards seal published versions by; the state machines never see it.
+    """
 
     term: int
     begun: bool
+    key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

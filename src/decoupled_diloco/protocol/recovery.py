@@ -35,6 +35,7 @@ def began(state: LearnerState, now: float, event: Began) -> list[LearnerEffect]:
     for own in event.kept:
         view = state.fragments[own.fragment]
         view.held, view.restored = own.version, True
+        view.seals = {own.version: (own.digest, own.seal)}
         view.steps_before, view.tokens_before = -own.steps, -own.tokens
     return []
 
@@ -75,7 +76,13 @@ def ready_if_complete(state: LearnerState, options: Options, now: float) -> list
 def kept(state: LearnerState) -> tuple[KeptFragment, ...]:
     """What a checkpoint of this boundary has of the fragments; nothing before all are held."""
     fragments = tuple(
-        KeptFragment(index, view.held, state.steps_of(view), state.tokens_of(view))
+        KeptFragment(
+            index,
+            view.held,
+            state.steps_of(view),
+            state.tokens_of(view),
+            *view.seals.get(view.held, ("", "")),
+        )
         for index, view in enumerate(state.fragments)
         if view.held is not None
     )

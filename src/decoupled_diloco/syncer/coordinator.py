@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import time
 import uuid
 from collections import deque
@@ -118,6 +119,7 @@ class CoordinatorHost:
         self._disk = CoordinatorDisk(folder, tenure)
         self._layout: Layout | None = None
         self._run = uuid.uuid4().hex
+        self._key = secrets.token_hex(16)
         from_file = config.sync.initial_weights is not None
         self.machine = CoordinatorMachine(options_of(self._public), weights_from_file=from_file)
         self._entered: tuple[LedgerEntry, ...] = ()
@@ -364,7 +366,7 @@ class CoordinatorHost:
                 for link in self._shards.values():
                     link(say.LayoutSet(self._layout_text()))
             case do.AdmitShard(shard, term, begun):
-                self._tell(shard, say.ShardAdmitted(term, begun))
+                self._tell(shard, say.ShardAdmitted(term, begun, self._key))
                 if self._layout is not None:
                     self._tell(shard, say.LayoutSet(self._layout_text()))
             case do.Order(shard, message):
@@ -434,6 +436,7 @@ class CoordinatorHost:
             "layout": self._layout_text(),
             "settings": self._settings,
             "run": self._run,
+            "key": self._key,
         }
 
     def _state(self) -> Any:
@@ -460,6 +463,7 @@ class CoordinatorHost:
             return None
         document, state, self._layout = kept
         self._run = str(document.get("run", self._run))
+        self._key = str(document.get("key", self._key))
         self._entered = tuple(decode(each, LEDGER_ENTRIES) for each in document.get("entered", ()))
         self.machine.restore(state)
         return document["state"]

@@ -50,6 +50,7 @@ from decoupled_diloco.syncer.intake import Intake, Offers
 from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
+from decoupled_diloco.syncer.seals import Seals
 from decoupled_diloco.syncer.sessions import Sessions, first_message
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import Channel, Client, Server
@@ -131,6 +132,8 @@ class Shard:
             address=addresses[0],
             fail=self._fail,
         )
+        self._seals: Seals | None = None
+        self._sealed = asyncio.Event()
         self._layout: Layout | None = None
         self._tensors: ShardTensors | None = None
         self._disk: ShardDisk | None = None
@@ -318,7 +321,8 @@ class Shard:
             match first:
                 case say.Hello():
                     self._require_principal(channel, first.learner)
-                    await self._sessions.serve(channel, first, cut)
+                    await self._sealed.wait()  # what it holds can be told from what it makes up
+                    await self._sessions.serve(channel, self._genuine(first), cut)
                 case _ if self._host is None:
                     channel.send(encode(say.Referred(self._addresses[0])))
                     await channel.close("this shard does not host the coordinator")
@@ -344,7 +348,13 @@ class Shard:
     def _said(self, learner: str, message: say.FromLearner) -> None:
         if isinstance(message, say.Upload | say.Copy) and self._intake is not None:
             self._intake.announce(learner, message)
-        self._handle(fact.Said(learner, message))
+        assert self._seals is not None
+        if not isinstance(message, say.Holding) or self._seals.genuine([message]):
+            self._handle(fact.Said(learner, message))
+
+    def _genuine(self, hello: say.Hello) -> say.Hello:
+        assert self._seals is not None
+        return dataclasses.replace(hello, held=self._seals.genuine(hello.held))
 
     # ---- orders
 
@@ -420,8 +430,9 @@ class Shard:
                 assert self._intake is not None
                 return dataclasses.replace(message, path=self._intake.url(message.path))
             case say.Published():
+                assert self._seals is not None
                 return dataclasses.replace(
-                    message,
+                    self._seals.sealed(message),
                     difference=self._offers.url(message.difference),
                     whole=self._offers.url(message.whole),
                 )
@@ -541,6 +552,10 @@ class Shard:
     def _ordered(self, message: say.ToShard | say.ShardAdmitted) -> None:
         if self._stopping.is_set():
             return
+        if isinstance(message, say.ShardAdmitted):
+            self._seals = Seals(message.key)
+            self._sealed.set()
+            message = dataclasses.replace(message, key="")  # it goes to no tape
         if isinstance(message, say.LayoutSet):
             self._set_layout(message.layout)
             if self._admitted is not None and self._disk is not None:
