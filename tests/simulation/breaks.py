@@ -19,6 +19,7 @@ from decoupled_diloco.protocol import (
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.lease import LeaseMachine
+from decoupled_diloco.protocol.syncer_state import FragmentState
 from decoupled_diloco.simulate.claims import VirtualTenure
 from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shrink import Changes
@@ -74,17 +75,76 @@ CORE = (
     Break(
         "what was sent and may have been merged is kept and sent again",
         LearnerMachine,
-        "_apply",
-        "elif view.sent is not None:",
-        "elif False:",
+        "_mode",
+        "if sent is not None:",
+        "if sent is not None and not sent.lost:",
         Changes(options={"missed": "rebase"}),
     ),
     Break(
         "what was merged is carried over on top of the merge",
         LearnerMachine,
-        "_apply",
-        "mode, kept_since = accepted[1].alignment, accepted[1]",
-        'mode, kept_since = "rebase", accepted[1]',
+        "_mode",
+        "mode: Mode = sent.taken.alignment",
+        'mode: Mode = "rebase"',
+    ),
+    Break(
+        "what is under way is kept as well, and sent again",
+        LearnerMachine,
+        "_mode",
+        "if sent is not None:",
+        "if sent is not None and sent.version is not None:",
+        Changes(options={"missed": "rebase"}),
+    ),
+    Break(
+        "askings are told apart by their numbers alone, whatever the term",
+        LearnerMachine,
+        "_sent",
+        "view.sent.ask == ask",
+        "view.sent.ask.number == ask.number",
+        Changes(options={"missed": "rebase"}),
+    ),
+    Break(
+        "who comes back is asked again for what its earlier life has handed in",
+        FragmentState,
+        "has_since_version",
+        "return self.delivered[learner] > 0",
+        "return False",
+        Changes(mishaps={"checkpoints": 0.5, "checkpoint_lost": 0.0}),
+    ),
+    Break(
+        "who is in arrears is never asked again",
+        syncer_rounds,
+        "_link_free",
+        "return serve(state, options, now, member)",
+        "return []",
+    ),
+    Break(
+        "a pull that went with the connection is waited for",
+        syncer_rounds,
+        "forget_asks",
+        "ask.name not in known",
+        "state.members.get(learner) is None",
+    ),
+    Break(
+        "the closing sweep leaves open rounds as they are",
+        syncer_rounds,
+        "begin_sweep",
+        "if round.settled_at is None:",
+        "if False:",
+    ),
+    Break(
+        "nobody is told that a round is given up",
+        LearnerMachine,
+        "_told",
+        "self.state.fragments[fragment].owed_at = None",
+        "return []",
+    ),
+    Break(
+        "a seed that connects anew is not asked again",
+        syncer.SyncerMachine,
+        "_greeted",
+        "effects += syncer_fill.member_gone(state, hello.learner, why_void)",
+        "pass",
     ),
     Break(
         "after a restart versions are counted from 0",
@@ -117,9 +177,9 @@ CORE = (
     Break(
         "one contribution is enough, whatever the quorum",
         syncer_rounds,
-        "_settle",
-        "needed = max(1, min(options.quorum, asked))",
-        "needed = 1",
+        "_has_quorum",
+        "len(entry.delivered) >= options.quorum",
+        "len(entry.delivered) > 0",
     ),
     Break(
         "a learner whose link is broken waits for it",
@@ -139,7 +199,7 @@ CORE = (
     Break(
         "a body that is no longer waited for is still expected",
         syncer_rounds,
-        "fall_out",
+        "_fall_out",
         "[Unexpect(ask.path, reason)]",
         "[]",
     ),
@@ -156,7 +216,7 @@ CORE = (
         "a closing round that lacks somebody is not tried again",
         syncer_rounds,
         "_swept",
-        "if open_ends and entry.sweep_tries < SWEEP_TRIES_MAX:",
+        "if (failed or unfinished or entry.folded or entry.asks) and entry.sweep_tries < SWEEP_TRIES_MAX:",
         "if False:",
     ),
     Break(

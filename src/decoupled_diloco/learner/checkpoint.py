@@ -125,8 +125,8 @@ class LearnerCheckpoint:
             if record["format"] != FORMAT:
                 raise StorageError(f"{path} has format {record['format']}, this reads {FORMAT}")
             fragments = tuple(
-                HeldFragment(Version.read(version), *told, published=tensors[f"published.{index}"])
-                for index, (version, *told) in enumerate(record["fragments"])
+                _held(*told, tensors[f"published.{index}"])
+                for index, told in enumerate(record["fragments"])
             )
             numbers = {name: record[name] for name in _NUMBERS}
             model = unpack(_under("model.", tensors), texts["model"])
@@ -134,6 +134,10 @@ class LearnerCheckpoint:
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(f"{path} is no learner's checkpoint: {error!r}") from error
         return cls(**numbers, fragments=fragments, model=model, state=state)
+
+
+def _held(version: str, digest: str, seal: str, *rest: Any) -> HeldFragment:
+    return HeldFragment(Version.read(version), digest, seal, *rest)
 
 
 _NUMBERS = (

@@ -28,9 +28,10 @@ at least one learner steps.
 * **given up**: sent, the outcome was lost with the link, overwritten; the shards did not merge it
   either, as far as the tape says;
 * **crashed**: on a learner whose process ended before it was merged;
-* **left behind**: not merged when the learner left on purpose or its run was over, so that nothing
-  of it can be delivered any more;
-* **unsent**: not merged when the tape ends, on a learner that still lives.
+* **left behind**: not merged, though perhaps under way, when the learner left on purpose or its
+  run was over, so that nothing of it can be delivered any more;
+* **unsent**: not merged when the tape ends, on a learner that still lives; what was refused because
+  it came too late counts here as well.
 
 Discarded is everything but *merged* and *unsent*. A version that was merged and then lost with its
 shard, before anybody had taken it, counts as merged until a round goes on from what was restored.
@@ -54,7 +55,7 @@ from decoupled_diloco.observe.history import (
     Round,
     RunHistory,
 )
-from decoupled_diloco.observe.ledger import GivenUp, Open
+from decoupled_diloco.observe.ledger import GivenUp, Name, Open
 
 NANO = 1_000_000_000
 
@@ -64,9 +65,10 @@ Doing = Literal["stepping", "waiting", "down", "joining", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A contribution that a shard merged into ``version`` (term, counter)."""
+    """A contribution, named by its asking, that a shard merged into ``version`` (term, counter)."""
 
     fragment: int
+    ask: Name
     version: tuple[int, int]
     tokens: int
     arrived_at: float
@@ -331,7 +333,8 @@ def _folded(history: RunHistory) -> dict[str, list[Folded]]:
             if part.state == "folded":
                 seconds = part.delivered_seconds
                 arrived_at = r.finished_at if seconds is None else r.opened_at + seconds
-                folded = Folded(result.fragment, version, part.tokens, arrived_at)
+                name = (part.ask.term, part.ask.number)
+                folded = Folded(result.fragment, name, version, part.tokens, arrived_at)
                 found.setdefault(part.learner, []).append(folded)
     return found
 
@@ -392,19 +395,24 @@ def _tokens_of_life(
     """
     ledger = life.ledger
     brought, merged, given_up = dict(ledger.brought), ledger.merged, 0
+    rest = dict.fromkeys(range(fragments), 0)
     for entry in ledger.given_up:
         found = _yet_merged(entry, folded)
         old = min(entry.carried, found)
         brought[entry.fragment] = brought.get(entry.fragment, 0) + old
         merged += found
-        given_up += entry.tokens - (found - old)
-    rest = {}
+        if entry.under_way:
+            rest[entry.fragment] += entry.tokens - (found - old)
+        else:
+            given_up += entry.tokens - (found - old)
+    settled = {entry.sent.ask for entry in ledger.given_up if entry.sent is not None}
+    others = [each for each in folded if each.ask not in settled]
     for open_ in ledger.open(fragments):
-        found = _delivered(open_, folded)
+        found = _delivered(open_, others)
         old = min(open_.carried, found)
         brought[open_.fragment] = brought.get(open_.fragment, 0) + old
         merged += found
-        rest[open_.fragment] = open_.tokens - (found - old)
+        rest[open_.fragment] += open_.tokens - (found - old)
     own = TokenAccount(
         fragments,
         trained=ledger.trained * fragments,
@@ -435,10 +443,7 @@ def _fate_of_the_rest(life: Life) -> str:
 def _yet_merged(entry: GivenUp, folded: Iterable[Folded]) -> int:
     """What the shards merged of tokens that the learner gave up."""
     sent = entry.sent
-    known = sent and any(
-        (each.fragment, each.version, each.tokens) == (sent.fragment, sent.version, sent.tokens)
-        for each in folded
-    )
+    known = sent and any((each.fragment, each.ask) == (sent.fragment, sent.ask) for each in folded)
     return min(sent.tokens, entry.tokens + entry.carried) if sent and known else 0
 
 

@@ -320,11 +320,11 @@ class _Historian:
                 life.over = True
 
     def _sent(self, life: Life, record: Record) -> None:
-        """Of what was sent only this much matters, and older tapes have it too."""
+        """Of what was sent only this much matters."""
         try:
-            base = record.data["base"]
-            version = (int(base["term"]), int(base["counter"]))
-            life.ledger.sent(int(record.data["fragment"]), version, int(record.data["tokens"]))
+            ask = record.data["ask"]
+            name = (int(ask["term"]), int(ask["number"]))
+            life.ledger.sent(int(record.data["fragment"]), name, int(record.data["tokens"]))
         except (KeyError, TypeError, ValueError) as error:
             self._left_out[f"{record.who}: SendBody: {error!r}"] += 1
 
@@ -417,11 +417,11 @@ class _Historian:
 
     def _count_rounds(self, learner: LearnerHistory, shard: ShardHistory) -> None:
         for round in shard.rounds:
-            for participant in round.result.participants:
-                if participant.learner == learner.name:
-                    learner.rounds_asked += 1
-                    merged = round.result.verdict == "merged"
-                    learner.rounds_folded += merged and participant.state == "folded"
+            own = [p for p in round.result.participants if p.learner == learner.name]
+            if own:
+                learner.rounds_asked += 1
+                merged = round.result.verdict == "merged"
+                learner.rounds_folded += merged and any(p.state == "folded" for p in own)
 
     def _outages(self, member: LearnerHistory | ShardHistory) -> list[Outage]:
         outages = []

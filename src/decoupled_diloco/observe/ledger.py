@@ -14,19 +14,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MAY_BE_MERGED = "what it sent to round"
+MAY_BE_MERGED = "what it sent as"
 """How the learner's machine begins to say why it threw away what may have been merged."""
 
 TOOK_PART = "its contribution is in"
 """How it begins to say that only what came after its snapshot was thrown away."""
 
+UNDER_WAY = "its contribution is under way"
+"""How it begins to say the same of what it sent, which was too late for this copy, and follows."""
+
+Name = tuple[int, int]
+"""Of an asking: term and number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A contribution that went out; if it was merged, it is in ``version`` (term, counter)."""
+    """A contribution that went out, and which asking it answers."""
 
     fragment: int
-    version: tuple[int, int]
+    ask: Name
     tokens: int
 
 
@@ -35,12 +41,14 @@ class GivenUp:
     """``tokens`` that were thrown away although ``sent``, a part of them, may have been merged.
 
     Of what was sent, ``carried`` were an earlier life's; they are not among ``tokens``.
+    ``under_way``: all of it was sent, and the life has not heard yet what became of it.
     """
 
     tokens: int
     sent: Sent | None
     carried: int = 0
     fragment: int = 0
+    under_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,7 @@ class Ledger:
         brought: By fragment, how much of that was an earlier life's.
         in_flight: Trained between a snapshot and the merged copy that overwrote it.
         missed: Overwritten by a version that it had no part in.
-        given_up: Thrown away because the outcome of what was sent never came.
+        given_up: What was sent and is no longer in the parameters, its outcome not known then.
     """
 
     trained: int = 0
@@ -86,9 +94,9 @@ class Ledger:
         """A step was finished."""
         self.trained += tokens
 
-    def sent(self, fragment: int, base: tuple[int, int], tokens: int) -> None:
-        """A snapshot with this many tokens went out, against this version."""
-        self._sent[fragment] = Sent(fragment, (base[0], base[1] + 1), tokens)
+    def sent(self, fragment: int, ask: Name, tokens: int) -> None:
+        """A snapshot with this many tokens went out."""
+        self._sent[fragment] = Sent(fragment, ask, tokens)
 
     def restored(self, fragment: int, version: tuple[int, int], tokens: int) -> None:
         """A checkpoint was taken up, with this many tokens since this version."""
@@ -122,6 +130,11 @@ class Ledger:
             self.merged += closed - discarded + carried
             self.brought[fragment] = self.brought.get(fragment, 0) + carried
             self.in_flight += discarded
+        elif why.startswith(UNDER_WAY):
+            discarded = min(discarded, closed)
+            self.in_flight += discarded
+            late = closed - discarded
+            self.given_up.append(GivenUp(late, sent, carried, fragment, under_way=True))
         else:
             discarded = min(max(0, discarded - carried), closed)
             self.merged += closed - discarded

@@ -18,7 +18,7 @@ from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.history import LearnerHistory, Life, Round, RunHistory, ShardHistory
 from decoupled_diloco.observe.ledger import MAY_BE_MERGED, TOOK_PART, Ledger
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.messages import Asking, Version
 
 
 def assert_whole(account: RunAccount) -> None:
@@ -166,7 +166,7 @@ def life_with(ledger: Ledger, **fields: object) -> Life:
 
 
 def merged_round(fragment: int, version: tuple[int, int], tokens: int, state: str = "folded"):
-    part = Participant("a", state, 1, tokens, 0.0, 0.1, "")
+    part = Participant("a", state, 1, tokens, 0.0, 0.1, "", Asking(1, 1))
     result = RoundFinished(
         round=3,
         fragment=fragment,
