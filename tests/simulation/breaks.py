@@ -216,8 +216,8 @@ CORE = (
         "a closing round that lacks somebody is not tried again",
         syncer_rounds,
         "_swept",
-        "if (failed or unfinished or entry.folded or entry.asks) and entry.sweep_tries < SWEEP_TRIES_MAX:",
-        "if False:",
+        "and entry.sweep_tries < SWEEP_TRIES_MAX",
+        "and False",
     ),
     Break(
         "a version is on the disk five seconds after everybody has heard of it",

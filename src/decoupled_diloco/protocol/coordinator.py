@@ -227,6 +227,7 @@ class CoordinatorMachine:
         if event.difference:
             return [Deny(event.connection, event.difference, False, event.difference)]
         effects: list[CoordinatorEffect] = []
+        only = event.learner if state.fingerprint else ""
         if not state.fingerprint:
             state.fingerprint = event.fingerprint
             why = f"{event.learner} is the first learner"
@@ -236,7 +237,7 @@ class CoordinatorMachine:
             known = Enrolled(epoch, event.nonce, True)
         state.learners[event.learner] = replace(known, present=True)
         why = f"epoch {known.epoch}"
-        effects.append(Persist(why))
+        effects.append(Persist(why, only))
         self._absences.ended(event.learner)
         newer = f"a newer process is {event.learner}"
         effects += leases.take_back(state.data, event.learner, newer, before_epoch=known.epoch)

@@ -579,9 +579,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Write the snapshot durably before any later effect of this list is carried out."""
+    """Write the snapshot durably before any later effect of this list is carried out.
+
+    ``learner``: only this one's record has changed since the last that said so.
+    """
 
     why: str
+    learner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,9 +305,8 @@ class SyncerMachine:
             effects += syncer_fill.member_gone(state, hello.learner, why_void)
         if member is not None and member.epoch < hello.epoch:
             why_gone = "a newer epoch has joined"
-            effects += syncer_members.remove(
-                state, self.options, now, hello.learner, why_gone, evict=False
-            )
+            gone = {hello.learner: why_gone}
+            effects += syncer_members.remove(state, self.options, now, gone, evict=False)
             member = None
         if state.fill is not None and state.phase == "restoring":
             state.fill.clocks[hello.learner] = max(hello.clock, hello.run_step or 0)
@@ -367,8 +366,8 @@ class SyncerMachine:
                 effects = leaving.leaving(state, self.options, self.owned, member, message)
                 return effects + syncer_rounds.ask_leaver(state, self.options, now, member)
             case Leave(reason):
-                why = f"left: {reason}"
-                return syncer_members.remove(state, self.options, now, learner, why, evict=True)
+                gone = {learner: f"left: {reason}"}
+                return syncer_members.remove(state, self.options, now, gone, evict=True)
             case _:
                 raise AssertionError(message)
 

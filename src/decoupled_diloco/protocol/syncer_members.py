@@ -6,7 +6,7 @@ renews a lease, and a lease that runs out, a goodbye or a newer epoch removes.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from decoupled_diloco.protocol import syncer_fill, syncer_rounds
 from decoupled_diloco.protocol.clock import shift_after_leave
@@ -132,7 +132,8 @@ def reported(
     known = state.identities[member.learner]
     problem = report_problem(member.step, report.step, known.tokens, report.tokens)
     if problem is not None:
-        return remove(state, options, now, member.learner, f"it reported {problem}", evict=True)
+        gone = {member.learner: f"it reported {problem}"}
+        return remove(state, options, now, gone, evict=True)
     if member.reported_at is None:
         state.members_stepping += 1
         for round in state.rounds.values():
@@ -206,12 +207,13 @@ def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffec
         longer = lateness + RECONNECT_SECONDS
         for member in state.members.values():
             member.lease_until += longer
-    effects: list[SyncerEffect] = []
-    for learner, member in list(state.members.items()):
-        if now >= member.lease_until:
-            reason = "its connection broke" if not member.connected else "nothing was heard"
-            why = f"{reason} and its lease ran out"
-            effects += remove(state, options, now, learner, why, evict=True)
+    gone = {
+        learner: f"{'nothing was heard' if member.connected else 'its connection broke'} "
+        "and its lease ran out"
+        for learner, member in state.members.items()
+        if now >= member.lease_until
+    }
+    effects = remove(state, options, now, gone, evict=True)
     state.lease_check_at = min(
         (member.lease_until for member in state.members.values()), default=None
     )
@@ -219,24 +221,23 @@ def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffec
 
 
 def remove(
-    state: SyncerState, options: Options, now: float, learner: str, reason: str, *, evict: bool
+    state: SyncerState, options: Options, now: float, gone: Mapping[str, str], *, evict: bool
 ) -> list[SyncerEffect]:
-    """A learner is no longer live; the clock neither stalls nor goes back (rule 1)."""
-    member = state.members[learner]
-    stepping = member.reported_at is not None
-    for round in state.rounds.values():
-        round.went(learner, stepping=stepping)
-    del state.members[learner]
-    state.members_stepping -= stepping
-    state.identities[learner].run_step = member.run_step
+    """Learners are no longer live; the clock neither stalls nor goes back (rule 1).
+
+    Args:
+        state: The shard's.
+        options: The run's.
+        now: This instant.
+        gone: Why, by learner. What concerns all that are left is done once, not for each.
+        evict: Whether their connections are to be closed.
+    """
+    effects: list[SyncerEffect] = []
+    for learner, reason in gone.items():
+        effects += _remove(state, options, now, learner, reason, evict=evict)
+    if not gone:
+        return effects
     state.find_step_seconds()  # even if it has become slower since: nobody else may be known
-    effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
-    effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))
-    effects += syncer_rounds.forget_asks(state, options, now, learner, reason)
-    for fragment in state.fragments.values():
-        fragment.missed.discard(learner)
-        fragment.awaited.discard(learner)
-    effects += syncer_fill.member_gone(state, learner, reason)
     if state.phase in ("swept", "finished"):
         return effects  # all steps are made: the clock stands
     rest = [m.run_step for m in state.members.values()]
@@ -244,6 +245,26 @@ def remove(
     if by:
         for m in state.members.values():
             m.offset += by
-        effects.append(Broadcast(Shifted(by), f"{learner} was ahead and has gone"))
+        who = next(iter(gone)) if len(gone) == 1 else f"one of {len(gone)} learners"
+        effects.append(Broadcast(Shifted(by), f"{who} was ahead and has gone"))
     state.ahead = sum(m.run_step > state.clock for m in state.members.values())
     return effects
+
+
+def _remove(
+    state: SyncerState, options: Options, now: float, learner: str, reason: str, *, evict: bool
+) -> list[SyncerEffect]:
+    member = state.members[learner]
+    stepping = member.reported_at is not None
+    for round in state.rounds.values():
+        round.went(learner, stepping=stepping)
+    del state.members[learner]
+    state.members_stepping -= stepping
+    state.identities[learner].run_step = member.run_step
+    effects: list[SyncerEffect] = [Evict(learner, reason, reason)] if evict else []
+    effects.append(Note(f"{learner} (epoch {member.epoch}) is no longer live", reason))
+    effects += syncer_rounds.forget_asks(state, options, now, learner, reason)
+    for fragment in state.fragments.values():
+        fragment.missed.discard(learner)
+        fragment.awaited.discard(learner)
+    return effects + syncer_fill.member_gone(state, learner, reason)

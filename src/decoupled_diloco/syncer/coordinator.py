@@ -1,22 +1,24 @@
 """The coordinator's shell: joins and shards at its channels, its state on disk.
 
-It lives in the process of shard 0. What it must not forget (epochs, terms, layout, phase) is one
-small JSON file, written whole, and the data ledger, which is appended to; both are forced to disk
-before anybody hears of the change. A thread writes them, so that a slow disk delays joins and never
-a heartbeat; while the disk is full, orders wait, and the rounds of the shards go on.
+It lives in the process of shard 0. What it must not forget is forced to disk before anybody hears
+of a change: epochs, terms, layout and phase in one small JSON file, learners that have joined since
+it was written, a line each, and the data ledger, which is appended to. A thread writes them, so
+that a slow disk delays joins and never a heartbeat; while the disk is full, orders wait, and the
+rounds of the shards go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import secrets
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +58,7 @@ from decoupled_diloco.protocol.events import (
 from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.storage.data_ledger import DataLedger
-from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, newest_state
+from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_since, newest_state
 from decoupled_diloco.syncer.cut_requests import CutAnswer
 from decoupled_diloco.syncer.cuts import write_manifest
 from decoupled_diloco.syncer.relay import Relay
@@ -308,13 +310,28 @@ class CoordinatorHost:
         while self._orders and not self._writing:
             effect = self._orders.popleft()
             if isinstance(effect, do.Persist):
-                self._write_by(self._saving)
+                self._write_by(self._saving_of(effect))
             elif isinstance(effect, do.Enter):
                 # Those that follow go along: an entry may be on the disk before its time.
                 entries = [effect.entry, *self._pending_entries()]
                 self._write_by(partial(self._appending, entries))
             else:
                 self._do(effect)
+
+    def _saving_of(self, first: do.Persist) -> Callable[[], Callable[[], None]]:
+        """One write for all that wait for one: the state is as it is after the last of them."""
+        wanted = [first, *(order for order in self._orders if isinstance(order, do.Persist))]
+        self._orders = deque(o for o in self._orders if not isinstance(o, do.Persist))
+        learners = {order.learner for order in wanted}
+        return self._saving if "" in learners else partial(self._adding, sorted(learners))
+
+    def _adding(self, learners: list[str]) -> Callable[[], None]:
+        """Adds the records of these to what is on the disk; all of it, if that cannot be."""
+        if not self._disk.can_append:
+            return self._saving()
+        records = self.machine.state.learners
+        lines = [json.dumps([name, dataclasses.asdict(records[name])]) for name in learners]
+        return lambda: self._disk.append(lines)
 
     def _pending_entries(self) -> list[LedgerEntry]:
         entries = [order.entry for order in self._orders if isinstance(order, do.Enter)]
@@ -458,7 +475,7 @@ class CoordinatorHost:
 
     def _load(self) -> Any:
         """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""
-        kept = _read(self._disk.find(), self._public)
+        kept = _read(self._disk.find(), self._public, joined_since(self._folder))
         if kept is None:
             return None
         document, state, self._layout = kept
@@ -476,7 +493,7 @@ def read_state(folder: Path, public: Public) -> CoordinatorState | None:
         StorageError: It cannot be read.
         ConfigError: It is of a run with other settings; the budget may differ.
     """
-    kept = _read(newest_state(folder), public)
+    kept = _read(newest_state(folder), public, joined_since(folder))
     if kept is None:
         return None
     machine = CoordinatorMachine(options_of(public))
@@ -498,11 +515,17 @@ def document_at_cut(
     return {**part, "state": _STATE.dump_python(back, mode="json")}, back
 
 
-def _read(file: Path, public: Public) -> tuple[Any, CoordinatorState, Layout | None] | None:
+def _read(
+    file: Path, public: Public, joined: Sequence[str]
+) -> tuple[Any, CoordinatorState, Layout | None] | None:
     if not file.exists():
         return None
     try:
         document = json.loads(file.read_text())
+        for name, record in map(json.loads, joined):
+            known = document["state"]["learners"].get(name, {"epoch": 0})
+            if record["epoch"] >= known["epoch"]:
+                document["state"]["learners"][name] = record
         state = _STATE.validate_python(document["state"])
         layout = document["layout"]
         theirs = read_public(document["settings"])

@@ -1,6 +1,8 @@
 """Where the coordinator keeps its state: what it must not forget, in the run folder.
 
-One process may act: one small file, written whole. Several may: every state is a file of its own,
+One process may act: one small file, written whole, and beside it the records of learners that have
+joined since, a line each, so that a join costs the same with four learners and with four thousand.
+Several may: every state is a file of its own,
 numbered, created once. Who goes on from state n and creates n + 1 is the only one to do so; an
 earlier coordinator that still writes finds its number taken and ends, before it has told anybody
 anything. So the storage orders the coordinators' decisions, and no clock is asked.
@@ -9,15 +11,21 @@ anything. So the storage orders the coordinators' decisions, and no clock is ask
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from decoupled_diloco.errors import LeaseError
+from decoupled_diloco.errors import LeaseError, StorageError
 from decoupled_diloco.storage.claims import create_once, newest_number, numbered
+from decoupled_diloco.storage.disk import DISK
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.syncer.tenure import Tenure, Unchallenged
 
 FILE = "coordinator.json"
 """The newest state; where several may act, a copy for readers, which decides nothing."""
+
+JOINED = "coordinator.joined"
+"""Learners' records since the newest state, a line each; where one process acts."""
 
 STATES = "coordinator"
 """The folder of the numbered states."""
@@ -35,6 +43,20 @@ def newest_state(folder: Path) -> Path:
     return numbered(folder / STATES, number) if number else folder / FILE
 
 
+def joined_since(folder: Path) -> list[str]:
+    """The records of learners beside the newest state; the last may be torn, and counts not then.
+
+    Raises:
+        StorageError: They cannot be read.
+    """
+    path = folder / JOINED
+    try:
+        text = path.read_text() if path.exists() else ""
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} cannot be read: {error}") from error
+    return text.split("\n")[:-1]
+
+
 class CoordinatorDisk:
     """The state of one coordinator's life.
 
@@ -47,6 +69,7 @@ class CoordinatorDisk:
         self._states = folder / STATES
         self._tenure = tenure
         self._number = 0
+        self._whole = False
 
     def find(self) -> Path:
         """Where the state of an earlier life is, if there was one.
@@ -57,6 +80,29 @@ class CoordinatorDisk:
         if self._tenure.number:
             self._number = newest_number(self._states)
         return newest_state(self._states.parent)
+
+    @property
+    def can_append(self) -> bool:
+        """Whether records can be added to what this life has written; never to a torn line."""
+        return self._whole and not self._tenure.number
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Adds learners' records to the state on the disk.
+
+        Raises:
+            StorageError: They cannot be written; another attempt may succeed.
+        """
+        path = self._states.with_name(JOINED)
+        self._whole = False
+        try:
+            with DISK.open(path) as file:
+                file.seek(0, os.SEEK_END)
+                DISK.write(file, "".join(f"{line}\n" for line in lines).encode())
+                DISK.sync_file(file)
+            DISK.sync(path.parent)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+        self._whole = True
 
     def write(self, text: str) -> None:
         """Brings a state to the disk.
@@ -73,6 +119,9 @@ class CoordinatorDisk:
             self._number = number
             self._forget(number - STATES_KEPT)
         write_text(self._states.with_name(FILE), text)
+        with contextlib.suppress(OSError):  # older records than the state's change nothing
+            self._states.with_name(JOINED).unlink(missing_ok=True)
+        self._whole = True
         if not self._tenure.number:
             self._forget(self._newest())  # of a time when the run had standbys
 

@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+DECODED_MAX = 2
+"""Contributions that are decoded and not folded yet: one in the worker, one that the loop looks at.
+Further bodies wait as they came, in the transport's bounded pool."""
+
 DIFFERENCES_KEPT = 2
 """Published differences of a fragment that can be fetched."""
 
@@ -83,6 +87,7 @@ class Intake:
         self._handle = handle
         self._stopping = stopping
         self._keep = keep
+        self._decoded = asyncio.Semaphore(DECODED_MAX)
         self._expected: dict[str, Expected] = {}
         self._paths: dict[str, str] = {}
 
@@ -143,26 +148,27 @@ class Intake:
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
 
+        def arrived(message: say.Upload) -> None:
+            self._handle(
+                fact.BodyArrived(
+                    learner=learner,
+                    epoch=effect.epoch,
+                    fragment=fragment,
+                    ask=ask,
+                    base=message.base,
+                    steps=message.steps,
+                    tokens=message.tokens,
+                    nbytes=upload.nbytes,
+                    norm=norm,
+                )
+            )
+
         try:
-            message = await self._take(upload, announced, verify)
+            await self._take(upload, announced, verify, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
                 logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
                 self._handle(fact.BodySpoiled(learner, fragment, ask, str(error)))
-            return
-        self._handle(
-            fact.BodyArrived(
-                learner=learner,
-                epoch=effect.epoch,
-                fragment=fragment,
-                ask=ask,
-                base=message.base,
-                steps=message.steps,
-                tokens=message.tokens,
-                nbytes=upload.nbytes,
-                norm=norm,
-            )
-        )
 
     async def _copy(
         self, upload: Upload, announced: asyncio.Future[say.Copy], effect: do.ExpectCopy
@@ -175,27 +181,35 @@ class Intake:
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
 
+        def arrived(message: say.Copy) -> None:
+            self._handle(fact.CopyArrived(learner, fragment, attempt, message.digest))
+
         try:
-            message = await self._take(upload, announced, receive)
+            await self._take(upload, announced, receive, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
                 self._handle(fact.CopySpoiled(learner, fragment, attempt, str(error)))
-            return
-        self._handle(fact.CopyArrived(learner, fragment, attempt, message.digest))
 
     async def _take(
         self,
         upload: Upload,
         announced: asyncio.Future[_T],
         use: Callable[[Body, _T], None],
-    ) -> _T:
-        """Waits for body and announcement, uses both in the worker, gives the buffer back."""
+        then: Callable[[_T], None],
+    ) -> None:
+        """Waits for body and announcement, uses both in the worker, gives the buffer back.
+
+        What the machine orders when it is told ``then`` has gone through the worker before the next
+        one is decoded.
+        """
         body: Body | None = None
         try:
-            arrived = body = await upload.body
+            whole = body = await upload.body
             message = await announced
-            await self._in_worker(lambda: use(arrived, message))
-            return message
+            async with self._decoded:
+                await self._in_worker(lambda: use(whole, message))
+                then(message)
+                await self._in_worker(lambda: None)
         finally:
             upload.cancel("the wait for it is over")
             if body is not None:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
@@ -59,6 +60,9 @@ logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
+
+MEMORY_SECONDS = 1.0
+"""How old what a merge's record remembers may be: learners tell most of it again."""
 
 HEARD_SECONDS = 1.0
 """How often the shard looks at who was heard: every ping interval."""
@@ -132,6 +136,7 @@ class Shard:
             address=addresses[0],
             fail=self._fail,
         )
+        self._remembered_at, self._remembered = -math.inf, dict[str, Any]()
         self._seals: Seals | None = None
         self._sealed = asyncio.Event()
         self._layout: Layout | None = None
@@ -453,7 +458,7 @@ class Shard:
 
     async def _merge(self, tensors: ShardTensors, effect: do.Merge) -> None:
         number, fragment, disk = effect.round, effect.fragment, self._disk
-        memory = encode(remembered(self.machine.state))
+        memory = self._memory()
 
         def merge() -> PublishedCopy:
             if disk is None:
@@ -476,6 +481,13 @@ class Shard:
             return
         self._offers.offer(fragment, effect.version, published)
         self._handle(fact.Merged(number, fragment, published.digest))
+
+    def _memory(self) -> dict[str, Any]:
+        """What a merge's record remembers; with thousands of learners it is made now and then."""
+        now = time.monotonic()
+        if now >= self._remembered_at + MEMORY_SECONDS:
+            self._remembered_at, self._remembered = now, encode(remembered(self.machine.state))
+        return self._remembered
 
     def _install(self, tensors: ShardTensors, effect: do.Install) -> None:
         fragment = effect.fragment
