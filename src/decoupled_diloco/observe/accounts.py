@@ -405,8 +405,8 @@ def _tokens_of_life(
             rest[entry.fragment] += entry.tokens - (found - old)
         else:
             given_up += entry.tokens - (found - old)
-    settled = {entry.sent.ask for entry in ledger.given_up if entry.sent is not None}
-    others = [each for each in folded if each.ask not in settled]
+    settled = {(e.fragment, e.sent.ask) for e in ledger.given_up if e.sent is not None}
+    others = [each for each in folded if (each.fragment, each.ask) not in settled]
     for open_ in ledger.open(fragments):
         found = _delivered(open_, others)
         old = min(open_.carried, found)

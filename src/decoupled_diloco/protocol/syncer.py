@@ -468,4 +468,5 @@ class SyncerMachine:
         return [
             ClockAdvanced(state.clock, len(state.members), why),
             Tell(Progress(state.clock, state.tokens), why),
+            *syncer_rounds.serve_idle(state, self.options, now),
         ]

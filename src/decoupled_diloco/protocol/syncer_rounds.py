@@ -163,12 +163,11 @@ def ask_if_qualified(
         else:
             member.arrears.add(fragment)
         return []
-    if entry.has_since_version(member.learner):
-        return []
-    busy = len(member.under_way) >= options.open_rounds_max
+    busy = len(member.under_way) >= options.open_rounds_max or member.arrears or member.pressed
     hurried = round.final or member.leaving_with is not None
-    if hurried or not (busy or member.arrears or member.pressed):
-        return _ask(state, options, now, member, fragment, why)
+    if hurried or not busy:
+        here = entry.has_since_version(member.learner)
+        return [] if here else _ask(state, options, now, member, fragment, why)
     member.arrears.add(fragment)
     return serve(state, options, now, member)
 
@@ -209,6 +208,15 @@ def serve(state: SyncerState, options: Options, now: float, member: Member) -> l
     return _ask(state, options, now, member, fragment, why, tuple(coming))
 
 
+def serve_idle(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
+    """Asks those in arrears who could not be asked before: what they lacked was being merged."""
+    effects: list[SyncerEffect] = []
+    for member in state.members.values():
+        if member.arrears and not member.under_way:
+            effects += serve(state, options, now, member)
+    return effects
+
+
 def _can_be_asked(state: SyncerState, fragment: int, learner: str) -> bool:
     round, entry = state.rounds.get(fragment), state.fragments[fragment]
     merging = round is not None and round.settled_at is not None
@@ -218,7 +226,9 @@ def _can_be_asked(state: SyncerState, fragment: int, learner: str) -> bool:
 def _urgency(
     state: SyncerState, options: Options, member: Member, fragment: int
 ) -> tuple[bool, float, int]:
-    waits = fragment in state.rounds and not _has_quorum(state.fragments[fragment], options)
+    round = state.rounds.get(fragment)
+    waits = round is not None and round.delivery_over
+    waits = waits and not _has_quorum(state.fragments[fragment], options)
     return (not waits, member.heard_at.get(fragment, float("-inf")), fragment)
 
 
