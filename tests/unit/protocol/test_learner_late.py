@@ -213,21 +213,36 @@ def test_rule_4_a_pull_is_answered_before_the_next_copy_is_taken(learner_bench: 
     assert not bench.messages(Decline)
 
 
-@pytest.mark.parametrize("late", ["next", "drop"])
-def test_rule_4_what_would_be_too_late_is_not_sent(learner_bench: Any, late: str) -> None:
-    """Rule 4: late by two versions, or if late ones are dropped: it is declined as behind."""
-    bench = started(learner_bench, steps=1, late=late)
+def staged_beyond(learner_bench: Any, versions: int, **options: Any) -> Any:
+    """A pull waits while a copy is staged that is so many versions newer; then a step ends."""
+    bench = started(learner_bench, steps=1, **options)
     bench.hear(pull(tick=9))
-    version = Version(1, 2) if late == "next" else V1
-    bench.publish(version, Version(1, version.counter - 1))
-    bench.fetched(version)
+    for counter in range(versions):
+        bench.publish(Version(1, counter + 1), Version(1, counter))
+        bench.fetched(Version(1, counter + 1))
     bench.step()
-    assert bench.orders(Apply)
+    assert [order.version for order in bench.orders(Apply)] == [Version(1, versions)]
+    return bench
+
+
+def test_rule_3_who_needs_several_periods_for_a_step_is_heard_as_well(learner_bench: Any) -> None:
+    """Rule 3: every fragment must come to hear every learner; its answer is as late as that."""
+    bench = staged_beyond(learner_bench, 3, late_rounds_max=3)
+    assert [body.base for body in bench.orders(SendBody)] == [V0]
+    assert not bench.messages(Decline)
+
+
+@pytest.mark.parametrize("options", [{"late": "drop"}, {"late_rounds_max": 2}])
+def test_rule_4_what_would_be_refused_as_late_is_not_sent(
+    learner_bench: Any, options: dict[str, Any]
+) -> None:
+    """Rule 4: it is declined as behind, and costs no link."""
+    bench = staged_beyond(learner_bench, 3, **options)
     assert not bench.orders(SendBody)
-    assert [message.reason for message in bench.messages(Decline)] == [f"behind: I hold {version}"]
+    assert [message.reason for message in bench.messages(Decline)] == ["behind: I hold 1.3"]
 
 
-def test_rule_10_a_copy_of_another_term_is_not_one_version_newer(learner_bench: Any) -> None:
+def test_rule_10_a_copy_of_another_term_is_no_reason_to_answer_first(learner_bench: Any) -> None:
     """Rule 10: the shard's earlier life has asked; the present one waits for nothing."""
     bench = started(learner_bench, steps=1)
     bench.hear(pull(tick=9))
