@@ -9,7 +9,6 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe import explain_learner as explain_learner_module
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
-from decoupled_diloco.observe.chronicle_data import ShardLog
 from decoupled_diloco.observe.explain import explain_round, token_weights
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.explain_step import explain_step

@@ -158,8 +158,6 @@ def test_who_was_late_in_the_closing_round_gets_another_chance(shard_bench: Any)
     assert bench.messages(Swept)
 
 
-
-
 # ---- what is open when the run ends
 
 
@@ -388,9 +386,7 @@ def test_rule_12_who_leaves_in_the_sweep_is_not_waited_for(shard_bench: Any) -> 
 
 
 @pytest.mark.parametrize("delivered", [False, True])
-def test_rule_12_who_has_made_no_step_is_asked_as_well(
-    shard_bench: Any, delivered: bool
-) -> None:
+def test_rule_12_who_has_made_no_step_is_asked_as_well(shard_bench: Any, delivered: bool) -> None:
     bench = shard_bench("a", "b", fragments=1, period=8)
     bench.step("a")
     bench.told(Ordered(EndOrdered()))
