@@ -9,8 +9,8 @@ import pytest
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Drop, Expect, Fold, Merge, RoundFinished, Send
-from decoupled_diloco.protocol.events import Disconnected, Heard, Tick
-from decoupled_diloco.protocol.messages import Outcome, Pull
+from decoupled_diloco.protocol.events import Disconnected, Heard, Ordered, Said, Tick
+from decoupled_diloco.protocol.messages import EndOrdered, Leaving, Outcome, Pull
 
 DELIVERY_SECONDS = 2.0
 """The delivery window of one-fragment rounds: τ = 2 steps of a second."""
@@ -232,6 +232,34 @@ def test_rule_4_who_was_in_arrears_sends_one_at_a_time_until_it_has_caught_up(
     assert member.under_way == {2, 3}, "it has caught up"
 
 
+def test_rule_4_who_is_late_with_one_fragment_is_asked_for_no_second_one(
+    shard_bench: Any,
+) -> None:
+    """Rule 4: it has room for another body, and arrears: it sends one at a time."""
+    bench = shard_bench("a", "b", fragments=2, period=2, overlap=2)
+    for fragment in (1, 0, 1):
+        merge_without(bench, "a", fragment=fragment)
+    bench.decline("b", fragment=0)
+    merge_without(bench, "a", fragment=0)
+    bench.decline("b", fragment=0)
+    member = bench.machine.state.members["b"]
+    assert (member.under_way, member.arrears) == ({1}, set())
+    merge_without(bench, "a", fragment=1)
+    assert (member.under_way, member.arrears) == ({1}, {1})
+    merge_without(bench, "a", fragment=0)
+    assert (member.under_way, member.arrears) == ({1}, {0, 1})
+
+
+def test_rule_17_who_goes_is_asked_however_busy_its_link_is(shard_bench: Any) -> None:
+    """It has no time to send one body after the other at its shard's pleasure."""
+    bench = shard_bench("a", "b", fragments=4, period=4, overlap=1)
+    for fragment in (1, 2):
+        merge_without(bench, "a", fragment=fragment)
+    assert bench.machine.state.members["b"].under_way == {2}
+    bench.told(Said("b", Leaving((0,), "told to go")))
+    assert asked_of(bench, "b") == [0]
+
+
 def test_rule_4_a_free_link_is_asked_outside_of_any_round(shard_bench: Any) -> None:
     """Rule 4: at once: a slow link is always busy."""
     bench = slow(shard_bench)
@@ -372,3 +400,20 @@ def test_rule_4_a_round_is_not_given_up_while_who_is_in_arrears_may_deliver(
     assert asked_of(bench, "b") == [2]
     bench.body("b", 2)
     assert [order.fragment for order in bench.orders(Merge)] == [2]
+
+
+def test_rule_12_arrears_are_for_while_learners_train(shard_bench: Any) -> None:
+    """Rule 12: the closing rounds ask everybody for everything: an asking before has no use."""
+    bench = slow(shard_bench)
+    bench.told(Ordered(EndOrdered()))
+    pulls = bench.messages(Pull)
+    for fragment in (0, 1):
+        for learner in "ab":
+            bench.decline(learner, fragment=fragment)
+            pulls += bench.messages(Pull)
+    assert set(bench.machine.state.rounds) == {2, 3}
+    for fragment in (2, 3):
+        bench.body("b", fragment)
+        pulls += bench.messages(Pull)
+    assert len(pulls) > 4
+    assert all(pull.final for pull in pulls)

@@ -333,6 +333,7 @@ def test_rule_4_what_is_under_way_when_a_round_is_given_up_goes_on(shard_bench: 
     bench.body("a")
     bench.body("c")
     assert bench.orders(Merge)
+    assert not bench.asked(), "c has delivered what it has: its arrears are none"
 
 
 def test_rule_4_without_any_weight_the_round_is_given_up(shard_bench: Any) -> None:
@@ -374,6 +375,17 @@ def test_rule_4_after_a_failed_merge_the_fragment_pauses(shard_bench: Any) -> No
     assert not bench.orders(RoundOpened)
     tick_at(bench, 1.0)
     assert [order.tick for order in bench.orders(RoundOpened)] == [4], "the latest it was due at"
+
+
+def test_rule_2_after_a_failed_merge_the_latest_tick_is_due(shard_bench: Any) -> None:
+    """Rule 2: it was due again while its round was open; once, at the latest tick."""
+    bench = opened(shard_bench, "a")
+    for _ in range(4):
+        bench.step("a")
+    bench.body("a")
+    bench.told(MergeFailed(1, 0, "no memory"))
+    tick_at(bench, MERGE_PAUSE_SECONDS[0])
+    assert [order.tick for order in bench.orders(RoundOpened)] == [6]
 
 
 def test_rule_4_the_pause_doubles_up_to_a_minute_and_ends_with_a_merge(shard_bench: Any) -> None:
@@ -583,6 +595,16 @@ def test_rule_4_what_is_being_sent_survives_a_new_connection(shard_bench: Any) -
     assert [welcome.asks for welcome in bench.messages(Welcome)] == [(name,)]
     bench.body("a", ask=name)
     assert bench.orders(Fold)
+
+
+def test_rule_4_what_is_not_being_sent_is_over_with_the_connection(shard_bench: Any) -> None:
+    """Rule 4: its pull did not get through, whatever else the learner is sending."""
+    bench = opened(shard_bench, "a", "b")
+    path = bench.machine.state.fragments[0].asks["a"].path
+    bench.told(Disconnected("a"))
+    bench.greet("a", step=2, run_step=2, asks=(Asking(1, 77),))
+    assert [order.path for order in bench.orders(Unexpect)] == [path]
+    assert [welcome.asks for welcome in bench.messages(Welcome)] == [()]
 
 
 def test_rule_4_a_welcome_names_what_is_under_way_folded_or_merging(shard_bench: Any) -> None:
