@@ -317,6 +317,7 @@ def test_rule_7_a_contributor_applies_by_alignment(
     assert bench.machine.state.tokens_of(bench.machine.state.fragments[0]) == left
     assert bench.machine.state.discarded_tokens == discarded
     assert bench.messages(Holding) == [Holding(0, V1)]
+    assert not bench.machine.state.fragments[0].late, "it has its outcome"
 
 
 @pytest.mark.parametrize(
