@@ -177,9 +177,19 @@ def test_rule_2_with_p_equal_h_one_fragment_is_due_in_every_step() -> None:
 
 
 def test_rule_2_without_overlap_rounds_follow_one_another() -> None:
+    """Rule 4: without a delivery window nobody is waited for but K; the rest is late by one."""
     seen = run(1.0, 1.0, overlap=0, seconds=48.0)
     assert len(seen.merged) >= 47
-    assert {p.state for r in seen.merged for p in r.participants} == {"folded"}
+    assert {p.state for r in seen.merged for p in r.participants} <= {"folded", "late"}
+    assert max(p.age for r in seen.merged for p in r.participants) <= 1
+    assert all(seen.share(name) > 0.95 for name in seen.world.learners)
+
+
+def test_rule_2_without_overlap_all_as_quorum_is_waited_for() -> None:
+    """Rule 14: the synchronous baselines: everything is in time."""
+    seen = run(1.0, 1.0, overlap=0, quorum=2, seconds=48.0)
+    assert len(seen.merged) >= 47
+    assert {(p.state, p.age) for r in seen.merged for p in r.participants} == {("folded", 0)}
 
 
 # ---- rule 3: participants, and Eq. 3: grace

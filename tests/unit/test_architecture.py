@@ -51,9 +51,9 @@ DECISIONS = {
     "advanced",
     "ask_if_qualified",
     "closes_at",
+    "deliver_until",
     "kth_largest",
     "shift_after_leave",
-    "soft_deadline",
     "window_decision",
 }
 """Names of what decides quorum, grace, clock and versions."""

@@ -184,7 +184,7 @@ def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
             f"{options.overlap} ξ_step",
             "not measured yet" if step is None else _s(options.overlap * step),
             (),
-            "a round with its quorum merges then; what is late goes into the next",
+            "a round merges; what is late joins the next",
         ),
         row(
             "after a failed merge",

@@ -431,19 +431,21 @@ class Chronicle:
         """Who took part in a merged round, and why the others did not."""
         result = round.result
         assert result is not None
-        for participant in result.participants:
-            learner = self._learner(participant.learner)
-            if participant.state == "folded":
+        states: dict[str, str] = {}
+        for participant in result.participants:  # what is folded comes first, and counts
+            states.setdefault(participant.learner, participant.state)
+        for name, state in states.items():
+            learner = self._learner(name)
+            if state == "folded":
                 learner.count(TOOK_PART)
                 learner.accepted_at, learner.accepted_step = at, result.tick
                 learner.accepted[shard.name] = shard.merged
             else:
-                learner.count(LATE if participant.state == "late" else participant.state)
-        asked = {participant.learner for participant in result.participants}
-        for name in round.live.keys() - asked:
+                learner.count(LATE if state == "late" else state)
+        for name in round.live.keys() - states.keys():
             self._learner(name).count(NOT_ASKED)
         for name, learner in self.learners.items():
-            if name not in asked and name not in round.live:
+            if name not in states and name not in round.live:
                 learner.count(OUT_OF_REACH if name in round.unreachable else AWAY)
 
     # ---- the records of learners, and of the launcher

@@ -274,16 +274,9 @@ def _quorum(result: RoundFinished, options: Options | None) -> str:
     if result.quorum_seconds is None:
         return f"The quorum{k} was never reached."
     at = result.quorum_seconds
-    name = result.quorum_learner or _quorum_learner(result, at, options)
-    by = f", when {name} qualified" if name else ""
+    name = result.quorum_learner
+    by = f", when {name} qualified" if name else ", with what was asked for before it opened"
     return f"The quorum{k} was reached {after(at)}{by}."
-
-
-def _quorum_learner(result: RoundFinished, at: float, options: Options | None) -> str:
-    """Who completed the quorum, on tapes that do not say: right if nobody was asked twice."""
-    asked = [p.learner for p in result.participants if p.asked_seconds <= at + 1e-9]
-    kth = len(asked) if options is None else min(options.quorum, len(asked))
-    return asked[kth - 1] if asked else ""
 
 
 def _grace(round: RoundLog, result: RoundFinished, options: Options | None) -> str:

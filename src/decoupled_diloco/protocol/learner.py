@@ -123,7 +123,7 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("fetching", "Fetched", "staged"),
     ("fetching", "FetchFailed", "fetch the whole, later"),
     ("staged", "step boundary", "apply: held, counters as rule 7 says"),
-    ("staged, pulled", "step boundary", "one version on: send the body first, then apply"),
+    ("staged, pulled", "step boundary", "not too late: send the body first, then apply"),
     ("snapshot for the tick", "Pull of held", "send the body"),
     ("no snapshot", "Pull of held", "snapshot and send at the next boundary with a step"),
     ("held < base", "Pull", "keep it until the copy is applied"),
@@ -304,15 +304,16 @@ class LearnerMachine:
         return [RunOver("every shard has finished")]
 
     def _answers_first(self, view: FragmentView) -> bool:
-        """Whether a pull is answered although its round has merged: the answer is late by one.
+        """Whether a pull is answered although its round has merged: the answer is late.
 
         A learner whose step takes longer than the delivery window would otherwise never be heard.
         """
         pull, held, staged = view.pull, view.held, view.staged
         if pull is None or held is None or staged is None or pull.base != held or pull.final:
             return False
-        follows = (staged.term, staged.counter) == (held.term, held.counter + 1)
-        return follows and self.options.late == "next" and self.state.steps_of(view) > 0
+        age = staged.counter - held.counter
+        taken = staged.term == held.term and age <= self.options.late_rounds_max
+        return taken and self.options.late == "next" and self.state.steps_of(view) > 0
 
     def _apply_now(self, view: FragmentView) -> bool:
         if self.options.apply == "on_arrival" or self.state.ended or view.sent is None:

@@ -682,12 +682,15 @@ def _swept(state: SyncerState, round: Round, problem: str) -> list[SyncerEffect]
     if (failed or unfinished or entry.folded or entry.asks) and entry.sweep_tries < SWEEP_TRIES_MAX:
         return []
     state.closing.discard(round.fragment)
-    missing = sorted({ask.learner for ask in failed})
-    if not missing:
+    delivered = {ask.learner for ask in round.folded}
+    gone = [ask for ask in round.fallen.values() if ask.state == "gone"]
+    lost = failed + [ask for ask in gone if ask.learner not in delivered]
+    if not lost:
         return []
-    text = f"fragment {round.fragment} is without what {', '.join(missing)} trained last"
-    reason = problem or failed[0].reason
-    return [Note(text, f"closing round {entry.sweep_tries} of {SWEEP_TRIES_MAX}: {reason}")]
+    missing = ", ".join(sorted({ask.learner for ask in lost}))
+    text = f"fragment {round.fragment} is without what {missing} trained last"
+    reason = lost[0].reason or problem
+    return [Note(text, f"{reason}; closing rounds that failed: {entry.sweep_tries}")]
 
 
 # ---- what the worker says

@@ -20,9 +20,9 @@ from decoupled_diloco.observe.samples import (
     WentBack,
 )
 from decoupled_diloco.observe.tape import TapeWriter, read_tape
-from decoupled_diloco.protocol.effects import ClockAdvanced, Expect, Ready
+from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
 from decoupled_diloco.protocol.events import StepFinished, TermGranted, Tick
-from decoupled_diloco.protocol.messages import ShardAdmitted
+from decoupled_diloco.protocol.messages import ShardAdmitted, Version
 from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import write_world
 
@@ -275,7 +275,8 @@ def test_states_of_a_shard_that_dies_and_comes_back(tmp_path):
         tape.sample(5.1, RestartScheduled("shard-0", 2.0))
     with writer(tmp_path, "shard-0") as tape:
         tape.event(1.0, TermGranted(ShardAdmitted(1, False)))
-        effects = [Expect("/p", "learner-0", 1, 7, 3, 1, "due"), ClockAdvanced(4, 1, "x")]
+        opened = RoundOpened(7, 3, 4, Version(1, 0), False, 0.0, 2.0, 1.0, 0.0, 0.0, 0.0, "due", 1)
+        effects = [opened, ClockAdvanced(4, 1, "x")]
         tape.effects(1.0, 1, effects)
     view, lines = view_of(tmp_path)
     assert view.shards["shard-0"].state == "restarting"

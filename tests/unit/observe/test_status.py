@@ -75,9 +75,8 @@ def test_a_finished_run_says_so_with_the_numbers_of_its_tape(folder, records):
         assert learner.steps == len(steps)
         assert learner.tokens == sum(data["tokens"] for data in steps)
         folded = sum(
-            p["learner"] == learner.name and p["state"] == "folded"
+            any(p["learner"] == learner.name and p["state"] == "folded" for p in r["participants"])
             for r in merged
-            for p in r["participants"]
         )
         assert learner.participation == folded / len(merged)
         assert learner.state == "finished"
@@ -146,7 +145,7 @@ def test_a_running_run_tells_its_rate_and_its_end(records):
 def test_open_rounds_say_whom_they_wait_for(records):
     waiting = [
         round
-        for seconds in (14.0, 21.0, 30.0)
+        for seconds in range(3, 30)
         for shard in at(records, seconds).shards
         for round in shard.open_rounds
     ]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 
 from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine, Version
-from decoupled_diloco.protocol.effects import Expect
+from decoupled_diloco.protocol.effects import NOTHING_NEW, Expect
 from decoupled_diloco.protocol.events import (
     BodyArrived,
     BodySpoiled,
@@ -24,6 +24,7 @@ from decoupled_diloco.protocol.events import (
     Told,
 )
 from decoupled_diloco.protocol.messages import (
+    Asking,
     Begin,
     Decline,
     Hello,
@@ -31,6 +32,7 @@ from decoupled_diloco.protocol.messages import (
     SeedNamed,
     ShardAdmitted,
     StepReport,
+    Upload,
     Welcome,
 )
 
@@ -108,34 +110,31 @@ class ShardBench(Bench):
         self.steps[learner] = step = self.steps[learner] + 1
         return self.told(Said(learner, StepReport(step, 10 * step, seconds)), at)
 
-    def ask(self, learner: str, fragment: int = 0) -> int:
-        """The number of a learner's present asking; 0 if there is none."""
-        asked = self.machine.state.rounds[fragment].asks.get(learner)
-        return 0 if asked is None else asked.number
+    def ask(self, learner: str, fragment: int = 0) -> Asking:
+        """The name of what a learner is asked for at present; 0.0 if it is asked for nothing."""
+        ask = self.machine.state.fragments[fragment].asks.get(learner)
+        return Asking(0, 0) if ask is None else ask.name
 
-    def decline(self, learner: str, reason: str = "nothing new", fragment: int = 0) -> list[Any]:
-        """A learner declines its present asking."""
-        number = self.machine.state.rounds[fragment].number
-        nothing_new = reason == "nothing new"
-        message = Decline(number, fragment, self.ask(learner, fragment), nothing_new, reason)
-        return self.told(Said(learner, message))
+    def decline(
+        self, learner: str, reason: str = NOTHING_NEW, fragment: int = 0, at: float | None = None
+    ) -> list[Any]:
+        """A learner declines what it is asked for."""
+        message = Decline(fragment, self.ask(learner, fragment), reason == NOTHING_NEW, reason)
+        return self.told(Said(learner, message), at)
 
     def spoil(self, learner: str, reason: str, fragment: int = 0) -> list[Any]:
         """The body that a learner sent is wrong."""
-        number = self.machine.state.rounds[fragment].number
-        asked = self.ask(learner, fragment)
-        return self.told(BodySpoiled(learner, number, fragment, asked, reason))
+        return self.told(BodySpoiled(learner, fragment, self.ask(learner, fragment), reason))
 
     def body(self, learner: str, fragment: int = 0, **fields: Any) -> list[Any]:
-        """The body of a contribution has arrived."""
-        round = self.machine.state.rounds[fragment]
+        """The body of a contribution has arrived, made from what the learner was asked for."""
+        ask = self.machine.state.fragments[fragment].asks.get(learner)
         values = {
             "learner": learner,
             "epoch": 1,
-            "round": round.number,
             "fragment": fragment,
-            "ask": self.ask(fields.get("learner", learner), fragment),
-            "base": round.base,
+            "ask": self.ask(learner, fragment),
+            "base": Version(1, 0) if ask is None else ask.base,
             "steps": 1,
             "tokens": 10,
             "nbytes": 100,
@@ -143,6 +142,11 @@ class ShardBench(Bench):
         }
         at = values.pop("at", None)
         return self.told(BodyArrived(**values), at)
+
+    def announce(self, learner: str, fragment: int = 0, at: float | None = None) -> list[Any]:
+        """A learner begins to answer."""
+        ask = self.ask(learner, fragment)
+        return self.told(Said(learner, Upload(fragment, ask, Version(1, 0), 1, 10, "d")), at)
 
     def merged(self, fragment: int = 0) -> list[Any]:
         """The worker has merged."""

@@ -31,6 +31,7 @@ from decoupled_diloco.protocol.events import (
     UploadFailed,
 )
 from decoupled_diloco.protocol.messages import (
+    Asking,
     CopyDeclined,
     CopyWanted,
     Decline,
@@ -49,21 +50,27 @@ from decoupled_diloco.protocol.messages import (
 V0, V1, V2, V3 = (Version(1, counter) for counter in range(4))
 
 
+def name(number: int = 1) -> Asking:
+    """The name of the asking of this number."""
+    return Asking(1, 10 + number)
+
+
 def pull(
     base: Version = V0,
-    round: int = 1,
+    number: int = 1,
     tick: int = 4,
     *,
     final: bool = False,
     codec: str = "bf16",
     alignment: Any = "overwrite",
+    coming: tuple[int, ...] = (),
 ) -> Pull:
-    path = f"/up/{round}"
-    return Pull(round, 0, 10 + round, base, tick, codec, alignment, path, 60.0, final)
+    path = f"/up/{number}"
+    return Pull(0, name(number), base, tick, codec, alignment, path, final, coming)
 
 
-def outcome(verdict: Any, round: int = 1, version: Version | None = None) -> Outcome:
-    return Outcome(round, 0, verdict, "because", version)
+def outcome(verdict: Any, number: int = 1, version: Version | None = None) -> Outcome:
+    return Outcome(0, name(number), verdict, "because", version)
 
 
 def started(learner_bench: Any, steps: int = 4, **options: Any) -> Any:
@@ -275,7 +282,7 @@ def test_rule_4_a_pull_that_overtakes_the_broadcast_waits_for_it(learner_bench: 
 def test_a_pull_for_an_older_base_is_declined(learner_bench: Any) -> None:
     bench = contributed(learner_bench)
     bench.step()
-    bench.hear(pull(base=V0, round=2))
+    bench.hear(pull(base=V0, number=2))
     (declined,) = bench.messages(Decline)
     assert "behind" in declined.reason
 
@@ -310,6 +317,7 @@ def test_rule_7_a_contributor_applies_by_alignment(
     assert bench.machine.state.tokens_of(bench.machine.state.fragments[0]) == left
     assert bench.machine.state.discarded_tokens == discarded
     assert bench.messages(Holding) == [Holding(0, V1)]
+    assert not bench.machine.state.fragments[0].late, "it has its outcome"
 
 
 @pytest.mark.parametrize(
@@ -351,40 +359,22 @@ def test_a_contribution_to_an_earlier_version_is_not_kept_as_well(
     assert [order.mode for order in bench.orders(Apply)] == [mode]
 
 
-@pytest.mark.parametrize(
-    ("missed", "mode", "discarded"), [("overwrite", "overwrite", 50), ("rebase", "carry", 40)]
-)
-def test_a_contribution_of_unknown_outcome_is_given_up(
-    learner_bench: Any, missed: str, mode: str, discarded: int
-) -> None:
-    """The outcome was lost with the link: it may be in the next version, or not."""
-    bench = started(learner_bench, missed=missed)
-    bench.hear(pull())
-    bench.told(Unlinked(0))
-    bench.told(Linked(0))
-    bench.publish(V1, V0)
-    bench.fetched(V1)
-    bench.step()
-    (applied,) = bench.orders(Apply)
-    assert (applied.mode, applied.discarded_tokens) == (mode, discarded)
-
-
 def test_a_pull_of_the_held_version_ends_the_doubt(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.hear(pull())
     bench.told(Unlinked(0))
     bench.told(Linked(0))
     bench.hear(Welcome(0, 1, 4, 4, 4))
-    bench.hear(pull(round=2))
+    bench.hear(pull(number=2))
     (body,) = bench.orders(SendBody)
-    assert (body.round, body.steps) == (2, 4)
+    assert (body.ask, body.steps) == (name(2), 4)
 
 
 def test_an_upload_that_failed_may_have_arrived(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.hear(pull())
-    bench.told(UploadFailed(1, 0, 11, "reset"))
-    assert [(message.round, message.ask) for message in bench.messages(Decline)] == [(1, 11)]
+    bench.told(UploadFailed(0, name(), "reset"))
+    assert [message.ask for message in bench.messages(Decline)] == [name()]
     bench.hear(outcome("accepted", version=V1))
     bench.publish(V1, V0)
     bench.fetched(V1)

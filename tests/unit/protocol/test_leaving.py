@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.effects import RoundOpened, Say
-from decoupled_diloco.protocol.events import Paused, Said, Told, ToldToGo
+from decoupled_diloco.protocol.effects import Merge, RoundOpened, Say
+from decoupled_diloco.protocol.events import Heard, Paused, Said, Tick, Told, ToldToGo
 from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.messages import (
+    Asking,
     Dismissed,
     Leaving,
     Outcome,
@@ -45,7 +46,21 @@ def test_an_open_round_asks_who_goes_at_once(shard_bench: Any) -> None:
     assert bench.machine.state.rounds[0].number > number
     bench.told(Said("a", Leaving((0,), "told to go")))
     assert not bench.orders(RoundOpened)
-    assert bench.machine.state.rounds[0].asks.keys() == {"a", "b"}
+    assert bench.machine.state.fragments[0].asks.keys() == {"a", "b"}, "as everybody was"
+
+
+def test_a_round_waits_for_who_goes_longer_than_its_delivery_window(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b", fragments=1, period=1)
+    bench.step("b")
+    bench.told(Said("a", Leaving((0,), "told to go")))
+    assert bench.asked() == ["a"], "into the round that is open, without a step since"
+    bench.body("b")
+    bench.told(Heard(("a", "b")), bench.machine.deadline())
+    bench.told(Tick())
+    assert bench.machine.state.rounds[0].delivery_over
+    assert not bench.orders(Merge)
+    bench.body("a")
+    assert bench.orders(Merge)
 
 
 def test_where_no_quorum_is_left_who_goes_is_dismissed(shard_bench: Any) -> None:
@@ -85,9 +100,9 @@ def test_what_is_accepted_is_handed_in(learner_bench: Any) -> None:
     bench.step()
     bench.told(ToldToGo("told to go"))
     held = state.fragments[0].held
-    bench.told(Told(0, Pull(1, 0, 1, held, 1, "bf16", "overwrite", "/up", 60.0, False)))
+    bench.told(Told(0, Pull(0, Asking(1, 1), held, 1, "bf16", "overwrite", "/up", False)))
     bench.told(Paused())
     assert state.fragments[0].sent is not None
     assert not handed_in(state, options)
-    bench.told(Told(0, Outcome(1, 0, "accepted", "", Version(1, 1))))
+    bench.told(Told(0, Outcome(0, Asking(1, 1), "accepted", "", Version(1, 1))))
     assert handed_in(state, options)

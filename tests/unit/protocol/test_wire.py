@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.protocol import effects, events, messages
-from decoupled_diloco.protocol.messages import Hello, Holding, Pull, StepReport, Version
+from decoupled_diloco.protocol.messages import Asking, Hello, Holding, Pull, StepReport, Version
 from decoupled_diloco.protocol.wire import (
     INTEGER_MAX,
     ITEMS_MAX,
@@ -75,7 +75,7 @@ def test_every_class_survives_a_round_trip(cls: type) -> None:
 
 
 GOOD = encode(StepReport(3, 96, 0.5))
-PULL = encode(Pull(1, 0, 5, Version(1, 2), 4, "bf16", "carry", "/up", 2.0, False))
+PULL = encode(Pull(0, Asking(1, 5), Version(1, 2), 4, "bf16", "carry", "/up", False, (3, 7)))
 HELLO = encode(Hello("a", 1, "n", "learner", 0, 0, None, (Holding(0, Version(1, 0)),)))
 
 
@@ -101,6 +101,8 @@ HELLO = encode(Hello("a", 1, "n", "learner", 0, 0, None, (Holding(0, Version(1, 
         ({**PULL, "final": 1}, "Pull.final is int, not true or false"),
         ({**PULL, "base": None}, "Pull.base is NoneType, not an object"),
         ({**PULL, "base": {"type": "Version", "term": 1}}, "missing ['counter']"),
+        ({**PULL, "ask": 5}, "Pull.ask is int, not an object"),
+        ({**PULL, "coming": [True]}, "Pull.coming[0] is bool, not an integer"),
         ({**PULL, "path": "x" * (TEXT_CHARACTERS_MAX + 1)}, "Pull.path is not a text"),
         ({**HELLO, "role": "boss"}, "Hello.role is 'boss', expected one of"),
         ({**HELLO, "held": {}}, "Hello.held is not a list"),

@@ -15,6 +15,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import Version
+from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.syncer.durable import JOURNAL_CHECKPOINTS_MAX, Durable, ShardDisk
 from decoupled_diloco.syncer.fragments import ShardTensors
 
@@ -60,10 +61,11 @@ class Life:
         self.rounds += 1
         rng = torch.Generator().manual_seed(self.rounds)
         body = self.tensors.plan.uplink.encode(torch.randn(self.numel(fragment), generator=rng))
-        self.tensors.verify(fragment, self.rounds, "a", body, digest(body))
-        self.tensors.fold(fragment, self.rounds, "a", 1, 1)
+        ask = Asking(1, self.rounds)
+        self.tensors.verify(fragment, ask, body, digest(body))
+        self.tensors.fold(fragment, ask, 1, 1)
         version = Version(1, self.versions[fragment].counter + 1)
-        self.disk.merge(fragment, self.rounds, version)
+        self.disk.merge(fragment, version)
         self.versions[fragment] = version
 
     def values(self) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge import codec, digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan, values_of
+from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.syncer.fragments import ShardTensors
 
 N = 12
@@ -36,50 +37,53 @@ def shard(**settings: object) -> ShardTensors:
     return tensors
 
 
-def deliver(tensors: ShardTensors, learner: str, d: Tensor, number: int = 1) -> None:
+FIRST, SECOND = Asking(1, 1), Asking(1, 2)
+
+
+def deliver(tensors: ShardTensors, ask: Asking, d: Tensor) -> None:
     body = tensors.plan.uplink.encode(d)
-    tensors.verify(0, number, learner, body, digest(body))
+    tensors.verify(0, ask, body, digest(body))
 
 
 def test_one_learner_and_an_outer_rate_of_one_is_the_identity() -> None:
     tensors = shard()
     d = torch.linspace(-1, 1, N)
-    deliver(tensors, "a", d)
-    tensors.fold(0, 1, "a", 4, 400)
-    published = tensors.merge(0, 1)
+    deliver(tensors, FIRST, d)
+    tensors.fold(0, FIRST, 4, 400)
+    published = tensors.merge(0)
     torch.testing.assert_close(published.whole, d)
     assert published.digest == digest(published.whole)
 
 
 def test_weights_are_quantity_times_quality() -> None:
     tensors = shard(method="mean")
-    deliver(tensors, "a", torch.full((N,), 1.0))
-    deliver(tensors, "b", torch.full((N,), 2.0))
-    tensors.fold(0, 1, "a", 2, 20)  # 20 · 10
-    tensors.fold(0, 1, "b", 1, 20)  # 20 · 20
+    deliver(tensors, FIRST, torch.full((N,), 1.0))
+    deliver(tensors, SECOND, torch.full((N,), 2.0))
+    tensors.fold(0, FIRST, 2, 20)  # 20 · 10
+    tensors.fold(0, SECOND, 1, 20)  # 20 · 20
     expected = (200 * 1.0 + 400 * 2.0) / 600
-    torch.testing.assert_close(tensors.merge(0, 1).whole, torch.full((N,), expected))
+    torch.testing.assert_close(tensors.merge(0).whole, torch.full((N,), expected))
 
 
 def test_uniform_weighting_ignores_the_counters() -> None:
     tensors = shard(method="mean", weighting="uniform")
-    deliver(tensors, "a", torch.full((N,), 1.0))
-    deliver(tensors, "b", torch.full((N,), 2.0))
-    tensors.fold(0, 1, "a", 2, 20)
-    tensors.fold(0, 1, "b", 1, 20)
-    torch.testing.assert_close(tensors.merge(0, 1).whole, torch.full((N,), 1.5))
+    deliver(tensors, FIRST, torch.full((N,), 1.0))
+    deliver(tensors, SECOND, torch.full((N,), 2.0))
+    tensors.fold(0, FIRST, 2, 20)
+    tensors.fold(0, SECOND, 1, 20)
+    torch.testing.assert_close(tensors.merge(0).whole, torch.full((N,), 1.5))
 
 
 def test_what_bf16_rounds_away_goes_out_the_next_time() -> None:
     tensors = shard(downlink="bf16")
     d = torch.full((N,), 1.0 + 2.0**-10)
-    deliver(tensors, "a", d)
-    tensors.fold(0, 1, "a", 1, 1)
-    first = tensors.merge(0, 1)
+    deliver(tensors, FIRST, d)
+    tensors.fold(0, FIRST, 1, 1)
+    first = tensors.merge(0)
     assert torch.equal(first.whole, torch.ones(N)), "bf16 has 8 bits"
-    deliver(tensors, "a", torch.full((N,), 2.0**-10), number=2)
-    tensors.fold(0, 2, "a", 1, 1)
-    assert torch.equal(tensors.merge(0, 2).whole, torch.full((N,), 1.0 + 2.0**-9))
+    deliver(tensors, SECOND, torch.full((N,), 2.0**-10))
+    tensors.fold(0, SECOND, 1, 1)
+    assert torch.equal(tensors.merge(0).whole, torch.full((N,), 1.0 + 2.0**-9))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -88,45 +92,77 @@ def test_a_contribution_that_is_not_finite_is_refused(bad: float) -> None:
     d = torch.zeros(N)
     d[5] = bad
     with pytest.raises(MergeError, match="not finite"):
-        deliver(tensors, "a", d)
+        deliver(tensors, FIRST, d)
 
 
 def test_another_digest_or_size_is_refused() -> None:
     tensors = shard()
     body = codec("fp32").encode(torch.zeros(N))
     with pytest.raises(ProtocolError, match=r"digest is .*, 00 was announced"):
-        tensors.verify(0, 1, "a", body, "00")
+        tensors.verify(0, FIRST, body, "00")
     with pytest.raises((ProtocolError, MergeError)):
-        tensors.verify(0, 1, "a", body[:-4], digest(body[:-4]))
+        tensors.verify(0, FIRST, body[:-4], digest(body[:-4]))
 
 
 def test_a_diverged_outer_step_leaves_the_fragment_as_it_was() -> None:
     tensors = shard(downlink="bf16", outer=make_outer("nesterov", 3e38, 0.5))
-    deliver(tensors, "a", torch.full((N,), 1e30))
-    tensors.fold(0, 1, "a", 1, 1)
+    deliver(tensors, FIRST, torch.full((N,), 1e30))
+    tensors.fold(0, FIRST, 1, 1)
     with pytest.raises(MergeError, match="lower the outer lr"):
-        tensors.merge(0, 1)
+        tensors.merge(0)
     assert not tensors.whole(0).any()
     assert not tensors.fragments[0].master.any()
     assert not any(value.any() for value in tensors.fragments[0].outer.state_dict().values())
 
 
-def test_an_abandoned_round_leaves_nothing_behind() -> None:
+def test_what_is_folded_is_forgotten_on_request_and_what_has_arrived_is_not() -> None:
+    """A merge that the disk did not take: what came meanwhile goes into the next one."""
+    tensors = shard(method="mean")
+    deliver(tensors, FIRST, torch.full((N,), 1.0))
+    deliver(tensors, SECOND, torch.full((N,), 2.0))
+    tensors.fold(0, FIRST, 1, 1)
+    tensors.forget_folded(0)
+    tensors.forget_folded(0)
+    tensors.fold(0, SECOND, 1, 1)
+    torch.testing.assert_close(tensors.merge(0).whole, torch.full((N,), 2.0))
+
+
+def test_what_is_dropped_leaves_nothing_behind() -> None:
     tensors = shard()
-    deliver(tensors, "a", torch.ones(N))
-    deliver(tensors, "b", torch.ones(N))
-    tensors.fold(0, 1, "a", 1, 1)
-    tensors.abandon(1)
+    deliver(tensors, FIRST, torch.ones(N))
+    tensors.drop(FIRST)
+    tensors.drop(FIRST)
     assert not tensors._arrived
-    assert not tensors._accumulators
+    with pytest.raises(KeyError):
+        tensors.fold(0, FIRST, 1, 1)
+
+
+def test_two_contributions_of_one_learner_are_two() -> None:
+    """A late one and the next: each is folded with its own counters."""
+    tensors = shard(method="mean")
+    deliver(tensors, FIRST, torch.full((N,), 1.0))
+    deliver(tensors, SECOND, torch.full((N,), 4.0))
+    tensors.fold(0, SECOND, 2, 20)  # 20 · 10
+    tensors.fold(0, FIRST, 1, 10)  # 10 · 10
+    torch.testing.assert_close(tensors.merge(0).whole, torch.full((N,), 3.0))
+
+
+def test_a_discount_counts_once_in_the_weight() -> None:
+    tensors = shard(method="mean")
+    deliver(tensors, FIRST, torch.full((N,), 1.0))
+    deliver(tensors, SECOND, torch.full((N,), 4.0))
+    tensors.fold(0, FIRST, 1, 10)
+    tensors.fold(0, SECOND, 1, 10, discount=0.5)
+    expected = (1.0 + 0.5 * 4.0) / 1.5
+    torch.testing.assert_close(tensors.merge(0).whole, torch.full((N,), expected))
 
 
 def test_what_is_published_is_never_written_to_again() -> None:
     tensors = shard()
     before = tensors.whole(0)
-    deliver(tensors, "a", torch.ones(N))
-    tensors.fold(0, 1, "a", 1, 1)
-    tensors.merge(0, 1)
+    deliver(tensors, FIRST, torch.ones(N))
+    tensors.fold(0, FIRST, 1, 1)
+    tensors.merge(0)
     assert not before.any()
 
 

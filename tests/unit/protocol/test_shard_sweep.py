@@ -1,0 +1,401 @@
+"""The closing sweep of a shard: nothing that was trained is missing from the result (rule 12)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.protocol.effects import Expect, Merge, Note, RoundFinished, RoundOpened, Send
+from decoupled_diloco.protocol.events import (
+    Disconnected,
+    Heard,
+    MergeFailed,
+    Ordered,
+    Said,
+    Tick,
+)
+from decoupled_diloco.protocol.membership import RECONNECT_SECONDS
+from decoupled_diloco.protocol.messages import (
+    Ending,
+    EndOrdered,
+    Leave,
+    Outcome,
+    Pull,
+    StepReport,
+    Swept,
+)
+from decoupled_diloco.protocol.syncer_rounds import CLOSING_SECONDS, SWEEP_TRIES_MAX
+
+
+def test_rule_12_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None:
+    """Rule 12: every fragment has one last round."""
+    bench = shard_bench("a", "b", fragments=1, period=8)
+    bench.step("a")
+    bench.told(Ordered(EndOrdered()))
+    assert bench.messages(Ending)
+    assert sorted(bench.asked()) == ["a", "b"]
+    assert all(pull.final for pull in bench.messages(Pull))
+    bench.body("a")
+    bench.decline("b", "nothing new")
+    assert bench.orders(Merge)
+    bench.merged()
+    assert bench.messages(Swept)
+
+
+def test_the_closing_sweep_is_over_when_nobody_has_anything_new(shard_bench: Any) -> None:
+    bench = shard_bench("a", fragments=1, period=8)
+    bench.told(Ordered(EndOrdered()))
+    bench.decline("a", "nothing new")
+    assert bench.messages(Swept)
+
+
+def test_a_round_from_before_is_not_the_closing_one(shard_bench: Any) -> None:
+    bench = shard_bench("a", fragments=1, period=1)
+    bench.step("a")
+    bench.told(Ordered(EndOrdered()))
+    bench.body("a")
+    bench.merged()
+    assert not bench.messages(Swept)
+    assert [pull.final for pull in bench.messages(Pull)] == [True]
+
+
+def test_the_closing_sweep_waits_for_who_is_away_within_its_lease(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b", fragments=1, period=8)
+    bench.told(Disconnected("b"))
+    bench.told(Ordered(EndOrdered()))
+    assert bench.asked() == ["a"]
+    bench.body("a")
+    assert not bench.orders(Merge)
+    bench.told(Tick(), RECONNECT_SECONDS)
+    assert bench.orders(Merge), "b is gone"
+
+
+def sweeping(shard_bench: Any, *learners: str, **options: Any) -> Any:
+    """A closing round that has asked everybody; all have made a step."""
+    bench = shard_bench(*learners, **{"fragments": 1, "period": 8, **options})
+    for learner in learners:
+        bench.step(learner)
+    bench.told(Ordered(EndOrdered()))
+    assert sorted(bench.asked()) == sorted(learners)
+    return bench
+
+
+def reconnect(bench: Any, learner: str) -> None:
+    """Half a second without a connection."""
+    bench.told(Disconnected(learner))
+    bench.now += 0.5
+    bench.greet(learner, step=1, run_step=1)
+
+
+def test_rule_12_the_sweep_asks_who_reconnects_again(shard_bench: Any) -> None:
+    """Rule 12: nothing trained is missing from the result, though a link breaks in the sweep."""
+    bench = sweeping(shard_bench, "a", "b")
+    reconnect(bench, "b")
+    assert bench.asked() == ["b"]
+    bench.body("a")
+    assert not bench.orders(Merge)
+    bench.body("b")
+    assert bench.orders(Merge)
+    bench.merged()
+    assert bench.messages(Swept)
+    assert not bench.orders(Note)
+
+
+def test_rule_12_the_sweep_asks_a_lone_learner_again(shard_bench: Any) -> None:
+    """Rule 12: who is gone for a moment has not said that there is nothing new."""
+    bench = sweeping(shard_bench, "a")
+    reconnect(bench, "a")
+    assert not bench.orders(RoundFinished)
+    assert bench.asked() == ["a"]
+
+
+def test_rule_12_an_upload_that_failed_is_asked_for_again(shard_bench: Any) -> None:
+    """Rule 12: only who has nothing new may decline its last contribution."""
+    bench = sweeping(shard_bench, "a")
+    bench.decline("a", "upload failed: reset")
+    assert not bench.messages(Swept)
+    assert bench.asked() == ["a"]
+
+
+def test_rule_12_who_comes_back_while_the_sweep_merges_is_asked_as_well(
+    shard_bench: Any,
+) -> None:
+    """Rule 12: its lease had run out, but it is here before the fragment is swept."""
+    bench = sweeping(shard_bench, "a", "b")
+    bench.told(Heard(("a",)), 1.0)
+    bench.told(Disconnected("b"))
+    bench.body("a")
+    bench.told(Tick(), 1.0 + RECONNECT_SECONDS)
+    assert bench.orders(Merge)
+    bench.greet("b", step=1, run_step=1)
+    bench.merged()
+    assert sorted(bench.asked()) == ["a", "b"]
+
+
+def test_rule_12_what_is_lost_in_the_sweep_is_noted(shard_bench: Any) -> None:
+    """Rule 12: the result says what is missing from it."""
+    bench = sweeping(shard_bench, "a")
+    bench.told(Disconnected("a"))
+    bench.told(Tick(), bench.machine.deadline())
+    assert bench.messages(Swept)
+    (note,) = (note for note in bench.orders(Note) if "without" in note.text)
+    assert note.text == "fragment 0 is without what a trained last"
+    assert note.why.startswith("its connection broke and its lease ran out")
+
+
+def test_who_was_late_in_the_closing_round_gets_another_chance(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b", fragments=1, period=8)
+    bench.told(Ordered(EndOrdered()))
+    bench.spoil("b", "truncated")
+    bench.body("a")
+    bench.merged()
+    assert not bench.messages(Swept)
+    assert sorted(bench.asked()) == ["a", "b"]
+    bench.decline("a", "nothing new")
+    bench.body("b")
+    bench.merged()
+    assert bench.messages(Swept)
+
+
+# ---- what is open when the run ends
+
+
+def wait(bench: Any, seconds: float) -> None:
+    """Time passes, tick by tick; everybody is heard."""
+    until = bench.now + seconds
+    while bench.now < until:
+        bench.told(Heard(tuple(bench.machine.state.members)), min(until, bench.now + 1.0))
+        bench.told(Tick())
+
+
+def gathering(shard_bench: Any) -> Any:
+    """a has delivered, b is under way; both were asked in a round that needs both."""
+    bench = shard_bench("a", "b", fragments=1, period=2, quorum=2)
+    for learner in "abab":
+        bench.step(learner)
+    bench.body("a")
+    assert not bench.orders(Merge)
+    return bench
+
+
+def test_rule_12_a_round_that_gathers_is_given_up_and_what_it_has_is_merged(
+    shard_bench: Any,
+) -> None:
+    """Rule 12: open rounds are given up; then each fragment has its closing rounds."""
+    bench = gathering(shard_bench)
+    bench.told(Ordered(EndOrdered()))
+    (finished,) = bench.orders(RoundFinished)
+    assert (finished.verdict, finished.reason) == ("abandoned", "the run ends")
+    kept = [o.learner for o in bench.orders(Send) if isinstance(o.message, Outcome)]
+    assert kept == ["a", "b"]
+    (record,) = bench.orders(RoundOpened)
+    assert record.closing
+    assert bench.asked() == [], "both are asked already"
+    bench.body("b")
+    assert bench.orders(Merge)
+
+
+def test_rule_12_what_was_asked_for_before_the_end_is_not_all(shard_bench: Any) -> None:
+    """Rule 12: steps were made since its snapshot: another closing round asks everybody."""
+    bench = gathering(shard_bench)
+    bench.told(Ordered(EndOrdered()))
+    bench.body("b")
+    bench.merged()
+    assert not bench.messages(Swept)
+    assert sorted(bench.asked()) == ["a", "b"]
+    assert all(pull.final for pull in bench.messages(Pull))
+    bench.body("a")
+    bench.decline("b")
+    bench.merged()
+    assert bench.messages(Swept)
+
+
+def test_rule_12_a_late_body_that_is_under_way_is_waited_for(shard_bench: Any) -> None:
+    """Rule 12: however late it is; then its learner is asked for its rest."""
+    bench = shard_bench("a", "b", fragments=1, period=2)
+    for learner in "abab":
+        bench.step(learner)
+    bench.body("a")
+    wait(bench, 2.0)
+    bench.merged()
+    late = bench.ask("b")
+    bench.announce("b")
+    bench.told(Ordered(EndOrdered()))
+    assert bench.asked() == ["a"]
+    bench.body("a")
+    wait(bench, 10 * CLOSING_SECONDS)
+    assert not bench.orders(Merge), "bytes move: only its lease or its connection ends it"
+    bench.body("b", ask=late)
+    assert bench.orders(Merge)
+    bench.merged()
+    assert not bench.messages(Swept)
+    assert sorted(bench.asked()) == ["a", "b"]
+    bench.decline("a")
+    bench.body("b")
+    bench.merged()
+    assert bench.messages(Swept)
+    assert not bench.orders(Note)
+
+
+def test_rule_12_a_pull_that_was_not_answered_before_the_end_is_waited_for(
+    shard_bench: Any,
+) -> None:
+    """Rule 12: and if its learner has nothing for it, it is asked anew, as everybody is."""
+    bench = shard_bench("a", "b", fragments=1, period=2)
+    for learner in "abab":
+        bench.step(learner)
+    bench.body("a")
+    wait(bench, 2.0)
+    bench.merged()
+    bench.told(Ordered(EndOrdered()))
+    bench.body("a")
+    assert not bench.orders(Merge)
+    bench.decline("b", "behind: I hold 1.1")
+    assert bench.orders(Merge)
+    bench.merged()
+    assert sorted(bench.asked()) == ["a", "b"]
+    bench.decline("a")
+    bench.decline("b")
+    assert bench.messages(Swept)
+    assert not bench.orders(Note)
+
+
+def test_rule_12_the_sweep_asks_for_every_fragment_whatever_is_under_way(
+    shard_bench: Any,
+) -> None:
+    """Rule 12: arrears and busy links are for while learners train."""
+    bench = shard_bench("a", "b", fragments=4, period=4, overlap=1)
+    for _ in range(2):
+        for learner in "ab":
+            bench.step(learner)
+    assert bench.machine.state.members["a"].under_way == {1}
+    bench.told(Ordered(EndOrdered()))
+    asked = bench.orders(Expect)
+    while bench.machine.state.rounds:
+        (fragment,) = bench.machine.state.rounds
+        for learner in "ab":
+            bench.decline(learner, fragment=fragment)
+            asked += bench.orders(Expect)
+    assert {(order.learner, order.fragment) for order in asked} >= {
+        (learner, fragment) for learner in "ab" for fragment in (0, 2, 3)
+    }
+    assert bench.messages(Swept)
+
+
+def test_rule_12_a_merge_that_is_under_way_is_no_closing_round(shard_bench: Any) -> None:
+    """Rule 12: it is not given up; the closing round comes after it."""
+    bench = shard_bench("a", fragments=1, period=1)
+    bench.step("a")
+    bench.body("a")
+    assert bench.orders(Merge)
+    bench.told(Ordered(EndOrdered()))
+    assert not bench.orders(RoundFinished)
+    bench.merged()
+    assert not bench.messages(Swept)
+    assert [pull.final for pull in bench.messages(Pull)] == [True]
+
+
+# ---- who does not answer
+
+
+def test_rule_12_a_learner_whose_loop_stands_still_ends_the_sweep_after_three_tries(
+    shard_bench: Any,
+) -> None:
+    """Rule 4: nobody waits for it for ever; rule 12: the result says what is missing."""
+    bench = sweeping(shard_bench, "a", "b")
+    for number in range(1, SWEEP_TRIES_MAX + 1):
+        bench.decline("a") if number > 1 else bench.body("a")
+        wait(bench, CLOSING_SECONDS - 1.0)
+        assert not bench.messages(Swept)
+        assert "b" in bench.machine.state.fragments[0].asks
+        assert bench.machine.deadline() <= number * CLOSING_SECONDS
+        bench.told(Heard(("a", "b")), number * CLOSING_SECONDS)
+        bench.told(Tick())
+        if number == 1:
+            assert bench.orders(Merge)
+            bench.merged()
+    assert bench.messages(Swept)
+    (note,) = bench.orders(Note)
+    assert note.text == "fragment 0 is without what b trained last"
+    assert note.why == "no answer within 60 s: its loop stands still; closing rounds that failed: 3"
+
+
+def test_rule_12_who_has_begun_to_answer_has_all_the_time_it_needs(shard_bench: Any) -> None:
+    """Rule 4: no upload has a deadline."""
+    bench = sweeping(shard_bench, "a", "b")
+    bench.body("a")
+    bench.announce("b")
+    wait(bench, 10 * CLOSING_SECONDS)
+    assert not bench.orders(Merge)
+    bench.body("b")
+    assert bench.orders(Merge)
+    bench.merged()
+    assert bench.messages(Swept)
+
+
+def test_rule_12_a_closing_asking_has_its_time_from_when_it_was_made(shard_bench: Any) -> None:
+    """Rule 12: who connects anew in the sweep has as long as the others had."""
+    bench = sweeping(shard_bench, "a", "b")
+    bench.body("a")
+    wait(bench, CLOSING_SECONDS - 5.0)
+    reconnect(bench, "b")
+    assert bench.asked() == ["b"]
+    wait(bench, CLOSING_SECONDS - 1.0)
+    assert not bench.orders(Merge)
+    assert not bench.machine.state.fragments[0].sweep_tries
+    wait(bench, 1.0)
+    assert bench.orders(Merge)
+
+
+def test_rule_12_what_was_asked_for_before_the_end_has_its_time_from_then(
+    shard_bench: Any,
+) -> None:
+    bench = gathering(shard_bench)
+    wait(bench, 10 * CLOSING_SECONDS)
+    bench.told(Ordered(EndOrdered()))
+    wait(bench, CLOSING_SECONDS - 1.0)
+    assert "b" in bench.machine.state.fragments[0].asks
+    wait(bench, 1.0)
+    assert "b" not in bench.machine.state.fragments[0].asks
+
+
+def test_rule_12_a_closing_merge_that_fails_is_tried_three_times(shard_bench: Any) -> None:
+    """Rule 12: a full disk ends the sweep at last, and the result says what is missing."""
+    bench = sweeping(shard_bench, "a")
+    for number in range(1, SWEEP_TRIES_MAX + 1):
+        bench.body("a")
+        assert bench.orders(Merge)
+        round = bench.machine.state.rounds[0]
+        bench.told(MergeFailed(round.number, 0, "no space left"))
+        if number < SWEEP_TRIES_MAX:
+            assert not bench.messages(Swept)
+            assert not bench.orders(Expect), "it pauses"
+            wait(bench, 2.0**number)
+            assert bench.ask("a").term
+    assert bench.messages(Swept)
+    (note,) = bench.orders(Note)
+    assert note.text == "fragment 0 is without what a trained last"
+    assert note.why == "no space left; closing rounds that failed: 3"
+
+
+def test_rule_12_who_leaves_in_the_sweep_is_not_waited_for(shard_bench: Any) -> None:
+    bench = sweeping(shard_bench, "a", "b")
+    bench.body("a")
+    bench.told(Said("b", Leave("enough")))
+    assert bench.orders(Merge)
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+def test_rule_12_who_has_made_no_step_is_asked_as_well(shard_bench: Any, delivered: bool) -> None:
+    bench = shard_bench("a", "b", fragments=1, period=8)
+    bench.step("a")
+    bench.told(Ordered(EndOrdered()))
+    assert sorted(bench.asked()) == ["a", "b"]
+    bench.told(Said("b", StepReport(1, 10, 1.0)))
+    bench.body("a")
+    if delivered:
+        bench.body("b")
+    else:
+        bench.decline("b")
+    assert bench.orders(Merge)
