@@ -39,6 +39,9 @@ STEPS_PER_SECOND = (10.0, 2000.0)
 PACE_FACTOR = 4.0
 """A learner may have become faster by so much while nothing was heard of it."""
 
+PACE_SMOOTHING = 0.3
+"""Weight of the newest report: a learner that becomes faster is believed soon."""
+
 DRAIN_SECONDS = 1.0
 """Reports that have waited for a paused shard come all at once, within this time."""
 
@@ -50,10 +53,12 @@ TOKENS_FACTOR = 32
 class Pace:
     """What a shard has itself seen of a learner's steps, by the arrival of its reports (rule 13).
 
-    ``credit``: steps that were believable at ``at`` and not reported; ``seconds``: of a step.
+    ``credit``: steps that were believable at ``at`` and not reported; ``seconds``: of a step, known
+    from the second report on, since the first step may have had to wait and to compile.
     """
 
     at: float
+    reported: bool = False
     credit: float = STEPS_BURST
     seconds: MovingAverage = field(default_factory=MovingAverage)
 
@@ -68,14 +73,13 @@ class Pace:
     def saw(self, now: float, steps: int) -> None:
         """So many more steps are believed."""
         self.credit = float(self.allows(now) - steps)
-        if steps > 0 and now > self.at:
-            self.seconds.update((now - self.at) / steps)
-        self.at = now
+        if self.reported and now > self.at:
+            self.seconds.update((now - self.at) / steps, PACE_SMOOTHING)
+        self.at, self.reported = now, True
 
     def believes(self, seconds: float) -> float:
-        """The step time that a learner names, if its reports come so fast; 0: not known yet."""
-        seen = self.seconds.value
-        return 0.0 if seen is None else max(seconds, seen / 2)
+        """The step time that a learner names, if its reports come as fast."""
+        return max(seconds, float(self.seconds) / 2)
 
 
 @dataclass(slots=True)

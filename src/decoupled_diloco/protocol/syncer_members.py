@@ -142,10 +142,9 @@ def reported(
     advance_step(state, member, now, report.step)
     known.tokens, known.steps = max(known.tokens, report.tokens), max(known.steps, member.step)
     assert known.pace is not None
-    seconds = known.pace.believes(report.seconds)
-    if report.seconds > 0.0 and seconds > 0.0:  # nothing is known after a first step
-        member.step_seconds = seconds
-        state.hear_step_seconds(seconds)
+    if report.seconds > 0.0:  # nothing is known after a first step
+        member.step_seconds = known.pace.believes(report.seconds)
+        state.hear_step_seconds(member.step_seconds)
     effects: list[SyncerEffect] = []
     for round in state.rounds.values():
         effects += syncer_rounds.ask_if_qualified(state, options, now, round, member)
