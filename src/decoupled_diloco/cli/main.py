@@ -103,7 +103,7 @@ def syncer(
     if resume:
         fail(f"--shard {shard} goes on by itself with what is in its folder: leave --resume out")
     from decoupled_diloco.launch import roles
-    from decoupled_diloco.launch.folder import read_token
+    from decoupled_diloco.launch.folder import enter_run_folder, read_token
     from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
@@ -120,15 +120,13 @@ def syncer(
             f"--port {own_port} is not the settings' port of shard {shard}, so the others would "
             "not be found: give the addresses of all shards with --addresses"
         )
-    folder = Path(config.run.folder)
-    (folder / "tape").mkdir(parents=True, exist_ok=True)
     roles.run_shard(
         config,
         shard,
         port=own_port,
         standby=standby,
         addresses=told or advertised(config, (own_port,) if alone else ()),
-        folder=folder,
+        folder=enter_run_folder(config),
         token=own_token(config, f"shard-{shard}")
         if shard
         else read_token(config.syncer.token_file),
@@ -149,6 +147,7 @@ def learner(
 
     termination = Termination()  # First: what follows imports torch, which takes seconds.
     from decoupled_diloco.launch import roles
+    from decoupled_diloco.launch.folder import enter_run_folder
     from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
@@ -157,7 +156,7 @@ def learner(
         config,
         index,
         syncer=_addresses(syncer, config),
-        folder=Path(config.run.folder),
+        folder=enter_run_folder(config),
         token=own_token(config, f"learner-{index}", token_file),
         termination=termination,
     )
@@ -176,17 +175,19 @@ def evaluator(
 ) -> None:
     """An observer that scores the published weights on held-out data."""
     from decoupled_diloco.launch import roles
+    from decoupled_diloco.launch.folder import enter_run_folder, require_ours_or_unused
     from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
     config = load_config(run, settings or ())
     if result:
-        roles.evaluate_result(config, folder=Path(config.run.folder))
+        require_ours_or_unused(config.run.folder)
+        roles.evaluate_result(config, folder=config.run.folder)
         return
     roles.run_evaluator(
         config,
         syncer=_addresses(syncer, config),
-        folder=Path(config.run.folder),
+        folder=enter_run_folder(config),
         token=own_token(config, roles.EVALUATOR, token_file),
     )
 

@@ -34,8 +34,8 @@ class RunSettings(Settings):
     """Name of the run, in file names and reports. Letters, digits, '.', '_' and '-'."""
 
     folder: Path = Field(default=Path("runs/run"), strict=False)
-    """Folder for everything the run writes, relative to where the command is started.
-    Default: runs/<name>."""
+    """Folder for everything the run writes, relative to where the command is started. An earlier
+    run in it is moved aside; a folder with other files is refused. Default: runs/<name>."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial weights and of the order of the data, 0 to 2^32 - 1. Change it to repeat

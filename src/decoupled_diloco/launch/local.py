@@ -13,6 +13,7 @@ from pathlib import Path
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine, url_of
 from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.folder import RunFolder, write_addresses
@@ -23,6 +24,7 @@ from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
+from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.syncer.result import assemble, read_layout
 from decoupled_diloco.workloads import load_workload
 
@@ -89,7 +91,7 @@ class LocalRun:
         cut = cut or (half_way(self.path) if resume else "")
         self.went_back = go_back(self.path, config, cut) if cut else ""
         self.standing = standing_of(self.path, config) if resume else None
-        (self.path / "run.toml").write_text(dump_config(config))
+        write_text(self.path / RUN_FILE, dump_config(config))
         settings = config.syncer
         self.secret_file: Path = (
             settings.principals_file or settings.token_file or self.folder.token_file()
@@ -127,7 +129,7 @@ class LocalRun:
         common = ["--stop-with-parent"]
         if config.syncer.principals_file is None:
             common += ["--token-file", str(self.secret_file)]
-        run_file = str(self.path / "run.toml")
+        run_file = str(self.path / RUN_FILE)
         joined = ",".join(self._told(self.addresses))
         local = tuple(map(on_this_machine, self.addresses))
         if config.syncer.standbys:
@@ -153,7 +155,7 @@ class LocalRun:
         if evaluator is None or evaluator.held or evaluator.code == 0:
             return
         self.supervisor.stop([EVALUATOR])
-        run_file = str(self.path / "run.toml")
+        run_file = str(self.path / RUN_FILE)
         self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--result", "--stop-with-parent"])
         self.supervisor.retire()
         deadline = time.monotonic() + EVALUATOR_SECONDS
