@@ -26,6 +26,7 @@ from process.runs import (
     health,
     local_run,
     logs,
+    orphans,
     records,
     stopped_at_exit,
     until,
@@ -142,6 +143,34 @@ def test_a_learner_that_is_stopped_does_not_hold_the_shards(tmp_path: Path) -> N
     assert "killing it" not in output
     ends = [r for r in records(folder, "launcher") if r.type == "ProcessEnded"]
     assert [r.data["signal"] for r in ends] == [None, None], "no shard was killed"
+
+
+def test_a_syncer_that_is_started_again_after_a_kill_spares_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    file = str(config_file(folder, run={"budget_steps": 100_000}))
+    with ExitStack() as stack:
+        syncer = stack.enter_context(stopped_at_exit(command("syncer", file)))
+        assert syncer.stdout is not None
+        address = syncer.stdout.readline().split(": ")[1].strip()
+        secret = (folder / "token").read_text()
+        stack.enter_context(stopped_at_exit(example(address, str(folder / "token"), "a")))
+        until(lambda: health(address).get("clock", 0) > 5, "the run is under way")
+        syncer.kill()
+        until(lambda: not orphans(folder), "its shards have ended")
+        again = stack.enter_context(stopped_at_exit(command("syncer", file)))
+        output, _ = again.communicate(timeout=30)
+        assert again.returncode == 2, output
+        assert f"has not ended: ddiloco syncer --resume {folder} goes on with it" in output
+        assert "--new moves it aside and begins a new one" in output
+        assert (folder / "token").read_text() == secret
+        assert not folder.with_name("run.1").exists()
+        new = stack.enter_context(stopped_at_exit(command("syncer", file, "--new")))
+        assert new.stdout is not None
+        assert new.stdout.readline().startswith("syncer of small: ")
+        assert (folder / "token").read_text() != secret
+        assert (folder.with_name("run.1") / "token").read_text() == secret
+        os.killpg(new.pid, signal.SIGINT)
+        new.communicate(timeout=30)
 
 
 def test_the_options_of_a_syncer_hold_for_all_its_shards(tmp_path: Path) -> None:

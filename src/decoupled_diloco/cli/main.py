@@ -76,6 +76,10 @@ def syncer(
     settings: Sets = None,
     resume: Resume = False,
     cut: CutToGoBackTo = "",
+    new: Annotated[
+        bool,
+        typer.Option("--new", help="Begin a new run although the one in the folder has not ended."),
+    ] = False,
     shard: Annotated[
         int | None, typer.Option(help="Serve this one shard only; default: all, supervised.")
     ] = None,
@@ -94,12 +98,14 @@ def syncer(
     """The syncer: all its shards on this machine, or one of them."""
     given = _as_settings(addresses, token_file, port if shard is None else None)
     config = _run_of(run, [*(settings or ()), *given], resume=resume, cut=cut)
+    if new and (resume or shard is not None):
+        fail("--new begins a run of all shards: leave it out, or --resume and --shard")
     if standby and not (config.syncer.standbys and shard is not None):
         fail("--standby is for one shard (--shard) of a run with syncer.standbys=1")
     if shard is None:
         from decoupled_diloco.cli.train import serve_locally
 
-        exit_with(serve_locally(config, make_console(), resume=resume, cut=cut))
+        exit_with(serve_locally(config, make_console(), resume=resume, cut=cut, new=new))
     if resume:
         fail(f"--shard {shard} goes on by itself with what is in its folder: leave --resume out")
     from decoupled_diloco.launch import roles

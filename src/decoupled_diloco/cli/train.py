@@ -79,12 +79,15 @@ def carry_out(run: Run, config: RunConfig, console: Console) -> Outcome:
 
 
 def serve_locally(
-    config: RunConfig, console: Console, *, resume: bool = False, cut: str = ""
+    config: RunConfig, console: Console, *, resume: bool = False, cut: str = "", new: bool = False
 ) -> int:
-    """Runs all shards on this machine, for learners that are started elsewhere."""
+    """Runs all shards on this machine, for learners that are started elsewhere.
+
+    Their run is not to be ended by a command that was only typed again: see ``anew`` of `LocalRun`.
+    """
     if resume and not cut and _tell_if_finished(config, console):
         return 0
-    run = LocalRun(config, learners=False, resume=resume, cut=cut)
+    run = LocalRun(config, learners=False, resume=resume, cut=cut, anew=new)
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
         with termination_as_interrupt():

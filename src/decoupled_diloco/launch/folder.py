@@ -14,7 +14,7 @@ import fcntl
 import os
 import secrets
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -39,6 +39,8 @@ class RunFolder:
         path: Made if it does not exist. An earlier run of ours in it is moved aside to
             ``<path>.1``, ``<path>.2``, …; a folder with anything else in it is left alone.
         resume: Go on with the run that is in it instead.
+        spare: Called with the folder of an earlier run while nobody else may use it; raises if
+            that run must not be moved aside.
 
     Attributes:
         path: See above.
@@ -50,10 +52,17 @@ class RunFolder:
         StorageError: it cannot be made.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume: bool = False,
+        spare: Callable[[Path], None] = lambda path: None,
+    ) -> None:
         self.path = path
         self._place = _without_links(path)
         self.resumed = resume
+        self._spare = spare
         self.moved_to: Path | None = None
         self._lock: IO[str] | None = None
         try:
@@ -68,6 +77,7 @@ class RunFolder:
             self._require_ours_or_unused()
             self._lock_or_refuse()
             if not (self.resumed or _is_unused(self._place)):
+                self._spare(self.path)
                 # Before the lock, which goes along, is let go: nobody else may move it meanwhile.
                 self.moved_to = self._place.rename(self._free_name())
                 self.release()

@@ -17,7 +17,7 @@ from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.folder import RunFolder, write_addresses
-from decoupled_diloco.launch.resume import go_back, half_way, standing_of
+from decoupled_diloco.launch.resume import go_back, half_way, require_over, standing_of
 from decoupled_diloco.launch.roles import EVALUATOR, open_tape, process_of
 from decoupled_diloco.launch.secrets import read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
@@ -56,14 +56,15 @@ class LocalRun:
         learners: Whether to start learners and the evaluator, too.
         resume: Go on with the run in its folder.
         cut: Go back to this consistent cut first: ``"last"`` or its number; only with ``resume``.
+        anew: Whether a run in the folder that has not ended may be moved aside.
         dial: How a process of a name reaches these addresses of shards, if not directly: other
             addresses with the same ports. Who is told of the shards then puts the host in that it
             has dialled itself.
         absent: Learners that somebody else brings in, later.
 
     Raises:
-        ConfigError: the folder is in use, the workload cannot be built, or a learner's part of its
-            data has no batch.
+        ConfigError: the folder is in use or somebody else's, the run in it has not ended, the
+            workload cannot be built, or a learner's part of its data has no batch.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LocalRun:
         learners: bool = True,
         resume: bool = False,
         cut: str = "",
+        anew: bool = True,
         dial: Callable[[str, tuple[str, ...]], tuple[str, ...]] | None = None,
         absent: Collection[str] = (),
     ) -> None:
@@ -86,7 +88,9 @@ class LocalRun:
         self._with_learners = learners
         if config.syncer.principals_file is not None:
             self._require_principals(config.syncer.principals_file)
-        self.folder = RunFolder(Path(config.run.folder), resume=resume)
+        self.folder = RunFolder(
+            config.run.folder, resume=resume, spare=(lambda folder: None) if anew else require_over
+        )
         self.path = self.folder.path
         cut = cut or (half_way(self.path) if resume else "")
         self.went_back = go_back(self.path, config, cut) if cut else ""
