@@ -21,7 +21,7 @@ SOURCE = Path(__file__).parents[3] / "src" / "decoupled_diloco"
 class Served:
     """A run that ends at once; what it would start is of no interest here."""
 
-    def __init__(self, config: RunConfig, *, learners: bool, resume: bool, cut: str) -> None:
+    def __init__(self, config: RunConfig, *, cut: str, resume: bool, **options: object) -> None:
         self.path = config.run.folder
         self.went_back = cut
         self.folder = SimpleNamespace(moved_to=Path("runs/a[b].1"), resumed=resume)
