@@ -49,6 +49,7 @@ _TOKENS = {
     "in_flight": "in flight: trained between the snapshot and the merged copy that overwrote it",
     "missed": "missed: overwritten by versions that it had no part in",
     "given_up": "given up: sent, and the outcome was lost with the link",
+    "overwritten": "overwritten: by merged copies; in which way, its own tape tells",
     "crashed": "crashed: lost with a process that ended",
     "left_behind": "left behind: not merged when it left or its run was over",
     "unsent": "unsent: not merged yet when the tape ends, and it still lives",

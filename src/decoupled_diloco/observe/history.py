@@ -142,6 +142,8 @@ class Life:
         ledger: What became of the tokens that it was trained on.
         told: The most steps and tokens of it that a shard heard of.
         unrecorded: Of these, what the process was killed too early to write down.
+        overwritten: Of a life that only the shards tell of, the fragment tokens that merged
+            fragments have overwritten; ``None``: ``ledger`` knows more.
     """
 
     started_at: float
@@ -157,6 +159,7 @@ class Life:
     ledger: Ledger = field(default_factory=Ledger)
     told: tuple[int, int] = (0, 0)
     unrecorded: tuple[int, int] = (0, 0)
+    overwritten: int | None = None
 
     @property
     def began_at(self) -> float:
@@ -180,7 +183,8 @@ class LearnerHistory:
     """One learner.
 
     ``discarded_tokens``: tokens whose training was overwritten by merged fragments. An overwritten
-    fragment is one of P parts of the model, so its tokens count 1/P.
+    fragment is one of P parts of the model, so its tokens count 1/P. ``afar``: its tape is not
+    here, and all this is what the shards heard of it.
     """
 
     name: str
@@ -195,6 +199,7 @@ class LearnerHistory:
     rounds_asked: int = 0
     rounds_folded: int = 0
     rounds_merged_in_run: int = 0
+    afar: bool = False
 
     @property
     def steps(self) -> int:
@@ -301,11 +306,7 @@ class ShardHistory:
 
 @dataclass
 class RunHistory:
-    """A whole run.
-
-    ``records`` counts what could be read of its tape; ``heard_of``: learners that shards took in,
-    also those that have their tapes elsewhere.
-    """
+    """A whole run; ``records`` counts what could be read of its tape."""
 
     records: int = 0
     started_wall: float = 0.0
@@ -320,7 +321,6 @@ class RunHistory:
     headers: dict[str, dict[str, Any]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     weights: list[str] = field(default_factory=list)
-    heard_of: set[str] = field(default_factory=set)
     corpus: dict[str, Any] | None = None
     sample_text: str | None = None
     problems: list[str] = field(default_factory=list)
@@ -378,11 +378,23 @@ class RunHistory:
         return (min(steps), max(steps)) if steps else None
 
     @property
+    def afar(self) -> list[str]:
+        """The learners that only the shards tell of."""
+        return [learner.name for learner in self.learners.values() if learner.afar]
+
+    @property
     def bytes_total(self) -> BytesMoved | None:
-        """What all learners together have sent and received."""
-        parts = [b for who, b in self.bytes_moved.items() if who in self.learners]
+        """What all learners together have sent and received.
+
+        Where learners have their tapes elsewhere it is what the shards have received and sent, in
+        which an evaluator's part is small.
+        """
+        moved, whose = self.bytes_moved, self.shards if self.afar else self.learners
+        parts = [b for who, b in moved.items() if who in whose]
         if not parts:
             return None
+        if self.afar:
+            parts = [b.seen_from_there for b in parts]
         return BytesMoved(
             sum(p.control_sent for p in parts),
             sum(p.control_received for p in parts),

@@ -50,7 +50,7 @@ class LearnerStatus:
         discarded_tokens: Trained and then overwritten.
         discarded_why: For each mode and reason; only its own tape tells.
         bytes_up: Contributions that the syncer has received.
-        loss: Its last training loss; only its own tape tells.
+        loss: Its last training loss.
     """
 
     name: str
