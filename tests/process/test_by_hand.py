@@ -85,6 +85,12 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
         assert output.count(f"{name} joined") == output.count(f"{name} is done") == 1, output
     assert re.search(r"step \d+/120, ", output), "its progress is shown"
     assert f"the budget is spent; {folder / 'weights.safetensors'}" in output
+    assert re.search(r"tokens +[\d.]+k, [\d.]+k/s", output), "the summary is true of both"
+    assert re.search(r"^a +\d\d+ +[\d.]+k +\d\.\d\d\d +\d", output, re.MULTILINE), output
+    assert (folder / "report.png").stat().st_size > 10_000
+    page = (folder / "report.html").read_text()
+    assert "2 learners, 2 syncer shards" in page
+    assert "The tapes of a and b are not here" in page
     weights = load_weights(folder / "weights.safetensors")
     assert weights["0.weight"].shape == (256, 16)
     assert_replays(folder)
@@ -141,6 +147,7 @@ def test_a_learner_that_is_stopped_does_not_hold_the_shards(tmp_path: Path) -> N
         output, _ = syncer.communicate(timeout=30)
     assert syncer.returncode == 130, output
     assert "killing it" not in output
+    assert "1 learner, 2 syncer shards" in (folder / "report.html").read_text()
     ends = [r for r in records(folder, "launcher") if r.type == "ProcessEnded"]
     assert [r.data["signal"] for r in ends] == [None, None], "no shard was killed"
 

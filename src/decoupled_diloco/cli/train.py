@@ -105,7 +105,9 @@ def serve_locally(
         with undisturbed():
             run.close()
     remains = outcome.weights or what_remains(run.path, config, "syncer")
-    console.print(f"{outcome.reason}; {remains}", soft_wrap=True)
+    with reader_may_be_gone():
+        tell_outcome(run.path, outcome.weights, console)
+        console.print(f"\n{outcome.reason}; {remains}", soft_wrap=True)
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1

@@ -76,15 +76,16 @@ class FromAfar:
         else:
             learner.losses.append(Loss(at, global_step, float(loss)))
 
-    def left(self, name: str, reason: str) -> None:
-        """A shard no longer counts on a learner; at the end of the run that is all there is."""
-        if name in self._learners and reason == "left: the run is over":
+    def left(self, shard: str, name: str, reason: str) -> None:
+        """A shard no longer counts on a learner."""
+        if self._epochs.pop((shard, name), None) and reason == "left: the run is over":
             self._learners[name].lives[-1].over = True
 
-    def finished(self) -> None:
-        """The run is over for everybody who is still there."""
-        for learner in self._learners.values():
-            learner.lives[-1].over = True
+    def finished(self, shard: str) -> None:
+        """The run is over for everybody whom a shard still counts on."""
+        for where, name in self._epochs:
+            if where == shard:
+                self._learners[name].lives[-1].over = True
 
     def histories(self, known: Collection[str]) -> dict[str, LearnerHistory]:
         """Those of all learners but the ones whose own tapes tell more."""

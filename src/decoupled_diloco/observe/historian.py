@@ -351,7 +351,7 @@ class _Historian:
     def _finished(self, record: Record) -> None:
         message = record.data.get("message")
         if isinstance(message, dict) and message.get("type") == "Finished":
-            self._afar.finished()
+            self._afar.finished(record.who)
 
     def _shard(self, shard: ShardHistory, life: Life | None, at: float, value: Any) -> None:
         assert life is not None
@@ -371,7 +371,7 @@ class _Historian:
                 if admitted.term not in shard.terms:  # a new coordinator confirms the one it has
                     shard.terms.append(admitted.term)
             case Evict(learner, reason, _):
-                self._afar.left(learner, reason)
+                self._afar.left(shard.name, learner, reason)
                 self._evictions.setdefault(learner, []).append((at, reason))
                 own = self._gone.setdefault(learner, {})
                 own.setdefault(shard.name, []).append((at, reason))

@@ -37,6 +37,7 @@ class Served:
 
 def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "LocalRun", Served)
+    monkeypatch.setattr(train, "tell_outcome", lambda *arguments: None)
     config = RunConfig(run={"folder": "runs/a[b]", "name": "small", "budget_steps": 8})
     console = SteadyConsole(file=io.StringIO(), width=80)
     assert train.serve_locally(config, console) == 1

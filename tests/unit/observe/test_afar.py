@@ -21,6 +21,7 @@ from decoupled_diloco.observe.report import problems_of, render_report
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.summary import learner_rows, totals
 from decoupled_diloco.protocol.messages import LOSS_MAX
+from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import BACK_AT, CUT_AT, HEALED_AT, KILLED_AT, write_world
 
 LEARNERS = ["a", "b", "c", "d"]
@@ -163,3 +164,15 @@ def test_reports_that_a_stopped_shard_read_late_make_no_gap(tmp_path: Path) -> N
         gap = far.learners[name].gap_seconds_longest
         assert gap is not None
         assert gap < 3.0
+
+
+def test_one_that_fell_silent_and_never_came_back_was_not_there_at_the_end(
+    tmp_path: Path,
+) -> None:
+    write_world(tmp_path, faults=[Fault(60.0, "crash", "d", 1000.0)])
+    far = read_history(without_learners_tapes(tmp_path))
+    (outage,) = far.learners["d"].outages
+    assert outage.how == "fell silent"
+    assert outage.restarted_at is None
+    assert account_for(far).learners["d"].tokens.crashed > 0
+    assert account_for(far).learners["a"].tokens.crashed == 0
