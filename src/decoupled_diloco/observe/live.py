@@ -48,6 +48,9 @@ QUIET_SECONDS = 10.0
 CUT_OFF = "cut off"
 """The state of a learner that steps on while no shard can be heard."""
 
+OUT_OF_REACH = "out of reach"
+"""The state of one that no shard hears of, and whose own tape is elsewhere: it may be down."""
+
 REPEAT_SECONDS = 5.0
 """The same line, from several processes within this time, is told once."""
 
@@ -186,7 +189,7 @@ class LiveView:
                 return f"quiet for {format_duration(silence)}"
             nowhere = bool(learner.links) and not any(learner.links.values())
             if nowhere or (self.shards and learner.cut_from == set(self.shards)):
-                return CUT_OFF
+                return OUT_OF_REACH if learner.afar else CUT_OFF
         return learner.state
 
     def take(self, record: Record) -> list[tuple[float, str]]:

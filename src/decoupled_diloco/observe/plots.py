@@ -7,7 +7,7 @@ shape or hatching as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -98,9 +98,8 @@ def save_png(history: RunHistory, path: str | Path) -> None:
     with matplotlib.rc_context(style_of(LIGHT)):
         figure = Figure(figsize=(10, sum(heights) + 1.2), layout="constrained")
         FigureCanvasAgg(figure)
-        axes: Sequence[Axes] = figure.subplots(
-            len(plots), 1, sharex=True, squeeze=False, height_ratios=heights
-        )[:, 0]
+        grid = figure.subplots(len(plots), 1, sharex=True, squeeze=False, height_ratios=heights)
+        axes: list[Axes] = list(grid[:, 0])
         for axis, (draw, _) in zip(axes, plots, strict=True):
             draw(axis, history, LIGHT)
         for axis in axes[:-1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from decoupled_diloco.observe.chronicle import chronicle_of
 from decoupled_diloco.observe.historian import build_history, read_history
 from decoupled_diloco.observe.history import RunHistory
 from decoupled_diloco.observe.live import LiveView
+from decoupled_diloco.observe.progress import Progress, SteadyConsole
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.report import problems_of, render_report
@@ -176,3 +178,20 @@ def test_one_that_fell_silent_and_never_came_back_was_not_there_at_the_end(
     assert outage.restarted_at is None
     assert account_for(far).learners["d"].tokens.crashed > 0
     assert account_for(far).learners["a"].tokens.crashed == 0
+
+
+def test_the_line_counts_who_steps_now(tmp_path: Path) -> None:
+    write_world(tmp_path, faults=[Fault(60.0, "crash", "d", 1000.0)], until=75.0)
+    progress = Progress(tmp_path, console=SteadyConsole(file=io.StringIO()))
+    told, states = {}, {}
+    losses = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 9.0}
+    for record in TapeReader(without_learners_tapes(tmp_path)):
+        progress.view.take(record)
+        for name, learner in progress.view.learners.items():
+            learner.loss = losses[name]
+            if name == "d":
+                states[int(progress.view.elapsed)] = progress.view.state_of(learner)
+        told[int(progress.view.elapsed)] = progress.line()
+    assert ", loss 3.750, 4/4 learners, " in told[55]
+    assert ", loss 2.000, 3/4 learners, " in told[74]
+    assert (states[55], states[66], states[74][:11]) == ("stepping", "out of reach", "quiet for 1")
