@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from decoupled_diloco.errors import AccessError, ConfigError
 from decoupled_diloco.launch.local import LocalRun
@@ -147,9 +149,18 @@ def test_a_learner_that_is_stopped_does_not_hold_the_shards(tmp_path: Path) -> N
         output, _ = syncer.communicate(timeout=30)
     assert syncer.returncode == 130, output
     assert "killing it" not in output
+    assert f"ddiloco export {folder} writes the weights as they are now" in output
+    assert f"to go on where it was: ddiloco syncer --resume {folder}" in output
     assert "1 learner, 2 syncer shards" in (folder / "report.html").read_text()
     ends = [r for r in records(folder, "launcher") if r.type == "ProcessEnded"]
     assert [r.data["signal"] for r in ends] == [None, None], "no shard was killed"
+
+
+def exported(folder: Path, out: Path) -> dict[str, Tensor]:
+    """The weights that ``ddiloco export`` finds in a run folder."""
+    told = ended(command("export", str(folder), "--out", str(out)))
+    assert f"load_file('{out}/model.safetensors')" in told
+    return load_weights(out / "model.safetensors")
 
 
 def test_a_syncer_that_is_started_again_after_a_kill_spares_the_run(tmp_path: Path) -> None:
@@ -162,8 +173,12 @@ def test_a_syncer_that_is_started_again_after_a_kill_spares_the_run(tmp_path: Pa
         secret = (folder / "token").read_text()
         stack.enter_context(stopped_at_exit(example(address, str(folder / "token"), "a")))
         until(lambda: health(address).get("clock", 0) > 5, "the run is under way")
+        now = exported(folder, tmp_path / "now")
         syncer.kill()
         until(lambda: not orphans(folder), "its shards have ended")
+        later = exported(folder, tmp_path / "later")
+        assert later["0.weight"].shape == (256, 16)
+        assert not torch.equal(now["0.weight"], later["0.weight"])
         again = stack.enter_context(stopped_at_exit(command("syncer", file)))
         output, _ = again.communicate(timeout=30)
         assert again.returncode == 2, output

@@ -13,6 +13,7 @@ from rich.console import Console
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.observe.report import write_report
 from decoupled_diloco.observe.summary import print_summary
+from decoupled_diloco.syncer.kept import kept_layout
 from decoupled_diloco.syncer.result import RESULT, SHARES
 
 
@@ -47,6 +48,11 @@ def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str
         weights = (
             f"{RESULT} was not written, but every shard has handed in its share: "
             f"ddiloco export {folder} puts them together"
+        )
+    elif kept_layout(folder, config) is not None:
+        weights = (
+            f"{RESULT} is written when the budget is spent; ddiloco export {folder} writes the "
+            "weights as they are now"
         )
     else:
         weights = "no weights were written: shards hand theirs in when the budget is spent"
