@@ -108,9 +108,9 @@ def syncer(
         exit_with(serve_locally(config, make_console(), resume=resume, cut=cut, new=new))
     if resume:
         fail(f"--shard {shard} goes on by itself with what is in its folder: leave --resume out")
-    from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.folder import enter_run_folder, read_token
     from decoupled_diloco.launch.secrets import own_token
+    from decoupled_diloco.launch.shard_role import run_shard
 
     _prepare(stop_with_parent)
     if not 0 <= shard < config.syncer.shards:
@@ -126,7 +126,7 @@ def syncer(
             f"--port {own_port} is not the settings' port of shard {shard}, so the others would "
             "not be found: give the addresses of all shards with --addresses"
         )
-    roles.run_shard(
+    run_shard(
         config,
         shard,
         port=own_port,
@@ -182,6 +182,7 @@ def evaluator(
     """An observer that scores the published weights on held-out data."""
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.folder import enter_run_folder, require_ours_or_unused
+    from decoupled_diloco.launch.processes import EVALUATOR
     from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
@@ -194,7 +195,7 @@ def evaluator(
         config,
         syncer=_addresses(syncer, config),
         folder=enter_run_folder(config),
-        token=own_token(config, roles.EVALUATOR, token_file),
+        token=own_token(config, EVALUATOR, token_file),
     )
 
 
@@ -259,7 +260,7 @@ def _prepare(parent_matters: bool) -> None:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
     )
     if parent_matters:
-        from decoupled_diloco.launch.roles import stop_with_parent
+        from decoupled_diloco.launch.processes import stop_with_parent
 
         stop_with_parent()
 

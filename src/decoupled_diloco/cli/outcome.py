@@ -11,10 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.observe.report import write_report
-from decoupled_diloco.observe.summary import print_summary
-from decoupled_diloco.syncer.kept import kept_layout
-from decoupled_diloco.syncer.result import RESULT, SHARES
 
 
 def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
@@ -23,6 +19,9 @@ def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
     Raises:
         StorageError: the report cannot be written.
     """
+    from decoupled_diloco.observe.report import write_report  # numpy and jinja2, at the end only
+    from decoupled_diloco.observe.summary import print_summary
+
     files = [folder / "report.html", folder / "report.png"]
     history = write_report(folder, *files)
     if weights is not None:
@@ -41,6 +40,9 @@ def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str
         config: The run.
         command: The command that goes on with it.
     """
+    from decoupled_diloco.syncer.kept import kept_layout  # torch takes seconds
+    from decoupled_diloco.syncer.result import RESULT, SHARES
+
     names = [f"shard-{number}.safetensors" for number in range(config.syncer.shards)]
     if (folder / RESULT).exists():
         weights = f"{folder / RESULT} is from before it went on, and stays until its new end"

@@ -16,7 +16,6 @@ from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
-from decoupled_diloco.launch.resume import standing_of
 from decoupled_diloco.observe.progress import Progress
 
 
@@ -115,6 +114,8 @@ def serve_locally(
 
 def _tell_if_finished(config: RunConfig, console: Console) -> bool:
     """Whether a run that is to go on has nothing left to do."""
+    from decoupled_diloco.launch.resume import standing_of  # torch takes seconds
+
     standing = standing_of(Path(config.run.folder), config)
     if standing.is_finished:
         console.print(

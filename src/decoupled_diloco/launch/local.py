@@ -9,24 +9,25 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine, url_of
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
-from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.folder import RunFolder, write_addresses
-from decoupled_diloco.launch.resume import go_back, half_way, require_over, standing_of
-from decoupled_diloco.launch.roles import EVALUATOR, open_tape, process_of
+from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of
 from decoupled_diloco.launch.secrets import read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.storage.files import write_text
-from decoupled_diloco.syncer.result import assemble, read_layout
-from decoupled_diloco.workloads import load_workload
+
+# What needs torch is imported where it is needed: it takes seconds, and a syncer's learners wait.
+if TYPE_CHECKING:
+    from decoupled_diloco.launch.resume import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -82,19 +83,19 @@ class LocalRun:
         self._dial = dial or (lambda name, addresses: addresses)
         self._told = tuple if dial is None else everywhere
         self._absent = frozenset(absent)
-        workload = load_workload(config.workload.name, config.workload_options())
         if learners:
-            require_data(workload, config)
+            _require_workload(config)
         self._with_learners = learners
         if config.syncer.principals_file is not None:
             self._require_principals(config.syncer.principals_file)
         self.folder = RunFolder(
-            config.run.folder, resume=resume, spare=(lambda folder: None) if anew else require_over
+            config.run.folder, resume=resume, spare=(lambda folder: None) if anew else _require_over
         )
         self.path = self.folder.path
-        cut = cut or (half_way(self.path) if resume else "")
-        self.went_back = go_back(self.path, config, cut) if cut else ""
-        self.standing = standing_of(self.path, config) if resume else None
+        self.standing: Standing | None = None
+        self.went_back = ""
+        if resume:
+            self._take_up(cut)
         write_text(self.path / RUN_FILE, dump_config(config))
         settings = config.syncer
         self.secret_file: Path = (
@@ -112,6 +113,14 @@ class LocalRun:
         self._clock = self._tokens = 0
         self.addresses: tuple[str, ...] = ()
         self._listen_on: list[int] = []
+
+    def _take_up(self, cut: str) -> None:
+        """Finds out how far the run in the folder is, or goes back in it first."""
+        from decoupled_diloco.launch.resume import go_back, half_way, standing_of
+
+        cut = cut or half_way(self.path)
+        self.went_back = go_back(self.path, self.config, cut) if cut else ""
+        self.standing = standing_of(self.path, self.config)
 
     def _require_principals(self, path: Path) -> None:
         config = self.config
@@ -280,6 +289,8 @@ class LocalRun:
         return min(1.0, max(shares))
 
     def _finish(self, on_poll: Callable[[], None]) -> Outcome:
+        from decoupled_diloco.syncer.result import assemble, read_layout
+
         try:
             layout = read_layout(self.path)
             plan = plan_of(layout, read_public(public_text(self.config)))
@@ -306,6 +317,20 @@ class LocalRun:
             logger.error("%s", error)
         finally:
             self.folder.release()
+
+
+def _require_workload(config: RunConfig) -> None:
+    """Builds the learners' workload, and looks for their data, before anything is started."""
+    from decoupled_diloco.launch.data import require_data
+    from decoupled_diloco.workloads import load_workload
+
+    require_data(load_workload(config.workload.name, config.workload_options()), config)
+
+
+def _require_over(folder: Path) -> None:
+    from decoupled_diloco.launch.resume import require_over
+
+    require_over(folder)
 
 
 def _listens(host: str, port: int) -> bool:
