@@ -262,6 +262,18 @@ class OuterSettings(Settings):
             )
         return name
 
+    @model_validator(mode="after")
+    def _try_out(self) -> OuterSettings:
+        """A class of torch.optim is tried before a process starts; ours need no torch for that."""
+        if self.optimizer not in MOMENTUM_DEFAULTS:
+            from decoupled_diloco.merge import make_outer  # torch takes seconds
+
+            try:
+                make_outer(self.optimizer, self.lr, self.momentum, self.options)
+            except ConfigError as error:
+                raise ConfigError(f"[outer] cannot be used: {error}") from None
+        return self
+
 
 class SyncerSettings(Settings):
     """`[syncer]`: the CPU processes that merge."""
