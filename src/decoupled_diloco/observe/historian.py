@@ -16,6 +16,7 @@ from decoupled_diloco.observe.acting import OF_A_SHARD, SHARD, Acting
 from decoupled_diloco.observe.afar import FromAfar
 from decoupled_diloco.observe.cuts import cuts_of
 from decoupled_diloco.observe.history import (
+    STEP_FAULTS,
     Evaluation,
     LearnerHistory,
     Life,
@@ -33,6 +34,7 @@ from decoupled_diloco.observe.samples import (
     CorpusDescribed,
     EndRequested,
     Evaluated,
+    FaultEnded,
     FaultInjected,
     LossMeasured,
     ProcessEnded,
@@ -77,6 +79,7 @@ _LOOKED_AT = frozenset(
         EndTraining,
         Evaluated,
         Evict,
+        FaultEnded,
         FaultInjected,
         Greeted,
         Hold,
@@ -184,6 +187,7 @@ class _Historian:
         self._accepted: dict[str, dict[str, list[float]]] = {}
         self._bytes: dict[str, dict[int, BytesMoved]] = {}
         self._afar = FromAfar()
+        self._disturbing: dict[FaultInjected, float] = {}
 
     def take(self, record: Record) -> None:
         run = self.run
@@ -233,6 +237,8 @@ class _Historian:
             for shard in run.shards.values():
                 self._count_rounds(learner, shard)
         self._add_lives_without_records()
+        for fault in list(self._disturbing):
+            self._disturbed(fault, run.duration)
         for member in run.members:
             member.outages = self._outages(member)
         for learner in run.learners.values():
@@ -400,8 +406,12 @@ class _Historian:
                     self._orders.setdefault(name, []).append(at)
                 told = names[0] if len(names) == 1 else f"{len(names)} processes"
                 run.remarks.append(Remark(at, who, f"{told} told to end"))
-            case FaultInjected():
+            case FaultInjected(kind):
                 run.faults.append((at, value))
+                if kind in STEP_FAULTS:
+                    self._disturbing[value] = at
+            case FaultEnded(kind, target, processes):
+                self._disturbed(FaultInjected(kind, target, processes), at)
             case BytesMoved():
                 self._bytes.setdefault(who, {})[record.life] = value
             case TookOver():
@@ -415,6 +425,12 @@ class _Historian:
                 run.corpus = self._corpus(description)
             case Note(text, why):
                 run.remarks.append(Remark(at, who, f"{text}: {why}"))
+
+    def _disturbed(self, fault: FaultInjected, until: float) -> None:
+        begin = self._disturbing.pop(fault, until)
+        for name in fault.processes:
+            if name in self.run.learners:
+                self.run.learners[name].disturbed.append((begin, until))
 
     def _corpus(self, description: str) -> dict[str, Any] | None:
         try:

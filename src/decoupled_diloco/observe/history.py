@@ -8,7 +8,7 @@ seconds since the run's first record. Two definitions that the numbers rest on:
   (``Ready``), or, if that is not on the tape, at its next step.
 * **Lost steps**: a gap between two steps of one life that is longer than ``GAP_MEDIANS`` times the
   learner's median step counts as the steps that would have fitted in, one less than the gap divided
-  by the median, rounded.
+  by the median, rounded. Not what a fault on purpose kept it from itself: that is the fault.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from decoupled_diloco.protocol.effects import RoundFinished
 
 GAP_MEDIANS = 3.0
 """Gaps between steps longer than this many median steps count as standing still."""
+
+STEP_FAULTS = ("pause", "slow", "clock-jump")
+"""Faults on purpose that keep a learner from stepping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,8 @@ class LearnerHistory:
     """One learner.
 
     ``discarded_tokens``: tokens whose training was overwritten by merged fragments. An overwritten
-    fragment is one of P parts of the model, so its tokens count 1/P. ``afar``: its tape is not
+    fragment is one of P parts of the model, so its tokens count 1/P. ``disturbed``: from when to
+    when a fault on purpose kept it from stepping. ``afar``: its tape is not
     here, and all this is what the shards heard of it.
     """
 
@@ -200,6 +204,7 @@ class LearnerHistory:
     rounds_folded: int = 0
     rounds_merged_in_run: int = 0
     afar: bool = False
+    disturbed: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -252,7 +257,13 @@ class LearnerHistory:
         until = until if life.ended_at is None else min(until, life.ended_at)  # it may have left
         if last and last[0] < until and not life.over:
             found.append((max(last[0], since), until))
+        found = [gap for gap in found if not self._was_disturbed(*gap)]
         return sum(round((b - a) / median) - 1 for a, b in found if b - a > GAP_MEDIANS * median)
+
+    def _was_disturbed(self, begin: float, end: float) -> bool:
+        """Whether a gap is a fault of its own, or of the few steps in which that ends."""
+        settling = GAP_MEDIANS * (self.step_seconds_median or 0.0)
+        return any(a < end and begin < b + settling for a, b in self.disturbed)
 
     @cached_property
     def _long_gaps(self) -> tuple[list[tuple[float, float]], list[float]]:
