@@ -98,6 +98,7 @@ def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:
     assert code == 4
     assert f"error: a shard cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "--set syncer.port=" in output
+    assert not (tmp_path / "run").exists(), "what has not begun is no run"
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
@@ -145,9 +146,10 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(
 def test_initial_weights_that_are_not_there_end_the_run(tmp_path: Path) -> None:
     file = config_file(tmp_path / "run", sync={"initial_weights": tmp_path / "none.safetensors"})
     code, output = ended(command("train", str(file)), 60.0)
-    assert code == 1
+    assert code == 2
     assert "none.safetensors" in output
     assert "does not exist" in output
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:

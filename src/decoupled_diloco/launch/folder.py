@@ -285,8 +285,14 @@ def read_addresses(run: Path) -> tuple[str, ...]:
     """Where the shards of a run on this machine listen, or did when it was last started.
 
     Raises:
+        ConfigError: There is no such folder.
         StorageError: It is no run folder, or the run was never started.
     """
+    if not run.exists():
+        raise ConfigError(
+            f"{run} does not exist: give the folder of a run that was started on this machine, or "
+            "http://HOST:PORT"
+        )
     try:
         return tuple((run / ADDRESSES).read_text().split())
     except OSError as error:

@@ -16,9 +16,9 @@ from decoupled_diloco.config.addresses import advertised, everywhere, on_this_ma
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
-from decoupled_diloco.launch.folder import RunFolder, write_addresses
+from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of
-from decoupled_diloco.launch.secrets import read_principals, require_principals
+from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
@@ -65,7 +65,9 @@ class LocalRun:
 
     Raises:
         ConfigError: the folder is in use or somebody else's, the run in it has not ended, the
-            workload cannot be built, or a learner's part of its data has no batch.
+            workload cannot be built, a learner's part of its data has no batch, or a secret or the
+            initial weights are missing.
+        TransportError: a port of the settings is taken.
     """
 
     def __init__(
@@ -86,8 +88,7 @@ class LocalRun:
         if learners:
             _require_workload(config)
         self._with_learners = learners
-        if config.syncer.principals_file is not None:
-            self._require_principals(config.syncer.principals_file)
+        self._require_syncer()  # before there is a folder, or an earlier run is moved aside
         self.folder = RunFolder(
             config.run.folder, resume=resume, spare=(lambda folder: None) if anew else _require_over
         )
@@ -121,6 +122,20 @@ class LocalRun:
         cut = cut or half_way(self.path)
         self.went_back = go_back(self.path, self.config, cut) if cut else ""
         self.standing = standing_of(self.path, self.config)
+
+    def _require_syncer(self) -> None:
+        """Finds out what would keep the shards from starting, as far as that can be seen here."""
+        settings, weights = self.config.syncer, self.config.sync.initial_weights
+        if settings.principals_file is not None:
+            self._require_principals(settings.principals_file)
+        accepted_tokens(self.config, read_token(settings.token_file))
+        if weights is not None and not weights.is_file():
+            raise ConfigError(
+                f"initial_weights={str(weights)!r} does not exist: correct the path, or leave "
+                "initial_weights out"
+            )
+        if settings.port:
+            _ports(self.config)
 
     def _require_principals(self, path: Path) -> None:
         config = self.config

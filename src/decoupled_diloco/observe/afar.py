@@ -92,19 +92,19 @@ class FromAfar:
         found = {name: each for name, each in self._learners.items() if name not in known}
         for learner in found.values():
             for life in learner.lives:
-                life.steps_at = _evenly(life.steps_at, _median_gap(life))
+                life.steps_at = evenly(life.steps_at)
                 life.ready_at = _ready_at(life)
             learner.discarded_tokens = sum(life.overwritten or 0 for life in learner.lives)
         return found
 
 
-def _evenly(steps_at: list[float], median: float) -> list[float]:
+def evenly(steps_at: list[float]) -> list[float]:
     """Spreads steps that came in a burst after a gap over the gap and the burst.
 
-    >>> _evenly([0.0, 1.0, 2.0, 6.0, 6.0, 6.0, 6.0, 7.0], 1.0)
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    >>> evenly([0.0, 1.0, 2.0, 3.0, 7.0, 7.0, 7.0, 7.0, 8.0, 9.0])
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
     """
-    even = list(steps_at)
+    even, median = list(steps_at), _median_gap(steps_at)
     for index, (before, at) in enumerate(pairwise(steps_at), start=1):
         last = index
         if at - before > GAP_MEDIANS * median:
@@ -120,8 +120,8 @@ def _ready_at(life: Life) -> float | None:
     """When it had the global weights: about a step before it had finished its first."""
     if not life.steps_at:
         return None
-    return max(life.started_at, life.steps_at[0] - _median_gap(life))
+    return max(life.started_at, life.steps_at[0] - _median_gap(life.steps_at))
 
 
-def _median_gap(life: Life) -> float:
-    return statistics.median([b - a for a, b in pairwise(life.steps_at)] or [0.0])
+def _median_gap(steps_at: list[float]) -> float:
+    return statistics.median([b - a for a, b in pairwise(steps_at)] or [0.0])

@@ -15,6 +15,7 @@ from decoupled_diloco.observe.accounts import (
     LearnerAccount,
     account_for,
 )
+from decoupled_diloco.observe.afar import evenly
 from decoupled_diloco.observe.chronicle import Chronicle
 from decoupled_diloco.observe.chronicle_data import (
     AWAY,
@@ -277,7 +278,7 @@ def _steps_at(chronicle: Chronicle, history: RunHistory | None, learner: Learner
         if own:
             return [history.started_wall + at for at in own]
     reports = [shard.reports.get(learner.name, []) for shard in chronicle.shards.values()]
-    return [at for _, at in max(reports, key=len, default=[])]
+    return evenly([at for _, at in max(reports, key=len, default=[])])
 
 
 def _cause(chronicle: Chronicle, learner: LearnerLog, begin: float, end: float) -> str:

@@ -21,11 +21,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 from decoupled_diloco.observe.ledger import Ledger
 from decoupled_diloco.observe.samples import BytesMoved, FaultInjected
 from decoupled_diloco.protocol.effects import RoundFinished
+
+Fate = Literal["merged", "abandoned", "idle"]
 
 GAP_MEDIANS = 3.0
 """Gaps between steps longer than this many median steps count as standing still."""
@@ -285,6 +287,13 @@ class Round:
     closed_at: float | None
     finished_at: float
     result: RoundFinished
+
+    @property
+    def fate(self) -> Fate:
+        """How it ended: one in which nobody had anything new, as at the end, is not given up."""
+        if self.result.verdict == "merged":
+            return "merged"
+        return "abandoned" if self.result.given_up else "idle"
 
 
 @dataclass

@@ -224,15 +224,16 @@ def _draw_rounds(
     unit, _ = time_unit(history.duration)
     rows = rows_of(shard.rounds)
     height = 2 * LANE_HALF / (max(rows, default=0) + 1)
-    for verdict, color, grow in (
+    for fate, color, grow in (
         ("merged", theme.merged, 0.0),
         ("abandoned", theme.abandoned, 0.1),
+        ("idle", theme.faint, 0.0),
     ):
         for row in range(max(rows, default=0) + 1):
             bars = [
                 (r.opened_at / unit, max(r.finished_at - r.opened_at, 0.0) / unit)
                 for r, in_row in zip(shard.rounds, rows, strict=True)
-                if in_row == row and r.result.verdict == verdict
+                if in_row == row and r.fate == fate
             ]
             top = lane - LANE_HALF + (row + 0.07) * height
             axes.broken_barh(
@@ -240,7 +241,7 @@ def _draw_rounds(
                 (top - grow, height * 0.86 + 2 * grow),
                 facecolors=color,
                 edgecolors=color,
-                linewidth=0.4 if verdict == "merged" else 1.0,
+                linewidth=1.0 if fate == "abandoned" else 0.4,
                 rasterized=len(shard.rounds) > POINTS_MAX_OF_LINE,
             )
 
@@ -275,6 +276,8 @@ def _legend_below(axes: Axes, history: RunHistory, theme: Theme) -> None:
         handles.append(Patch(color=theme.merged, label="round merged"))
     if history.rounds_abandoned:
         handles.append(Patch(color=theme.abandoned, label="round given up"))
+    if any(r.fate == "idle" for shard in history.shards.values() for r in shard.rounds):
+        handles.append(Patch(color=theme.faint, label="nothing to merge"))
     if history.outages:
         down = Patch(facecolor="none", edgecolor=theme.outage, hatch="/////", label="down")
         ended = Line2D([], [], marker="X", color=theme.abandoned, label="ended", **_MARK)

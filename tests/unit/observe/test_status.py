@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 from rich.console import Console
 
-from decoupled_diloco.errors import StorageError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
 from decoupled_diloco.observe.historian import build_history
@@ -317,7 +317,7 @@ def test_a_newer_schema_is_refused_in_one_sentence(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(StorageError, match="does not exist"):
+    with pytest.raises(ConfigError, match="does not exist"):
         FolderSource(tmp_path / "nowhere")
     with pytest.raises(StorageError, match="no run folder"):
         FolderSource(tmp_path)
