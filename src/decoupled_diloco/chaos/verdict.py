@@ -23,6 +23,7 @@ import bisect
 import dataclasses
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from typing import Any
 
 from decoupled_diloco.chaos.facts import Facts, Struck, read_facts
 from decoupled_diloco.errors import Error
-from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe.accounts import TokenAccount, account_for
 from decoupled_diloco.observe.historian import build_history
 from decoupled_diloco.observe.history import (
     GAP_MEDIANS,
@@ -291,10 +292,29 @@ class _Judge:
         self._say(
             "accepted tokens",
             of_the_living >= least,
-            f"{of_the_living:.3f} of a fault-free run's ({merged:.0f} of {trained:.0f} trained, "
+            f"{math.floor(1000 * of_the_living) / 1000:.3f} of a fault-free run's ({merged:.0f} of {trained:.0f} trained, "
             f"{died:.0f} died with killed learners)",
             f"at least {least:g}; fault-free, {share:.1%} are accepted",
+            self._what_was_lost(accounts.tokens),
         )
+
+    def _what_was_lost(self, tokens: TokenAccount) -> Iterator[str]:
+        """Which tokens were not accepted, and what of that is this machine's doing."""
+        for part in ("in_flight", "missed", "given_up", "left_behind"):
+            if count := tokens.tokens(part):
+                yield f"{count:.0f} tokens: {part.replace('_', ' ')}"
+        away = [
+            outage.seconds
+            for shard in self.history.shards.values()
+            for outage in shard.outages
+            if outage.seconds is not None
+        ]
+        if away:
+            yield (
+                f"a shard was back {statistics.median(away):.1f} s after it died: what learners "
+                "train meanwhile waits for it, and is overwritten on one that has just come back. "
+                "A machine that starts processes faster loses less"
+            )
 
     def _is_killed(self, name: str, life: Life) -> bool:
         """Whether a life was ended on purpose; what dies with any other is our own loss."""

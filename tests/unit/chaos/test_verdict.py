@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +135,8 @@ def test_a_run_that_kept_its_promises_is_told_so(folder: Path, share: float) -> 
     assert 0.97 <= told.numbers["accepted_ratio"] <= 1.02
     assert told.numbers["accepted_ratio"] < told.numbers["accepted_ratio_of_the_living"] <= 1.02
     assert told.numbers["died_tokens"] > 0
+    (accepted,) = (check for check in told.checks if check.name == "accepted tokens")
+    assert re.search(r"a shard was back [\d.]+ s after it died", accepted.details[-1])
     assert set(told.numbers["lost_steps"].values()) == {0}
     assert min(told.numbers["participation"].values()) >= 0.95
     document = json.loads(save_verdict(folder, told).read_text())
