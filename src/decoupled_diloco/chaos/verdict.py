@@ -289,10 +289,11 @@ class _Judge:
             "fault_free_share": share,
             "alive_seconds": alive,
         }
+        shown = math.floor(1000 * of_the_living) / 1000  # never more than what it is judged by
         self._say(
             "accepted tokens",
             of_the_living >= least,
-            f"{math.floor(1000 * of_the_living) / 1000:.3f} of a fault-free run's ({merged:.0f} of {trained:.0f} trained, "
+            f"{shown:.3f} of a fault-free run's ({merged:.0f} of {trained:.0f} trained, "
             f"{died:.0f} died with killed learners)",
             f"at least {least:g}; fault-free, {share:.1%} are accepted",
             self._what_was_lost(accounts.tokens),
