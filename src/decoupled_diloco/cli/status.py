@@ -32,8 +32,7 @@ def status(
     chronicle = Chronicle(rounds_max=1)
     records = opened.poll()
     chronicle.take_all(records)
-    at_hand = any(learner.has_tape for learner in chronicle.learners.values())
-    account = account_for(build_history(records)) if at_hand else None
+    account = None if opened.live else account_for(build_history(records))
     found = status_of(chronicle, opened.now(), opened.problems(), account)
     if as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))

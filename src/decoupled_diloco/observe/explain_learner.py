@@ -75,7 +75,7 @@ def explain_learner(
 
     Args:
         chronicle: What the shards saw.
-        history: The run's history, where the learners' own tapes are at hand.
+        history: The run's history, where a whole tape is at hand.
         name: The learner.
         live: The source is a running syncer, which does not have the learners' tapes.
 
@@ -87,7 +87,7 @@ def explain_learner(
         names = listing(sorted(chronicle.learners, key=natural))
         raise ConfigError(f"there is no learner {name!r} on this tape; there is {names}")
     account = None
-    if history is not None and learner.has_tape and name in history.learners:
+    if history is not None and name in history.learners:
         account = account_for(history).learners[name]
     lines = [_title(learner), "", "Its lives:", *_lives(chronicle, learner)]
     lines += ["", *_time(account, live), "", *_tokens(learner, account, chronicle, live)]

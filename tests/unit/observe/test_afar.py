@@ -13,6 +13,7 @@ import pytest
 
 from decoupled_diloco.observe.accounts import TOKEN_PARTS, account_for
 from decoupled_diloco.observe.chronicle import chronicle_of
+from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.historian import build_history, read_history
 from decoupled_diloco.observe.history import RunHistory
 from decoupled_diloco.observe.live import LiveView
@@ -22,6 +23,7 @@ from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.report import problems_of, render_report
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.summary import learner_rows, totals
+from decoupled_diloco.observe.words import percent
 from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import BACK_AT, CUT_AT, HEALED_AT, KILLED_AT, write_world
@@ -81,6 +83,18 @@ def test_tokens_are_accounted_for_without_remainder(whole: Path, syncers: Path) 
     assert far.tokens.merged == pytest.approx(near.tokens.merged, rel=0.01)
     assert far.tokens.discarded_share == pytest.approx(near.tokens.discarded_share, abs=0.01)
     assert near.tokens.overwritten == 0
+
+
+def test_status_report_and_explanation_tell_the_same(syncers: Path) -> None:
+    records = list(TapeReader(syncers))
+    far, chronicle = build_history(records), chronicle_of(records)
+    account = account_for(far)
+    status = status_of(chronicle, chronicle.latest, (), account)
+    assert status.discarded_whole
+    assert status.discarded_tokens == pytest.approx(account.tokens.tokens("discarded"))
+    told = " ".join(explain_learner(chronicle, far, "c"))
+    assert f"{percent(account.learners['c'].time.share('down'))}: down" in told
+    assert "overwritten: by merged copies; in which way, its own tape tells" in told
 
 
 def test_time_is_accounted_for(whole: Path, syncers: Path) -> None:
