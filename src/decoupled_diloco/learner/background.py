@@ -160,10 +160,7 @@ class Background:
         self._thread.start()
 
     def tell(self, event: fact.LearnerEvent, loss: float | None = None) -> StepPlan:
-        """Tells the machine a fact of the trainer, and does what belongs to this step boundary.
-
-        ``loss``: of the step, for the report of it: the machine has no use for it.
-        """
+        """Tells the machine a fact, and carries the boundary out; ``loss`` is for the report."""
         with self.lock:
             shared = self.shared
             assert shared is not None
