@@ -19,7 +19,7 @@ from decoupled_diloco import Learner, Observer
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.config.method import public_text, read_public
-from decoupled_diloco.launch.roles import open_tape
+from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.transport.http import HttpClient, HttpServer
 from decoupled_diloco.transport.tokens import Tokens

@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from decoupled_diloco.errors import AccessError, ConfigError
 from decoupled_diloco.launch.local import LocalRun
@@ -26,6 +28,7 @@ from process.runs import (
     health,
     local_run,
     logs,
+    orphans,
     records,
     stopped_at_exit,
     until,
@@ -84,6 +87,12 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
         assert output.count(f"{name} joined") == output.count(f"{name} is done") == 1, output
     assert re.search(r"step \d+/120, ", output), "its progress is shown"
     assert f"the budget is spent; {folder / 'weights.safetensors'}" in output
+    assert re.search(r"tokens +[\d.]+k, [\d.]+k/s", output), "the summary is true of both"
+    assert re.search(r"^a +\d\d+ +[\d.]+k +\d\.\d\d\d +\d", output, re.MULTILINE), output
+    assert (folder / "report.png").stat().st_size > 10_000
+    page = (folder / "report.html").read_text()
+    assert "2 learners, 2 syncer shards" in page
+    assert "The tapes of a and b are not here" in page
     weights = load_weights(folder / "weights.safetensors")
     assert weights["0.weight"].shape == (256, 16)
     assert_replays(folder)
@@ -140,8 +149,50 @@ def test_a_learner_that_is_stopped_does_not_hold_the_shards(tmp_path: Path) -> N
         output, _ = syncer.communicate(timeout=30)
     assert syncer.returncode == 130, output
     assert "killing it" not in output
+    assert f"ddiloco export {folder} writes the weights as they are now" in output
+    assert f"to go on where it was: ddiloco syncer --resume {folder}" in output
+    assert "1 learner, 2 syncer shards" in (folder / "report.html").read_text()
     ends = [r for r in records(folder, "launcher") if r.type == "ProcessEnded"]
     assert [r.data["signal"] for r in ends] == [None, None], "no shard was killed"
+
+
+def exported(folder: Path, out: Path) -> dict[str, Tensor]:
+    """The weights that ``ddiloco export`` finds in a run folder."""
+    told = ended(command("export", str(folder), "--out", str(out)))
+    assert f"load_file('{out}/model.safetensors')" in told
+    return load_weights(out / "model.safetensors")
+
+
+def test_a_syncer_that_is_started_again_after_a_kill_spares_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    file = str(config_file(folder, run={"budget_steps": 100_000}))
+    with ExitStack() as stack:
+        syncer = stack.enter_context(stopped_at_exit(command("syncer", file)))
+        assert syncer.stdout is not None
+        address = syncer.stdout.readline().split(": ")[1].strip()
+        secret = (folder / "token").read_text()
+        stack.enter_context(stopped_at_exit(example(address, str(folder / "token"), "a")))
+        until(lambda: health(address).get("clock", 0) > 5, "the run is under way")
+        now = exported(folder, tmp_path / "now")
+        syncer.kill()
+        until(lambda: not orphans(folder), "its shards have ended")
+        later = exported(folder, tmp_path / "later")
+        assert later["0.weight"].shape == (256, 16)
+        assert not torch.equal(now["0.weight"], later["0.weight"])
+        again = stack.enter_context(stopped_at_exit(command("syncer", file)))
+        output, _ = again.communicate(timeout=30)
+        assert again.returncode == 2, output
+        assert f"has not ended: ddiloco syncer --resume {folder} goes on with it" in output
+        assert "--new moves it aside and begins a new one" in output
+        assert (folder / "token").read_text() == secret
+        assert not folder.with_name("run.1").exists()
+        new = stack.enter_context(stopped_at_exit(command("syncer", file, "--new")))
+        assert new.stdout is not None
+        assert new.stdout.readline().startswith("syncer of small: ")
+        assert (folder / "token").read_text() != secret
+        assert (folder.with_name("run.1") / "token").read_text() == secret
+        os.killpg(new.pid, signal.SIGINT)
+        new.communicate(timeout=30)
 
 
 def test_the_options_of_a_syncer_hold_for_all_its_shards(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -97,6 +98,7 @@ def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:
     assert code == 4
     assert f"error: a shard cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "--set syncer.port=" in output
+    assert not (tmp_path / "run").exists(), "what has not begun is no run"
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
@@ -108,12 +110,46 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train"],
+        ["train", "--resume"],
+        ["syncer"],
+        ["syncer", "--shard", "0", "--port", "1"],
+        ["learner", "--index", "0", "--syncer", "http://127.0.0.1:1"],
+        ["evaluator", "--syncer", "http://127.0.0.1:1"],
+        ["simulate"],
+        ["chaos", "--virtual"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_of_other_files_is_refused_and_left_alone(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    file = config_file(folder)
+    shutil.copyfile(file, folder / "run.toml")  # a project may call its own settings so
+    (folder / "model.py").write_text("the work of years")
+    name, *options = arguments
+    here = ["--set", f"run.folder={folder}"]
+    told = {"simulate": ["region-drops-out", *here], "chaos": ["region-drops-out", *here]}
+    given = [str(folder)] if "--resume" in options else told.get(name, [str(file)])
+    code, output = ended(command(name, *given, *options), 30.0)
+    assert code == 2, output
+    assert f"the run folder {folder} is no run of ddiloco, but not empty" in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["project", "project.toml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["model.py", "run.toml"]
+
+
 def test_initial_weights_that_are_not_there_end_the_run(tmp_path: Path) -> None:
     file = config_file(tmp_path / "run", sync={"initial_weights": tmp_path / "none.safetensors"})
     code, output = ended(command("train", str(file)), 60.0)
-    assert code == 1
+    assert code == 2
     assert "none.safetensors" in output
     assert "does not exist" in output
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
@@ -121,6 +157,7 @@ def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
     (folder / "tape").mkdir(parents=True)
     (folder / "tape" / "shard-0.jsonl").write_text("what an earlier run left\n")
     file = config_file(folder, run={"budget_steps": 60, "learners": 1, "evaluator": True})
+    shutil.copyfile(file, folder / "run.toml")
     code, output = ended(command("train", str(file)), 60.0)
     assert code == 0, output
     assert (tmp_path / "run.1" / "tape" / "shard-0.jsonl").read_text().startswith("what an")

@@ -10,6 +10,8 @@ Three definitions that the numbers rest on, all instants in seconds since the ru
   median step in this run. A fault-free run would have merged, of every token trained in that time
   at that pace, the share that a fault-free run of the same recipe merges (`chaos.reference`): what
   is overwritten in flight is lost without any fault too. *Accepted* is what was merged by that.
+  What a killed learner had not merged dies with it: that is the fault. How much it is depends on
+  how long shards were away before, so on how fast this machine starts a process: it is taken off.
 * **Eligible** is a learner for a merged round if the shard counted on it all the while, nothing
   disturbed it, and it had finished a step since the tick before. It takes part if its contribution
   is in.
@@ -21,6 +23,7 @@ import bisect
 import dataclasses
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,10 +33,11 @@ from typing import Any
 
 from decoupled_diloco.chaos.facts import Facts, Struck, read_facts
 from decoupled_diloco.errors import Error
-from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe.accounts import TokenAccount, account_for
 from decoupled_diloco.observe.historian import build_history
 from decoupled_diloco.observe.history import (
     GAP_MEDIANS,
+    STEP_FAULTS,
     LearnerHistory,
     Life,
     Round,
@@ -53,7 +57,6 @@ ACCEPTED_MIN = 0.97
 PARTICIPATION_MIN = 0.95
 """Least share of the rounds that a learner was eligible for that it took part in."""
 
-STEP_KINDS = ("pause", "slow", "clock-jump")
 LINK_KINDS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
 
 SETTLE_SECONDS = 1.0
@@ -191,7 +194,7 @@ class _Judge:
 
     def _struck_during(self, learner: LearnerHistory, begin: float, end: float) -> bool:
         there = any(_began(life) <= begin and end <= _ended(life) for life in learner.lives)
-        return not there or _overlaps(self._disturbances(learner.name, STEP_KINDS), begin, end)
+        return not there or _overlaps(self._disturbances(learner.name, STEP_FAULTS), begin, end)
 
     def _disturbances(self, name: str, kinds: Iterable[str], settle: float = 0.0) -> list[_Span]:
         return [
@@ -206,7 +209,7 @@ class _Judge:
         details = []
         for name, learner in self.history.learners.items():
             median = learner.step_seconds_median
-            own = self._disturbances(name, STEP_KINDS, GAP_MEDIANS * (median or 0.0))
+            own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * (median or 0.0))
             lost[name] = 0
             for begin, end in self._gaps(learner) if median else ():
                 if median and end - begin > GAP_MEDIANS * median and not _overlaps(own, begin, end):
@@ -244,7 +247,7 @@ class _Judge:
         longest = 0.0
         for name, learner in self.history.learners.items():
             median = learner.step_seconds_median
-            own = self._disturbances(name, STEP_KINDS, GAP_MEDIANS * (median or 0.0))
+            own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * (median or 0.0))
             for life in learner.lives if median else ():
                 for begin, end in pairwise(life.steps_at):
                     if median and not _overlaps(own, begin, end):
@@ -261,7 +264,7 @@ class _Judge:
     def accepted(self, share: float, least: float) -> None:
         """What was merged, over what a fault-free run would have merged in the same alive time."""
         accounts = account_for(self.history)
-        merged = trained = expected = 0.0
+        merged = trained = expected = died = 0.0
         alive: dict[str, float] = {}
         for name, learner in self.history.learners.items():
             median = learner.step_seconds_median
@@ -272,20 +275,56 @@ class _Judge:
             merged += tokens.tokens("merged")
             trained += tokens.tokens("trained")
             expected += alive[name] / median * (learner.tokens / learner.steps) * share
+            if all(self._is_killed(name, life) for life in learner.lives if life.crashed):
+                died += tokens.tokens("crashed")
         ratio = merged / expected if expected else 0.0
+        of_the_living = merged / (expected - died) if expected > died else 0.0
         self.numbers |= {
             "accepted_ratio": ratio,
+            "accepted_ratio_of_the_living": of_the_living,
             "accepted_tokens": merged,
+            "died_tokens": died,
             "trained_tokens": trained,
             "fault_free_tokens": expected,
             "fault_free_share": share,
             "alive_seconds": alive,
         }
+        shown = math.floor(1000 * of_the_living) / 1000  # never more than what it is judged by
         self._say(
             "accepted tokens",
-            ratio >= least,
-            f"{ratio:.3f} of a fault-free run's ({merged:.0f} of {trained:.0f} trained)",
+            of_the_living >= least,
+            f"{shown:.3f} of a fault-free run's ({merged:.0f} of {trained:.0f} trained, "
+            f"{died:.0f} died with killed learners)",
             f"at least {least:g}; fault-free, {share:.1%} are accepted",
+            self._what_was_lost(accounts.tokens),
+        )
+
+    def _what_was_lost(self, tokens: TokenAccount) -> Iterator[str]:
+        """Which tokens were not accepted, and what of that is this machine's doing."""
+        for part in ("in_flight", "missed", "given_up", "left_behind"):
+            if count := tokens.tokens(part):
+                yield f"{count:.0f} tokens: {part.replace('_', ' ')}"
+        away = [
+            outage.seconds
+            for shard in self.history.shards.values()
+            for outage in shard.outages
+            if outage.seconds is not None
+        ]
+        if away:
+            yield (
+                f"a shard was back {statistics.median(away):.1f} s after it died: what learners "
+                "train meanwhile waits for it, and is overwritten on one that has just come back. "
+                "A machine that starts processes faster loses less"
+            )
+
+    def _is_killed(self, name: str, life: Life) -> bool:
+        """Whether a life was ended on purpose; what dies with any other is our own loss."""
+        ended = _ended(life) + SETTLE_SECONDS
+        return any(
+            struck.kind == "kill"
+            and name in struck.processes
+            and life.started_at <= struck.begin <= ended
+            for struck in self.facts.faults
         )
 
     def _alive_seconds(self, name: str, life: Life, median: float) -> float:
@@ -363,7 +402,7 @@ class _Judge:
         if not stepped or not self.facts.member_during(shard.name, name, since, end):
             return None
         for who in (name, shard.name):
-            kinds = (*STEP_KINDS, *LINK_KINDS)
+            kinds = (*STEP_FAULTS, *LINK_KINDS)
             if _overlaps(self._disturbances(who, kinds, SETTLE_SECONDS), since, end):
                 return None
         return mine[0].state if mine else "not asked"

@@ -33,22 +33,15 @@ def _complete(incomplete: str) -> list[tuple[str, str]]:
 
 
 def chaos(
-    run: Annotated[
-        str,
+    told: Annotated[
+        list[str],
         typer.Argument(
-            metavar="[RUN]",
-            help="The run: a TOML file or a shipped recipe's name. Default: the scenario's own.",
+            metavar="[RUN] SCENARIO",
+            help="The scenario's TOML file, or the name of a shipped one; before it, another run "
+            "than its own: a TOML file, or a shipped recipe's name.",
             autocompletion=_complete,
         ),
     ],
-    scenario: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SCENARIO",
-            help="The scenario's TOML file, or the name of a shipped one.",
-            autocompletion=complete_scenario,
-        ),
-    ] = None,
     settings: Sets = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of the run, and of all that strikes at random.")
@@ -97,21 +90,23 @@ def chaos(
 
     if protocol_only and not virtual:
         fail("--protocol-only is for --virtual: real processes train")
-    story, given = (run, None) if scenario is None else (scenario, run)
-    told = load_scenario(
+    if len(told) > 2:
+        fail(f"{' '.join(told)!r} is more than a run and a scenario: give one of each at most")
+    *given, story = told
+    scenario = load_scenario(
         find_shipped("scenarios", story),
-        run=None if given is None else find_shipped("recipes", given),
+        run=find_shipped("recipes", given[0]) if given else None,
         overrides=settings or (),
         seed=seed,
     )
     console = make_console()
-    share = None if reference is None else _share(told, reference)  # before a run of half an hour
-    code, finished, reason = _carry_out(told, console, virtual, protocol_only)
+    share = None if reference is None else _share(scenario, reference)
+    code, finished, reason = _carry_out(scenario, console, virtual, protocol_only)
     if code == INTERRUPTED:
         console.print("no verdict: interrupted")
         exit_with(code)
-    folder = Path(told.config.run.folder)
-    share = _share(told, None) if share is None else share
+    folder = Path(scenario.config.run.folder)
+    share = _share(scenario, None) if share is None else share
     least = {"accepted_min": accepted_min, "participation_min": participation_min}
     limits = {name: value for name, value in least.items() if value is not None}
     verdict = _judge(folder, share, limits, finished, reason)

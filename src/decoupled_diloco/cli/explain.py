@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from decoupled_diloco.cli.options import TokenFile, make_console
-from decoupled_diloco.cli.status import source_of
+from decoupled_diloco.cli.status import newest_run, source_of
 from decoupled_diloco.errors import ConfigError
 
 WIDTH_MAX = 100
@@ -61,7 +60,7 @@ def explain(
 
     if what not in list(What):
         raise ConfigError(f"{what!r} cannot be explained: choose one of {', '.join(What)}")
-    of = of or _newest(what, which)
+    of = of or newest_run(f"ddiloco explain {what} {which} --of runs/quickstart")
     source = source_of(of, token_file, detail=True)
     chronicle = Chronicle(keep_steps=True)
     records = source.poll()
@@ -78,23 +77,6 @@ def explain(
     lines += [f"The tape is not whole: {problem}" for problem in source.problems()]
     console = make_console()
     typer.echo(wrapped(lines, min(WIDTH_MAX, console.width)))
-
-
-def _newest(what: str, which: str) -> str:
-    """The run folder in runs/ that was begun last; says which it is.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    begun = {path.parent: path.stat().st_mtime for path in Path("runs").glob("*/run.toml")}
-    if not begun:
-        raise ConfigError(
-            f"there is no run in runs/ here: say which one, as in ddiloco explain {what} {which} "
-            "--of runs/quickstart"
-        )
-    newest = str(max(begun, key=lambda path: begun[path]))
-    typer.echo(f"of {newest}, the newest run here (--of names another)", err=True)
-    return newest
 
 
 def _number(text: str) -> int:

@@ -42,10 +42,10 @@ def export(
 
     torch.set_num_threads(1)
     exported = export_run(run, out, format=format.value, weights=weights, force=force)
-    _tell(exported, format)
+    _tell(exported)
 
 
-def _tell(exported: Exported, format: Format) -> None:
+def _tell(exported: Exported) -> None:
     from decoupled_diloco.units import format_bytes
 
     step = "" if exported.global_step is None else f", step {exported.global_step}"
@@ -55,7 +55,11 @@ def _tell(exported: Exported, format: Format) -> None:
         typer.echo(f"  {path.name:<{longest}}  {format_bytes(_bytes_of(path)):>9}")
     typer.echo("use it with:")
     folder = str(exported.folder)
-    if format is Format.native:
+    if exported.format == "plain":
+        typer.echo("  from safetensors.torch import load_file")
+        typer.echo(f"  tensors = load_file({str(exported.folder / 'model.safetensors')!r})")
+        typer.echo("  model.load_state_dict(tensors, strict=False)  # your own model")
+    elif exported.format == "native":
         typer.echo(f"  model = decoupled_diloco.load_exported({folder!r})")
     else:
         typer.echo(f"  model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})")

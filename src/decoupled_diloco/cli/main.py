@@ -76,6 +76,10 @@ def syncer(
     settings: Sets = None,
     resume: Resume = False,
     cut: CutToGoBackTo = "",
+    new: Annotated[
+        bool,
+        typer.Option("--new", help="Begin a new run although the one in the folder has not ended."),
+    ] = False,
     shard: Annotated[
         int | None, typer.Option(help="Serve this one shard only; default: all, supervised.")
     ] = None,
@@ -94,17 +98,19 @@ def syncer(
     """The syncer: all its shards on this machine, or one of them."""
     given = _as_settings(addresses, token_file, port if shard is None else None)
     config = _run_of(run, [*(settings or ()), *given], resume=resume, cut=cut)
+    if new and (resume or shard is not None):
+        fail("--new begins a run of all shards: leave it out, or --resume and --shard")
     if standby and not (config.syncer.standbys and shard is not None):
         fail("--standby is for one shard (--shard) of a run with syncer.standbys=1")
     if shard is None:
         from decoupled_diloco.cli.train import serve_locally
 
-        exit_with(serve_locally(config, make_console(), resume=resume, cut=cut))
+        exit_with(serve_locally(config, make_console(), resume=resume, cut=cut, new=new))
     if resume:
         fail(f"--shard {shard} goes on by itself with what is in its folder: leave --resume out")
-    from decoupled_diloco.launch import roles
-    from decoupled_diloco.launch.folder import read_token
+    from decoupled_diloco.launch.folder import enter_run_folder, read_token
     from decoupled_diloco.launch.secrets import own_token
+    from decoupled_diloco.launch.shard_role import run_shard
 
     _prepare(stop_with_parent)
     if not 0 <= shard < config.syncer.shards:
@@ -120,15 +126,13 @@ def syncer(
             f"--port {own_port} is not the settings' port of shard {shard}, so the others would "
             "not be found: give the addresses of all shards with --addresses"
         )
-    folder = Path(config.run.folder)
-    (folder / "tape").mkdir(parents=True, exist_ok=True)
-    roles.run_shard(
+    run_shard(
         config,
         shard,
         port=own_port,
         standby=standby,
         addresses=told or advertised(config, (own_port,) if alone else ()),
-        folder=folder,
+        folder=enter_run_folder(config),
         token=own_token(config, f"shard-{shard}")
         if shard
         else read_token(config.syncer.token_file),
@@ -149,6 +153,7 @@ def learner(
 
     termination = Termination()  # First: what follows imports torch, which takes seconds.
     from decoupled_diloco.launch import roles
+    from decoupled_diloco.launch.folder import enter_run_folder
     from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
@@ -157,7 +162,7 @@ def learner(
         config,
         index,
         syncer=_addresses(syncer, config),
-        folder=Path(config.run.folder),
+        folder=enter_run_folder(config),
         token=own_token(config, f"learner-{index}", token_file),
         termination=termination,
     )
@@ -176,18 +181,21 @@ def evaluator(
 ) -> None:
     """An observer that scores the published weights on held-out data."""
     from decoupled_diloco.launch import roles
+    from decoupled_diloco.launch.folder import enter_run_folder, require_ours_or_unused
+    from decoupled_diloco.launch.processes import EVALUATOR
     from decoupled_diloco.launch.secrets import own_token
 
     _prepare(stop_with_parent)
     config = load_config(run, settings or ())
     if result:
-        roles.evaluate_result(config, folder=Path(config.run.folder))
+        require_ours_or_unused(config.run.folder)
+        roles.evaluate_result(config, folder=config.run.folder)
         return
     roles.run_evaluator(
         config,
         syncer=_addresses(syncer, config),
-        folder=Path(config.run.folder),
-        token=own_token(config, roles.EVALUATOR, token_file),
+        folder=enter_run_folder(config),
+        token=own_token(config, EVALUATOR, token_file),
     )
 
 
@@ -252,7 +260,7 @@ def _prepare(parent_matters: bool) -> None:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
     )
     if parent_matters:
-        from decoupled_diloco.launch.roles import stop_with_parent
+        from decoupled_diloco.launch.processes import stop_with_parent
 
         stop_with_parent()
 

@@ -84,7 +84,8 @@ RunSource = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="A run folder, a tape, or a running syncer: http://HOST:PORT, with --token-file.",
+        help="A run folder, a tape, or a running syncer: http://HOST:PORT, with --token-file. "
+        "Default: the newest run in runs/.",
     ),
 ]
 StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True)]

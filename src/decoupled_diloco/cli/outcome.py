@@ -11,9 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.observe.report import write_report
-from decoupled_diloco.observe.summary import print_summary
-from decoupled_diloco.syncer.result import RESULT, SHARES
 
 
 def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
@@ -22,6 +19,9 @@ def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
     Raises:
         StorageError: the report cannot be written.
     """
+    from decoupled_diloco.observe.report import write_report  # numpy and jinja2, at the end only
+    from decoupled_diloco.observe.summary import print_summary
+
     files = [folder / "report.html", folder / "report.png"]
     history = write_report(folder, *files)
     if weights is not None:
@@ -40,6 +40,9 @@ def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str
         config: The run.
         command: The command that goes on with it.
     """
+    from decoupled_diloco.syncer.kept import kept_layout  # torch takes seconds
+    from decoupled_diloco.syncer.result import RESULT, SHARES
+
     names = [f"shard-{number}.safetensors" for number in range(config.syncer.shards)]
     if (folder / RESULT).exists():
         weights = f"{folder / RESULT} is from before it went on, and stays until its new end"
@@ -47,6 +50,11 @@ def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str
         weights = (
             f"{RESULT} was not written, but every shard has handed in its share: "
             f"ddiloco export {folder} puts them together"
+        )
+    elif kept_layout(folder, config) is not None:
+        weights = (
+            f"{RESULT} is written when the budget is spent; ddiloco export {folder} writes the "
+            "weights as they are now"
         )
     else:
         weights = "no weights were written: shards hand theirs in when the budget is spent"

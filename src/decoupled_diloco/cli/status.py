@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from decoupled_diloco.cli.options import RunSource, TokenFile, make_console
+from decoupled_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from decoupled_diloco.observe.sources import Source
 
 
 def status(
-    source: RunSource,
+    source: RunSource = "",
     token_file: TokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -28,12 +28,11 @@ def status(
     from decoupled_diloco.observe.status import status_of
     from decoupled_diloco.observe.status_view import render_status
 
-    opened = source_of(source, token_file)
+    opened = source_of(source or newest_run("ddiloco status runs/quickstart"), token_file)
     chronicle = Chronicle(rounds_max=1)
     records = opened.poll()
     chronicle.take_all(records)
-    at_hand = any(learner.has_tape for learner in chronicle.learners.values())
-    account = account_for(build_history(records)) if at_hand else None
+    account = None if opened.live else account_for(build_history(records))
     found = status_of(chronicle, opened.now(), opened.problems(), account)
     if as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
@@ -53,3 +52,20 @@ def source_of(text: str, token_file: Path | None, *, detail: bool = False) -> So
     from decoupled_diloco.observe.sources import open_source
 
     return open_source(text, read_token(token_file), detail=detail)
+
+
+def newest_run(example: str) -> str:
+    """The run folder in runs/ that was begun last; says which it is.
+
+    Args:
+        example: A command that names one, for who has none there.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    begun = {path.parent: path.stat().st_mtime for path in Path("runs").glob("*/run.toml")}
+    if not begun:
+        raise ConfigError(f"there is no run in runs/ here: say which one, as in {example}")
+    newest = str(max(begun, key=lambda path: begun[path]))
+    typer.echo(f"of {newest}, the newest run here", err=True)
+    return newest

@@ -16,7 +16,6 @@ from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
-from decoupled_diloco.launch.resume import standing_of
 from decoupled_diloco.observe.progress import Progress
 
 
@@ -79,12 +78,15 @@ def carry_out(run: Run, config: RunConfig, console: Console) -> Outcome:
 
 
 def serve_locally(
-    config: RunConfig, console: Console, *, resume: bool = False, cut: str = ""
+    config: RunConfig, console: Console, *, resume: bool = False, cut: str = "", new: bool = False
 ) -> int:
-    """Runs all shards on this machine, for learners that are started elsewhere."""
+    """Runs all shards on this machine, for learners that are started elsewhere.
+
+    Their run is not to be ended by a command that was only typed again: see ``anew`` of `LocalRun`.
+    """
     if resume and not cut and _tell_if_finished(config, console):
         return 0
-    run = LocalRun(config, learners=False, resume=resume, cut=cut)
+    run = LocalRun(config, learners=False, resume=resume, cut=cut, anew=new)
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
         with termination_as_interrupt():
@@ -102,7 +104,9 @@ def serve_locally(
         with undisturbed():
             run.close()
     remains = outcome.weights or what_remains(run.path, config, "syncer")
-    console.print(f"{outcome.reason}; {remains}", soft_wrap=True)
+    with reader_may_be_gone():
+        tell_outcome(run.path, outcome.weights, console)
+        console.print(f"\n{outcome.reason}; {remains}", soft_wrap=True)
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
@@ -110,6 +114,8 @@ def serve_locally(
 
 def _tell_if_finished(config: RunConfig, console: Console) -> bool:
     """Whether a run that is to go on has nothing left to do."""
+    from decoupled_diloco.launch.resume import standing_of  # torch takes seconds
+
     standing = standing_of(Path(config.run.folder), config)
     if standing.is_finished:
         console.print(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.options import RunSource, TokenFile, fail, make_console
-from decoupled_diloco.cli.status import source_of
+from decoupled_diloco.cli.status import newest_run, source_of
 from decoupled_diloco.errors import AccessError, TransportError
 
 if TYPE_CHECKING:
@@ -39,13 +39,14 @@ ESCAPE = "\x1b"
 
 
 def watch(
-    source: RunSource,
+    source: RunSource = "",
     token_file: TokenFile = None,
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = 1.0,
 ) -> None:
     """The status over and over, on the whole terminal, until the run is over or you press q."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         fail("watch needs a terminal: use ddiloco status, for example with watch(1)")
+    source = source or newest_run("ddiloco watch runs/quickstart")
     reader = Reader(source_of(source, token_file), every)
     console = make_console()
     with contextlib.suppress(KeyboardInterrupt), _told_to_end():

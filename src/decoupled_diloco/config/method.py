@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config.run import OuterSettings, RunConfig, SyncSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
-from decoupled_diloco.merge import Layout, make_outer
-from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.options import Options
+
+if TYPE_CHECKING:
+    from decoupled_diloco.merge import Layout
+    from decoupled_diloco.merge.plan import MergePlan
 
 Public = Mapping[str, Any]
 
@@ -106,6 +108,9 @@ def plan_of(layout: Layout, public: Public) -> MergePlan:
     Raises:
         ConfigError: the layout cannot be cut into so many fragments.
     """
+    from decoupled_diloco.merge import make_outer  # torch takes seconds: a launcher needs none
+    from decoupled_diloco.merge.plan import MergePlan
+
     sync, outer = SyncSettings(**public["sync"]), OuterSettings(**public["outer"])
     return MergePlan.make(
         layout,

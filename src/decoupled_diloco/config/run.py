@@ -34,8 +34,8 @@ class RunSettings(Settings):
     """Name of the run, in file names and reports. Letters, digits, '.', '_' and '-'."""
 
     folder: Path = Field(default=Path("runs/run"), strict=False)
-    """Folder for everything the run writes, relative to where the command is started.
-    Default: runs/<name>."""
+    """Folder for everything the run writes, relative to where the command is started. An earlier
+    run in it is moved aside; a folder with other files is refused. Default: runs/<name>."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial weights and of the order of the data, 0 to 2^32 - 1. Change it to repeat
@@ -281,6 +281,18 @@ class OuterSettings(Settings):
                 f"optimizer={name!r} in [outer] is not known: did you mean {match!r}?"
             )
         return name
+
+    @model_validator(mode="after")
+    def _try_out(self) -> OuterSettings:
+        """A class of torch.optim is tried before a process starts; ours need no torch for that."""
+        if self.optimizer not in MOMENTUM_DEFAULTS:
+            from decoupled_diloco.merge import make_outer  # torch takes seconds
+
+            try:
+                make_outer(self.optimizer, self.lr, self.momentum, self.options)
+            except ConfigError as error:
+                raise ConfigError(f"[outer] cannot be used: {error}") from None
+        return self
 
 
 class SyncerSettings(Settings):

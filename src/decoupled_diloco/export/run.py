@@ -13,7 +13,7 @@ from decoupled_diloco.config import RunConfig, dump_config, load_config
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.folder import export_folder, read_facts, require_free
 from decoupled_diloco.export.huggingface import require_huggingface, write_huggingface
-from decoupled_diloco.export.weights import Found, fill, find_weights
+from decoupled_diloco.export.weights import Found, fill, find_weights, misfit
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.storage.weights import load_weights, save_weights
 from decoupled_diloco.workloads import Workload, load_workload
@@ -29,12 +29,15 @@ class Exported:
 
     Args:
         folder: Where.
+        format: As asked for; "plain": tensors alone, because the learners trained another model
+            than the workload's.
         run: The run's name.
         global_step: The step of the weights, or None if not known.
         files: All files.
     """
 
     folder: Path
+    format: Format | Literal["plain"]
     run: str
     global_step: int | None
     files: tuple[Path, ...]
@@ -61,7 +64,7 @@ def export_run(
         force: Write although `out` has something in it.
 
     Raises:
-        ConfigError: It is no run folder, the weights do not fit, `out` is not empty, or
+        ConfigError: It is no run folder, given weights do not fit, `out` is not empty, or
             transformers has no layout for this model.
         StorageError: There are no weights yet, or the folder cannot be written.
     """
@@ -72,6 +75,8 @@ def export_run(
     if format == "huggingface":
         require_huggingface(workload, model)
     found = find_weights(run, config, weights)
+    if weights is None and format == "native" and misfit(model, found.tensors):
+        return _export_plain(out, config, found, force=force)
     fill(model, found.tensors, found.source)
     with export_folder(out, _facts(config, model, found, format), force=force) as folder:
         if format == "huggingface":
@@ -80,8 +85,23 @@ def export_run(
             state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
             save_weights(folder / WEIGHTS, state)
             (folder / CONFIG).write_text(dump_config(config), encoding="utf-8")
+    return _exported(out, format, config, found)
+
+
+def _export_plain(out: Path, config: RunConfig, found: Found, *, force: bool) -> Exported:
+    """The weights of learners that trained a model of their own, which only their code builds."""
+    facts = _common_facts(config, found) | {"format": "plain", "workload": None}
+    with export_folder(out, facts, force=force) as folder:
+        save_weights(folder / WEIGHTS, found.tensors)
+        (folder / CONFIG).write_text(dump_config(config), encoding="utf-8")
+    return _exported(out, "plain", config, found)
+
+
+def _exported(
+    out: Path, format: Format | Literal["plain"], config: RunConfig, found: Found
+) -> Exported:
     files = tuple(out / name for name in read_facts(out)["files"])
-    return Exported(out, config.run.name, found.global_step, files)
+    return Exported(out, format, config.run.name, found.global_step, files)
 
 
 def load_exported(folder: str | Path) -> nn.Module:
@@ -102,6 +122,12 @@ def load_exported(folder: str | Path) -> nn.Module:
     """
     folder = Path(folder)
     facts = read_facts(folder)
+    if facts.get("format") == "plain":
+        raise ConfigError(
+            f"{folder} has the weights of a model that only your own code builds: give them to "
+            f"it with model.load_state_dict(safetensors.torch.load_file('{folder / WEIGHTS}'), "
+            "strict=False)"
+        )
     if facts.get("format") != "native":
         raise ConfigError(
             f"{folder} is an export for transformers: load it with its from_pretrained, or export "
@@ -134,13 +160,18 @@ def _built(config: RunConfig) -> tuple[Workload, nn.Module]:
 
 def _facts(config: RunConfig, model: nn.Module, found: Found, format: Format) -> dict[str, Any]:
     layout = layout_of(model)
-    return {
+    return _common_facts(config, found) | {
         "format": format,
-        "decoupled_diloco": decoupled_diloco.__version__,
-        "run": config.run.name,
         "workload": config.workload.name,
-        "global_step": found.global_step,
         "parameters": layout.numel,
         "layout": layout.fingerprint,
+    }
+
+
+def _common_facts(config: RunConfig, found: Found) -> dict[str, Any]:
+    return {
+        "decoupled_diloco": decoupled_diloco.__version__,
+        "run": config.run.name,
+        "global_step": found.global_step,
         "versions": found.versions,
     }

@@ -16,6 +16,9 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.storage.weights import load_metadata, load_weights
 from decoupled_diloco.syncer.coordinator_disk import FILE as COORDINATOR_FILE
+from decoupled_diloco.syncer.coordinator_disk import newest_state
+from decoupled_diloco.syncer.durable import DURABLE
+from decoupled_diloco.syncer.kept import kept_layout, read_kept
 from decoupled_diloco.syncer.result import RESULT, SHARES, read_layout, read_shares
 
 
@@ -37,7 +40,7 @@ class Found:
 
 
 def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Found:
-    """The newest weights of a run: its result, or what its shards have handed in.
+    """The newest weights of a run: its result, what its shards have handed in, or what they keep.
 
     Args:
         run: The run folder.
@@ -49,16 +52,21 @@ def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Fou
     """
     if given is not None:
         return Found(given, load_weights(given), _versions(given), None)
-    if (run / RESULT).exists():
+    layout = kept_layout(run, config)
+    over = layout is None or _is_over(run)  # else what an earlier end has left is not the newest
+    if over and (run / RESULT).exists():
         path = run / RESULT
         return Found(path, load_weights(path), _versions(path), _global_step(run))
     paths = [run / SHARES / f"shard-{shard}.safetensors" for shard in range(config.syncer.shards)]
     missing = [path.name for path in paths if not path.exists()]
+    if layout is not None and (missing or not over):
+        return Found(run / DURABLE, *read_kept(run, config, layout))
     if missing:
         raise StorageError(
             f"{run} has no weights: {RESULT} is written when the run is finished, and "
-            f"{', '.join(missing)} below {run / SHARES} when a shard is: let the run finish, "
-            "or give a safetensors file with --weights"
+            f"{', '.join(missing)} below {run / SHARES} when a shard is; before that shards keep "
+            "theirs once a learner has joined, unless syncer.durable is false: let it join, let "
+            "the run finish, or give a safetensors file with --weights"
         )
     plan = plan_of(read_layout(run), read_public(public_text(config)))
     tensors, versions = read_shares(run, plan, config.syncer.shards)
@@ -71,22 +79,36 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
     Raises:
         ConfigError: They are not of this model; names the first tensor that does not fit.
     """
-    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    own |= dict(model.named_parameters(remove_duplicate=False))
-    way_out = "export with the configuration and the code that the run was trained with"
-    for spec in layout_of(model).tensors:
-        if spec.name not in tensors:
-            raise ConfigError(f"{source} lacks {spec.name!r}, which the model has: {way_out}")
+    problem = misfit(model, tensors)
+    if problem:
+        raise ConfigError(
+            f"{source} {problem}: export with the configuration and the code that the run was "
+            "trained with"
+        )
+    own = _tensors_of(model)
     with torch.no_grad():
         for name, values in tensors.items():
-            if name not in own:
-                raise ConfigError(f"{source} has {name!r}, which the model lacks: {way_out}")
-            if own[name].shape != values.shape:
-                raise ConfigError(
-                    f"{name!r} has shape {tuple(values.shape)} in {source} and "
-                    f"{tuple(own[name].shape)} in the model: {way_out}"
-                )
             own[name].copy_(values)
+
+
+def misfit(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
+    """Why weights are not of a model, in words that follow their name; empty: they are."""
+    own = _tensors_of(model)
+    for spec in layout_of(model).tensors:
+        if spec.name not in tensors:
+            return f"lacks {spec.name!r}, which the model has"
+    for name, values in tensors.items():
+        if name not in own:
+            return f"has {name!r}, which the model lacks"
+        if own[name].shape != values.shape:
+            there, here = tuple(values.shape), tuple(own[name].shape)
+            return f"has {name!r} of shape {there}, which in the model is {here}"
+    return ""
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    return own | dict(model.named_parameters(remove_duplicate=False))
 
 
 def _versions(path: Path) -> dict[str, str]:
@@ -95,6 +117,15 @@ def _versions(path: Path) -> dict[str, str]:
     except ValueError:
         return {}  # Another program's file: they are for people only.
     return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
+
+
+def _is_over(run: Path) -> bool:
+    """Whether the run has ended, as the coordinator last wrote it down."""
+    try:
+        state = json.loads(newest_state(run).read_text())["state"]
+        return bool(state["phase"] == "finished")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _global_step(run: Path) -> int | None:

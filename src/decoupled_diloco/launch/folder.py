@@ -9,28 +9,38 @@ RUN/run.toml  lock  token  addresses  coordinator.json  tape/*.jsonl  tape.jsonl
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME
 from decoupled_diloco.storage.files import write_text
 
 ADDRESSES = "addresses"
 """The file that says where the shards listen."""
+
+MADE = ("logs", FOLDER_NAME, "learners")
+"""The folders that every run folder has from the first."""
 
 
 class RunFolder:
     """A run folder that this process and its children alone may use until they exit.
 
     Args:
-        path: Made if it does not exist. What an earlier run left in it is moved aside to
-            ``<path>.1``, ``<path>.2``, …
+        path: Made if it does not exist. An earlier run of ours in it is moved aside to
+            ``<path>.1``, ``<path>.2``, …; a folder with anything else in it is left alone.
         resume: Go on with the run that is in it instead.
+        spare: Called with the folder of an earlier run while nobody else may use it; raises if
+            that run must not be moved aside.
 
     Attributes:
         path: See above.
@@ -38,13 +48,21 @@ class RunFolder:
         resumed: Whether the run in it goes on.
 
     Raises:
-        ConfigError: another process is using it.
+        ConfigError: another process is using it, or it is not empty and no run of ours.
         StorageError: it cannot be made.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume: bool = False,
+        spare: Callable[[Path], None] = lambda path: None,
+    ) -> None:
         self.path = path
+        self._place = _without_links(path)
         self.resumed = resume
+        self._spare = spare
         self.moved_to: Path | None = None
         self._lock: IO[str] | None = None
         try:
@@ -55,18 +73,29 @@ class RunFolder:
             ) from error
 
     def _take(self) -> None:
-        if self.path.exists():
+        if self._place.exists():
+            self._require_ours_or_unused()
             self._lock_or_refuse()
-            used = any(entry.name != "lock" for entry in self.path.iterdir())
-            if used and not self.resumed:
+            if not (self.resumed or _is_unused(self._place)):
+                self._spare(self.path)
                 # Before the lock, which goes along, is let go: nobody else may move it meanwhile.
-                self.moved_to = self.path.rename(self._free_name())
+                self.moved_to = self._place.rename(self._free_name())
                 self.release()
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._place.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._lock_or_refuse()
-        for name in ("logs", "tape", "learners"):
+        for name in MADE:
             (self.path / name).mkdir(exist_ok=True)
+
+    def _require_ours_or_unused(self) -> None:
+        """Before anything is written: not even the lock belongs into somebody else's folder."""
+        require_ours_or_unused(self.path, resume=self.resumed)
+        here = Path.cwd()
+        if not (self.resumed or _is_unused(self._place)) and here.is_relative_to(self._place):
+            raise ConfigError(
+                f"the run folder {self.path} has the current folder {here} in it, so the earlier "
+                "run cannot be moved aside: start the command in another folder"
+            )
 
     def _lock_or_refuse(self) -> None:
         file = (self.path / "lock").open("a+")
@@ -85,7 +114,7 @@ class RunFolder:
 
     def _free_name(self) -> Path:
         number = 1
-        while (free := self.path.with_name(f"{self.path.name}.{number}")).exists():
+        while os.path.lexists(free := self._place.with_name(f"{self._place.name}.{number}")):
             number += 1
         return free
 
@@ -127,6 +156,82 @@ class RunFolder:
 def _same_file(file: IO[str], path: Path) -> bool:
     """Whether a lock is still at its place: another run may have moved the folder aside."""
     return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
+def enter_run_folder(config: RunConfig) -> Path:
+    """The run folder of a process that is started by hand: made, and marked as a run's.
+
+    Others may be using it, on this machine or on one that shares it.
+
+    Raises:
+        ConfigError: it is not empty and no run of ours.
+        StorageError: it cannot be made.
+    """
+    path = config.run.folder
+    require_ours_or_unused(path)
+    try:
+        (_without_links(path) / FOLDER_NAME).mkdir(parents=True, exist_ok=True)
+        if not (path / RUN_FILE).exists():
+            mine = path / f"{RUN_FILE}.{os.getpid()}"  # whoever comes at the same time has another
+            mine.write_text(dump_config(config), encoding="utf-8")
+            mine.replace(path / RUN_FILE)
+    except OSError as error:
+        raise StorageError(
+            f"the run folder {path} cannot be made: {error.strerror or error}"
+        ) from error
+    return path
+
+
+def require_ours_or_unused(path: Path, *, resume: bool = False) -> None:
+    """Nothing is moved, renamed or written where somebody else's files are.
+
+    Raises:
+        ConfigError: it is a file, or a folder with something in it that is no run of ours.
+    """
+    place = _without_links(path)
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise ConfigError(
+            f"the run folder {path} is a file, not a folder: choose another with --set run.folder=…"
+        )
+    if not (_is_unused(place) or is_run_folder(place)):
+        way_out = (
+            "--resume takes the folder of a run, as runs/quickstart"
+            if resume
+            else "choose another with --set run.folder=…, or move away what is in it"
+        )
+        raise ConfigError(
+            f"the run folder {path} is no run of ddiloco, but not empty, and is left as it is: "
+            f"{way_out}"
+        )
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether a folder is a run of ours: all of its settings are in it, and a tape."""
+    has_tape = (path / FOLDER_NAME).is_dir() or (path / MERGED_NAME).is_file()
+    with contextlib.suppress(OSError, ValueError):  # TOML and UTF-8 both
+        tables = tomllib.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        return has_tape and tables.keys() >= set(RunConfig.model_fields) - {"faults"}
+    return False
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether there is nothing in it but what `RunFolder` or `enter_run_folder` makes first."""
+    return all(map(_is_made_first, path.iterdir()))
+
+
+def _is_made_first(entry: Path) -> bool:
+    if entry.is_dir():
+        return entry.name in MADE and not any(entry.iterdir())
+    half_written = entry.stem == RUN_FILE and entry.suffix[1:].isdigit()
+    return half_written or (entry.name == "lock" and entry.lstat().st_size == 0)
+
+
+def _without_links(path: Path) -> Path:
+    """Where a path leads; by the same name if it is there itself."""
+    followed = Path(os.path.realpath(path))
+    return followed if path.is_symlink() or path.name in ("", "..") else path
 
 
 def read_token(path: Path | None) -> str | None:
@@ -180,8 +285,14 @@ def read_addresses(run: Path) -> tuple[str, ...]:
     """Where the shards of a run on this machine listen, or did when it was last started.
 
     Raises:
+        ConfigError: There is no such folder.
         StorageError: It is no run folder, or the run was never started.
     """
+    if not run.exists():
+        raise ConfigError(
+            f"{run} does not exist: give the folder of a run that was started on this machine, or "
+            "http://HOST:PORT"
+        )
     try:
         return tuple((run / ADDRESSES).read_text().split())
     except OSError as error:

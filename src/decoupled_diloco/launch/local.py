@@ -9,22 +9,25 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine, url_of
 from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
-from decoupled_diloco.launch.data import require_data
-from decoupled_diloco.launch.folder import RunFolder, write_addresses
-from decoupled_diloco.launch.resume import go_back, half_way, standing_of
-from decoupled_diloco.launch.roles import EVALUATOR, open_tape, process_of
-from decoupled_diloco.launch.secrets import read_principals, require_principals
+from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
+from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of
+from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
-from decoupled_diloco.syncer.result import assemble, read_layout
-from decoupled_diloco.workloads import load_workload
+from decoupled_diloco.storage.files import write_text
+
+# What needs torch is imported where it is needed: it takes seconds, and a syncer's learners wait.
+if TYPE_CHECKING:
+    from decoupled_diloco.launch.resume import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +57,17 @@ class LocalRun:
         learners: Whether to start learners and the evaluator, too.
         resume: Go on with the run in its folder.
         cut: Go back to this consistent cut first: ``"last"`` or its number; only with ``resume``.
+        anew: Whether a run in the folder that has not ended may be moved aside.
         dial: How a process of a name reaches these addresses of shards, if not directly: other
             addresses with the same ports. Who is told of the shards then puts the host in that it
             has dialled itself.
         absent: Learners that somebody else brings in, later.
 
     Raises:
-        ConfigError: the folder is in use, the workload cannot be built, or a learner's part of its
-            data has no batch.
+        ConfigError: the folder is in use or somebody else's, the run in it has not ended, the
+            workload cannot be built, a learner's part of its data has no batch, or a secret or the
+            initial weights are missing.
+        TransportError: a port of the settings is taken.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class LocalRun:
         learners: bool = True,
         resume: bool = False,
         cut: str = "",
+        anew: bool = True,
         dial: Callable[[str, tuple[str, ...]], tuple[str, ...]] | None = None,
         absent: Collection[str] = (),
     ) -> None:
@@ -78,18 +85,19 @@ class LocalRun:
         self._dial = dial or (lambda name, addresses: addresses)
         self._told = tuple if dial is None else everywhere
         self._absent = frozenset(absent)
-        workload = load_workload(config.workload.name, config.workload_options())
         if learners:
-            require_data(workload, config)
+            _require_workload(config)
         self._with_learners = learners
-        if config.syncer.principals_file is not None:
-            self._require_principals(config.syncer.principals_file)
-        self.folder = RunFolder(Path(config.run.folder), resume=resume)
+        self._require_syncer()  # before there is a folder, or an earlier run is moved aside
+        self.folder = RunFolder(
+            config.run.folder, resume=resume, spare=(lambda folder: None) if anew else _require_over
+        )
         self.path = self.folder.path
-        cut = cut or (half_way(self.path) if resume else "")
-        self.went_back = go_back(self.path, config, cut) if cut else ""
-        self.standing = standing_of(self.path, config) if resume else None
-        (self.path / "run.toml").write_text(dump_config(config))
+        self.standing: Standing | None = None
+        self.went_back = ""
+        if resume:
+            self._take_up(cut)
+        write_text(self.path / RUN_FILE, dump_config(config))
         settings = config.syncer
         self.secret_file: Path = (
             settings.principals_file or settings.token_file or self.folder.token_file()
@@ -106,6 +114,28 @@ class LocalRun:
         self._clock = self._tokens = 0
         self.addresses: tuple[str, ...] = ()
         self._listen_on: list[int] = []
+
+    def _take_up(self, cut: str) -> None:
+        """Finds out how far the run in the folder is, or goes back in it first."""
+        from decoupled_diloco.launch.resume import go_back, half_way, standing_of
+
+        cut = cut or half_way(self.path)
+        self.went_back = go_back(self.path, self.config, cut) if cut else ""
+        self.standing = standing_of(self.path, self.config)
+
+    def _require_syncer(self) -> None:
+        """Finds out what would keep the shards from starting, as far as that can be seen here."""
+        settings, weights = self.config.syncer, self.config.sync.initial_weights
+        if settings.principals_file is not None:
+            self._require_principals(settings.principals_file)
+        accepted_tokens(self.config, read_token(settings.token_file))
+        if weights is not None and not weights.is_file():
+            raise ConfigError(
+                f"initial_weights={str(weights)!r} does not exist: correct the path, or leave "
+                "initial_weights out"
+            )
+        if settings.port:
+            _ports(self.config)
 
     def _require_principals(self, path: Path) -> None:
         config = self.config
@@ -127,7 +157,7 @@ class LocalRun:
         common = ["--stop-with-parent"]
         if config.syncer.principals_file is None:
             common += ["--token-file", str(self.secret_file)]
-        run_file = str(self.path / "run.toml")
+        run_file = str(self.path / RUN_FILE)
         joined = ",".join(self._told(self.addresses))
         local = tuple(map(on_this_machine, self.addresses))
         if config.syncer.standbys:
@@ -153,7 +183,7 @@ class LocalRun:
         if evaluator is None or evaluator.held or evaluator.code == 0:
             return
         self.supervisor.stop([EVALUATOR])
-        run_file = str(self.path / "run.toml")
+        run_file = str(self.path / RUN_FILE)
         self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--result", "--stop-with-parent"])
         self.supervisor.retire()
         deadline = time.monotonic() + EVALUATOR_SECONDS
@@ -274,6 +304,8 @@ class LocalRun:
         return min(1.0, max(shares))
 
     def _finish(self, on_poll: Callable[[], None]) -> Outcome:
+        from decoupled_diloco.syncer.result import assemble, read_layout
+
         try:
             layout = read_layout(self.path)
             plan = plan_of(layout, read_public(public_text(self.config)))
@@ -300,6 +332,20 @@ class LocalRun:
             logger.error("%s", error)
         finally:
             self.folder.release()
+
+
+def _require_workload(config: RunConfig) -> None:
+    """Builds the learners' workload, and looks for their data, before anything is started."""
+    from decoupled_diloco.launch.data import require_data
+    from decoupled_diloco.workloads import load_workload
+
+    require_data(load_workload(config.workload.name, config.workload_options()), config)
+
+
+def _require_over(folder: Path) -> None:
+    from decoupled_diloco.launch.resume import require_over
+
+    require_over(folder)
 
 
 def _listens(host: str, port: int) -> bool:

@@ -12,8 +12,9 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.method import public_text, read_public
+from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint, cut_of
 from decoupled_diloco.observe.tape import TapeReader
@@ -73,6 +74,24 @@ def standing_of(folder: Path, config: RunConfig) -> Standing:
     weights = folder / RESULT
     phase = None if kept is None else kept.phase
     return Standing(phase, faults, weights if weights.exists() else None)
+
+
+def require_over(folder: Path) -> None:
+    """Spares a run that can go on: its learners would be refused by a new one's secret.
+
+    Raises:
+        ConfigError: It has not ended.
+        StorageError: The coordinator's state cannot be read.
+    """
+    config = load_config(folder / RUN_FILE)
+    if not config.syncer.durable:
+        return  # it has kept nothing to go on from
+    standing = standing_of(folder, config)
+    if standing.phase is not None and not standing.is_finished:
+        raise ConfigError(
+            f"the run in {folder} has not ended: ddiloco syncer --resume {folder} goes on with it, "
+            "and so do its learners; --new moves it aside and begins a new one, with a new secret"
+        )
 
 
 def go_back(folder: Path, config: RunConfig, which: str) -> str:

@@ -1,17 +1,14 @@
-"""What each process of a run does: a shard, a learner with a workload, the evaluator."""
+"""What a learner with a workload and the evaluator do."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import signal
-import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,196 +19,27 @@ from decoupled_diloco.config.method import difference_of, public_text, read_publ
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
-from decoupled_diloco.launch.secrets import accepted_tokens
+from decoupled_diloco.launch.processes import EVALUATOR, open_tape
 from decoupled_diloco.launch.termination import Termination
 from decoupled_diloco.learner.learner import Learner, Observer
 from decoupled_diloco.learner.leased import LeasedBatches
 from decoupled_diloco.observe.samples import (
     CorpusDescribed,
     SampleGenerated,
-    TookOver,
     evaluation_of,
 )
-from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.observe.tape import TapeWriter
-from decoupled_diloco.observe.versions import versions
-from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
-from decoupled_diloco.syncer import cut_requests
-from decoupled_diloco.syncer.cut_requests import CUT_PATH
-from decoupled_diloco.syncer.shard import Shard
-from decoupled_diloco.syncer.tapes import TapeDocuments
-from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
-from decoupled_diloco.transport.documents import Document
-from decoupled_diloco.transport.http import HttpClient, HttpServer
-from decoupled_diloco.units import MIB
 from decoupled_diloco.workloads import Batch, Workload, load_workload
 from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.parts import WorkloadParts
 
 logger = logging.getLogger(__name__)
 
-EVALUATOR = "evaluator"
 EVALUATOR_NICENESS = 10
 """An evaluation may take longer; a learner's step on the same core should not."""
 
 EVALUATOR_GIVES_UP_SECONDS = 15.0
 """An evaluator that was started too late finds nobody; whoever supervises it starts it again."""
-
-
-def stop_with_parent() -> None:
-    """Ends this process when its standard input is closed: the launcher is gone."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-def run_shard(
-    config: RunConfig,
-    shard: int,
-    *,
-    port: int,
-    addresses: tuple[str, ...],
-    folder: Path,
-    token: str | None,
-    standby: bool = False,
-) -> None:
-    """Serves one shard until the run is over, or SIGTERM or SIGINT.
-
-    Where the shard has a standby, this process waits for its turn before it listens.
-
-    Raises:
-        LeaseError: the other process acts for the shard now.
-        Error: the port is taken, or state on disk cannot be read or written.
-    """
-    process_name = process_of(shard, standby=standby)
-    tokens = accepted_tokens(config, token)
-    header = {
-        "machine": "shard",
-        "shard": shard,
-        "settings": json.loads(public_text(config)),
-        "versions": versions(),
-    }
-    tapes: list[TapeWriter] = []
-    files = {f"shard-{shard}": process_name}
-    if shard == 0:
-        files["coordinator"] = "coordinator" + process_name.removeprefix("shard-0")
-
-    def begin_tape(who: str, header: Mapping[str, Any]) -> TapeWriter:
-        tapes.append(open_tape(folder, who, header, file=files[who]))
-        return tapes[-1]
-
-    async def serve(tenure: Tenure | Unchallenged) -> bool:
-        loop = asyncio.get_running_loop()
-        tape = begin_tape(f"shard-{shard}", header)
-        if isinstance(tenure, Tenure):
-            taken = TookOver(process_name, shard, tenure.number, tenure.waited_seconds)
-            tape.sample(time.monotonic(), taken)
-        paths = {who: folder / "tape" / f"{file}.jsonl" for who, file in files.items()}
-
-        async def cut_asked(query: Mapping[str, str]) -> Document:
-            return cut_requests.answer(process.host, query)
-
-        tapes_of_process = TapeDocuments(config.run.name, shard, addresses, paths)
-        process = Shard(
-            config,
-            shard,
-            addresses=addresses,
-            folder=folder,
-            server=lambda on_channel: HttpServer(
-                host=config.syncer.host,
-                port=port,
-                tokens=tokens,
-                on_channel=on_channel,
-                health=lambda: process.health(),
-                about=lambda: process.describe(),
-                queries={TAPE_PATH: tapes_of_process, CUT_PATH: cut_asked},
-                pool_bytes=config.syncer.pool_mib * MIB,
-            ),
-            client=HttpClient(token=token),
-            tape=tape,
-            coordinator_tape=partial(begin_tape, "coordinator") if shard == 0 else None,
-            tenure=tenure,
-        )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, process.stop)
-        await process.run()
-        return process.finished
-
-    try:
-        if config.syncer.standbys:
-            finished = asyncio.run(take_turn(config, shard, folder, standby=standby, serve=serve))
-        else:
-            finished = asyncio.run(serve(UNCHALLENGED))
-    finally:
-        for each in tapes:
-            each.close()
-    if not finished:
-        # Only the end of the run is a success: whoever supervises this process starts it again.
-        raise KeyboardInterrupt
-
-
-async def take_turn(
-    config: RunConfig,
-    shard: int,
-    folder: Path,
-    *,
-    standby: bool,
-    serve: Callable[[Tenure], Coroutine[Any, Any, bool]],
-) -> bool:
-    """Waits for a shard's claim and serves by it; returns whether the run is over.
-
-    Raises:
-        Error: see `run_shard`.
-    """
-    name = process_of(shard, standby=standby)
-    store = ClaimStore(
-        folder / CLAIMS / f"shard-{shard}", uuid.uuid4().hex, config.syncer.lease_seconds, name
-    )
-    facts = {"machine": "lease", "waits": standby}
-    told = {"nonce": store.nonce, "lease_seconds": store.lease_seconds}
-    tenure = Tenure(store, open_tape(folder, f"{name}.claims", {**facts, **told}), waits=standby)
-    finished, loop = False, asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, tenure.give_up)
-    logger.info("%s waits for its claim in %s", name, store.folder)
-    try:
-        if await tenure.gained():
-            finished = await serve(tenure)
-        else:
-            finished = tenure.run_over
-    finally:
-        await tenure.end(finished=finished)
-    return finished
-
-
-def process_of(shard: int, *, standby: bool) -> str:
-    """What a process of a shard is called."""
-    return f"shard-{shard}-standby" if standby else f"shard-{shard}"
-
-
-def open_tape(
-    folder: Path, who: str, header: Mapping[str, Any], *, file: str | None = None
-) -> TapeWriter:
-    """A process's tape in a run folder; a full disk ends it, and nothing else.
-
-    Args:
-        folder: The run folder.
-        who: Whose records they are.
-        header: See `TapeWriter`.
-        file: Name of the file; default: ``who``. Two processes that act for one shard in turns
-            have a file each.
-
-    Raises:
-        StorageError: it cannot be opened.
-    """
-    path = folder / "tape" / f"{file or who}.jsonl"
-    return TapeWriter(path, who, header, on_failure=lambda error: logger.error("%s", error))
 
 
 def run_learner(

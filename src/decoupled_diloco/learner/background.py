@@ -42,7 +42,7 @@ from decoupled_diloco.learner.donations import Donations, Surroundings
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.joining import Coordinations, CoordinatorLink, Identity
 from decoupled_diloco.learner.keeper import Keeper, tell_recovery
-from decoupled_diloco.learner.plan import OF_THE_BOUNDARY, StepPlan
+from decoupled_diloco.learner.plan import OF_THE_BOUNDARY, StepPlan, with_loss
 from decoupled_diloco.learner.shared import Shared, Unrecorded
 from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.merge import Layout, as_bytes, digest
@@ -159,8 +159,8 @@ class Background:
         """Starts the thread."""
         self._thread.start()
 
-    def tell(self, event: fact.LearnerEvent) -> StepPlan:
-        """Tells the machine a fact of the trainer, and does what belongs to this step boundary."""
+    def tell(self, event: fact.LearnerEvent, loss: float | None = None) -> StepPlan:
+        """Tells the machine a fact, and carries the boundary out; ``loss`` is for the report."""
         with self.lock:
             shared = self.shared
             assert shared is not None
@@ -171,7 +171,7 @@ class Background:
                 if isinstance(effect, do.Apply | do.Snapshot):
                     shared.tensors.carry_out(effect)
                 elif not isinstance(effect, OF_THE_BOUNDARY):
-                    self._enqueue(shared, effect)
+                    self._enqueue(shared, effect if loss is None else with_loss(effect, loss))
             pending = bool(self._queue)
         for order in copies:
             self._donations.copy(order)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,6 +157,11 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
+_OWN = re.compile(r"\d{8,}(\.cut-\d+)?\.safetensors")
+_TORN = re.compile(rf"\.{_OWN.pattern}\.\d+\.part")
+"""Names of what `CheckpointFolder` writes; any other file in its folder is somebody else's."""
+
+
 class CheckpointFolder:
     """The checkpoints of one learner.
 
@@ -182,8 +188,9 @@ class CheckpointFolder:
             ConfigError: Something in its state cannot be kept.
             StorageError: It cannot be written. What was there is untouched.
         """
-        for torn in self.path.glob(".*.part"):  # an earlier life was killed while it wrote
-            _delete(torn)
+        for torn in self.path.glob(".*.part"):
+            if _TORN.fullmatch(torn.name):  # an earlier life was killed while it wrote
+                _delete(torn)
         number = max((_number(path) for path in self._files()), default=0) + 1
         cut = "" if checkpoint.cut is None else f".cut-{checkpoint.cut}"
         path = self.path / f"{number:08d}{cut}.safetensors"
@@ -231,8 +238,7 @@ class CheckpointFolder:
             return []
         except OSError as error:
             raise StorageError(f"{self.path} cannot be read: {error}") from error
-        wanted = [path for path in found if path.suffix == ".safetensors"]
-        return sorted((p for p in wanted if p.name.split(".")[0].isdigit()), key=_number)
+        return sorted((path for path in found if _OWN.fullmatch(path.name)), key=_number)
 
 
 def cut_of(path: Path) -> int | None:

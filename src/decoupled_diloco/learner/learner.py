@@ -333,7 +333,7 @@ class Learner(_Participant):
 
         Args:
             tokens: What was trained on since the last call, in tokens (or samples); at least 1.
-            loss: The step's training loss, for the tape and displays.
+            loss: The step's training loss, for the displays here and at the syncer.
 
         Returns:
             Whether the run goes on. After ``False``, stop training and `close`.
@@ -349,25 +349,24 @@ class Learner(_Participant):
         if self._unchecked is not None:
             refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
             self._unchecked = None
-        plan = self._at_boundary(StepFinished(int(tokens), self.leases.taken()))
+        loss = None if loss is None else float(loss)
+        plan = self._at_boundary(StepFinished(int(tokens), self.leases.taken()), loss)
         applied = plan.applied + (self._hold() if plan.hold else ())
         if applied and self._after_apply is not None:
             self._after_apply(applied)
         if loss is not None:
             state = self._shared.machine.state
-            self._background.sample(
-                LossMeasured(state.step, self.global_step, state.tokens, float(loss))
-            )
+            self._background.sample(LossMeasured(state.step, self.global_step, state.tokens, loss))
         self._keeper.prepare()
         if self._keeper.due:
             self.checkpoint()
         state = self._shared.machine.state
         return not (state.ended or state.leaving)
 
-    def _at_boundary(self, event: StepFinished | Paused) -> StepPlan:
+    def _at_boundary(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
         """Carries a boundary out; its part of a cut comes before anything newer is applied."""
         background = self._background
-        plan = background.tell(event)
+        plan = background.tell(event, loss)
         if plan.cut is None:
             return plan
         number, written = plan.cut, self.checkpoint(plan.cut)

@@ -7,7 +7,7 @@ at the same step, because a plan is a JSON object that can be broadcast.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from decoupled_diloco.protocol.donation import CopyState
@@ -17,9 +17,11 @@ from decoupled_diloco.protocol.effects import (
     Hold,
     LearnerEffect,
     Release,
+    Say,
     Snapshot,
     TakeCut,
 )
+from decoupled_diloco.protocol.messages import LOSS_MAX, StepReport
 from decoupled_diloco.protocol.wire import decode, encode
 
 OF_THE_BOUNDARY = (Snapshot, Apply, Hold, Release, EndTraining, TakeCut, CopyState)
@@ -77,3 +79,11 @@ class StepPlan:
         kinds: tuple[type[Any], ...] = (Apply, Snapshot)
         orders = [cast("Apply | Snapshot", decode(order, kinds)) for order in data["orders"]]
         return cls(tuple(orders), bool(data["hold"]), data.get("cut"))
+
+
+def with_loss(effect: LearnerEffect, loss: float) -> LearnerEffect:
+    """The report of a step with the step's loss in it; anything else as it is."""
+    if not (isinstance(effect, Say) and isinstance(effect.message, StepReport)):
+        return effect
+    told = loss if abs(loss) < LOSS_MAX else LOSS_MAX  # so is one that is no number
+    return replace(effect, message=replace(effect.message, loss=told))

@@ -25,6 +25,8 @@ at least one learner steps.
   the tape ended, as the shards say;
 * **in flight**: trained between a snapshot and the merged copy that overwrote it;
 * **missed**: overwritten by a version that the learner had no part in;
+* **overwritten**: overwritten on a learner that only the shards tell of: in flight, missed or given
+  up, which its own tape would tell apart;
 * **given up**: sent, the outcome was lost with the link, overwritten; the shards did not merge it
   either, as far as the tape says;
 * **crashed**: on a learner whose process ended before it was merged;
@@ -43,6 +45,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
@@ -130,6 +133,7 @@ class TokenAccount:
     in_flight: int = 0
     missed: int = 0
     given_up: int = 0
+    overwritten: int = 0
     crashed: int = 0
     left_behind: int = 0
     unsent: int = 0
@@ -137,7 +141,8 @@ class TokenAccount:
     @property
     def discarded(self) -> int:
         """Fragment tokens that were thrown away, for whatever cause."""
-        return self.in_flight + self.missed + self.given_up + self.crashed + self.left_behind
+        overwritten = self.in_flight + self.missed + self.given_up + self.overwritten
+        return overwritten + self.crashed + self.left_behind
 
     @property
     def discarded_share(self) -> float:
@@ -150,7 +155,16 @@ class TokenAccount:
         return value / self.fragments
 
 
-TOKEN_PARTS = ("merged", "in_flight", "missed", "given_up", "crashed", "left_behind", "unsent")
+TOKEN_PARTS = (
+    "merged",
+    "in_flight",
+    "missed",
+    "given_up",
+    "overwritten",
+    "crashed",
+    "left_behind",
+    "unsent",
+)
 """The parts of `TokenAccount.trained`."""
 
 
@@ -369,7 +383,7 @@ def _tokens(learner: LearnerHistory, fragments: int, folded: list[Folded]) -> To
         own, rest, brought = _tokens_of_life(
             life, fragments, [each for each in folded if begin <= each.arrived_at < end]
         )
-        _hand_on(rests, brought)
+        own = replace(own, merged=own.merged - _hand_on(rests, brought))
         rests.append(rest)
         total = _sum_tokens(fragments, [total, own])
     for rest in rests:
@@ -393,6 +407,8 @@ def _tokens_of_life(
 
     ``merged`` is without what was brought from there.
     """
+    if life.overwritten is not None:
+        return _tokens_heard_of(life, life.overwritten, fragments, folded)
     ledger = life.ledger
     brought, merged, given_up = dict(ledger.brought), ledger.merged, 0
     rest = dict.fromkeys(range(fragments), 0)
@@ -424,13 +440,37 @@ def _tokens_of_life(
     return own, _Rest(_fate_of_the_rest(life), rest), brought
 
 
-def _hand_on(rests: list[_Rest], brought: dict[int, int]) -> None:
-    """What a later life got merged is no longer an earlier one's rest; the latest pays first."""
+def _tokens_heard_of(
+    life: Life, overwritten: int, fragments: int, folded: list[Folded]
+) -> tuple[TokenAccount, _Rest, dict[int, int]]:
+    """As `_tokens_of_life`, of a life that only the shards tell of."""
+    trained, folds = life.ledger.trained, Counter[int]()
+    for each in folded:
+        folds[each.fragment] += each.tokens
+    rest = {fragment: max(0, trained - folds[fragment]) for fragment in range(fragments)}
+    for fragment, tokens in rest.items():
+        rest[fragment] -= min(tokens, overwritten)
+        overwritten -= tokens - rest[fragment]
+    own = TokenAccount(fragments, trained * fragments, merged=folds.total())
+    brought = {fragment: max(0, tokens - trained) for fragment, tokens in folds.items()}
+    overwritten = own.trained + sum(brought.values()) - own.merged - sum(rest.values())
+    own = replace(own, overwritten=overwritten)
+    return own, _Rest(_fate_of_the_rest(life), rest), brought
+
+
+def _hand_on(rests: list[_Rest], brought: dict[int, int]) -> int:
+    """What a later life got merged is no longer an earlier one's rest; the latest pays first.
+
+    Returns what no earlier life has: its tape is lost.
+    """
+    unknown = 0
     for fragment, tokens in brought.items():
         for rest in reversed(rests):
             taken = min(tokens, rest.tokens[fragment])
             rest.tokens[fragment] -= taken
             tokens -= taken
+        unknown += tokens
+    return unknown
 
 
 def _fate_of_the_rest(life: Life) -> str:

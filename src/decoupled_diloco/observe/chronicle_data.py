@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from decoupled_diloco.observe.live import Rate
 from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.protocol.effects import Fold, Recovered, RoundFinished, RoundOpened
-from decoupled_diloco.protocol.messages import Asking, Hello, StepReport, Version
+from decoupled_diloco.protocol.messages import LOSS_MAX, Asking, Hello, StepReport, Version
 
 RECENT_ROUNDS = 50
 """How many merged rounds the recent participation looks back."""
@@ -280,6 +280,8 @@ class LearnerLog:
         ):
             table[epoch] = max(value, table.get(epoch, 0))
         self.told = (max(self.told[0], report.step), max(self.told[1], report.tokens))
+        if report.loss is not None and not self.has_tape:
+            self.loss = report.loss if report.loss < LOSS_MAX else None
 
     def begin_process(self) -> None:
         """A process of it has begun: what the one before has not written down stays unrecorded."""

@@ -15,6 +15,7 @@ from decoupled_diloco.observe.accounts import (
     LearnerAccount,
     account_for,
 )
+from decoupled_diloco.observe.afar import evenly
 from decoupled_diloco.observe.chronicle import Chronicle
 from decoupled_diloco.observe.chronicle_data import (
     AWAY,
@@ -49,6 +50,7 @@ _TOKENS = {
     "in_flight": "in flight: trained between the snapshot and the merged copy that overwrote it",
     "missed": "missed: overwritten by versions that it had no part in",
     "given_up": "given up: sent, and the outcome was lost with the link",
+    "overwritten": "overwritten: by merged copies; in which way, its own tape tells",
     "crashed": "crashed: lost with a process that ended",
     "left_behind": "left behind: not merged when it left or its run was over",
     "unsent": "unsent: not merged yet when the tape ends, and it still lives",
@@ -73,7 +75,7 @@ def explain_learner(
 
     Args:
         chronicle: What the shards saw.
-        history: The run's history, where the learners' own tapes are at hand.
+        history: The run's history, where a whole tape is at hand.
         name: The learner.
         live: The source is a running syncer, which does not have the learners' tapes.
 
@@ -85,7 +87,7 @@ def explain_learner(
         names = listing(sorted(chronicle.learners, key=natural))
         raise ConfigError(f"there is no learner {name!r} on this tape; there is {names}")
     account = None
-    if history is not None and learner.has_tape and name in history.learners:
+    if history is not None and name in history.learners:
         account = account_for(history).learners[name]
     lines = [_title(learner), "", "Its lives:", *_lives(chronicle, learner)]
     lines += ["", *_time(account, live), "", *_tokens(learner, account, chronicle, live)]
@@ -276,7 +278,7 @@ def _steps_at(chronicle: Chronicle, history: RunHistory | None, learner: Learner
         if own:
             return [history.started_wall + at for at in own]
     reports = [shard.reports.get(learner.name, []) for shard in chronicle.shards.values()]
-    return [at for _, at in max(reports, key=len, default=[])]
+    return evenly([at for _, at in max(reports, key=len, default=[])])
 
 
 def _cause(chronicle: Chronicle, learner: LearnerLog, begin: float, end: float) -> str:

@@ -394,7 +394,7 @@ def _draw_rounds(lane: _Lane, shard: ShardHistory) -> None:
     rounds = shard.rounds[::step]
     rows = rows_of(rounds)
     height = lane.height / (max(rows, default=0) + 1)
-    for verdict in ("merged", "abandoned"):
+    for fate in ("idle", "merged", "abandoned"):
         bars = [
             (
                 lane.x(r.opened_at),
@@ -403,9 +403,9 @@ def _draw_rounds(lane: _Lane, shard: ShardHistory) -> None:
                 height - 1,
             )
             for r, row in zip(rounds, rows, strict=True)
-            if r.result.verdict == verdict
+            if r.fate == fate
         ]
-        lane.canvas.rects(bars, verdict)
+        lane.canvas.rects(bars, fate)
 
 
 def _draw_outages(lane: _Lane, history: RunHistory, member: LearnerHistory | ShardHistory) -> None:

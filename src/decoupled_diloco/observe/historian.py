@@ -13,8 +13,10 @@ from typing import Any
 
 from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.observe.acting import OF_A_SHARD, SHARD, Acting
+from decoupled_diloco.observe.afar import FromAfar
 from decoupled_diloco.observe.cuts import cuts_of
 from decoupled_diloco.observe.history import (
+    STEP_FAULTS,
     Evaluation,
     LearnerHistory,
     Life,
@@ -32,6 +34,7 @@ from decoupled_diloco.observe.samples import (
     CorpusDescribed,
     EndRequested,
     Evaluated,
+    FaultEnded,
     FaultInjected,
     LossMeasured,
     ProcessEnded,
@@ -55,12 +58,10 @@ from decoupled_diloco.protocol.effects import (
     RunOver,
 )
 from decoupled_diloco.protocol.events import Began, Greeted, StepFinished, TermGranted
+from decoupled_diloco.protocol.messages import LOSS_MAX
 
 OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
 """Processes that are neither learners nor shards."""
-
-LOSS_MAX = 1e30
-"""A larger loss is as good as none: the training has diverged."""
 
 PROBLEMS_MAX = 10
 """No more torn lines than this are named one by one."""
@@ -78,6 +79,7 @@ _LOOKED_AT = frozenset(
         EndTraining,
         Evaluated,
         Evict,
+        FaultEnded,
         FaultInjected,
         Greeted,
         Hold,
@@ -184,6 +186,8 @@ class _Historian:
         self._gone: dict[str, dict[str, list[tuple[float, str]]]] = {}
         self._accepted: dict[str, dict[str, list[float]]] = {}
         self._bytes: dict[str, dict[int, BytesMoved]] = {}
+        self._afar = FromAfar()
+        self._disturbing: dict[FaultInjected, float] = {}
 
     def take(self, record: Record) -> None:
         run = self.run
@@ -204,7 +208,9 @@ class _Historian:
             if record.type == "SendBody" and life is not None:
                 self._sent(life, record)
             elif record.type in ("Said", "Reported") and is_shard(who):
-                self._told(record)
+                self._told(record, at)
+            elif record.type == "Broadcast" and is_shard(who):
+                self._finished(record)
             return
         try:
             value = record.value()
@@ -223,14 +229,16 @@ class _Historian:
             f"{count} records that this version cannot read were left out: {reason}"
             for reason, count in self._left_out.items()
         ]
+        run.learners |= self._afar.histories({*run.learners, *self._observers, *OTHERS})
         run.fragments = max(_fragments_told(run), 1 + max(self._fragments, default=-1))
         for learner in run.learners.values():
             learner.discarded_tokens /= max(1, run.fragments)
             learner.rounds_merged_in_run = run.rounds_merged
             for shard in run.shards.values():
                 self._count_rounds(learner, shard)
-        run.heard_of -= self._observers | OTHERS
         self._add_lives_without_records()
+        for fault in list(self._disturbing):
+            self._disturbed(fault, run.duration)
         for member in run.members:
             member.outages = self._outages(member)
         for learner in run.learners.values():
@@ -328,20 +336,28 @@ class _Historian:
         except (KeyError, TypeError, ValueError) as error:
             self._left_out[f"{record.who}: SendBody: {error!r}"] += 1
 
-    def _told(self, record: Record) -> None:
+    def _told(self, record: Record, at: float) -> None:
         """How far a shard has heard that learners are; these records are too many to decode."""
         data = record.data
         try:
             said: list[Any] = [(data["learner"], data["message"])] if record.type == "Said" else []
             for name, report in said or data["reports"]:
-                learner = self.run.learners.get(name)
-                if learner is None or not learner.lives or report.get("type") != "StepReport":
+                if report.get("type") != "StepReport":
                     continue
-                life = learner.lives[-1]
-                steps, tokens = int(report["step"]), int(report["tokens"])
-                life.told = (max(life.told[0], steps), max(life.told[1], tokens))
+                learner = self.run.learners.get(name)
+                if learner is None:
+                    self._afar.reported(at, record.who, name, report, self.run.global_step)
+                elif learner.lives:
+                    life = learner.lives[-1]
+                    steps, tokens = int(report["step"]), int(report["tokens"])
+                    life.told = (max(life.told[0], steps), max(life.told[1], tokens))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             self._left_out[f"{record.who}: {record.type}: {error!r}"] += 1
+
+    def _finished(self, record: Record) -> None:
+        message = record.data.get("message")
+        if isinstance(message, dict) and message.get("type") == "Finished":
+            self._afar.finished(record.who)
 
     def _shard(self, shard: ShardHistory, life: Life | None, at: float, value: Any) -> None:
         assert life is not None
@@ -361,13 +377,14 @@ class _Historian:
                 if admitted.term not in shard.terms:  # a new coordinator confirms the one it has
                     shard.terms.append(admitted.term)
             case Evict(learner, reason, _):
+                self._afar.left(shard.name, learner, reason)
                 self._evictions.setdefault(learner, []).append((at, reason))
                 own = self._gone.setdefault(learner, {})
                 own.setdefault(shard.name, []).append((at, reason))
             case Greeted(_, hello) if hello.role == "observer":
                 self._observers.add(hello.learner)
-            case Accept(learner=learner):
-                self.run.heard_of.add(learner)
+            case Accept(learner=learner, epoch=epoch):
+                self._afar.accepted(at, shard.name, learner, epoch)
                 self._accepted.setdefault(learner, {}).setdefault(shard.name, []).append(at)
 
     def _anybody(self, record: Record, at: float, value: Any) -> None:
@@ -389,8 +406,12 @@ class _Historian:
                     self._orders.setdefault(name, []).append(at)
                 told = names[0] if len(names) == 1 else f"{len(names)} processes"
                 run.remarks.append(Remark(at, who, f"{told} told to end"))
-            case FaultInjected():
+            case FaultInjected(kind):
                 run.faults.append((at, value))
+                if kind in STEP_FAULTS:
+                    self._disturbing[value] = at
+            case FaultEnded(kind, target, processes):
+                self._disturbed(FaultInjected(kind, target, processes), at)
             case BytesMoved():
                 self._bytes.setdefault(who, {})[record.life] = value
             case TookOver():
@@ -404,6 +425,12 @@ class _Historian:
                 run.corpus = self._corpus(description)
             case Note(text, why):
                 run.remarks.append(Remark(at, who, f"{text}: {why}"))
+
+    def _disturbed(self, fault: FaultInjected, until: float) -> None:
+        begin = self._disturbing.pop(fault, until)
+        for name in fault.processes:
+            if name in self.run.learners:
+                self.run.learners[name].disturbed.append((begin, until))
 
     def _corpus(self, description: str) -> dict[str, Any] | None:
         try:

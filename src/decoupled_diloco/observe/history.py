@@ -8,7 +8,7 @@ seconds since the run's first record. Two definitions that the numbers rest on:
   (``Ready``), or, if that is not on the tape, at its next step.
 * **Lost steps**: a gap between two steps of one life that is longer than ``GAP_MEDIANS`` times the
   learner's median step counts as the steps that would have fitted in, one less than the gap divided
-  by the median, rounded.
+  by the median, rounded. Not what a fault on purpose kept it from itself: that is the fault.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 from decoupled_diloco.observe.ledger import Ledger
 from decoupled_diloco.observe.samples import BytesMoved, FaultInjected
 from decoupled_diloco.protocol.effects import RoundFinished
 
+Fate = Literal["merged", "abandoned", "idle"]
+
 GAP_MEDIANS = 3.0
 """Gaps between steps longer than this many median steps count as standing still."""
+
+STEP_FAULTS = ("pause", "slow", "clock-jump")
+"""Faults on purpose that keep a learner from stepping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,8 @@ class Life:
         ledger: What became of the tokens that it was trained on.
         told: The most steps and tokens of it that a shard heard of.
         unrecorded: Of these, what the process was killed too early to write down.
+        overwritten: Of a life that only the shards tell of, the fragment tokens that merged
+            fragments have overwritten; ``None``: ``ledger`` knows more.
     """
 
     started_at: float
@@ -157,6 +164,7 @@ class Life:
     ledger: Ledger = field(default_factory=Ledger)
     told: tuple[int, int] = (0, 0)
     unrecorded: tuple[int, int] = (0, 0)
+    overwritten: int | None = None
 
     @property
     def began_at(self) -> float:
@@ -180,7 +188,9 @@ class LearnerHistory:
     """One learner.
 
     ``discarded_tokens``: tokens whose training was overwritten by merged fragments. An overwritten
-    fragment is one of P parts of the model, so its tokens count 1/P.
+    fragment is one of P parts of the model, so its tokens count 1/P. ``disturbed``: from when to
+    when a fault on purpose kept it from stepping. ``afar``: its tape is not
+    here, and all this is what the shards heard of it.
     """
 
     name: str
@@ -195,6 +205,8 @@ class LearnerHistory:
     rounds_asked: int = 0
     rounds_folded: int = 0
     rounds_merged_in_run: int = 0
+    afar: bool = False
+    disturbed: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -247,7 +259,13 @@ class LearnerHistory:
         until = until if life.ended_at is None else min(until, life.ended_at)  # it may have left
         if last and last[0] < until and not life.over:
             found.append((max(last[0], since), until))
+        found = [gap for gap in found if not self._was_disturbed(*gap)]
         return sum(round((b - a) / median) - 1 for a, b in found if b - a > GAP_MEDIANS * median)
+
+    def _was_disturbed(self, begin: float, end: float) -> bool:
+        """Whether a gap is a fault of its own, or of the few steps in which that ends."""
+        settling = GAP_MEDIANS * (self.step_seconds_median or 0.0)
+        return any(a < end and begin < b + settling for a, b in self.disturbed)
 
     @cached_property
     def _long_gaps(self) -> tuple[list[tuple[float, float]], list[float]]:
@@ -269,6 +287,13 @@ class Round:
     closed_at: float | None
     finished_at: float
     result: RoundFinished
+
+    @property
+    def fate(self) -> Fate:
+        """How it ended: one in which nobody had anything new, as at the end, is not given up."""
+        if self.result.verdict == "merged":
+            return "merged"
+        return "abandoned" if self.result.given_up else "idle"
 
 
 @dataclass
@@ -301,11 +326,7 @@ class ShardHistory:
 
 @dataclass
 class RunHistory:
-    """A whole run.
-
-    ``records`` counts what could be read of its tape; ``heard_of``: learners that shards took in,
-    also those that have their tapes elsewhere.
-    """
+    """A whole run; ``records`` counts what could be read of its tape."""
 
     records: int = 0
     started_wall: float = 0.0
@@ -320,7 +341,6 @@ class RunHistory:
     headers: dict[str, dict[str, Any]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     weights: list[str] = field(default_factory=list)
-    heard_of: set[str] = field(default_factory=set)
     corpus: dict[str, Any] | None = None
     sample_text: str | None = None
     problems: list[str] = field(default_factory=list)
@@ -378,11 +398,23 @@ class RunHistory:
         return (min(steps), max(steps)) if steps else None
 
     @property
+    def afar(self) -> list[str]:
+        """The learners that only the shards tell of."""
+        return [learner.name for learner in self.learners.values() if learner.afar]
+
+    @property
     def bytes_total(self) -> BytesMoved | None:
-        """What all learners together have sent and received."""
-        parts = [b for who, b in self.bytes_moved.items() if who in self.learners]
+        """What all learners together have sent and received.
+
+        Where learners have their tapes elsewhere it is what the shards have received and sent, in
+        which an evaluator's part is small.
+        """
+        moved, whose = self.bytes_moved, self.shards if self.afar else self.learners
+        parts = [b for who, b in moved.items() if who in whose]
         if not parts:
             return None
+        if self.afar:
+            parts = [b.seen_from_there for b in parts]
         return BytesMoved(
             sum(p.control_sent for p in parts),
             sum(p.control_received for p in parts),

@@ -36,6 +36,7 @@ from decoupled_diloco.protocol.effects import (
     RoundOpened,
 )
 from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.units import format_duration
 
 RATE_SECONDS = 15.0
@@ -46,6 +47,9 @@ QUIET_SECONDS = 10.0
 
 CUT_OFF = "cut off"
 """The state of a learner that steps on while no shard can be heard."""
+
+OUT_OF_REACH = "out of reach"
+"""The state of one that no shard hears of, and whose own tape is elsewhere: it may be down."""
 
 REPEAT_SECONDS = 5.0
 """The same line, from several processes within this time, is told once."""
@@ -185,7 +189,7 @@ class LiveView:
                 return f"quiet for {format_duration(silence)}"
             nowhere = bool(learner.links) and not any(learner.links.values())
             if nowhere or (self.shards and learner.cut_from == set(self.shards)):
-                return CUT_OFF
+                return OUT_OF_REACH if learner.afar else CUT_OFF
         return learner.state
 
     def take(self, record: Record) -> list[tuple[float, str]]:
@@ -201,7 +205,7 @@ class LiveView:
             return []
         if record.type in ("Greeted", "Said"):
             lines = list(self._from_afar(record))
-            return [(self._since(record), line) for line in lines]
+            return [(self._since(record), x) for x in lines if self._is_new(record.wall, x)]
         if record.type not in _LOOKED_AT:
             return []
         try:
@@ -238,6 +242,15 @@ class LiveView:
             if known is None:
                 known = self.learners[name] = LearnerView(name, "joining", afar=True)
             yield from self._stepped(known, record.wall, said)
+            yield from self._lost(known, said.get("loss"))
+
+    def _lost(self, learner: LearnerView, loss: float | None) -> Iterator[str]:
+        """A loss as a shard has heard it: one that is not finite is told as ``LOSS_MAX``."""
+        if loss is None:
+            return
+        learner.loss = loss if loss < LOSS_MAX else None
+        if learner.loss is None:
+            yield f"the loss of {learner.name} is not finite: it has diverged"
 
     def _stepped(
         self, learner: LearnerView, wall: float, report: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Three plots of a run: evaluation loss, every learner's loss, and who did what when.
+"""The plots of a run: evaluation loss, every learner's loss, and who did what when.
 
 Colours are those of Okabe and Ito, which stay apart for colour-blind eyes; what matters is told by
 shape or hatching as well.
@@ -7,7 +7,7 @@ shape or hatching as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -83,18 +83,24 @@ Draw = Callable[[Axes, RunHistory, Theme], None]
 
 
 def save_png(history: RunHistory, path: str | Path) -> None:
-    """Writes all three plots into one image on white.
+    """Writes the plots that the run has something for into one image on white.
 
     Raises:
         OSError: The file cannot be written.
     """
-    lanes = _lane_count(history)
-    heights = [2.6, 3.2, 1.2 + 0.42 * lanes]
+    plots: list[tuple[Draw, float]] = []
+    if history.evaluations:
+        plots.append((draw_evaluation, 2.6))
+    if any(learner.losses or learner.losses_not_finite for learner in history.learners.values()):
+        plots.append((draw_losses, 3.2))
+    plots.append((draw_timeline, 1.2 + 0.42 * _lane_count(history)))
+    heights = [height for _, height in plots]
     with matplotlib.rc_context(style_of(LIGHT)):
         figure = Figure(figsize=(10, sum(heights) + 1.2), layout="constrained")
         FigureCanvasAgg(figure)
-        axes: Sequence[Axes] = figure.subplots(3, 1, sharex=True, height_ratios=heights)
-        for axis, draw in zip(axes, DRAWS.values(), strict=True):
+        grid = figure.subplots(len(plots), 1, sharex=True, squeeze=False, height_ratios=heights)
+        axes: list[Axes] = list(grid[:, 0])
+        for axis, (draw, _) in zip(axes, plots, strict=True):
             draw(axis, history, LIGHT)
         for axis in axes[:-1]:
             axis.set_xlabel("")
@@ -108,7 +114,7 @@ def draw_evaluation(axes: Axes, history: RunHistory, theme: Theme) -> None:
     _frame(axes, history, "Evaluation loss of the global weights", name)
     axes.set_ylabel("mean loss per token")
     if not points:
-        _say(axes, theme, "no evaluation is on the tape")
+        _say(axes, theme, "no evaluation was finite")
         return
     _shade_outages(axes, history, theme, named=True)
     at, loss = zip(*points, strict=True)
@@ -129,10 +135,10 @@ def draw_losses(axes: Axes, history: RunHistory, theme: Theme) -> None:
     """Every learner's training loss, smoothed, over the faint raw values."""
     unit, name = time_unit(history.duration)
     _frame(axes, history, "Training loss of each learner", name)
-    axes.set_ylabel("mean loss per token")
+    axes.set_ylabel("loss")
     learners = [learner for learner in learners_in_order(history) if learner.losses]
     if not learners:
-        _say(axes, theme, "no training loss is on the tape")
+        _say(axes, theme, "no training loss was finite")
         return
     _shade_outages(axes, history, theme, named=False)
     smooth: list[float] = []
@@ -180,13 +186,6 @@ def draw_timeline(axes: Axes, history: RunHistory, theme: Theme) -> None:
     _legend_below(axes, history, theme)
 
 
-DRAWS: dict[str, Draw] = {
-    "evaluation": draw_evaluation,
-    "losses": draw_losses,
-    "timeline": draw_timeline,
-}
-
-
 # ---- lanes of the timeline
 
 
@@ -225,15 +224,16 @@ def _draw_rounds(
     unit, _ = time_unit(history.duration)
     rows = rows_of(shard.rounds)
     height = 2 * LANE_HALF / (max(rows, default=0) + 1)
-    for verdict, color, grow in (
+    for fate, color, grow in (
         ("merged", theme.merged, 0.0),
         ("abandoned", theme.abandoned, 0.1),
+        ("idle", theme.faint, 0.0),
     ):
         for row in range(max(rows, default=0) + 1):
             bars = [
                 (r.opened_at / unit, max(r.finished_at - r.opened_at, 0.0) / unit)
                 for r, in_row in zip(shard.rounds, rows, strict=True)
-                if in_row == row and r.result.verdict == verdict
+                if in_row == row and r.fate == fate
             ]
             top = lane - LANE_HALF + (row + 0.07) * height
             axes.broken_barh(
@@ -241,7 +241,7 @@ def _draw_rounds(
                 (top - grow, height * 0.86 + 2 * grow),
                 facecolors=color,
                 edgecolors=color,
-                linewidth=0.4 if verdict == "merged" else 1.0,
+                linewidth=1.0 if fate == "abandoned" else 0.4,
                 rasterized=len(shard.rounds) > POINTS_MAX_OF_LINE,
             )
 
@@ -276,6 +276,8 @@ def _legend_below(axes: Axes, history: RunHistory, theme: Theme) -> None:
         handles.append(Patch(color=theme.merged, label="round merged"))
     if history.rounds_abandoned:
         handles.append(Patch(color=theme.abandoned, label="round given up"))
+    if any(r.fate == "idle" for shard in history.shards.values() for r in shard.rounds):
+        handles.append(Patch(color=theme.faint, label="nothing to merge"))
     if history.outages:
         down = Patch(facecolor="none", edgecolor=theme.outage, hatch="/////", label="down")
         ended = Line2D([], [], marker="X", color=theme.abandoned, label="ended", **_MARK)

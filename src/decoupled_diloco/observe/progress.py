@@ -36,6 +36,7 @@ ROWS_MAX = 16
 _STYLES = {
     "stepping": "green",
     "cut off": "bold yellow",
+    "out of reach": "bold yellow",
     "running": "green",
     "finished": "dim",
     "down": "bold red",
@@ -154,11 +155,11 @@ class Progress:
         rate = view.token_rate.per_second()
         if rate is not None:
             parts.append(f"{format_count(rate)} tok/s")
-        losses = [x.loss for x in view.learners.values() if x.loss is not None]
+        training = [x for x in view.learners.values() if view.state_of(x) == "stepping"]
+        losses = [x.loss for x in training or view.learners.values() if x.loss is not None]
         if losses:
             parts.append(f"loss {sum(losses) / len(losses):.3f}")
-        training = sum(x.state == "stepping" for x in view.learners.values())
-        parts.append(f"{training}/{len(view.learners)} learners")
+        parts.append(f"{len(training)}/{len(view.learners)} learners")
         parts.append(f"{sum(s.merged for s in view.shards.values())} rounds")
         return ", ".join([*parts, *self._left()])
 

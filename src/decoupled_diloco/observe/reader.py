@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from decoupled_diloco.errors import StorageError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.observe.open_files import open_files_allowed
 from decoupled_diloco.observe.records import (
     FOLDER_NAME,
@@ -155,7 +155,7 @@ def _tape_files(path: Path) -> list[Path]:
             raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
         return [path]
     if not path.exists():
-        raise StorageError(f"{path} does not exist: give a run folder, or a .jsonl file of it")
+        raise ConfigError(f"{path} does not exist: give a run folder, or a .jsonl file of it")
     inner = sorted((path / FOLDER_NAME).glob("*.jsonl"))
     files = inner or ([path / MERGED_NAME] if (path / MERGED_NAME).is_file() else [])
     files = files or sorted(path.glob("*.jsonl"))

@@ -188,11 +188,11 @@ def _counted(count: int, what: str) -> str:
 def problems_of(history: RunHistory) -> list[str]:
     """What the reader of a report should know before its numbers, one sentence each."""
     problems = list(history.problems)
-    elsewhere = sorted(history.heard_of - history.learners.keys(), key=natural)
-    if elsewhere:
+    afar = sorted(history.afar, key=natural)
+    if afar:
         problems.append(
-            f"The tapes of {listing(elsewhere)} are not here but where they ran: what only they "
-            "know is missing (losses, steps, where their time and tokens went)."
+            f"The tapes of {listing(afar)} are not here: what is told of them is what the syncer "
+            "has heard."
         )
     elif not history.learners:
         problems.append("No learner is on the tape: none got as far as its first record.")

@@ -152,6 +152,13 @@ class BytesMoved:
     data_sent: int
     data_received: int
 
+    @property
+    def seen_from_there(self) -> BytesMoved:
+        """The same as the other side counts it."""
+        return BytesMoved(
+            self.control_received, self.control_sent, self.data_received, self.data_sent
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten:

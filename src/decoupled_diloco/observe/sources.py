@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Protocol
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
-from decoupled_diloco.errors import AccessError, ProtocolError, StorageError, TransportError
+from decoupled_diloco.errors import (
+    AccessError,
+    ConfigError,
+    ProtocolError,
+    StorageError,
+    TransportError,
+)
 from decoupled_diloco.observe.reader import Follower, read_on_order
 from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME, Parser, Record
 from decoupled_diloco.transport.documents import fetch, read_object
@@ -87,7 +93,7 @@ class FolderSource:
         self.generation = 0
         self._records = 0
         if not path.exists():
-            raise StorageError(
+            raise ConfigError(
                 f"{path} does not exist: give a run folder, a tape, or the address of a running "
                 "syncer (http://HOST:PORT)"
             )

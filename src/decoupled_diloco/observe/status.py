@@ -50,7 +50,7 @@ class LearnerStatus:
         discarded_tokens: Trained and then overwritten.
         discarded_why: For each mode and reason; only its own tape tells.
         bytes_up: Contributions that the syncer has received.
-        loss: Its last training loss; only its own tape tells.
+        loss: Its last training loss.
     """
 
     name: str
@@ -185,10 +185,10 @@ def status_of(
         now: Wall-clock seconds. A run that nothing has been heard of for longer than a lease is
             looked at as it was at its latest record.
         problems: What could not be read or reached, one sentence each.
-        account: What became of all tokens, where every learner's own tape is at hand. Shards hear
-            only of those that were overwritten, so that without it the discards are a lower bound.
+        account: What became of all tokens, where a whole tape is at hand. Without it only those
+            count that learners have told to be overwritten: a lower bound.
     """
-    if not all(learner.has_tape for learner in chronicle.learners.values()):
+    if account is not None and chronicle.learners.keys() - account.learners.keys():
         account = None
     shards = list(chronicle.shards.values())
     silent = max(0.0, now - chronicle.latest) if chronicle.began is not None else 0.0

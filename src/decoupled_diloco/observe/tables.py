@@ -106,9 +106,6 @@ def _time_row(name: str, time: TimeAccount) -> list[Cell]:
     return [Cell(name), Cell(format_duration(seconds), seconds), *shares]
 
 
-TOKEN_NAMES = ("merged", "in flight", "missed", "given up", "crashed", "left behind", "unsent")
-
-
 def token_table(history: RunHistory, account: RunAccount) -> Table:
     """Where tokens went."""
     rows = [
@@ -120,12 +117,13 @@ def token_table(history: RunHistory, account: RunAccount) -> Table:
     return Table(
         "tokens",
         "Tokens and what became of them",
-        ["learner", "trained", *TOKEN_NAMES],
+        ["learner", "trained", *(part.replace("_", " ") for part in TOKEN_PARTS)],
         rows,
         "No learner is on the tape.",
         "Merged: in the global weights. In flight: trained between a snapshot and the merged copy "
         "that overwrote it. Missed: overwritten by a version that the learner had no part in. "
-        "Given up: sent, but the outcome was lost with the link. Crashed: died with a process. "
+        "Given up: sent, but the outcome was lost with the link. Overwritten: one of these three, "
+        "on a learner whose own tape is not here. Crashed: died with a process. "
         "Left behind: not merged when the learner left or the run was over. Unsent: not merged "
         "when the tape ends, on a learner that still lives. A merge takes one of the fragments, so "
         "a token counts for each fragment by its part.",

@@ -13,6 +13,9 @@ from decoupled_diloco.protocol.lease_messages import DataRefused, DataReport, Le
 from decoupled_diloco.protocol.options import Alignment
 
 Role = Literal["learner", "observer"]
+LOSS_MAX = 1e30
+"""A loss that is not below it is as good as none: the training has diverged."""
+
 Verdict = Literal["accepted", "refused", "behind", "abandoned"]
 
 
@@ -98,13 +101,16 @@ class StepReport:
     """One more inner step: own steps and tokens in this epoch, and the mean seconds of a step.
 
     ``discarded_tokens``: tokens whose training was overwritten, summed over the fragments (a
-    fragment is one of P parts of the model). Nothing is decided by it; it is for people.
+    fragment is one of P parts of the model). ``loss``: the step's training loss, if the loop has
+    told it; one that is no number or not below ``LOSS_MAX`` is told as that. Nothing is decided by
+    either; they are for people.
     """
 
     step: int
     tokens: int
     seconds: float
     discarded_tokens: int = 0
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

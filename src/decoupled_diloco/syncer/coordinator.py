@@ -501,6 +501,17 @@ def read_state(folder: Path, public: Public) -> CoordinatorState | None:
     return machine.state
 
 
+def read_layout(folder: Path, public: Public) -> Layout | None:
+    """The model's layout that the coordinator has kept; ``None``: no learner has brought one.
+
+    Raises:
+        StorageError: It cannot be read.
+        ConfigError: It is of a run with other settings.
+    """
+    kept = _read(newest_state(folder), public)
+    return None if kept is None else kept[2]
+
+
 def document_at_cut(
     part: Mapping[str, Any], newest: CoordinatorState | None
 ) -> tuple[dict[str, Any], CoordinatorState]:

@@ -31,8 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoupled_diloco.config.method import Public
+from decoupled_diloco.config.resume import identity_of
 from decoupled_diloco.errors import ConfigError, MergeError, StorageError
-from decoupled_diloco.merge import as_bytes, digest
+from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.storage.disk import DISK, Disk
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
@@ -99,6 +101,11 @@ def part_digest(path: Path) -> str:
     metadata = load_metadata(path)
     _load_checked(path, metadata)
     return _seal(metadata)
+
+
+def identity_of_shard(public: Public, layout: Layout) -> str:
+    """What a shard's files are of: the run's settings that last, and the model's layout."""
+    return f"{identity_of(public)} {layout.fingerprint}"
 
 
 class ShardDisk:

@@ -7,7 +7,7 @@ finished; `assemble` puts the shares together into one safetensors file with the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -100,23 +100,29 @@ def read_shares(
     Raises:
         StorageError: a share is missing or torn.
     """
-    tensors = [torch.empty(s.shape, dtype=DTYPES[s.dtype]) for s in plan.layout.tensors]
-    missing = set(range(len(plan.fragments)))
+    copies: dict[int, Tensor] = {}
     versions: dict[str, str] = {}
     for shard in range(shards):
         path = folder / SHARES / f"shard-{shard}.safetensors"
         for name, values in load_weights(path).items():
-            fragment = int(name.removeprefix("fragment."))
-            scatter(plan.fragments[fragment], values, tensors)
-            missing.discard(fragment)
+            copies[int(name.removeprefix("fragment."))] = values
         versions |= json.loads(load_metadata(path)["versions"])
+    missing = sorted(set(range(len(plan.fragments))) - copies.keys())
     if missing:
-        raise StorageError(f"fragments {sorted(missing)} are in no share below {folder / SHARES}")
+        raise StorageError(f"fragments {missing} are in no share below {folder / SHARES}")
+    return by_name(plan, copies), versions
+
+
+def by_name(plan: MergePlan, copies: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Whole copies of all fragments as tensors under the model's names, tied ones too."""
+    tensors = [torch.empty(s.shape, dtype=DTYPES[s.dtype]) for s in plan.layout.tensors]
+    for fragment, values in copies.items():
+        scatter(plan.fragments[fragment], values, tensors)
     named: dict[str, Tensor] = {}
     for spec, tensor in zip(plan.layout.tensors, tensors, strict=True):
         named[spec.name] = tensor
         named |= dict.fromkeys(spec.aliases, tensor)
-    return named, versions
+    return named
 
 
 def read_layout(folder: Path) -> Layout:

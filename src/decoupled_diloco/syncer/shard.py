@@ -24,7 +24,6 @@ from typing import Any, TypeVar, assert_never, cast
 import torch
 
 from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
-from decoupled_diloco.config.resume import identity_of
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import (
     Error,
@@ -44,7 +43,7 @@ from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.wire import colour, decode, encode
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS, CoordinatorHost
 from decoupled_diloco.syncer.cuts import forget_cuts, part_file
-from decoupled_diloco.syncer.durable import DURABLE, ShardDisk
+from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.health import health_of
 from decoupled_diloco.syncer.intake import Intake, Offers
@@ -603,7 +602,7 @@ class Shard:
         plan = plan_of(self._layout, self._public)
         self._tensors = ShardTensors(plan, self.machine.owned)
         if self.config.syncer.durable:
-            identity = f"{identity_of(self._public)} {self._layout.fingerprint}"
+            identity = identity_of_shard(self._public, self._layout)
             folder = self._folder / DURABLE / f"shard-{self.shard}"
             self._disk = ShardDisk(folder, identity, self._tensors, claim=self._tenure.number)
         if self.config.syncer.record_payloads:

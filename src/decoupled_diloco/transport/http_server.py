@@ -195,6 +195,11 @@ class HttpServer:
             return await self._dispatch(request)
         except Refusal as refusal:
             return _refuse(refusal)
+        except ConnectionError as error:
+            if request.transport is not None and not request.transport.is_closing():
+                raise
+            logger.debug("%s %s: %s", request.method, request.rel_url.raw_path, error)
+            return web.Response()  # which nobody is there any more to take
         finally:
             self._handlers.discard(task)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
+from collections.abc import Mapping
 
 import pytest
 
 from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http import HttpServer
+from decoupled_diloco.transport.tokens import Tokens
 
 UPGRADE = (
     "GET /control HTTP/1.1\r\nHost: a\r\nX-Principal: learner-0\r\nX-Role: learner\r\n"
@@ -16,6 +21,48 @@ UPGRADE = (
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )
 STEP_BYTES = 1 << 17
+
+
+class Hasty(Tokens):
+    """Cuts every connection while a request is being looked at, as the end of a process does."""
+
+    server: HttpServer
+
+    def recognize(self, authorization: str | None) -> None:
+        self.server._cut_off()
+        super().recognize(authorization)
+
+    def authorize(self, authorization: str | None, principal: str) -> str:
+        self.server._cut_off()
+        return super().authorize(authorization, principal)
+
+
+@pytest.mark.parametrize("path", ["/control", "/document", "/probe?bytes=9", "/bodies/one"])
+async def test_a_peer_that_is_gone_before_the_answer_is_no_failure(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def nothing(channel: Channel) -> None:
+        raise AssertionError("the connection is gone")
+
+    async def document(query: Mapping[str, str]) -> Document:
+        return Document(b"x", {})
+
+    tokens = Hasty()
+    server = tokens.server = HttpServer(
+        tokens=tokens, on_channel=nothing, queries={"/document": document}
+    )
+    await server.start()
+    server.bodies.offer("one", memoryview(b"body"), "digest")
+    port = int(server.address.rsplit(":", 1)[1])
+    with caplog.at_level(logging.WARNING):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(UPGRADE.replace("/control", path, 1).encode())
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+        await server.stop()
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 @pytest.mark.parametrize("messages", [0, 200])

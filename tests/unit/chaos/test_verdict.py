@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share, with_variance
 from decoupled_diloco.chaos.verdict import Verdict, judge, save_verdict
+from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import Scenario, load_scenario
 
@@ -100,12 +102,41 @@ def is_merge(record: dict[str, Any]) -> bool:
     return record["type"] == "RoundFinished" and record["data"]["verdict"] == "merged"
 
 
+def test_what_dies_with_a_learner_that_nobody_killed_is_a_loss(folder: Path, share: float) -> None:
+    died = verdict(folder, share).numbers["died_tokens"]
+
+    def unprovoked(records: Records) -> Iterator[dict[str, Any]]:
+        for record in records:
+            if record["type"] != "FaultInjected" or record["data"]["target"] != "learner-1":
+                yield record
+
+    for path in (folder / "tape").iterdir():
+        rewrite(folder, path.stem, unprovoked)
+    numbers = verdict(folder, share).numbers
+    assert (died > 0, numbers["died_tokens"]) == (True, 0)
+    assert numbers["accepted_ratio_of_the_living"] == numbers["accepted_ratio"]
+
+
+def test_the_summary_counts_no_step_that_the_verdict_does_not(folder: Path, share: float) -> None:
+    """The pause of learner-2 is its own fault, not something that it lost by another's."""
+    assert set(verdict(folder, share).numbers["lost_steps"].values()) == {0}
+    history = read_history(folder)
+    learner = history.learners["learner-2"]
+    assert learner.gap_seconds_longest is not None
+    assert learner.gap_seconds_longest > 10.0
+    assert learner.lost_steps(0.0, history.duration) == 0
+
+
 def test_a_run_that_kept_its_promises_is_told_so(folder: Path, share: float) -> None:
     told = verdict(folder, share)
     assert told.kept, [check for check in told.checks if not check.kept]
     assert told.faults == {"cut": 1, "kill": 2, "pause": 1}
     assert told.numbers["uptime"] == 1.0
     assert 0.97 <= told.numbers["accepted_ratio"] <= 1.02
+    assert told.numbers["accepted_ratio"] < told.numbers["accepted_ratio_of_the_living"] <= 1.02
+    assert told.numbers["died_tokens"] > 0
+    (accepted,) = (check for check in told.checks if check.name == "accepted tokens")
+    assert re.search(r"a shard was back [\d.]+ s after it died", accepted.details[-1])
     assert set(told.numbers["lost_steps"].values()) == {0}
     assert min(told.numbers["participation"].values()) >= 0.95
     document = json.loads(save_verdict(folder, told).read_text())

@@ -31,6 +31,29 @@ def test_no_run_is_named_and_none_is_there(tmp_path: Path, monkeypatch: pytest.M
         "there is no run in runs/ here: say which one, as in ddiloco explain round 40 --of "
         "runs/quickstart"
     )
+    assert refusal("status").endswith("say which one, as in ddiloco status runs/quickstart")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export"],
+        ["report"],
+        ["status"],
+        ["explain", "round", "1", "--of"],
+        ["ledger"],
+        ["checkpoint"],
+        ["replay"],
+        ["train", "--resume"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_that_is_not_there_is_wrong_usage_everywhere(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    error = CliRunner().invoke(app, [*arguments, str(tmp_path / "none")]).exception
+    assert isinstance(error, Error), error
+    assert error.exit_code == 2
 
 
 def test_the_newest_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +66,12 @@ def test_the_newest_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         os.utime(folder / "run.toml", (1000 - number, 1000 - number))
     result = CliRunner().invoke(app, ["explain", "round", "1"])
     assert result.exit_code == 0, result.output
-    assert result.stderr == "of runs/new, the newest run here (--of names another)\n"
+    assert result.stderr == "of runs/new, the newest run here\n"
     assert "of runs" not in result.stdout
+    result = CliRunner().invoke(app, ["status"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "of runs/new, the newest run here\n"
+    assert "causes" in result.stdout
 
 
 def test_noise_is_no_tape(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ SOURCE = Path(__file__).parents[3] / "src" / "decoupled_diloco"
 class Served:
     """A run that ends at once; what it would start is of no interest here."""
 
-    def __init__(self, config: RunConfig, *, learners: bool, resume: bool, cut: str) -> None:
+    def __init__(self, config: RunConfig, *, cut: str, resume: bool, **options: object) -> None:
         self.path = config.run.folder
         self.went_back = cut
         self.folder = SimpleNamespace(moved_to=Path("runs/a[b].1"), resumed=resume)
@@ -37,6 +37,7 @@ class Served:
 
 def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "LocalRun", Served)
+    monkeypatch.setattr(train, "tell_outcome", lambda *arguments: None)
     config = RunConfig(run={"folder": "runs/a[b]", "name": "small", "budget_steps": 8})
     console = SteadyConsole(file=io.StringIO(), width=80)
     assert train.serve_locally(config, console) == 1

@@ -279,3 +279,22 @@ def test_a_run_that_is_no_table_is_told_before_overrides(toml: Path) -> None:
     toml.write_text("run = 3\n")
     with pytest.raises(ConfigError, match=r"run=3 in .* is not a table: write it as one"):
         load_config(toml, ["run.seed=1"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"optimizer": "adamw"}, "'adamw' is unknown: did you mean 'AdamW'?"),
+        (
+            {"optimizer": "AdamW", "options": {"weight_decoy": 0.1}},
+            "'AdamW' does not take weight_decoy: remove it",
+        ),
+        ({"optimizer": "LBFGS"}, "'LBFGS' cannot step on a flat vector"),
+    ],
+)
+def test_an_optimizer_of_torch_is_tried_before_anything_starts(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        RunConfig(run={"budget_steps": 1}, outer=settings)
+    assert str(error.value).startswith(f"[outer] cannot be used: outer optimizer {sentence}")

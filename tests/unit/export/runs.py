@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from pydantic import TypeAdapter
+from torch import Tensor, nn
 
-from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.config.method import plan_of, public_text, read_public
-from decoupled_diloco.merge import gather, layout_of, tensors_of
+from decoupled_diloco.config import RunConfig, dump_config, load_config
+from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
+from decoupled_diloco.merge import digest, gather, layout_of, scatter, tensors_of
+from decoupled_diloco.protocol.coordinator import CoordinatorState
+from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.syncer.durable import ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.result import assemble, save_share
 from decoupled_diloco.workloads import load_workload
@@ -69,3 +73,36 @@ def _hand_in(folder: Path, config: RunConfig, model: nn.Module, missing: int | N
             save_share(folder, shard, tensors, {p: f"1.{p}" for p in tensors.owned})
     if missing is None:
         assemble(folder, plan, SHARDS)
+
+
+def keep_durable(folder: Path, phase: str) -> Tensor:
+    """Adds what durable shards keep of a run that has gone on; returns its parameters in a row."""
+    config = load_config(folder / "run.toml")
+    public = read_public(public_text(config))
+    model = load_workload(config.workload.name, config.workload_options()).model()
+    layout, options = layout_of(model), options_of(public)
+    plan = plan_of(layout, public)
+    own = tensors_of(model, layout)
+    for shard in range(SHARDS):
+        tensors = ShardTensors(plan, options.owned(shard))
+        disk = ShardDisk(
+            folder / "durable" / f"shard-{shard}", identity_of_shard(public, layout), tensors
+        )
+        for p in tensors.owned:
+            tensors.install(p, gather(plan.fragments[p], own).clone())
+        disk.installed(dict.fromkeys(tensors.owned, Version(1, 0)))
+        for p in tensors.owned:
+            contribution = plan.uplink.encode(torch.full_like(tensors.whole(p), 0.5))
+            tensors.verify(p, p, "a", contribution, digest(contribution))
+            tensors.fold(p, p, "a", 1, 1)
+            disk.merge(p, p, Version(1, 1), {"clock": 11 + shard})
+            scatter(plan.fragments[p], tensors.whole(p), own)
+        disk.close()
+    state = TypeAdapter(CoordinatorState).dump_python(CoordinatorState(), mode="json")
+    document = {
+        "state": state | {"phase": phase},
+        "layout": json.dumps(layout.to_json()),
+        "settings": public_text(config),
+    }
+    (folder / "coordinator.json").write_text(json.dumps(document))
+    return torch.cat([tensor.reshape(-1) for tensor in own])

@@ -20,7 +20,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.export.run import export_run
 from decoupled_diloco.storage.weights import load_weights, save_weights
 from decoupled_diloco.workloads import load_workload
-from unit.export.runs import run_folder
+from unit.export.runs import keep_durable, run_folder
 
 OWN = """
 import torch
@@ -131,10 +131,55 @@ def test_a_run_without_weights_says_what_is_missing(tmp_path: Path) -> None:
         export_run(tmp_path / "run")
     assert str(error.value) == (
         f"{tmp_path}/run has no weights: weights.safetensors is written when the run is finished, "
-        f"and shard-1.safetensors below {tmp_path}/run/checkpoints when a shard is: let the run "
-        "finish, or give a safetensors file with --weights"
+        f"and shard-1.safetensors below {tmp_path}/run/checkpoints when a shard is; before that "
+        "shards keep theirs once a learner has joined, unless syncer.durable is false: let it "
+        "join, let the run finish, or give a safetensors file with --weights"
     )
     assert not (tmp_path / "run/export").exists()
+
+
+def test_what_the_shards_keep_is_exported_as_of_their_last_merge(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    before = run_folder(run)
+    now = keep_durable(run, "running")
+    exported = export_run(run)
+    loaded = dd.load_exported(exported.folder)
+    assert not same(loaded, before), "what an earlier end has left is older"
+    assert torch.equal(torch.cat([p.reshape(-1) for p in loaded.parameters()]), now)
+    assert exported.global_step == 11
+    assert json.loads((run / "export/export.json").read_text())["versions"]["3"] == "1.1"
+
+
+def test_the_result_of_a_run_that_is_over_is_what_is_exported(tmp_path: Path) -> None:
+    before = run_folder(tmp_path / "run")
+    keep_durable(tmp_path / "run", "finished")
+    assert same(dd.load_exported(export_run(tmp_path / "run").folder), before)
+
+
+def test_a_shard_that_keeps_nothing_whole_is_told(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    keep_durable(tmp_path / "run", "running")
+    (checkpoint,) = (tmp_path / "run/durable/shard-1").glob("*.safetensors")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-1])
+    with pytest.raises(StorageError, match=r"shard-1 has no whole checkpoint of its fragments; .*"):
+        export_run(tmp_path / "run")
+
+
+def test_a_model_that_only_the_learners_have_is_exported_as_tensors(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    model = run_folder(run)
+    text = (run / "run.toml").read_text()
+    (run / "run.toml").write_text(text.replace("layers = 2", "layers = 1"))
+    result = CliRunner().invoke(app, ["export", str(run)])
+    assert result.exit_code == 0, result.output
+    assert f"tensors = load_file('{run}/export/model.safetensors')" in result.output
+    model.load_state_dict(load_weights(run / "export/model.safetensors"), strict=False)
+    facts = json.loads((run / "export/export.json").read_text())
+    assert (facts["format"], facts["workload"]) == ("plain", None)
+    with pytest.raises(ConfigError, match="a model that only your own code builds"):
+        dd.load_exported(run / "export")
+    with pytest.raises(ConfigError, match=r"has 'blocks.1.*', which the model lacks"):
+        export_run(run, tmp_path / "out", format="huggingface")
 
 
 def test_other_weights_of_the_same_model(tmp_path: Path) -> None:
@@ -151,7 +196,7 @@ def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
     file = tmp_path / "other.safetensors"
     state = load_workload("gpt", {"layers": 2, "width": 32, "heads": 2}).model().state_dict()
     for change, sentence in (
-        ({"head.weight": torch.ones(3)}, r"'head.weight' has shape \(3,\) in .* and \(256, 32\)"),
+        ({"head.weight": torch.ones(3)}, r"'head.weight' of shape \(3,\), which in .* \(256, 32\)"),
         ({"tail": torch.ones(3)}, "has 'tail', which the model lacks"),
     ):
         save_weights(file, {**state, **change})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.launch.roles import EVALUATOR, _evaluator_name
+from decoupled_diloco.launch.processes import EVALUATOR
+from decoupled_diloco.launch.roles import _evaluator_name
 from decoupled_diloco.protocol.coordinator import LEARNER_ID
 
 

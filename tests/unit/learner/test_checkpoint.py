@@ -68,6 +68,17 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert_same(folder.newest(), checkpoint(5))
 
 
+def test_somebody_elses_files_beside_them_stay(tmp_path: Path) -> None:
+    theirs = {"1.safetensors", "00000009.model.safetensors", ".download.part", "notes.txt"}
+    for name in theirs:
+        (tmp_path / name).touch()
+    folder = CheckpointFolder(tmp_path, keep=1)
+    for steps in (1, 2):
+        folder.save(checkpoint(steps))
+    assert {p.name for p in tmp_path.iterdir()} == {*theirs, "00000002.safetensors"}
+    assert folder.problems == []
+
+
 @pytest.mark.parametrize("harm", ["torn", "changed", "empty", "other"])
 def test_one_that_is_not_whole_is_named_and_the_one_before_is_used(
     tmp_path: Path, harm: str

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from decoupled_diloco.errors import ProtocolError
-from decoupled_diloco.learner.plan import StepPlan
-from decoupled_diloco.protocol.effects import Apply, Hold, Release, Snapshot
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.learner.plan import StepPlan, with_loss
+from decoupled_diloco.protocol.effects import Apply, Hold, Release, Say, Snapshot
+from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport, Version
+from decoupled_diloco.protocol.wire import encode
 
 APPLY = Apply(3, Version(1, 2), "carry", 0, "it is in")
 SNAPSHOT = Snapshot(4, Version(1, 1), 17, "it is due")
@@ -30,3 +32,21 @@ def test_it_travels_as_json() -> None:
 def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(ProtocolError, match="type 'Hold'"):
         StepPlan.from_json({"orders": [{"type": "Hold", "why": ""}], "hold": False})
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (2.5, 2.5),
+        (-1.0, -1.0),
+        *((x, LOSS_MAX) for x in (1e31, -1e31, math.inf, -math.inf, math.nan)),
+    ],
+)
+def test_a_report_tells_the_loss_in_a_number_that_json_has(loss: float, told: float) -> None:
+    report = Say(1, StepReport(3, 96, 0.5), "a step is finished")
+    said = with_loss(report, loss)
+    assert isinstance(said, Say)
+    assert said.message == StepReport(3, 96, 0.5, loss=told)
+    assert json.loads(json.dumps(encode(said.message), allow_nan=False))["loss"] == told
+    other = Say(1, Leave("told to"), "it is told to")
+    assert with_loss(other, loss) is other

@@ -210,6 +210,7 @@ def test_tokens_by_cause():
         "in_flight": 7,
         "missed": 107,
         "given_up": 20,
+        "overwritten": 0,
         "crashed": 0,
         "left_behind": 0,
         "unsent": 20,

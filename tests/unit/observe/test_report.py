@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from decoupled_diloco.errors import StorageError
+from decoupled_diloco.errors import Error, StorageError
 from decoupled_diloco.observe import figures, plots
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.comparison import write_comparison
@@ -12,6 +12,7 @@ from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.history import (
     Evaluation,
     LearnerHistory,
+    Life,
     Loss,
     Round,
     RunHistory,
@@ -21,7 +22,14 @@ from decoupled_diloco.observe.report import problems_of, render_report, write_re
 from decoupled_diloco.observe.samples import SampleGenerated
 from decoupled_diloco.observe.shapes import averaged, rows_of, smoothed, step_rates
 from decoupled_diloco.observe.tape import TapeWriter
-from decoupled_diloco.protocol.effects import Accept, Apply, ClockAdvanced, RoundFinished
+from decoupled_diloco.protocol.effects import (
+    NOTHING_NEW,
+    Accept,
+    Apply,
+    ClockAdvanced,
+    Participant,
+    RoundFinished,
+)
 from decoupled_diloco.protocol.events import Greeted, StepFinished, TermGranted, Tick
 from decoupled_diloco.protocol.messages import Hello, ShardAdmitted, Version
 
@@ -247,7 +255,7 @@ def test_what_is_no_tape_is_refused(tmp_path, content, reason):
 
 @pytest.mark.parametrize(("path", "reason"), [("nowhere", "does not exist"), ("", "holds no")])
 def test_where_no_tape_is(tmp_path, path, reason):
-    with pytest.raises(StorageError, match=reason):
+    with pytest.raises(Error, match=reason):
         write_report(tmp_path / path, tmp_path / "report.html", None)
 
 
@@ -425,3 +433,19 @@ def test_smoothing_keeps_a_straight_line():
 def test_smoothing_of_few_steps_keeps_their_shape():
     falling = [6.0, 5.0, 4.4, 4.0, 3.8, 3.7, 3.6, 3.6, 3.6, 3.6, 3.6, 3.6]
     assert smoothed(falling)[-1] == pytest.approx(3.6, abs=0.05)
+
+
+def test_a_closing_round_with_nothing_to_merge_is_not_drawn_as_given_up():
+    def ended(state):
+        part = Participant("a", state, 0, 0, 0.0, None, NOTHING_NEW)
+        seconds = (0.1, 0.0, 0.1, None, 0.2, 1.0, 0.0)
+        result = RoundFinished(1, 0, 4, None, "abandoned", "nobody", (part,), *seconds, "")
+        return Round(0.0, 0.1, 0.2, result)
+
+    assert (ended("declined").fate, ended("late").fate) == ("idle", "abandoned")
+    history = RunHistory(duration=1.0)
+    shard = history.shards["shard-0"] = ShardHistory("shard-0", [Life(0.0, 1.0)])
+    shard.rounds = [ended("declined")]
+    page = render_report(history)
+    assert 'class="idle"' in page
+    assert '<path class="abandoned"' not in page

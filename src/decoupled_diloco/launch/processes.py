@@ -1,0 +1,55 @@
+"""What the processes of a run are called, and what all of them do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.observe.tape import TapeWriter
+
+logger = logging.getLogger(__name__)
+
+EVALUATOR = "evaluator"
+
+
+def process_of(shard: int, *, standby: bool) -> str:
+    """What a process of a shard is called."""
+    return f"shard-{shard}-standby" if standby else f"shard-{shard}"
+
+
+def open_tape(
+    folder: Path, who: str, header: Mapping[str, Any], *, file: str | None = None
+) -> TapeWriter:
+    """A process's tape in a run folder; a full disk ends it, and nothing else.
+
+    Args:
+        folder: The run folder.
+        who: Whose records they are.
+        header: See `TapeWriter`.
+        file: Name of the file; default: ``who``. Two processes that act for one shard in turns
+            have a file each.
+
+    Raises:
+        StorageError: it cannot be opened.
+    """
+    path = folder / "tape" / f"{file or who}.jsonl"
+    return TapeWriter(path, who, header, on_failure=lambda error: logger.error("%s", error))
+
+
+def stop_with_parent() -> None:
+    """Ends this process when its standard input is closed: the launcher is gone."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
