@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import random
 import threading
 import time
 from collections import defaultdict, deque
@@ -40,11 +41,20 @@ from decoupled_diloco.errors import (
 from decoupled_diloco.learner.checks import layout_text
 from decoupled_diloco.learner.donations import Donations, Surroundings
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
-from decoupled_diloco.learner.joining import Coordinations, CoordinatorLink, Identity
+from decoupled_diloco.learner.joining import (
+    TRAINING_GOES_ON,
+    WAY_OUT,
+    Coordinations,
+    CoordinatorLink,
+    Identity,
+    Patience,
+)
 from decoupled_diloco.learner.keeper import Keeper, tell_recovery
 from decoupled_diloco.learner.plan import OF_THE_BOUNDARY, StepPlan
+from decoupled_diloco.learner.sense import require_sense, require_sense_of_coordinator
 from decoupled_diloco.learner.shared import Shared, Unrecorded
 from decoupled_diloco.learner.store import ParameterStore
+from decoupled_diloco.learner.trouble import Trouble
 from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
@@ -62,7 +72,7 @@ from decoupled_diloco.protocol.donation import (
 )
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
-from decoupled_diloco.transport.backoff import Backoff
+from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
 from decoupled_diloco.transport.base import Channel, Client
 
 logger = logging.getLogger(__name__)
@@ -87,7 +97,7 @@ class Background:
         store: The parameters.
         client: Makes the transport's client, inside the loop.
         tape: Where events go, or ``None``.
-        give_up_seconds: After so long without any shard, give up; ``None``: never.
+        patience: How long it waits for the run.
         keeper: A learner's own checkpoint; ``None`` for observers.
         donations: What a learner gives to others and takes from them.
 
@@ -104,7 +114,7 @@ class Background:
         *,
         client: Callable[[], Client],
         tape: Callable[[dict[str, Any]], TapeWriter] | None,
-        give_up_seconds: float | None,
+        patience: Patience,
         keeper: Keeper | None = None,
         donations: Donations | None = None,
     ) -> None:
@@ -123,7 +133,7 @@ class Background:
         self._make_client = client
         self._make_tape = tape
         self._tape: TapeWriter | None = None
-        self._give_up_seconds = give_up_seconds
+        self._give_up_seconds = patience.alone_seconds
         self._queue: deque[tuple[do.LearnerEffect, Any]] = deque()
         self._channels: dict[int, Channel] = {}
         self._shards: list[str] = []
@@ -145,12 +155,14 @@ class Background:
             Coordinations(
                 admitted=self._admitted,
                 linked=lambda: self._told(fact.CoordinatorLinked()),
-                told=lambda message: self._told(fact.CoordinatorTold(message)),
+                told=self._coordinator_told,
                 unlinked=lambda: self._told(fact.CoordinatorUnlinked()),
+                over=lambda: self._over or self._stop_asked.is_set(),
                 check_patience=self._check_patience,
             ),
-            give_up_seconds,
+            patience,
         )
+        self._refusals: dict[int, str] = {}
         self._thread = threading.Thread(target=self._run, name="ddiloco", daemon=True)
 
     # ---- called by the trainer
@@ -295,8 +307,8 @@ class Background:
                 with self.lock:
                     self.ready = True
                     self.changed.notify_all()
-            case do.Expelled(reason):
-                self._fail(ProtocolError(reason))
+            case do.Expelled():
+                pass  # `_converse` has heard the same
             case do.Note(text, why):
                 logger.info("%s: %s (%s)", self.identity.name, text, why)
             case RelayState() | ForgetState() | FetchState() | DropState():
@@ -455,6 +467,13 @@ class Background:
             "%s has joined %s, epoch %d", self.identity.name, public["run"]["name"], admitted.epoch
         )
 
+    def _coordinator_told(self, message: say.ToMember) -> None:
+        assert self.shared is not None, "the coordinator is listened to only after a join"
+        machine = self.shared.machine
+        data = machine.state.data
+        require_sense_of_coordinator(message, machine.options, None if data is None else data.parts)
+        self._told(fact.CoordinatorTold(message))
+
     def _begin(self, shared: Shared, keeper: Keeper) -> None:
         """Tells the machine what this process begins with."""
         numels = tuple(part.numel for part in shared.tensors.plan.fragments)
@@ -476,26 +495,37 @@ class Background:
         why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
         self._told(fact.Began(fragments, why, gives=gives))
 
+    @property
+    def unlinked(self) -> list[str]:
+        """The addresses of shards that are not connected; empty before the run is joined."""
+        return [a for shard, a in enumerate(self._shards) if shard not in self._channels]
+
+    @property
+    def refused(self) -> str:
+        """Why the run does not take this process, in words; empty: it does."""
+        return self._coordinator.refused or next(iter(self._refusals.values()), "")
+
     async def _follow(self, shard: int, addresses: tuple[str, ...]) -> None:
-        """Keeps one shard's connection, for ever."""
-        backoff, told = Backoff(), False
+        """Keeps one shard's connection, for ever; nothing that it says ends the training."""
+        backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), Trouble()
+        subject = f"{self.identity.name}: shard {shard}"
         while not self._over:
+            await self._coordinator.confirmed(shard)
+            pause = backoff.next()
             try:
                 channel = await self._dial(shard, addresses)
-                told = False
-                await self._converse(shard, channel, backoff)
-            except AccessError:
-                raise
+                await self._converse(shard, channel, backoff, trouble)
+            except (AccessError, ProtocolError) as error:
+                if not self.ready:
+                    raise
+                self._refusals[shard] = str(error)
+                trouble.tell("refuses", f"{subject} refuses this learner ({error}): {WAY_OUT}")
+                pause = random.uniform(CAP_SECONDS / 2, CAP_SECONDS)
             except TransportError as error:
-                if not (told or self._over or self._stop_asked.is_set()):
-                    logger.warning(
-                        "%s: shard %d is out of reach (%s): training goes on, trying again",
-                        self.identity.name,
-                        shard,
-                        error,
-                    )
-                    told = True
-            await asyncio.sleep(backoff.next())
+                if not (self._over or self._stop_asked.is_set()):
+                    sentence = f"{subject} is out of reach ({error}): {TRAINING_GOES_ON}"
+                    trouble.tell("out of reach", sentence)
+            await asyncio.sleep(pause)
 
     async def _dial(self, shard: int, addresses: tuple[str, ...]) -> Channel:
         """Connects to the one that answers; last of all to the one that did before."""
@@ -516,7 +546,16 @@ class Background:
         assert failure is not None, "a shard has an address"
         raise failure
 
-    async def _converse(self, shard: int, channel: Channel, backoff: Backoff) -> None:
+    async def _converse(
+        self, shard: int, channel: Channel, backoff: Backoff, trouble: Trouble
+    ) -> None:
+        """Listens to a shard until its connection breaks.
+
+        Raises:
+            AccessError: It does not take this process.
+            ProtocolError: It has said what cannot be.
+            TransportError: It is gone.
+        """
         self._channels[shard] = channel
         self.sample(LinkState(shard, True))
         self._told(fact.Linked(shard))
@@ -524,13 +563,20 @@ class Background:
             while True:
                 cut = colour(data := await channel.receive())
                 message = cast("say.ToLearner", decode(data, _TO_LEARNER))
-                backoff.reset()
-                if self.shared is not None and cut > self.shared.machine.state.cut_heard:
+                assert self.shared is not None
+                require_sense(message, shard, self.shared.machine.options)
+                if cut > self.shared.machine.state.cut_heard:
                     self._told(fact.CutHeard(cut))
                 self._told(fact.Told(shard, message))
+                if isinstance(message, say.Welcome):
+                    backoff.reset()
+                    self._refusals.pop(shard, None)
+                    trouble.over(f"{self.identity.name}: shard {shard} is back")
+                if isinstance(message, say.Refusal) and message.final:
+                    raise AccessError(message.reason)
         except ProtocolError as error:
             await channel.close(str(error))
-            raise TransportError(f"the shard broke the protocol: {error}") from error
+            raise
         finally:
             del self._channels[shard]
             self._alone_since = time.monotonic()

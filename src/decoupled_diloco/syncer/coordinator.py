@@ -78,6 +78,8 @@ _NOT_THE_RUNS = (
     "(ours: the run's; theirs: this process's)"
 )
 
+_ANOTHER_RUN = "another run is at this address now"
+
 _STATE = TypeAdapter(CoordinatorState)
 
 ShardLink = Callable[[say.ToShard | say.ShardAdmitted | say.JoinRefused], None]
@@ -147,6 +149,10 @@ class CoordinatorHost:
 
     async def serve_join(self, channel: Channel, join: say.Join) -> None:
         """Answers a join, and watches its connection until it is gone."""
+        if join.run and join.run != self._run:
+            channel.send(encode(say.JoinRefused(_ANOTHER_RUN, False)))
+            await channel.close(_ANOTHER_RUN)
+            return
         self._connections += 1
         connection = self._connections
         try:
