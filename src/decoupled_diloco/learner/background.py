@@ -554,7 +554,6 @@ class Background:
         Raises:
             AccessError: It does not take this process.
             ProtocolError: It has said what cannot be.
-            TransportError: It is gone.
         """
         self._channels[shard] = channel
         self.sample(LinkState(shard, True))
@@ -574,9 +573,11 @@ class Background:
                     trouble.over(f"{self.identity.name}: shard {shard} is back")
                 if isinstance(message, say.Refusal) and message.final:
                     raise AccessError(message.reason)
-        except ProtocolError as error:
+        except (AccessError, ProtocolError) as error:
             await channel.close(str(error))
             raise
+        except TransportError as error:
+            logger.info("%s: shard %d: %s", self.identity.name, shard, error)
         finally:
             del self._channels[shard]
             self._alone_since = time.monotonic()
