@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from aiohttp import web
 from torch import nn
 
 from decoupled_diloco import Learner, Observer
@@ -17,9 +19,11 @@ from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.errors import (
     AccessError,
     ConfigError,
+    ProtocolError,
     StorageError,
     TransportError,
 )
+from decoupled_diloco.learner import trouble
 from decoupled_diloco.transport.tokens import Tokens
 from integration.system import TOKENS, Model, System, Trainer, free_ports, training, until
 
@@ -141,6 +145,55 @@ def test_without_a_syncer_a_learner_gives_up_when_told_to(make: Make) -> None:
     assert 0.3 < time.monotonic() - started < 20.0
     with pytest.raises(TransportError, match="could not be joined"):
         Observer(Model(), f"http://127.0.0.1:{port}", give_up_seconds=0.1)
+
+
+def test_a_first_join_gives_up_and_says_how_to_go_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trouble, "AGAIN_SECONDS", 0.5)
+    [port] = free_ports(1)
+    address = f"http://127.0.0.1:{port}"
+    with pytest.raises(TransportError) as caught:
+        Learner(Model(), address, learner_id="a", join_timeout=1.5)
+    assert f"(cannot reach {address}: Connection refused) in 2 s, join_timeout=1.5: " in str(
+        caught.value
+    )
+    assert f"start the syncer, correct its address ({address}), or raise" in str(caught.value)
+    said = f"a is not in the run yet: cannot reach {address}: Connection refused: trying again"
+    assert caplog.text.count(said) > 1, "it is said again"
+
+
+def test_a_shard_at_an_address_of_elsewhere_is_named(make: Make) -> None:
+    """The run lets the learner in, but a shard's address is only good on the syncer's machine."""
+    system = make(syncer={"shards": 2})
+    [port] = free_ports(1)
+    system.start()
+    wrong = f"http://127.0.0.1:{port}"
+    host = system.shards[0].host
+    assert host is not None
+    host._addresses = (system.addresses[0], wrong)
+    with pytest.raises(TransportError, match=f"^{wrong}: no answer within join_timeout=0.5 s"):
+        system.learner(Model(), "learner-0", join_timeout=0.5)
+
+
+async def test_what_is_no_syncer_is_called_so() -> None:
+    app = web.Application()
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0]
+    try:
+        with pytest.raises(ProtocolError, match=r"404.*: is this the syncer's address?"):
+            await asyncio.to_thread(Learner, Model(), f"http://{host}:{port}")
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_join_timeout_that_is_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"join_timeout=.*: give more than 0 seconds, or None"):
+        Learner(Model(), "http://127.0.0.1:9", join_timeout=seconds)
 
 
 def test_a_learner_waits_for_a_syncer_that_is_started_later(

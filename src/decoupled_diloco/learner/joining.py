@@ -157,8 +157,10 @@ class CoordinatorLink:
         while True:
             try:
                 channel = await self._ask_each(client)
-            except (AccessError, ConfigError, ProtocolError):
+            except (AccessError, ConfigError):
                 raise
+            except ProtocolError as error:
+                raise ProtocolError(f"{error}: is this the syncer's address?") from error
             except (_TryAgainError, TransportError) as error:
                 name = self._identity.name
                 self._trouble.tell("early", f"{name} is not in the run yet: {error}: trying again")

@@ -83,6 +83,8 @@ class _Participant:
                 raise ConfigError(
                     f"syncer={address!r} is not a URL: write it as 'http://host:port'"
                 )
+        if join_timeout is not None and not join_timeout > 0:
+            raise ConfigError(f"join_timeout={join_timeout}: give more than 0 seconds, or None")
         self.name = name
         self._store = store
         self._closed = False
