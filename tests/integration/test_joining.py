@@ -8,6 +8,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,22 @@ def test_a_wrong_token_is_refused_at_once(make: Make) -> None:
         system.learner(Model(), "learner-0")
     with system.learner(Model(), "learner-0", token="right") as learner:
         assert learner.epoch == 1
+
+
+def test_a_token_may_come_straight_from_its_file(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("right\n")
+    system = make(tokens=Tokens("right"))
+    system.start()
+    with system.learner(Model(), "learner-0", token=file.read_text()) as learner:
+        assert learner.epoch == 1
+
+
+@pytest.mark.parametrize("token", ["", " \n", "a\nb", "caf\u00e9", "nul\0", b"x", 7])
+def test_what_can_be_no_token_is_refused_at_once(token: Any) -> None:
+    with pytest.raises(ConfigError, match=r"token.*: give the text of the run's") as told:
+        Learner(Model(), "http://127.0.0.1:9", token=token)
+    assert str(token) not in str(told.value) or len(str(token)) < 3, "the secret is not repeated"
 
 
 def test_a_principal_speaks_for_its_own_id_only(make: Make) -> None:

@@ -43,6 +43,7 @@ from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
 from decoupled_diloco.transport.base import Client
 from decoupled_diloco.transport.http import HttpClient
+from decoupled_diloco.transport.tokens import read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class _Participant:
                 )
         if join_timeout is not None and not join_timeout > 0:
             raise ConfigError(f"join_timeout={join_timeout}: give more than 0 seconds, or None")
+        secret = read_secret(token)
         self.name = name
         self._store = store
         self._closed = False
@@ -92,7 +94,7 @@ class _Participant:
             Identity(name, uuid.uuid4().hex, role),
             addresses,
             store,
-            client=client or (lambda: HttpClient(token=token)),
+            client=client or (lambda: HttpClient(token=secret)),
             tape=None if tape is None else lambda header: parts.open_tape(Path(tape), name, header),
             patience=Patience(join_timeout, give_up_seconds),
             keeper=keeper,
@@ -213,7 +215,8 @@ class Learner(_Participant):
         model: Its trainable parameters are synchronised, in place; frozen parameters and buffers
             are not. On any one device.
         syncer: Address of a shard, as ``"http://host:7070"``, or of several; each knows the others.
-        token: The run's secret, if it has one.
+        token: The run's secret, if it has one: the text of its token file, with or without the
+            newline at its end.
         learner_id: A name of its own that stays the same across restarts: 1 to 64 letters, digits,
             ``.``, ``_``, ``-``. Default: host name and process id.
         optimizer: The inner optimizer; given without ``after_apply``, it is checked, here and in
@@ -247,7 +250,8 @@ class Learner(_Participant):
     Raises:
         ConfigError: the model differs from the run's (the first differing tensor is named), or has
             NaN or infinite weights, the id or address is no good, the optimizer holds copies, or
-            something in ``stateful`` cannot be kept or does not fit its checkpoint.
+            something in ``stateful`` cannot be kept or does not fit its checkpoint; the token can
+            be none.
         StorageError: the checkpoints cannot be read.
         AccessError: the syncer refuses the token.
         TransportError: ``join_timeout`` or ``give_up_seconds`` have passed.
