@@ -175,6 +175,12 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
             ("learner.joining.CONFIRM_SECONDS",),
         ),
         row(
+            "program ended",
+            "a learner that was not closed looks for it every",
+            _s(background.PROGRAM_ENDED_SECONDS),
+            ("learner.background.PROGRAM_ENDED_SECONDS",),
+        ),
+        row(
             "trouble is told",
             "by a learner, while it lasts, every",
             _s(trouble.AGAIN_SECONDS),

@@ -84,6 +84,14 @@ FETCHES_PER_SHARD = 4
 """Copies on their way from or to one shard at once: a joiner with many fragments takes them in
 turn, each over as many connections as the link rewards, in bounded memory."""
 
+_NO_MAIN_THREAD = (
+    "the program's main thread has ended, and no exchange goes on without it: let it wait for the "
+    "thread that trains"
+)
+
+PROGRAM_ENDED_SECONDS = 0.2
+"""How often the background looks whether the program has ended without a `close`."""
+
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
 
@@ -163,7 +171,9 @@ class Background:
             patience,
         )
         self._refusals: dict[int, str] = {}
-        self._thread = threading.Thread(target=self._run, name="ddiloco", daemon=True)
+        # No daemon: one that is still at work while the interpreter is taken down would be torn
+        # out of the middle of tensor code, which aborts the process. See `_end_with_the_program`.
+        self._thread = threading.Thread(target=self._run, name="ddiloco")
 
     # ---- called by the trainer
 
@@ -230,19 +240,19 @@ class Background:
             if abrupt:
                 self._end_tape()
 
-        def leave() -> None:
-            for channel in self._channels.values():
-                if farewell:
-                    channel.send(encode(say.Leave(farewell)))
-            if self._stop is not None:
-                self._stop.set()
-
         self._stop_asked.set()
-        self._in_loop(leave)
+        self._in_loop(partial(self._leave, farewell))
         self._thread.join(wait_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
         with self.lock:
             self._end_tape()
+
+    def _leave(self, farewell: str) -> None:
+        for channel in self._channels.values():
+            if farewell:
+                channel.send(encode(say.Leave(farewell)))
+        assert self._stop is not None, "the loop runs"
+        self._stop.set()
 
     def _end_tape(self) -> None:
         if self._tape is not None and self.shared is not None:
@@ -369,6 +379,7 @@ class Background:
                 self._spawn(self._follow(shard, alternatives(address)))
             self._spawn(self._watch())
             self._spawn(self._write_tape())
+            self._spawn(self._end_with_the_program())
             await stopped
         finally:
             stopped.cancel()
@@ -402,6 +413,13 @@ class Background:
         if error is not None:
             self._broken(error)
 
+    async def _end_with_the_program(self) -> None:
+        """A program that ends without `close`, by Ctrl-C say, is not held up by this thread."""
+        while threading.main_thread().is_alive():  # noqa: ASYNC110  # it sets no event
+            await asyncio.sleep(PROGRAM_ENDED_SECONDS)
+        self._fail(Error(_NO_MAIN_THREAD))
+        self._leave("its program has ended")
+
     async def _watch(self) -> None:
         """Bytes to the tape now and then; gives up when nobody was there for too long."""
         while True:
@@ -423,7 +441,7 @@ class Background:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             if (tape := self._tape) is not None:
-                await asyncio.to_thread(tape.flush)
+                await self._in_executor(None, tape.flush)
 
     def _check_patience(self, what: str) -> None:
         alone = time.monotonic() - self._alone_since
@@ -585,7 +603,14 @@ class Background:
             self._told(fact.Unlinked(shard))
 
     async def _in_worker(self, task: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, task)
+        return await self._in_executor(self._worker, task)
+
+    async def _in_executor(self, executor: ThreadPoolExecutor | None, task: Callable[[], _T]) -> _T:
+        try:
+            running = asyncio.get_running_loop().run_in_executor(executor, task)
+        except RuntimeError:  # The program ends, by itself or by `stop`: executors go first.
+            raise asyncio.CancelledError from None
+        return await running
 
     async def _send_body(self, effect: do.SendBody, capture: Capture) -> None:
         try:

@@ -371,11 +371,16 @@ class Learner(_Participant):
             Whether the run goes on. After ``False``, stop training and `close`.
 
         Raises:
-            ConfigError: in the first step: the optimizer holds copies.
+            ConfigError: in the first step: the optimizer holds copies; or the learner is closed.
             TransportError: ``give_up_seconds`` have passed without any shard.
         """
         if tokens < 1 or isinstance(tokens, bool):
             raise ConfigError(f"tokens={tokens}: a step trains on at least 1")
+        if self._closed:
+            raise ConfigError(
+                f"{self.name} is closed, and this step is nobody's: call step before close, or "
+                "make a new Learner to take part again"
+            )
         self._raise_failure()
         if self._unchecked is not None:
             refuse_own_copies(self._model, self._unchecked)  # Now it has a state.

@@ -15,8 +15,8 @@ PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 _SECRET = re.compile(r"[ -~]+")
 _HOW_TO_READ = (
-    "give the text of the run's token file, as token=open('runs/homelab/token').read(), or leave "
-    "it out if the run has none"
+    "give the text of the run's token file, as token=Path('runs/homelab/token').read_text(), or "
+    "leave it out if the run has none"
 )
 
 _STRANGER = (
