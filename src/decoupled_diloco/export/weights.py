@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from decoupled_diloco.merge import layout_of
 from decoupled_diloco.storage.weights import load_metadata, load_weights
 from decoupled_diloco.syncer.coordinator_disk import FILE as COORDINATOR_FILE
 from decoupled_diloco.syncer.result import RESULT, SHARES, read_layout, read_shares
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,11 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
     own |= dict(model.named_parameters(remove_duplicate=False))
     way_out = "export with the configuration and the code that the run was trained with"
     for spec in layout_of(model).tensors:
-        if spec.name not in tensors:
+        if spec.name not in tensors and spec.role == "buffer":
+            logger.warning(
+                "%s lacks the buffer %r: it stays as the model has it", source, spec.name
+            )
+        elif spec.name not in tensors:
             raise ConfigError(f"{source} lacks {spec.name!r}, which the model has: {way_out}")
     with torch.no_grad():
         for name, values in tensors.items():

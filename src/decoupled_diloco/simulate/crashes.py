@@ -130,7 +130,8 @@ class Life:
     def merge(self, fragment: int) -> None:
         """A round in which one learner contributes something that no other round has."""
         self._rounds += 1
-        body = self.tensors.plan.uplink.encode(self._random(fragment))
+        plan = self.tensors.plan
+        body = plan.codec_of(fragment, plan.uplink).encode(self._random(fragment))
         self.tensors.verify(fragment, self._rounds, "a", body, digest(body))
         self.tensors.fold(fragment, self._rounds, "a", 1, 1)
         version = Version.read(f"{self.term}.{self.versions[fragment].counter + 1}")

@@ -30,6 +30,7 @@ from decoupled_diloco.config.method import (
     plan_of,
     public_text,
     read_public,
+    synchronised,
 )
 from decoupled_diloco.config.resume import lasting
 from decoupled_diloco.config.run import RunConfig
@@ -183,7 +184,7 @@ class CoordinatorHost:
             problem = "a learner must say what its layout is"
             return None, problem if join.role == "learner" else ""
         try:
-            layout = Layout.from_json(json.loads(join.layout))
+            layout = synchronised(Layout.from_json(json.loads(join.layout)), self._public)
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"the layout is not JSON: {error}") from None
         if self._layout is not None:

@@ -116,6 +116,7 @@ def read_shares(
     for spec, tensor in zip(plan.layout.tensors, tensors, strict=True):
         named[spec.name] = tensor
         named |= dict.fromkeys(spec.aliases, tensor)
+    named |= {constant.name: constant.tensor() for constant in plan.layout.constants}
     return named, versions
 
 
