@@ -26,6 +26,7 @@ from decoupled_diloco.errors import (
     TransportError,
 )
 from decoupled_diloco.learner import trouble
+from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.transport.tokens import Tokens
 from integration.system import TOKENS, Model, System, Trainer, free_ports, training, until
 
@@ -93,15 +94,36 @@ def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:
     system.start()
     first = system.learner(Model(), "learner-0")
     with pytest.raises(
-        TransportError,
-        match=r"could not be joined \(learner-0 is already in the run \(epoch 1\) and connected: "
-        "give this process another learner id",
+        ConfigError,
+        match=r"^learner-0 is in the run already, and its process is alive: give this one another "
+        "learner id, or stop the other one first$",
     ):
-        system.learner(Model(), "learner-0", give_up_seconds=0.2)
+        system.learner(Model(), "learner-0")
     assert first.step(tokens=TOKENS), "the first one does not notice"
     first.close()
     with system.learner(Model(), "learner-0") as second:
         assert second.epoch == 2
+
+
+def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: Make) -> None:
+    """Its machine lost power: nobody has closed the connection, and nothing more is heard."""
+    system = make(run={"budget_steps": 1000})
+    system.start()
+    host = system.shards[0].host
+    assert host is not None
+
+    class Silent:
+        """A connection whose other end is no more."""
+
+        last_received = 0.0
+
+    dead = say.Join("learner-0", "the nonce before", "learner", "")
+    system.call(lambda: host._joining.update({99: (Silent(), dead, None)}))
+    timer = threading.Timer(0.5, lambda: system.call(lambda: host._joining.pop(99)))
+    timer.start()
+    with system.learner(Model(), "learner-0") as learner:
+        assert learner.epoch == 1
+        assert not timer.is_alive(), "it had to wait for that"
 
 
 def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
@@ -116,6 +138,9 @@ def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
         """As when the coordinator's connection to the first process had broken."""
         learners = host.machine.state.learners
         learners["learner-0"] = dataclasses.replace(learners["learner-0"], present=False)
+        for connection, (channel, join, layout) in host._joining.items():
+            elsewhere = dataclasses.replace(join, learner="elsewhere")
+            host._joining[connection] = (channel, elsewhere, layout)
 
     system.call(forget)
     tape = system.folder / "tape" / "learner-0-again.jsonl"

@@ -175,6 +175,12 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
             ("learner.joining.CONFIRM_SECONDS",),
         ),
         row(
+            "id in use",
+            "a second process: the first is alive if heard, gone after its lease; looked at every",
+            _s(coordinator.LISTEN_SECONDS),
+            ("syncer.coordinator.LISTEN_SECONDS",),
+        ),
+        row(
             "program ended",
             "a learner that was not closed looks for it every",
             _s(background.PROGRAM_ENDED_SECONDS),

@@ -68,6 +68,9 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """How long orders wait before the state is written again after the disk was full."""
 
+LISTEN_SECONDS = 0.1
+"""How often it looks whether the process that bears a wanted id is heard."""
+
 FAREWELL_SECONDS = 20.0
 """How long the coordinator waits at the end for the other shards to be gone."""
 
@@ -154,6 +157,14 @@ class CoordinatorHost:
             channel.send(encode(say.JoinRefused(_ANOTHER_RUN, False)))
             await channel.close(_ANOTHER_RUN)
             return
+        if join.role == "learner" and await self._has_a_live_process(join):
+            reason = (
+                f"{join.learner} is in the run already, and its process is alive: give this one "
+                "another learner id, or stop the other one first"
+            )
+            channel.send(encode(say.JoinRefused(reason, False)))
+            await channel.close(reason)
+            return
         self._connections += 1
         connection = self._connections
         try:
@@ -177,6 +188,22 @@ class CoordinatorHost:
             rest = {(other.learner, other.nonce) for _, other, _ in self._joining.values()}
             if (join.learner, join.nonce) not in rest:
                 self._handle(LearnerGone(join.learner, join.nonce))
+
+    async def _has_a_live_process(self, join: say.Join) -> bool:
+        """Whether another process bears this id; one that is dead is found so within its lease.
+
+        Who is alive is heard again within a ping.
+        """
+        asked_at = time.monotonic()
+        while others := [
+            channel
+            for channel, other, _ in self._joining.values()
+            if other.learner == join.learner and other.nonce != join.nonce
+        ]:
+            if any(channel.last_received > asked_at for channel in others):
+                return True
+            await asyncio.sleep(LISTEN_SECONDS)
+        return False
 
     def _read_layout(self, join: say.Join) -> tuple[Layout | None, str]:
         """The joining model's layout, and how it differs from the run's, in words."""
