@@ -105,6 +105,17 @@ def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:
         assert second.epoch == 2
 
 
+def test_a_step_after_close_is_an_error(make: Make) -> None:
+    system = make(run={"budget_steps": 1000})
+    system.start()
+    learner = system.learner(Model(), "learner-0")
+    assert learner.step(tokens=TOKENS)
+    learner.close()
+    learner.close()
+    with pytest.raises(ConfigError, match="learner-0 is closed, and this step is nobody's: call"):
+        learner.step(tokens=TOKENS)
+
+
 def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: Make) -> None:
     """Its machine lost power: nobody has closed the connection, and nothing more is heard."""
     system = make(run={"budget_steps": 1000})
