@@ -659,6 +659,8 @@ class Background:
             return tensors.next_values(fragment, body, effect.digest)
 
         try:
+            if effect.shard not in self._channels:
+                raise TransportError("its shard is out of reach")  # or another run is there
             async with self._gates[effect.shard]:
                 body = torch.empty(nbytes, dtype=torch.uint8)
                 base = self._shards[effect.shard]
