@@ -128,6 +128,7 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run.start()
         given = names(run)
         text = block.text.replace("http://syncer:7070", run.addresses[0])
+        text = text.replace("runs/homelab/token", str(run.secret_file))
         code = compile(text, block.where, "exec")
         if "interrupted after" in block.directives:
             after = int(block.directives["interrupted after"].split()[0])

@@ -280,7 +280,8 @@ class Rogue:
     def body(self, pull: say.Pull, value: float = 0.01) -> torch.Tensor:
         """An encoded contribution of the right size."""
         numel = self.plan.fragments[pull.fragment].numel
-        return self.plan.uplink.encode(torch.full((numel,), value))
+        uplink = self.plan.codec_of(pull.fragment, self.plan.uplink)
+        return uplink.encode(torch.full((numel,), value))
 
     async def upload(self, pull: say.Pull, body: torch.Tensor, **changes: Any) -> None:
         """Announces and sends a body; ``changes`` are lies in the announcement."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from torch import nn
 
 from decoupled_diloco import Learner, Observer
@@ -21,6 +25,8 @@ from decoupled_diloco.errors import (
     StorageError,
     TransportError,
 )
+from decoupled_diloco.learner import trouble
+from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.transport.tokens import Tokens
 from integration.system import TOKENS, Model, System, Trainer, free_ports, training, until
 
@@ -36,6 +42,22 @@ def test_a_wrong_token_is_refused_at_once(make: Make) -> None:
         system.learner(Model(), "learner-0")
     with system.learner(Model(), "learner-0", token="right") as learner:
         assert learner.epoch == 1
+
+
+def test_a_token_may_come_straight_from_its_file(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("right\n")
+    system = make(tokens=Tokens("right"))
+    system.start()
+    with system.learner(Model(), "learner-0", token=file.read_text()) as learner:
+        assert learner.epoch == 1
+
+
+@pytest.mark.parametrize("token", ["", " \n", "a\nb", "caf\u00e9", "nul\0", b"x", 7])
+def test_what_can_be_no_token_is_refused_at_once(token: Any) -> None:
+    with pytest.raises(ConfigError, match=r"token.*: give the text of the run's") as told:
+        Learner(Model(), "http://127.0.0.1:9", token=token)
+    assert str(token) not in str(told.value) or len(str(token)) < 3, "the secret is not repeated"
 
 
 def test_a_principal_speaks_for_its_own_id_only(make: Make) -> None:
@@ -72,15 +94,47 @@ def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:
     system.start()
     first = system.learner(Model(), "learner-0")
     with pytest.raises(
-        TransportError,
-        match=r"could not be joined \(learner-0 is already in the run \(epoch 1\) and connected: "
-        "give this process another learner id",
+        ConfigError,
+        match=r"^learner-0 is in the run already, and its process is alive: give this one another "
+        "learner id, or stop the other one first$",
     ):
-        system.learner(Model(), "learner-0", give_up_seconds=0.2)
+        system.learner(Model(), "learner-0")
     assert first.step(tokens=TOKENS), "the first one does not notice"
     first.close()
     with system.learner(Model(), "learner-0") as second:
         assert second.epoch == 2
+
+
+def test_a_step_after_close_is_an_error(make: Make) -> None:
+    system = make(run={"budget_steps": 1000})
+    system.start()
+    learner = system.learner(Model(), "learner-0")
+    assert learner.step(tokens=TOKENS)
+    learner.close()
+    learner.close()
+    with pytest.raises(ConfigError, match="learner-0 is closed, and this step is nobody's: call"):
+        learner.step(tokens=TOKENS)
+
+
+def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: Make) -> None:
+    """Its machine lost power: nobody has closed the connection, and nothing more is heard."""
+    system = make(run={"budget_steps": 1000})
+    system.start()
+    host = system.shards[0].host
+    assert host is not None
+
+    class Silent:
+        """A connection whose other end is no more."""
+
+        last_received = 0.0
+
+    dead = say.Join("learner-0", "the nonce before", "learner", "")
+    system.call(lambda: host._joining.update({99: (Silent(), dead, None)}))
+    timer = threading.Timer(0.5, lambda: system.call(lambda: host._joining.pop(99)))
+    timer.start()
+    with system.learner(Model(), "learner-0") as learner:
+        assert learner.epoch == 1
+        assert not timer.is_alive(), "it had to wait for that"
 
 
 def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
@@ -95,18 +149,17 @@ def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
         """As when the coordinator's connection to the first process had broken."""
         learners = host.machine.state.learners
         learners["learner-0"] = dataclasses.replace(learners["learner-0"], present=False)
+        for connection, (channel, join, layout) in host._joining.items():
+            elsewhere = dataclasses.replace(join, learner="elsewhere")
+            host._joining[connection] = (channel, elsewhere, layout)
 
     system.call(forget)
     tape = system.folder / "tape" / "learner-0-again.jsonl"
     with system.learner(Model(), "learner-0", tape=tape) as second:
         assert second.epoch == 2
 
-        def step_on() -> None:
-            while first.step(tokens=TOKENS):
-                time.sleep(0.01)
-
-        with pytest.raises(ProtocolError, match="epoch 1 is older than epoch 2: another process"):
-            step_on()
+        until(lambda: first.step(tokens=TOKENS) and first.refused, "it is refused, and steps on")
+        assert "epoch 1 is older than epoch 2: another process" in first.refused
         assert second.step(tokens=TOKENS)
         members = system.shards[1].machine.state.members
         assert {name: member.epoch for name, member in members.items()} == {"learner-0": 2}
@@ -146,6 +199,55 @@ def test_without_a_syncer_a_learner_gives_up_when_told_to(make: Make) -> None:
     assert 0.3 < time.monotonic() - started < 20.0
     with pytest.raises(TransportError, match="could not be joined"):
         Observer(Model(), f"http://127.0.0.1:{port}", give_up_seconds=0.1)
+
+
+def test_a_first_join_gives_up_and_says_how_to_go_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trouble, "AGAIN_SECONDS", 0.5)
+    [port] = free_ports(1)
+    address = f"http://127.0.0.1:{port}"
+    with pytest.raises(TransportError) as caught:
+        Learner(Model(), address, learner_id="a", join_timeout=1.5)
+    assert f"(cannot reach {address}: Connection refused) in 2 s, join_timeout=1.5: " in str(
+        caught.value
+    )
+    assert f"start the syncer, correct its address ({address}), or raise" in str(caught.value)
+    said = f"a is not in the run yet: cannot reach {address}: Connection refused: trying again"
+    assert caplog.text.count(said) > 1, "it is said again"
+
+
+def test_a_shard_at_an_address_of_elsewhere_is_named(make: Make) -> None:
+    """The run lets the learner in, but a shard's address is only good on the syncer's machine."""
+    system = make(syncer={"shards": 2})
+    [port] = free_ports(1)
+    system.start()
+    wrong = f"http://127.0.0.1:{port}"
+    host = system.shards[0].host
+    assert host is not None
+    host._addresses = (system.addresses[0], wrong)
+    with pytest.raises(TransportError, match=f"^{wrong}: no answer within join_timeout=0.5 s"):
+        system.learner(Model(), "learner-0", join_timeout=0.5)
+
+
+async def test_what_is_no_syncer_is_called_so() -> None:
+    app = web.Application()
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0]
+    try:
+        with pytest.raises(ProtocolError, match=r"404.*: is this the syncer's address?"):
+            await asyncio.to_thread(Learner, Model(), f"http://{host}:{port}")
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_join_timeout_that_is_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"join_timeout=.*: give more than 0 seconds, or None"):
+        Learner(Model(), "http://127.0.0.1:9", join_timeout=seconds)
 
 
 def test_a_learner_waits_for_a_syncer_that_is_started_later(

@@ -48,6 +48,7 @@ def test_two_learners_and_two_shards_agree_at_the_end(make: Make) -> None:
     assert equal(first, second), "after the run all models are the global one"
     plan = plan_of(read_layout(system.folder), read_public(public_text(system.config)))
     result = load_weights(assemble(system.folder, plan, 2))
+    assert torch.equal(result.pop("seen"), trainers[0].model.seen), "a buffer is in it"
     assert equal(first, result), "the result is what the learners hold"
     assert not equal(first, parameters(Model(seed=0)))
     assert not equal(first, parameters(Model(seed=1)))
@@ -56,12 +57,13 @@ def test_two_learners_and_two_shards_agree_at_the_end(make: Make) -> None:
 def test_a_run_begins_from_the_weights_of_a_file(make: Make, tmp_path: Path) -> None:
     given = Model(seed=7)
     path = tmp_path / "given.safetensors"
-    save_weights(path, parameters(given))
+    save_weights(path, {**parameters(given), "seen": given.seen + 3})
     system = make(run={"learners": 1}, sync={"initial_weights": path})
     system.start()
     model = Model(seed=1)
     with system.learner(model, "learner-0") as learner:
         assert equal(parameters(model), parameters(given))
+        assert torch.equal(model.seen, given.seen + 3)
         assert set(learner.versions) == {"1.0"}
 
 

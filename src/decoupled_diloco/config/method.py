@@ -113,7 +113,7 @@ def plan_of(layout: Layout, public: Public) -> MergePlan:
 
     sync, outer = SyncSettings(**public["sync"]), OuterSettings(**public["outer"])
     return MergePlan.make(
-        layout,
+        synchronised(layout, public),
         fragments=sync.fragments,
         strategy=sync.partition,
         uplink=sync.uplink_codec,
@@ -122,6 +122,11 @@ def plan_of(layout: Layout, public: Public) -> MergePlan:
         weighting=sync.weighting,
         outer=make_outer(outer.optimizer, outer.lr, outer.momentum, outer.options),
     )
+
+
+def synchronised(layout: Layout, public: Public) -> Layout:
+    """What of a model's layout the run synchronises: buffers only if it merges them."""
+    return layout if SyncSettings(**public["sync"]).buffers == "mean" else layout.without_buffers()
 
 
 def blend_alpha_of(public: Public) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from decoupled_diloco.syncer.coordinator_disk import newest_state
 from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco.syncer.kept import kept_layout, read_kept
 from decoupled_diloco.syncer.result import RESULT, SHARES, read_layout, read_shares
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
             "trained with"
         )
     own = _tensors_of(model)
+    for spec in layout_of(model).tensors:
+        if spec.name not in tensors:
+            logger.warning("%s lacks the buffer %r: it stays as it is", source, spec.name)
     with torch.no_grad():
         for name, values in tensors.items():
             own[name].copy_(values)
@@ -95,7 +101,7 @@ def misfit(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
     """Why weights are not of a model, in words that follow their name; empty: they are."""
     own = _tensors_of(model)
     for spec in layout_of(model).tensors:
-        if spec.name not in tensors:
+        if spec.name not in tensors and spec.role != "buffer":
             return f"lacks {spec.name!r}, which the model has"
     for name, values in tensors.items():
         if name not in own:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from decoupled_diloco.launch import local, roles, supervisor
-from decoupled_diloco.learner import background, donations, joining
+from decoupled_diloco.learner import background, donations, joining, trouble
 from decoupled_diloco.learner import learner as learner_process
 from decoupled_diloco.observe import writer
 from decoupled_diloco.observe.chronicle import Chronicle
@@ -92,6 +92,7 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
     reconnect, late = membership.RECONNECT_SECONDS, syncer_members.LATENESS_SECONDS_MIN
     pings = round(learners_lease / limits.ping_seconds)
     floor, cap = backoff.FLOOR_SECONDS, backoff.CAP_SECONDS
+    brisk = backoff.BRISK_CAP_SECONDS
     forever = "never" if give_up_seconds is None else _s(give_up_seconds)
     row = partial(Interval, "who is live")
     return [
@@ -145,14 +146,49 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
         row(
             "redial",
             "doubling, with full jitter",
-            f"{_s(floor)} to {_s(cap)}",
-            ("transport.backoff.FLOOR_SECONDS", "transport.backoff.CAP_SECONDS"),
+            f"{_s(floor)} to {_s(brisk)}; after {_s(backoff.BRISK_SECONDS)} to {_s(cap)}",
+            (
+                "transport.backoff.FLOOR_SECONDS",
+                "transport.backoff.BRISK_CAP_SECONDS",
+                "transport.backoff.BRISK_SECONDS",
+                "transport.backoff.CAP_SECONDS",
+            ),
         ),
         row(
             "learner gives up",
-            f"learner.give_up_seconds; attempts at most {_s(joining.JOIN_SECONDS_MAX)} apart",
+            "learner.give_up_seconds, without any shard",
             forever,
-            ("learner.joining.JOIN_SECONDS_MAX",),
+            (),
+        ),
+        row(
+            "first join",
+            "of a learner that finds no syncer",
+            _s(joining.JOIN_TIMEOUT_SECONDS),
+            ("learner.joining.JOIN_TIMEOUT_SECONDS",),
+        ),
+        row(
+            "coordinator first",
+            "before a shard that was lost together with it is dialled",
+            _s(joining.CONFIRM_SECONDS),
+            ("learner.joining.CONFIRM_SECONDS",),
+        ),
+        row(
+            "id in use",
+            "a second process: the first is alive if heard, gone after its lease; looked at every",
+            _s(coordinator.LISTEN_SECONDS),
+            ("syncer.coordinator.LISTEN_SECONDS",),
+        ),
+        row(
+            "program ended",
+            "a learner that was not closed looks for it every",
+            _s(background.PROGRAM_ENDED_SECONDS),
+            ("learner.background.PROGRAM_ENDED_SECONDS",),
+        ),
+        row(
+            "trouble is told",
+            "by a learner, while it lasts, every",
+            _s(trouble.AGAIN_SECONDS),
+            ("learner.trouble.AGAIN_SECONDS",),
         ),
     ]
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import random
 import threading
 import time
 from collections import defaultdict, deque
@@ -40,11 +41,20 @@ from decoupled_diloco.errors import (
 from decoupled_diloco.learner.checks import layout_text
 from decoupled_diloco.learner.donations import Donations, Surroundings
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
-from decoupled_diloco.learner.joining import Coordinations, CoordinatorLink, Identity
+from decoupled_diloco.learner.joining import (
+    TRAINING_GOES_ON,
+    WAY_OUT,
+    Coordinations,
+    CoordinatorLink,
+    Identity,
+    Patience,
+)
 from decoupled_diloco.learner.keeper import Keeper, tell_recovery
 from decoupled_diloco.learner.plan import OF_THE_BOUNDARY, StepPlan, with_loss
+from decoupled_diloco.learner.sense import require_sense, require_sense_of_coordinator
 from decoupled_diloco.learner.shared import Shared, Unrecorded
 from decoupled_diloco.learner.store import ParameterStore
+from decoupled_diloco.learner.trouble import Trouble
 from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
@@ -62,7 +72,7 @@ from decoupled_diloco.protocol.donation import (
 )
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
-from decoupled_diloco.transport.backoff import Backoff
+from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
 from decoupled_diloco.transport.base import Channel, Client
 
 logger = logging.getLogger(__name__)
@@ -73,6 +83,14 @@ _TO_LEARNER = get_args(say.ToLearner)
 FETCHES_PER_SHARD = 4
 """Copies on their way from or to one shard at once: a joiner with many fragments takes them in
 turn, each over as many connections as the link rewards, in bounded memory."""
+
+_NO_MAIN_THREAD = (
+    "the program's main thread has ended, and no exchange goes on without it: let it wait for the "
+    "thread that trains"
+)
+
+PROGRAM_ENDED_SECONDS = 0.2
+"""How often the background looks whether the program has ended without a `close`."""
 
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
@@ -87,7 +105,7 @@ class Background:
         store: The parameters.
         client: Makes the transport's client, inside the loop.
         tape: Where events go, or ``None``.
-        give_up_seconds: After so long without any shard, give up; ``None``: never.
+        patience: How long it waits for the run.
         keeper: A learner's own checkpoint; ``None`` for observers.
         donations: What a learner gives to others and takes from them.
 
@@ -104,7 +122,7 @@ class Background:
         *,
         client: Callable[[], Client],
         tape: Callable[[dict[str, Any]], TapeWriter] | None,
-        give_up_seconds: float | None,
+        patience: Patience,
         keeper: Keeper | None = None,
         donations: Donations | None = None,
     ) -> None:
@@ -123,7 +141,7 @@ class Background:
         self._make_client = client
         self._make_tape = tape
         self._tape: TapeWriter | None = None
-        self._give_up_seconds = give_up_seconds
+        self._give_up_seconds = patience.alone_seconds
         self._queue: deque[tuple[do.LearnerEffect, Any]] = deque()
         self._channels: dict[int, Channel] = {}
         self._shards: list[str] = []
@@ -145,13 +163,17 @@ class Background:
             Coordinations(
                 admitted=self._admitted,
                 linked=lambda: self._told(fact.CoordinatorLinked()),
-                told=lambda message: self._told(fact.CoordinatorTold(message)),
+                told=self._coordinator_told,
                 unlinked=lambda: self._told(fact.CoordinatorUnlinked()),
+                over=lambda: self._over or self._stop_asked.is_set(),
                 check_patience=self._check_patience,
             ),
-            give_up_seconds,
+            patience,
         )
-        self._thread = threading.Thread(target=self._run, name="ddiloco", daemon=True)
+        self._refusals: dict[int, str] = {}
+        # No daemon: one that is still at work while the interpreter is taken down would be torn
+        # out of the middle of tensor code, which aborts the process. See `_end_with_the_program`.
+        self._thread = threading.Thread(target=self._run, name="ddiloco")
 
     # ---- called by the trainer
 
@@ -219,19 +241,19 @@ class Background:
             if abrupt:
                 self._end_tape()
 
-        def leave() -> None:
-            for channel in self._channels.values():
-                if farewell:
-                    channel.send(encode(say.Leave(farewell)))
-            if self._stop is not None:
-                self._stop.set()
-
         self._stop_asked.set()
-        self._in_loop(leave)
+        self._in_loop(partial(self._leave, farewell))
         self._thread.join(wait_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
         with self.lock:
             self._end_tape()
+
+    def _leave(self, farewell: str) -> None:
+        for channel in self._channels.values():
+            if farewell:
+                channel.send(encode(say.Leave(farewell)))
+        assert self._stop is not None, "the loop runs"
+        self._stop.set()
 
     def _end_tape(self) -> None:
         if self._tape is not None and self.shared is not None:
@@ -296,8 +318,8 @@ class Background:
                 with self.lock:
                     self.ready = True
                     self.changed.notify_all()
-            case do.Expelled(reason):
-                self._fail(ProtocolError(reason))
+            case do.Expelled():
+                pass  # `_converse` has heard the same
             case do.Note(text, why):
                 logger.info("%s: %s (%s)", self.identity.name, text, why)
             case RelayState() | ForgetState() | FetchState() | DropState():
@@ -358,6 +380,7 @@ class Background:
                 self._spawn(self._follow(shard, alternatives(address)))
             self._spawn(self._watch())
             self._spawn(self._write_tape())
+            self._spawn(self._end_with_the_program())
             await stopped
         finally:
             stopped.cancel()
@@ -391,6 +414,13 @@ class Background:
         if error is not None:
             self._broken(error)
 
+    async def _end_with_the_program(self) -> None:
+        """A program that ends without `close`, by Ctrl-C say, is not held up by this thread."""
+        while threading.main_thread().is_alive():  # noqa: ASYNC110  # it sets no event
+            await asyncio.sleep(PROGRAM_ENDED_SECONDS)
+        self._fail(Error(_NO_MAIN_THREAD))
+        self._leave("its program has ended")
+
     async def _watch(self) -> None:
         """Bytes to the tape now and then; gives up when nobody was there for too long."""
         while True:
@@ -412,7 +442,7 @@ class Background:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             if (tape := self._tape) is not None:
-                await asyncio.to_thread(tape.flush)
+                await self._in_executor(None, tape.flush)
 
     def _check_patience(self, what: str) -> None:
         alone = time.monotonic() - self._alone_since
@@ -456,6 +486,13 @@ class Background:
             "%s has joined %s, epoch %d", self.identity.name, public["run"]["name"], admitted.epoch
         )
 
+    def _coordinator_told(self, message: say.ToMember) -> None:
+        assert self.shared is not None, "the coordinator is listened to only after a join"
+        machine = self.shared.machine
+        data = machine.state.data
+        require_sense_of_coordinator(message, machine.options, None if data is None else data.parts)
+        self._told(fact.CoordinatorTold(message))
+
     def _begin(self, shared: Shared, keeper: Keeper) -> None:
         """Tells the machine what this process begins with."""
         numels = tuple(part.numel for part in shared.tensors.plan.fragments)
@@ -477,26 +514,37 @@ class Background:
         why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
         self._told(fact.Began(fragments, why, gives=gives))
 
+    @property
+    def unlinked(self) -> list[str]:
+        """The addresses of shards that are not connected; empty before the run is joined."""
+        return [a for shard, a in enumerate(self._shards) if shard not in self._channels]
+
+    @property
+    def refused(self) -> str:
+        """Why the run does not take this process, in words; empty: it does."""
+        return self._coordinator.refused or next(iter(self._refusals.values()), "")
+
     async def _follow(self, shard: int, addresses: tuple[str, ...]) -> None:
-        """Keeps one shard's connection, for ever."""
-        backoff, told = Backoff(), False
+        """Keeps one shard's connection, for ever; nothing that it says ends the training."""
+        backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), Trouble()
+        subject = f"{self.identity.name}: shard {shard}"
         while not self._over:
+            await self._coordinator.confirmed(shard)
+            pause = backoff.next()
             try:
                 channel = await self._dial(shard, addresses)
-                told = False
-                await self._converse(shard, channel, backoff)
-            except AccessError:
-                raise
+                await self._converse(shard, channel, backoff, trouble)
+            except (AccessError, ProtocolError) as error:
+                if not self.ready:
+                    raise
+                self._refusals[shard] = str(error)
+                trouble.tell("refuses", f"{subject} refuses this learner ({error}): {WAY_OUT}")
+                pause = random.uniform(CAP_SECONDS / 2, CAP_SECONDS)
             except TransportError as error:
-                if not (told or self._over or self._stop_asked.is_set()):
-                    logger.warning(
-                        "%s: shard %d is out of reach (%s): training goes on, trying again",
-                        self.identity.name,
-                        shard,
-                        error,
-                    )
-                    told = True
-            await asyncio.sleep(backoff.next())
+                if not (self._over or self._stop_asked.is_set()):
+                    sentence = f"{subject} is out of reach ({error}): {TRAINING_GOES_ON}"
+                    trouble.tell("out of reach", sentence)
+            await asyncio.sleep(pause)
 
     async def _dial(self, shard: int, addresses: tuple[str, ...]) -> Channel:
         """Connects to the one that answers; last of all to the one that did before."""
@@ -517,7 +565,15 @@ class Background:
         assert failure is not None, "a shard has an address"
         raise failure
 
-    async def _converse(self, shard: int, channel: Channel, backoff: Backoff) -> None:
+    async def _converse(
+        self, shard: int, channel: Channel, backoff: Backoff, trouble: Trouble
+    ) -> None:
+        """Listens to a shard until its connection breaks.
+
+        Raises:
+            AccessError: It does not take this process.
+            ProtocolError: It has said what cannot be.
+        """
         self._channels[shard] = channel
         self.sample(LinkState(shard, True))
         self._told(fact.Linked(shard))
@@ -525,13 +581,22 @@ class Background:
             while True:
                 cut = colour(data := await channel.receive())
                 message = cast("say.ToLearner", decode(data, _TO_LEARNER))
-                backoff.reset()
-                if self.shared is not None and cut > self.shared.machine.state.cut_heard:
+                assert self.shared is not None
+                require_sense(message, shard, self.shared.machine.options)
+                if cut > self.shared.machine.state.cut_heard:
                     self._told(fact.CutHeard(cut))
                 self._told(fact.Told(shard, message))
-        except ProtocolError as error:
+                if isinstance(message, say.Welcome):
+                    backoff.reset()
+                    self._refusals.pop(shard, None)
+                    trouble.over(f"{self.identity.name}: shard {shard} is back")
+                if isinstance(message, say.Refusal) and message.final:
+                    raise AccessError(message.reason)
+        except (AccessError, ProtocolError) as error:
             await channel.close(str(error))
-            raise TransportError(f"the shard broke the protocol: {error}") from error
+            raise
+        except TransportError as error:
+            logger.info("%s: shard %d: %s", self.identity.name, shard, error)
         finally:
             del self._channels[shard]
             self._alone_since = time.monotonic()
@@ -539,7 +604,14 @@ class Background:
             self._told(fact.Unlinked(shard))
 
     async def _in_worker(self, task: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, task)
+        return await self._in_executor(self._worker, task)
+
+    async def _in_executor(self, executor: ThreadPoolExecutor | None, task: Callable[[], _T]) -> _T:
+        try:
+            running = asyncio.get_running_loop().run_in_executor(executor, task)
+        except RuntimeError:  # The program ends, by itself or by `stop`: executors go first.
+            raise asyncio.CancelledError from None
+        return await running
 
     async def _send_body(self, effect: do.SendBody, capture: Capture) -> None:
         try:
@@ -578,6 +650,8 @@ class Background:
             return tensors.next_values(fragment, body, effect.digest)
 
         try:
+            if effect.shard not in self._channels:
+                raise TransportError("its shard is out of reach")  # or another run is there
             async with self._gates[effect.shard]:
                 body = torch.empty(nbytes, dtype=torch.uint8)
                 base = self._shards[effect.shard]

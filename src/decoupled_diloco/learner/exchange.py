@@ -46,7 +46,7 @@ class Capture:
         """
         part = self.plan.fragments[self.fragment]
         d = contribution(part, self.plan.layout, self.copy.values(), self.published)
-        body = codec(codec_name).encode(d)
+        body = self.plan.codec_of(self.fragment, codec(codec_name)).encode(d)
         return body, digest(body)
 
 
@@ -139,7 +139,7 @@ class LearnerTensors:
             newest = self.published[fragment]
         assert newest is not None, f"fragment {fragment} has no copy to add a difference to"
         values = newest.clone()
-        receive(values, body, self.plan.downlink)
+        receive(values, body, self.plan.codec_of(fragment, self.plan.downlink))
         return self.store.prepare(verified(values, fragment, announced))
 
     def stage(self, fragment: int, values: Tensor) -> None:

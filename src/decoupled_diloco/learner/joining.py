@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
-from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
+from decoupled_diloco.errors import (
+    AccessError,
+    ConfigError,
+    Error,
+    ProtocolError,
+    TransportError,
+)
+from decoupled_diloco.learner.trouble import Trouble
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import decode, encode
-from decoupled_diloco.transport.backoff import Backoff
+from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
 from decoupled_diloco.transport.base import Channel, Client
 
-logger = logging.getLogger(__name__)
+JOIN_TIMEOUT_SECONDS = 300.0
+"""How long the first join is tried: long enough for a syncer that is started a little later."""
 
-JOIN_SECONDS_MAX = 5.0
-"""Longest pause between two attempts to join."""
+CONFIRM_SECONDS = 5.0
+"""While the coordinator is out of reach, a shard that was lost as well is dialled only after this:
+both may be of another run by then, and the coordinator would say so."""
 
 _ANSWERS: tuple[type[Any], ...] = (say.Admitted, say.JoinRefused, say.Referred)
+
+TRAINING_GOES_ON = "training goes on, trying again"
+
+WAY_OUT = (
+    "training goes on without it, and it is asked again. To go on with the run that this learner "
+    "is in, start the syncer with --resume; to take part in another one, start this process again"
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,19 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Patience:
+    """How long a process waits for its syncer.
+
+    Attributes:
+        join_seconds: For the first join; ``None``: for ever.
+        alone_seconds: At any time, without any shard; ``None``: for ever.
+    """
+
+    join_seconds: float | None
+    alone_seconds: float | None
+
+
+@dataclass(frozen=True)
 class Coordinations:
     """Who is told of what the coordinator says; all are called in the event loop.
 
@@ -42,6 +72,7 @@ class Coordinations:
         linked: From now on `CoordinatorLink.tell` reaches the coordinator.
         told: It has said something.
         unlinked: It is out of reach.
+        over: Whether the run is over, or this process about to go: nobody need be dialled.
         check_patience: Raises `TransportError` when nobody was in reach for too long, given what
             could not be done.
     """
@@ -50,18 +81,26 @@ class Coordinations:
     linked: Callable[[], None]
     told: Callable[[say.ToMember], None]
     unlinked: Callable[[], None]
+    over: Callable[[], bool]
     check_patience: Callable[[str], None]
 
 
 class CoordinatorLink:
     """Joins the run, and stays joined: the coordinator knows by the connection who is there.
 
+    What the coordinator says to the first join may be an error of the user's, and is raised. What
+    it says later never is: a process that was in the run goes on without it, tells why, and asks
+    again.
+
     Args:
         identity: Who this process is.
         layout: Its layout as JSON text.
         addresses: One or several shards' addresses; each knows where the coordinator is.
         coordinations: Who is told.
-        give_up_seconds: How long to try at most; ``None``: for ever.
+        patience: How long to try.
+
+    Attributes:
+        refused: Why the run does not take this process back, in words; empty: it does.
     """
 
     def __init__(
@@ -70,14 +109,18 @@ class CoordinatorLink:
         layout: str,
         addresses: tuple[str, ...],
         coordinations: Coordinations,
-        give_up_seconds: float | None,
+        patience: Patience,
     ) -> None:
+        self.refused = ""
         self._identity = identity
         self._layout = layout
         self._addresses = addresses
         self._on = coordinations
-        self._pause_seconds_max = min(JOIN_SECONDS_MAX, give_up_seconds or JOIN_SECONDS_MAX)
+        self._patience = patience
+        self._run = ""
         self._channel: Channel | None = None
+        self._trouble = Trouble()
+        self._joined = asyncio.Event()
 
     def tell(self, message: say.FromMember) -> None:
         """Sends a message, if the coordinator is there."""
@@ -89,42 +132,105 @@ class CoordinatorLink:
         if self._channel is not None:
             await self._channel.close("goodbye")
 
+    async def confirmed(self, shard: int) -> None:
+        """Returns when a shard may be dialled: the run behind the addresses is still the same.
+
+        Shard 0 is in the coordinator's process. Others go on without it, so they are dialled after
+        a while, unless the coordinator answers and refuses.
+        """
+        while not self._joined.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._joined.wait(), CONFIRM_SECONDS)
+            if shard != 0 and not self.refused:
+                return
+
     async def join(self, client: Client) -> Channel:
-        """Asks the coordinator to be let in, for as long as it takes.
+        """Asks the coordinator to be let in, for as long as its patience lasts.
 
         Raises:
             AccessError: The token is not accepted.
             ConfigError: The run refuses this process for good.
+            ProtocolError: What answers is no syncer.
             TransportError: It took too long.
         """
-        backoff, told = Backoff(), ""
+        backoff, began = Backoff(brisk_seconds=BRISK_SECONDS), time.monotonic()
         while True:
-            for address in self._addresses:
-                try:
-                    return await self._join_once(client, address)
-                except _TryAgainError as error:
-                    problem = str(error)
-                except AccessError:
-                    raise
-                except TransportError as error:
-                    problem = str(error)
-                if problem != told:
-                    name = self._identity.name
-                    logger.warning("%s is not in the run yet: %s", name, problem)
-                    told = problem
-            self._on.check_patience(f"the run could not be joined ({told})")
-            await asyncio.sleep(min(backoff.next(), self._pause_seconds_max))
+            try:
+                channel = await self._ask_each(client)
+            except (AccessError, ConfigError):
+                raise
+            except ProtocolError as error:
+                raise ProtocolError(f"{error}: is this the syncer's address?") from error
+            except (_TryAgainError, TransportError) as error:
+                name = self._identity.name
+                self._trouble.tell("early", f"{name} is not in the run yet: {error}: trying again")
+                problem = f"the run could not be joined ({error})"
+            else:
+                self._trouble.over(f"{self._identity.name} is in the run")
+                return channel
+            self._on.check_patience(problem)
+            self._check_timeout(problem, time.monotonic() - began)
+            await asyncio.sleep(self._at_most(backoff.next()))
 
     async def stay(self, client: Client, channel: Channel) -> None:
-        """Listens to the coordinator, and joins again whenever the connection breaks."""
-        while True:
+        """Listens to the coordinator, and joins again whenever the connection breaks.
+
+        Raises:
+            TransportError: Nobody was in reach for too long.
+        """
+        member: Channel | None = channel
+        while member is not None:
             with contextlib.suppress(TransportError):
-                await self._converse(channel)
-            await asyncio.sleep(Backoff().next())
-            channel = await self.join(client)
+                await self._converse(member)
+            member = await self._join_again(client)
+
+    async def _join_again(self, client: Client) -> Channel | None:
+        """Until the run takes this process back, or is over."""
+        name, backoff = self._identity.name, Backoff(brisk_seconds=BRISK_SECONDS)
+        await asyncio.sleep(backoff.next())
+        while not self._on.over():
+            try:
+                channel = await self._ask_each(client)
+            except (AccessError, ConfigError, ProtocolError) as error:
+                self.refused = str(error)
+                self._trouble.tell(
+                    "refused", f"{name}: the syncer refuses this learner ({error}): {WAY_OUT}"
+                )
+                pause = random.uniform(CAP_SECONDS / 2, CAP_SECONDS)
+            except _TryAgainError as error:
+                sentence = f"{name} is not back in the run yet: {error}: {TRAINING_GOES_ON}"
+                self._trouble.tell("waiting", sentence)
+                pause = backoff.next()
+            except TransportError as error:
+                self._trouble.tell(
+                    "alone", f"{name}: shard 0 is out of reach ({error}): {TRAINING_GOES_ON}"
+                )
+                pause = backoff.next()
+            else:
+                self.refused = ""
+                self._trouble.over(f"{name} is in the run again")
+                return channel
+            self._on.check_patience("the run could not be joined again")
+            await asyncio.sleep(self._at_most(pause))
+        return None
+
+    def _check_timeout(self, problem: str, seconds: float) -> None:
+        limit = self._patience.join_seconds
+        if limit is not None and seconds > limit:
+            raise TransportError(
+                f"{problem} in {seconds:.0f} s, join_timeout={limit:g}: start the syncer, correct "
+                f"its address ({', '.join(self._addresses)}), or raise join_timeout (None: for "
+                "ever)"
+            )
+
+    def _at_most(self, pause: float) -> float:
+        """A pause that does not outlast anybody's patience."""
+        limits = (self._patience.join_seconds, self._patience.alone_seconds)
+        return min(pause, *(limit for limit in limits if limit is not None), CAP_SECONDS)
 
     async def _converse(self, channel: Channel) -> None:
         self._channel = channel
+        self._joined.set()
         self._on.linked()
         try:
             while True:
@@ -133,7 +239,22 @@ class CoordinatorLink:
             await channel.close(str(error))
         finally:
             self._channel = None
+            self._joined.clear()
             self._on.unlinked()
+
+    async def _ask_each(self, client: Client) -> Channel:
+        """Joins by the first address that lets it; else what the last one said, or the refusal."""
+        failure: Error | _TryAgainError | None = None
+        for address in self._addresses:
+            try:
+                return await self._join_once(client, address)
+            except (AccessError, ConfigError, ProtocolError) as error:
+                failure = error
+                break
+            except (_TryAgainError, TransportError) as error:
+                failure = error
+        assert failure is not None, "there is an address"
+        raise failure
 
     async def _join_once(self, client: Client, address: str) -> Channel:
         channel = await client.connect(address, self._identity.role, self._identity.name)
@@ -145,7 +266,7 @@ class CoordinatorLink:
 
     async def _ask(self, client: Client, channel: Channel, address: str) -> Channel:
         identity = self._identity
-        join = say.Join(identity.name, identity.nonce, identity.role, self._layout)
+        join = say.Join(identity.name, identity.nonce, identity.role, self._layout, self._run)
         channel.send(encode(join))
         answer: Any = decode(await channel.receive(), _ANSWERS)
         if isinstance(answer, say.Referred):
@@ -156,6 +277,7 @@ class CoordinatorLink:
                 raise _TryAgainError(answer.reason)
             raise ConfigError(answer.reason)
         self._remember(reached_by(answer.shards[0], address) if answer.shards else "")
+        self._run = answer.run
         self._on.admitted(answer, address)
         return channel
 

@@ -24,13 +24,13 @@ from typing import Any, Literal, Self
 import torch
 
 from decoupled_diloco.config.addresses import alternatives
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.learner import parts
 from decoupled_diloco.learner.background import Background
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
 from decoupled_diloco.learner.donations import Donations
-from decoupled_diloco.learner.joining import Identity
+from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS, Identity, Patience
 from decoupled_diloco.learner.keeper import Counted, Keeper, Written, all_stateful, held_fragment
 from decoupled_diloco.learner.lease_desk import LeaseDesk
 from decoupled_diloco.learner.plan import StepPlan
@@ -43,6 +43,7 @@ from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
 from decoupled_diloco.transport.base import Client
 from decoupled_diloco.transport.http import HttpClient
+from decoupled_diloco.transport.tokens import read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class _Participant:
         role: Literal["learner", "observer"],
         token: str | None,
         give_up_seconds: float | None,
+        join_timeout: float | None,
         tape: str | Path | None,
         client: Callable[[], Client] | None,
         keeper: Keeper | None = None,
@@ -82,6 +84,9 @@ class _Participant:
                 raise ConfigError(
                     f"syncer={address!r} is not a URL: write it as 'http://host:port'"
                 )
+        if join_timeout is not None and not join_timeout > 0:
+            raise ConfigError(f"join_timeout={join_timeout}: give more than 0 seconds, or None")
+        secret = read_secret(token)
         self.name = name
         self._store = store
         self._closed = False
@@ -89,27 +94,39 @@ class _Participant:
             Identity(name, uuid.uuid4().hex, role),
             addresses,
             store,
-            client=client or (lambda: HttpClient(token=token)),
+            client=client or (lambda: HttpClient(token=secret)),
             tape=None if tape is None else lambda header: parts.open_tape(Path(tape), name, header),
-            give_up_seconds=give_up_seconds,
+            patience=Patience(join_timeout, give_up_seconds),
             keeper=keeper,
             donations=donations,
         )
         self._background.start()
         try:
-            self._wait_until_ready()
+            self._wait_until_ready(join_timeout)
         except BaseException:
             self._background.stop("", abrupt=True)
             self._closed = True
             raise
 
-    def _wait_until_ready(self) -> None:
-        background = self._background
+    def _wait_until_ready(self, join_timeout: float | None) -> None:
+        background, began = self._background, time.monotonic()
         with background.changed:
             while not background.ready:
                 self._raise_failure()
-                background.changed.wait(1.0)
+                if join_timeout is not None and time.monotonic() - began > join_timeout:
+                    self._refuse_to_wait_for(background.unlinked, join_timeout)
+                background.changed.wait(min(1.0, join_timeout or 1.0))
         self._begin()
+
+    @staticmethod
+    def _refuse_to_wait_for(addresses: list[str], join_timeout: float) -> None:
+        """The run has let this process in, but a shard is where it cannot be reached."""
+        if addresses:
+            raise TransportError(
+                f"{', '.join(addresses)}: no answer within join_timeout={join_timeout:g} s, though "
+                "the coordinator says that shards are there: give the syncer addresses that can "
+                "be reached from here (--addresses), or raise join_timeout (None: for ever)"
+            )
 
     def _begin(self) -> None:
         """The first boundary."""
@@ -143,6 +160,15 @@ class _Participant:
     def over(self) -> bool:
         """Whether every shard has finished; no newer weights will come."""
         return self._shared.machine.state.over
+
+    @property
+    def refused(self) -> str:
+        """Why the syncer does not take this process any more, in words; empty: it does.
+
+        Another run is at its address, or another process has its id. The loop goes on without the
+        syncer, which is asked again; whoever would rather stop looks here.
+        """
+        return self._background.refused
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -186,10 +212,12 @@ class Learner(_Participant):
     nothing else ever after, unless the run's own settings say ``wait="at_overlap"``.
 
     Args:
-        model: Its trainable parameters are synchronised, in place; frozen parameters and buffers
-            are not. On any one device.
+        model: Its trainable parameters are synchronised, in place, and with the run's setting
+            ``sync.buffers="mean"`` its floating buffers; frozen parameters are not. On any one
+            device.
         syncer: Address of a shard, as ``"http://host:7070"``, or of several; each knows the others.
-        token: The run's secret, if it has one.
+        token: The run's secret, if it has one: the text of its token file, with or without the
+            newline at its end.
         learner_id: A name of its own that stays the same across restarts: 1 to 64 letters, digits,
             ``.``, ``_``, ``-``. Default: host name and process id.
         optimizer: The inner optimizer; given without ``after_apply``, it is checked, here and in
@@ -200,6 +228,8 @@ class Learner(_Participant):
             fragments' numbers: the place to refresh an optimizer's own copies of the weights.
         give_up_seconds: Raise `TransportError` after so long without any shard. Default: train on
             and keep trying for ever.
+        join_timeout: Raise `TransportError` if the run cannot be joined within so many seconds;
+            `None`: try for ever. Default: 300, so that the syncer may be started a little later.
         tape: File to which this learner's events are appended.
         stateful: Name to object with ``state_dict`` and ``load_state_dict``, kept in checkpoints
             beside the model and the optimizer: data loader, learning rate schedule, random state.
@@ -221,10 +251,11 @@ class Learner(_Participant):
     Raises:
         ConfigError: the model differs from the run's (the first differing tensor is named), or has
             NaN or infinite weights, the id or address is no good, the optimizer holds copies, or
-            something in ``stateful`` cannot be kept or does not fit its checkpoint.
+            something in ``stateful`` cannot be kept or does not fit its checkpoint; the token can
+            be none.
         StorageError: the checkpoints cannot be read.
         AccessError: the syncer refuses the token.
-        TransportError: ``give_up_seconds`` have passed.
+        TransportError: ``join_timeout`` or ``give_up_seconds`` have passed.
     """
 
     def __init__(
@@ -243,6 +274,7 @@ class Learner(_Participant):
         listen: str | None = None,
         after_apply: Callable[[tuple[int, ...]], None] | None = None,
         give_up_seconds: float | None = None,
+        join_timeout: float | None = JOIN_TIMEOUT_SECONDS,
         tape: str | Path | None = None,
         store: ParameterStore | None = None,
         client: Callable[[], Client] | None = None,
@@ -268,6 +300,7 @@ class Learner(_Participant):
             role="learner",
             token=token,
             give_up_seconds=give_up_seconds,
+            join_timeout=join_timeout,
             tape=tape,
             client=client,
             keeper=self._keeper,
@@ -339,12 +372,16 @@ class Learner(_Participant):
             Whether the run goes on. After ``False``, stop training and `close`.
 
         Raises:
-            ConfigError: in the first step: the optimizer holds copies.
-            ProtocolError: another process has taken over this learner's id.
+            ConfigError: in the first step: the optimizer holds copies; or the learner is closed.
             TransportError: ``give_up_seconds`` have passed without any shard.
         """
         if tokens < 1 or isinstance(tokens, bool):
             raise ConfigError(f"tokens={tokens}: a step trains on at least 1")
+        if self._closed:
+            raise ConfigError(
+                f"{self.name} is closed, and this step is nobody's: call step before close, or "
+                "make a new Learner to take part again"
+            )
         self._raise_failure()
         if self._unchecked is not None:
             refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
@@ -537,13 +574,14 @@ class Observer(_Participant):
             and process id.
         token: As for `Learner`.
         give_up_seconds: As for `Learner`.
+        join_timeout: As for `Learner`.
         tape: As for `Learner`.
         client: As for `Learner`.
 
     Raises:
         ConfigError: the model differs from the run's.
         AccessError: the syncer refuses the token.
-        TransportError: ``give_up_seconds`` have passed.
+        TransportError: ``join_timeout`` or ``give_up_seconds`` have passed.
     """
 
     def __init__(
@@ -554,6 +592,7 @@ class Observer(_Participant):
         name: str | None = None,
         token: str | None = None,
         give_up_seconds: float | None = None,
+        join_timeout: float | None = JOIN_TIMEOUT_SECONDS,
         tape: str | Path | None = None,
         client: Callable[[], Client] | None = None,
     ) -> None:
@@ -564,6 +603,7 @@ class Observer(_Participant):
             role="observer",
             token=token,
             give_up_seconds=give_up_seconds,
+            join_timeout=join_timeout,
             tape=tape,
             client=client,
         )

@@ -17,7 +17,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from decoupled_diloco.merge import Fragment, Layout, gather, layout_of, scatter, tensors_of
+from decoupled_diloco.merge import (
+    Fragment,
+    Layout,
+    gather,
+    layout_of,
+    parameters_numel,
+    scatter,
+    tensors_of,
+)
 
 
 class HostCopy(Protocol):
@@ -82,6 +90,10 @@ class Copying:
         return self.pinned
 
 
+def _owner_of(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
 class ModuleStore:
     """A plain module, all of its trainable parameters on one device.
 
@@ -94,8 +106,11 @@ class ModuleStore:
 
     def __init__(self, module: nn.Module) -> None:
         self._layout = layout_of(module)
-        self._tensors: list[nn.Parameter] = tensors_of(module, self._layout)
-        self._device = self._tensors[0].device
+        tensors = tensors_of(module, self._layout)
+        names = [spec.name for spec in self._layout.tensors if spec.role == "buffer"]
+        self._parameters = tensors[: len(tensors) - len(names)]
+        self._buffers = [(_owner_of(module, name), name.rpartition(".")[2]) for name in names]
+        self._device = self._parameters[0].device
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -104,6 +119,11 @@ class ModuleStore:
     def layout(self) -> Layout:
         """See `ParameterStore.layout`."""
         return self._layout
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        """Looked up each time: a module may put a new tensor in the place of a buffer."""
+        return [*self._parameters, *(getattr(owner, name) for owner, name in self._buffers)]
 
     def snapshot(self, fragment: Fragment) -> HostCopy:
         """See `ParameterStore.snapshot`."""
@@ -134,6 +154,8 @@ class ModuleStore:
             theta.sub_(self._upload(minus)).add_(self._upload(values))
         else:
             theta.mul_(keep).add_(self._upload(values), alpha=1 - keep)
+        trained = parameters_numel(fragment, self._layout)
+        theta[trained:].copy_(values[trained:])  # a mean of buffers leaves nothing to carry
         scatter(fragment, theta, self._tensors)
 
     def prepare(self, values: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Merge math: pure functions on tensors, without I/O, clock or threads.
 
-Learners and syncers share it. A model's trainable tensors form a `Layout`, which `partition` cuts
-into fragments; `contribution` gives what a learner changed, a `Codec` its bytes; an `Accumulator`
-merges contributions weighted by `token_weight`; an `OuterOptimizer` applies the merged outer
-gradient to the master copy; `publish` and `receive` keep published copies equal bit by bit.
+Learners and syncers share it. A model's trainable tensors and its buffers form a `Layout`, which
+`partition` cuts into fragments; `contribution` gives what a learner changed, a `Codec` its bytes;
+an `Accumulator` merges contributions weighted by `token_weight`; an `OuterOptimizer` applies the
+merged outer gradient to the master copy; `publish` and `receive` keep published copies equal bit by
+bit.
 
 Shapes:
     M  learners
@@ -30,16 +31,26 @@ from decoupled_diloco.merge.fragments import (
     MergeMethod,
     Piece,
     Segment,
+    SegmentMerge,
     Strategy,
     cast_like,
     gather,
     merges_elementwise,
     offsets,
+    parameters_numel,
     partition,
     scatter,
     segments,
 )
-from decoupled_diloco.merge.layout import DTYPES, Layout, Role, TensorSpec, layout_of, tensors_of
+from decoupled_diloco.merge.layout import (
+    DTYPES,
+    Constant,
+    Layout,
+    Role,
+    TensorSpec,
+    layout_of,
+    tensors_of,
+)
 from decoupled_diloco.merge.outer import (
     NesterovSGD,
     OuterFactory,
@@ -56,6 +67,7 @@ __all__ = [
     "Accumulator",
     "Body",
     "Codec",
+    "Constant",
     "Contribution",
     "Fragment",
     "Layout",
@@ -67,6 +79,7 @@ __all__ = [
     "RawCodec",
     "Role",
     "Segment",
+    "SegmentMerge",
     "Strategy",
     "TensorSpec",
     "TorchOuter",
@@ -84,6 +97,7 @@ __all__ = [
     "merges_elementwise",
     "norm_of",
     "offsets",
+    "parameters_numel",
     "partition",
     "publish",
     "receive",

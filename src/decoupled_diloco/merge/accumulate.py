@@ -24,15 +24,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
 from decoupled_diloco.merge.blocks import blocks_of, is_finite, norm_of, squares_of
-from decoupled_diloco.merge.fragments import Segment
+from decoupled_diloco.merge.fragments import Segment, SegmentMerge
 
 EPSILON = 1e-3
+
+_MERGES: tuple[SegmentMerge, ...] = get_args(SegmentMerge)
 
 
 class Accumulator:
@@ -171,7 +174,7 @@ class Accumulator:
             "count": torch.tensor([self.count], dtype=torch.int64),
             "epsilon": torch.tensor([self.epsilon], dtype=torch.float64),
             "segment_bounds": torch.tensor(bounds, dtype=torch.int64),
-            "segment_is_rda": torch.tensor([s.merge == "rda" for s in self.segments]),
+            "segment_merge": torch.tensor([_MERGES.index(s.merge) for s in self.segments]),
         }
 
     @classmethod
@@ -183,10 +186,10 @@ class Accumulator:
                 contradicts the others.
         """
         _check_state(state)
-        rda = state["segment_is_rda"].tolist()
+        merges = [_MERGES[index] for index in state["segment_merge"].tolist()]
         segments = tuple(
-            Segment(start, stop, "rda" if is_rda else "mean")
-            for (start, stop), is_rda in zip(state["segment_bounds"].tolist(), rda, strict=True)
+            Segment(start, stop, merge)
+            for (start, stop), merge in zip(state["segment_bounds"].tolist(), merges, strict=True)
         )
         problem = _segments_problem(state["sums"].numel(), segments)
         if problem is not None:
@@ -281,11 +284,13 @@ class Contribution:
         squares, of_means = list(self._squares), self._squares_of_means
         for index, low, high in _overlaps(self.segments, start, part.numel()):
             values = part[low - start : high - start]
-            if self.segments[index].merge == "rda":
-                squares[index] += squares_of(values)
+            merge, square = self.segments[index].merge, squares_of(values)
+            finite = math.isfinite(square)
+            if merge == "rda":
+                squares[index] += square
                 finite = math.isfinite(squares[index])
-            else:
-                of_means += squares_of(values)
+            elif merge == "mean":
+                of_means += square
                 finite = math.isfinite(of_means)
             if not finite:
                 raise MergeError(f"elements {low}:{high} hold a value that is not finite")
@@ -313,12 +318,19 @@ class Contribution:
 
     @property
     def norm(self) -> float:
-        """The norm of all that has arrived, mean segments and all."""
+        """The norm of all that has arrived, mean segments and all; buffers are no change."""
         return math.sqrt(math.fsum(self._squares) + self._squares_of_means)
 
     def scale(self, factor: float) -> None:
-        """Multiplies every element; slices that were handed in are left as they are."""
-        self.parts = [(start, part * factor) for start, part in self.parts]
+        """Multiplies all but buffers; slices that were handed in are left as they are."""
+        buffers = [segment for segment in self.segments if segment.merge == "buffer"]
+        parts = []
+        for start, part in self.parts:
+            scaled = part * factor
+            for _, low, high in _overlaps(buffers, start, part.numel()):
+                scaled[low - start : high - start] = part[low - start : high - start]
+            parts.append((start, scaled))
+        self.parts = parts
         self._squares = [square * factor * factor for square in self._squares]
         self._squares_of_means *= factor * factor
 
@@ -415,7 +427,7 @@ def _segments_problem(numel: int, segments: Sequence[Segment]) -> str | None:
 
 def _check_state(state: Mapping[str, Tensor]) -> None:
     """Raise MergeError unless the state has the tensors, shapes and ranges of `state_dict`."""
-    count = state["segment_is_rda"].numel() if "segment_is_rda" in state else 0
+    count = state["segment_merge"].numel() if "segment_merge" in state else 0
     expected = {
         "sums": (torch.float32, None),
         "norm_sums": (torch.float64, (count,)),
@@ -423,7 +435,7 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
         "count": (torch.int64, (1,)),
         "epsilon": (torch.float64, (1,)),
         "segment_bounds": (torch.int64, (count, 2)),
-        "segment_is_rda": (torch.bool, (count,)),
+        "segment_merge": (torch.int64, (count,)),
     }
     if state.keys() != expected.keys():
         raise MergeError(f"accumulator state has {sorted(state)}, expected {sorted(expected)}")
@@ -433,6 +445,9 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
             raise MergeError(f"accumulator state: '{name}' is {tensor.dtype} {tuple(tensor.shape)}")
         if dtype.is_floating_point and not is_finite(tensor):
             raise MergeError(f"accumulator state: '{name}' holds a value that is not finite")
+    known = (state["segment_merge"] >= 0) & (state["segment_merge"] < len(_MERGES))
+    if not bool(known.all()):
+        raise MergeError("accumulator state: 'segment_merge' names a merge that is none")
     weight, contributors = float(state["weight"]), int(state["count"])
     in_range = contributors >= 0 and (weight > 0) == (contributors > 0) and weight >= 0
     if not (in_range and 0 < float(state["epsilon"]) < 1 and bool((state["norm_sums"] >= 0).all())):

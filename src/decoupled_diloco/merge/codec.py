@@ -126,6 +126,51 @@ class RawCodec:
         return out.copy_(source.view(self._dtype))
 
 
+class BuffersExact:
+    """A codec for a fragment's parameters; the buffers behind them go in fp32.
+
+    Rounded, a table of frequencies would no longer be what the model was built with, and a
+    variance that falls could come out below zero.
+
+    Args:
+        parameters: The codec of the first elements.
+        numel: How many these are.
+    """
+
+    group = None
+
+    def __init__(self, parameters: Codec, numel: int) -> None:
+        self._parameters = parameters
+        self._numel = numel
+        self._buffers = codec("fp32")
+
+    @property
+    def name(self) -> str:
+        """The name of the parameters' codec."""
+        return self._parameters.name
+
+    def nbytes(self, numel: int) -> int:
+        """Give B; see `Codec.nbytes`."""
+        return self._parameters.nbytes(self._numel) + self._buffers.nbytes(numel - self._numel)
+
+    def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
+        """Encode a vector; see `Codec.encode`."""
+        body, cut = room_for(self.nbytes(vector.numel()), out), self._parameters.nbytes(self._numel)
+        self._parameters.encode(vector[: self._numel], body[:cut])
+        self._buffers.encode(vector[self._numel :], body[cut:])
+        return body
+
+    def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
+        """Decode a body; see `Codec.decode`."""
+        source, cut = as_bytes(body), self._parameters.nbytes(self._numel)
+        check_size(source, self, numel)
+        if out is None:
+            out = torch.empty(numel, dtype=torch.float32)
+        self._parameters.decode(source[:cut], self._numel, out[: self._numel])
+        self._buffers.decode(source[cut:], numel - self._numel, out[self._numel :])
+        return out
+
+
 _codecs: dict[str, Codec] = {}
 
 

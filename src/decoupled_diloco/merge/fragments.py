@@ -27,6 +27,7 @@ from decoupled_diloco.merge.layout import DTYPES, Layout, TensorSpec
 
 Strategy = Literal["balanced", "tensor", "layer-strided", "layer-sequential"]
 MergeMethod = Literal["rda", "mean"]
+SegmentMerge = Literal["rda", "mean", "buffer"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,14 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements `start <= i < stop` of a flat fragment that are merged as one vector."""
+    """Elements `start <= i < stop` of a flat fragment that are merged as one vector.
+
+    A `"buffer"` segment is merged by mean, of values and not of changes, and has no norm.
+    """
 
     start: int
     stop: int
-    merge: MergeMethod
+    merge: SegmentMerge
 
 
 def merges_elementwise(spec: TensorSpec) -> bool:
@@ -286,7 +290,8 @@ def segments(fragment: Fragment, layout: Layout, method: MergeMethod) -> tuple[S
         fragment: A fragment of `layout`.
         layout: The layout.
         method: `"rda"`: every piece is a vector of its own, merged by RDA, but embeddings by plain
-            mean. `"mean"`: one mean over everything.
+            mean. `"mean"`: one mean over everything. Buffers, which come last, are a segment of
+            their own either way.
 
     Returns:
         Segments that follow each other and cover `0 … N-1`.
@@ -294,15 +299,24 @@ def segments(fragment: Fragment, layout: Layout, method: MergeMethod) -> tuple[S
     Source:
         Decoupled DiLoCo: the embedding by plain weighted mean, all else by RDA.
     """
-    if method == "mean":
-        return (Segment(0, fragment.numel, "mean"),)
     found: list[Segment] = []
     for start, stop, piece in _spans(fragment):
-        merge: MergeMethod = "mean" if merges_elementwise(layout.tensors[piece.tensor]) else "rda"
-        if found and merge == found[-1].merge == "mean":
+        merge = _merge_of(layout.tensors[piece.tensor], method)
+        if found and merge == found[-1].merge != "rda":
             start = found.pop().start
         found.append(Segment(start, stop, merge))
     return tuple(found)
+
+
+def _merge_of(spec: TensorSpec, method: MergeMethod) -> SegmentMerge:
+    if spec.role == "buffer":
+        return "buffer"
+    return "mean" if merges_elementwise(spec) else method
+
+
+def parameters_numel(fragment: Fragment, layout: Layout) -> int:
+    """The elements of a flat fragment that are parameters; those behind them are buffers."""
+    return sum(p.numel for p in fragment.pieces if layout.tensors[p.tensor].role != "buffer")
 
 
 def gather(fragment: Fragment, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a model synchronises: its trainable tensors, as learners and syncers agree on them.
+"""What a model synchronises, as learners and syncers agree on it.
 
-A `Layout` lists them in module order. Fragments are a function of the layout alone, so who agrees
-on its fingerprint agrees on every fragment.
+A `Layout` lists the trainable tensors in module order, then the buffers. Fragments are a function
+of the layout alone, so who agrees on its fingerprint agrees on every fragment.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
+from decoupled_diloco.merge.blocks import is_finite
 
-Role = Literal["matrix", "embedding"]
+Role = Literal["matrix", "embedding", "buffer"]
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -29,6 +30,15 @@ DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
 }
 """Parameter dtypes that can be synchronised, by the name used in a layout."""
+
+WHOLE_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+}
+"""Dtypes of constants, by the name used in a layout."""
+
+CONSTANT_NUMEL_MAX = 64
+"""A constant travels within the layout, so it has to be small."""
 
 TENSORS_MAX = 1_000_000
 """Bound on tensors (and on excluded names) in a layout that a peer sends."""
@@ -46,6 +56,7 @@ class TensorSpec:
         shape: Its shape; every dimension >= 1.
         dtype: A key of `DTYPES`: the dtype in which the learner trains it.
         role: `"embedding"` is merged by plain weighted mean, `"matrix"` by the method of the run.
+            A `"buffer"` is replaced by the weighted mean of the learners' values.
         aliases: The other names of a tied weight.
     """
 
@@ -62,23 +73,44 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A small buffer of whole numbers, as a `num_batches_tracked`, and its values when it joined.
+
+    It is never merged: a count of whole numbers has no mean. It is kept so that the weights of a
+    run are all that the model wants to load.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    values: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        """The values as they are in the model."""
+        return torch.tensor(self.values, dtype=WHOLE_DTYPES[self.dtype]).reshape(self.shape)
+
+
+@dataclass(frozen=True)
 class Layout:
-    """The synchronised tensors of a model, in module order.
+    """The synchronised tensors of a model: parameters in module order, then buffers.
 
     Args:
         tensors: What is synchronised; at least one.
-        excluded: Names of frozen parameters and buffers: listed for people, never synchronised.
+        excluded: Names of frozen parameters and other buffers: listed for people, never
+            synchronised.
+        constants: Small buffers of whole numbers, as the first learner had them.
     """
 
     tensors: tuple[TensorSpec, ...]
     excluded: tuple[str, ...] = ()
+    constants: tuple[Constant, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of `tensors`: the same in every process, different if anything differs.
 
-        Names, order, shapes, dtypes, roles and aliases count. `excluded` does not: what stays local
-        to a learner may differ between learners.
+        Names, order, shapes, dtypes, roles and aliases count. `excluded` and `constants` do not:
+        what stays local to a learner may differ between learners.
         """
         text = json.dumps(self.to_json()["tensors"], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -87,6 +119,13 @@ class Layout:
     def numel(self) -> int:
         """Number of synchronised elements."""
         return sum(spec.numel for spec in self.tensors)
+
+    def without_buffers(self) -> Layout:
+        """The parameters alone, for a run whose buffers stay local."""
+        kept = tuple(spec for spec in self.tensors if spec.role != "buffer")
+        local = [spec.name for spec in self.tensors if spec.role == "buffer"]
+        local += [constant.name for constant in self.constants]
+        return Layout(kept, (*self.excluded, *local))
 
     def describe_difference(self, other: Layout) -> str | None:
         """Say in words what differs first, or None if the fingerprints are equal.
@@ -127,6 +166,15 @@ class Layout:
                 for spec in self.tensors
             ],
             "excluded": list(self.excluded),
+            "constants": [
+                {
+                    "name": constant.name,
+                    "shape": list(constant.shape),
+                    "dtype": constant.dtype,
+                    "values": list(constant.values),
+                }
+                for constant in self.constants
+            ],
         }
 
     @classmethod
@@ -143,19 +191,28 @@ class Layout:
             ProtocolError: A key is missing or unknown, a value has the wrong type or lies beyond
                 the bounds of this module, or a name occurs twice.
         """
-        fields = _fields(data, "layout", {"tensors", "excluded"})
+        fields = _fields(data, "layout", {"tensors", "excluded", "constants"})
         tensors = tuple(
             _tensor_spec(item, f"layout.tensors[{index}]")
             for index, item in enumerate(_list(fields["tensors"], "layout.tensors", TENSORS_MAX))
         )
         _require(len(tensors) >= 1, "layout.tensors is empty: at least one tensor is needed")
-        layout = cls(tensors, _names(fields["excluded"], "layout.excluded"))
+        roles = [spec.role == "buffer" for spec in tensors]
+        _require(roles == sorted(roles), "layout.tensors has a parameter behind a buffer")
+        constants = tuple(
+            _constant(item, f"layout.constants[{index}]")
+            for index, item in enumerate(
+                _list(fields["constants"], "layout.constants", TENSORS_MAX)
+            )
+        )
+        layout = cls(tensors, _names(fields["excluded"], "layout.excluded"), constants)
         _require(
             layout.numel <= NUMEL_MAX,
             f"layout has {layout.numel} elements, more than the limit of {NUMEL_MAX}",
         )
         seen: set[str] = set()
-        for name in (n for spec in tensors for n in (spec.name, *spec.aliases)):
+        names = [n for spec in tensors for n in (spec.name, *spec.aliases)]
+        for name in names + [constant.name for constant in constants]:
             _require(name not in seen, f"layout names tensor '{name}' twice")
             seen.add(name)
         return layout
@@ -166,7 +223,9 @@ def layout_of(module: nn.Module) -> Layout:
 
     Trainable parameters in module order; tied weights are one tensor by storage: the first name
     wins, the others are its aliases, and if any of them belongs to an `nn.Embedding` the tensor's
-    role is `"embedding"`. Frozen parameters, buffers and parameters without elements are excluded.
+    role is `"embedding"`. Behind them come the buffers that a state dict has, if they are of a
+    floating dtype and finite (a mask of -inf has no mean); small ones of whole numbers are
+    constants. Frozen parameters, other buffers and what has no elements are excluded.
 
     Args:
         module: Any module; on any device, the meta device included.
@@ -178,7 +237,8 @@ def layout_of(module: nn.Module) -> Layout:
         ConfigError: Nothing is trainable, a trainable parameter has a dtype that is not supported,
             or two parameters share only a part of their storage.
     """
-    tied = _tied_parameters(module)
+    tied = _tied(module.named_parameters(remove_duplicate=False))
+    _refuse_overlap(tied)
     embeddings = _embedding_names(module)
     tensors: list[TensorSpec] = []
     excluded: list[str] = []
@@ -189,38 +249,71 @@ def layout_of(module: nn.Module) -> Layout:
         role: Role = "embedding" if embeddings.intersection(names) else "matrix"
         dtype = _dtype_name(names[0], parameter.dtype)
         tensors.append(TensorSpec(names[0], tuple(parameter.shape), dtype, role, tuple(names[1:])))
-    excluded += [name for name, _ in module.named_buffers(remove_duplicate=False)]
     if not tensors:
         raise ConfigError(
             f"{type(module).__name__} has no trainable parameter among {len(tied)}: "
             "set requires_grad=True on what should be trained"
         )
-    return Layout(tuple(tensors), tuple(excluded))
+    buffers, constants, local = _buffers_of(module)
+    return Layout((*tensors, *buffers), (*excluded, *local), constants)
 
 
-def tensors_of(module: nn.Module, layout: Layout) -> list[nn.Parameter]:
-    """Give the module's parameters in the order of `layout.tensors`, for `gather` and `scatter`.
+def _buffers_of(
+    module: nn.Module,
+) -> tuple[list[TensorSpec], tuple[Constant, ...], list[str]]:
+    """Buffers to be merged, those that are kept as they are, and those that stay local."""
+    saved = module.state_dict(keep_vars=True).keys()
+    merged: list[TensorSpec] = []
+    constants: list[Constant] = []
+    local: list[str] = []
+    for names, buffer in _tied(module.named_buffers(remove_duplicate=False)):
+        shape, dtype = tuple(buffer.shape), str(buffer.dtype).removeprefix("torch.")
+        if not saved.isdisjoint(names) and buffer.numel() and _has_a_mean(buffer):
+            merged.append(TensorSpec(names[0], shape, dtype, "buffer", tuple(names[1:])))
+        elif names[0] in saved and dtype in WHOLE_DTYPES and _is_small(buffer):
+            values = tuple(int(value) for value in buffer.reshape(-1).tolist())
+            constants += [Constant(name, shape, dtype, values) for name in names]
+        else:
+            local += names
+    return merged, tuple(constants), local
+
+
+def _has_a_mean(buffer: Tensor) -> bool:
+    if buffer.dtype not in DTYPES.values():
+        return False
+    return buffer.device.type == "meta" or is_finite(buffer)
+
+
+def _is_small(buffer: Tensor) -> bool:
+    return buffer.device.type != "meta" and buffer.numel() <= CONSTANT_NUMEL_MAX
+
+
+def tensors_of(module: nn.Module, layout: Layout) -> list[Tensor]:
+    """Give the module's tensors in the order of `layout.tensors`, for `gather` and `scatter`.
 
     Raises:
         ConfigError: The module has another layout; the message names the first difference.
     """
-    difference = layout.describe_difference(layout_of(module))
+    own = layout_of(module)
+    if not any(spec.role == "buffer" for spec in layout.tensors):
+        own = own.without_buffers()
+    difference = layout.describe_difference(own)
     if difference is not None:
         raise ConfigError(
             f"the model does not fit the layout (ours; theirs is the model): {difference}"
         )
-    by_name = dict(module.named_parameters(remove_duplicate=False))
+    by_name: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    by_name |= module.named_buffers(remove_duplicate=False)
     return [by_name[spec.name] for spec in layout.tensors]
 
 
-def _tied_parameters(module: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
-    """Group parameter names by storage, in module order; a trainable one represents its group."""
-    groups: dict[object, tuple[list[str], nn.Parameter]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        key = _storage_key(parameter)
-        names, first = groups.get(key, ([], parameter))
-        groups[key] = ([*names, name], first if first.requires_grad else parameter)
-    _refuse_overlap(groups.values())
+def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Tensor]]:
+    """Group names by storage, in module order; a trainable tensor represents its group."""
+    groups: dict[object, tuple[list[str], Tensor]] = {}
+    for name, tensor in named:
+        key = _storage_key(tensor)
+        names, first = groups.get(key, ([], tensor))
+        groups[key] = ([*names, name], first if first.requires_grad else tensor)
     return list(groups.values())
 
 
@@ -231,7 +324,7 @@ def _storage_key(parameter: Tensor) -> object:
     return (parameter.device, parameter.data_ptr(), tuple(parameter.shape), parameter.stride())
 
 
-def _refuse_overlap(groups: Collection[tuple[list[str], nn.Parameter]]) -> None:
+def _refuse_overlap(groups: Collection[tuple[list[str], Tensor]]) -> None:
     """Refuse parameters that share some memory without being the same tensor."""
     extents = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + _extent_bytes(p), names[0])
@@ -307,6 +400,30 @@ def _names(data: object, where: str) -> tuple[str, ...]:
     return tuple(
         _name(item, f"{where}[{i}]") for i, item in enumerate(_list(data, where, TENSORS_MAX))
     )
+
+
+def _constant(data: object, where: str) -> Constant:
+    fields = _fields(data, where, {"name", "shape", "dtype", "values"})
+    shape = _list(fields["shape"], f"{where}.shape", DIMENSIONS_MAX)
+    values = _list(fields["values"], f"{where}.values", CONSTANT_NUMEL_MAX)
+    dtype = fields["dtype"]
+    _require(
+        isinstance(dtype, str) and dtype in WHOLE_DTYPES,
+        f"{where}.dtype is {dtype!r:.40}, supported are {', '.join(WHOLE_DTYPES)}",
+    )
+    whole = [v for v in (*shape, *values) if isinstance(v, int) and not isinstance(v, bool)]
+    _require(len(whole) == len(shape) + len(values), f"{where} has what is no whole number")
+    constant = Constant(
+        _name(fields["name"], f"{where}.name"),
+        tuple(cast("list[int]", shape)),
+        cast("str", dtype),
+        tuple(cast("list[int]", values)),
+    )
+    try:
+        constant.tensor()
+    except (RuntimeError, OverflowError, ValueError) as error:
+        raise ProtocolError(f"{where} is no tensor: {error!s:.100}") from None
+    return constant
 
 
 def _tensor_spec(data: object, where: str) -> TensorSpec:

@@ -117,6 +117,39 @@ class NesterovSGD:
         self._momentum_buffer = None if kept is None else kept.to(torch.float32, copy=True)
 
 
+class BuffersBehind:
+    """An outer optimizer for a fragment's parameters; the buffers behind them take the mean.
+
+    A buffer's contribution is its value, so `Δ` is minus the mean: `Θ ← -Δ`. It follows the
+    learners at once, without momentum, and stays between the least and the greatest of them, as a
+    variance has to.
+
+    Args:
+        parameters: The optimizer of the first elements; None if there are none.
+        numel: How many these are.
+    """
+
+    def __init__(self, parameters: OuterOptimizer | None, numel: int) -> None:
+        self._parameters = parameters
+        self._numel = numel
+
+    def step(self, master: Tensor, gradient: Tensor) -> None:
+        """Update `master` in place; see `OuterOptimizer.step`."""
+        _check_sizes(master, gradient, None)
+        if self._parameters is not None:
+            self._parameters.step(master[: self._numel], gradient[: self._numel])
+        torch.neg(gradient[self._numel :], out=master[self._numel :])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Give the state of the parameters' optimizer: buffers need none."""
+        return {} if self._parameters is None else self._parameters.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave."""
+        if self._parameters is not None:
+            self._parameters.load_state_dict(state)
+
+
 class TorchOuter:
     """Any optimizer of `torch.optim`, on a flat fp32 parameter.
 

@@ -14,17 +14,18 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.merge.accumulate import Accumulator
-from decoupled_diloco.merge.codec import Body, Codec, as_bytes, codec
+from decoupled_diloco.merge.codec import Body, BuffersExact, Codec, as_bytes, codec
 from decoupled_diloco.merge.fragments import (
     Fragment,
     MergeMethod,
     Segment,
     Strategy,
+    parameters_numel,
     partition,
     segments,
 )
 from decoupled_diloco.merge.layout import Layout
-from decoupled_diloco.merge.outer import OuterOptimizer
+from decoupled_diloco.merge.outer import BuffersBehind, OuterOptimizer
 from decoupled_diloco.merge.weights import token_weight
 
 
@@ -33,13 +34,13 @@ class MergePlan:
     """What to merge, how, and in which wire formats.
 
     Attributes:
-        layout: The model's trainable tensors.
-        fragments: P fragments; every trainable element is in exactly one of them.
+        layout: What the model synchronises.
+        fragments: P fragments; every synchronised element is in exactly one of them.
         uplink: Codec of contributions.
         downlink: Codec of published differences.
         method: `"rda"` or `"mean"`.
         weighting: `"tokens"`: quantity times quality; `"uniform"`: all the same.
-        outer: Makes the outer optimizer of a fragment of N elements.
+        outer: Makes the outer optimizer of N parameters.
     """
 
     layout: Layout
@@ -91,13 +92,27 @@ class MergePlan:
         """What of a fragment is merged as one vector, and how."""
         return segments(self.fragments[fragment], self.layout, self.method)
 
+    def codec_of(self, fragment: int, parameters: Codec) -> Codec:
+        """The codec of a fragment: that of its parameters, and its buffers as they are."""
+        part = self.fragments[fragment]
+        numel = parameters_numel(part, self.layout)
+        return parameters if numel == part.numel else BuffersExact(parameters, numel)
+
+    def outer_of(self, fragment: int) -> OuterOptimizer:
+        """A new outer optimizer of a fragment."""
+        part = self.fragments[fragment]
+        numel = parameters_numel(part, self.layout)
+        if numel == part.numel:
+            return self.outer(numel)
+        return BuffersBehind(self.outer(numel) if numel else None, numel)
+
     def uplink_nbytes(self, fragment: int) -> int:
         """Size of a contribution's body."""
-        return self.uplink.nbytes(self.fragments[fragment].numel)
+        return self.codec_of(fragment, self.uplink).nbytes(self.fragments[fragment].numel)
 
     def downlink_nbytes(self, fragment: int) -> int:
         """Size of a published difference's body."""
-        return self.downlink.nbytes(self.fragments[fragment].numel)
+        return self.codec_of(fragment, self.downlink).nbytes(self.fragments[fragment].numel)
 
     def whole_nbytes(self, fragment: int) -> int:
         """Size of a whole published copy's body: fp32."""

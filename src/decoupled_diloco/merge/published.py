@@ -20,7 +20,7 @@ from torch import Tensor
 from decoupled_diloco.errors import MergeError
 from decoupled_diloco.merge.blocks import BLOCK, is_finite
 from decoupled_diloco.merge.codec import Body, Codec, as_bytes, check_size, room_for
-from decoupled_diloco.merge.fragments import Fragment, dtype_runs
+from decoupled_diloco.merge.fragments import Fragment, dtype_runs, parameters_numel
 from decoupled_diloco.merge.layout import Layout
 
 
@@ -34,7 +34,8 @@ def contribution(
     """Give what a learner's training changed: `d = θ - cast(Θ̂, dtype of θ)`, in fp32.
 
     The published copy is rounded through each tensor's own dtype first, as it was when the learner
-    took it over: no training gives exactly 0. The outer gradient is `Δ = -d`.
+    took it over: no training gives exactly 0. The outer gradient is `Δ = -d`. Of buffers it is the
+    values themselves: changes that are counted from different versions do not add up to a mean.
 
     Args:
         fragment: A fragment of `layout`.
@@ -55,7 +56,10 @@ def contribution(
     )
     if out is None:
         out = torch.empty_like(theta)
-    for start, stop, dtype in dtype_runs(fragment, layout):
+    trained = parameters_numel(fragment, layout)
+    out[trained:].copy_(theta[trained:])
+    for start, end, dtype in dtype_runs(fragment, layout):
+        stop = min(end, trained)
         for low in range(start, stop, BLOCK):
             block = slice(low, min(low + BLOCK, stop))
             base = published[block]

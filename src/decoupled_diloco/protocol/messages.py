@@ -309,13 +309,15 @@ class Finished:
 class Join:
     """Learner or observer → coordinator: let me in. ``layout`` is its layout as JSON text.
 
-    An empty layout (an observer that wants to learn it) matches any.
+    An empty layout (an observer that wants to learn it) matches any. ``run``: the id of the run
+    that it is in already and comes back to; empty: it is in none.
     """
 
     learner: str
     nonce: str
     role: Role
     layout: str
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,9 @@ from decoupled_diloco.protocol.syncer_state import CopyAsk, Fill, SyncerState, l
 FROM_THE_START_SECONDS = 30.0
 """How long a restoring shard looks for a holder of a copy before it takes initial weights."""
 
-SETTLE_SECONDS = 2.0
-"""After the first learner has come back, the others get this long (their reconnect backoff)."""
+SETTLE_SECONDS = 1.0
+"""After the first learner has come back, the others get this long: more than the pause between two
+attempts to reconnect (`transport.backoff.BRISK_CAP_SECONDS`)."""
 
 SEED_TRIES_MAX = 3
 """How often a seed may deliver a fragment wrong, or not at all, before another one is named."""

@@ -130,7 +130,8 @@ class Life:
     def merge(self, fragment: int) -> None:
         """A round in which one learner contributes something that no other round has."""
         self._rounds += 1
-        body = self.tensors.plan.uplink.encode(self._random(fragment))
+        plan = self.tensors.plan
+        body = plan.codec_of(fragment, plan.uplink).encode(self._random(fragment))
         ask = Asking(self.term, self._rounds)
         self.tensors.verify(fragment, ask, body, digest(body))
         self.tensors.fold(fragment, ask, 1, 1)

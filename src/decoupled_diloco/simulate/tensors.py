@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from decoupled_diloco.errors import MergeError
 from decoupled_diloco.learner.exchange import LearnerTensors, verified
 from decoupled_diloco.learner.store import ModuleStore
-from decoupled_diloco.merge import digest
+from decoupled_diloco.merge import digest, parameters_numel
 from decoupled_diloco.merge.blocks import squares_of
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.effects import Fold
@@ -136,8 +136,10 @@ class TensorShard:
 
     def norm(self, fragment: int, body: Body) -> float:
         """See `ShardBodies.norm`."""
-        numel = self.tensors.plan.fragments[fragment].numel
-        return math.sqrt(squares_of(self.tensors.plan.uplink.decode(body.payload, numel)))
+        plan = self.tensors.plan
+        part = plan.fragments[fragment]
+        decoded = plan.codec_of(fragment, plan.uplink).decode(body.payload, part.numel)
+        return math.sqrt(squares_of(decoded[: parameters_numel(part, plan.layout)]))
 
     def keep(self, fragment: int) -> FragmentTensors:
         """See `ShardBodies.keep`; a step makes new tensors, so these stay as they are."""

@@ -33,6 +33,7 @@ from decoupled_diloco.config.method import (
     plan_of,
     public_text,
     read_public,
+    synchronised,
 )
 from decoupled_diloco.config.resume import lasting
 from decoupled_diloco.config.run import RunConfig
@@ -70,6 +71,9 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """How long orders wait before the state is written again after the disk was full."""
 
+LISTEN_SECONDS = 0.1
+"""How often it looks whether the process that bears a wanted id is heard."""
+
 FAREWELL_SECONDS = 20.0
 """How long the coordinator waits at the end for the other shards to be gone."""
 
@@ -80,6 +84,8 @@ _NOT_THE_RUNS = (
     "the model is not the run's: build the same one in every learner "
     "(ours: the run's; theirs: this process's)"
 )
+
+_ANOTHER_RUN = "another run is at this address now"
 
 _STATE = TypeAdapter(CoordinatorState)
 
@@ -151,6 +157,18 @@ class CoordinatorHost:
 
     async def serve_join(self, channel: Channel, join: say.Join) -> None:
         """Answers a join, and watches its connection until it is gone."""
+        if join.run and join.run != self._run:
+            channel.send(encode(say.JoinRefused(_ANOTHER_RUN, False)))
+            await channel.close(_ANOTHER_RUN)
+            return
+        if join.role == "learner" and await self._has_a_live_process(join):
+            reason = (
+                f"{join.learner} is in the run already, and its process is alive: give this one "
+                "another learner id, or stop the other one first"
+            )
+            channel.send(encode(say.JoinRefused(reason, False)))
+            await channel.close(reason)
+            return
         self._connections += 1
         connection = self._connections
         try:
@@ -175,13 +193,29 @@ class CoordinatorHost:
             if (join.learner, join.nonce) not in rest:
                 self._handle(LearnerGone(join.learner, join.nonce))
 
+    async def _has_a_live_process(self, join: say.Join) -> bool:
+        """Whether another process bears this id; one that is dead is found so within its lease.
+
+        Who is alive is heard again within a ping.
+        """
+        asked_at = time.monotonic()
+        while others := [
+            channel
+            for channel, other, _ in self._joining.values()
+            if other.learner == join.learner and other.nonce != join.nonce
+        ]:
+            if any(channel.last_received > asked_at for channel in others):
+                return True
+            await asyncio.sleep(LISTEN_SECONDS)
+        return False
+
     def _read_layout(self, join: say.Join) -> tuple[Layout | None, str]:
         """The joining model's layout, and how it differs from the run's, in words."""
         if not join.layout:
             problem = "a learner must say what its layout is"
             return None, problem if join.role == "learner" else ""
         try:
-            layout = Layout.from_json(json.loads(join.layout))
+            layout = synchronised(Layout.from_json(json.loads(join.layout)), self._public)
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"the layout is not JSON: {error}") from None
         if self._layout is not None:
@@ -508,7 +542,7 @@ def read_layout(folder: Path, public: Public) -> Layout | None:
         StorageError: It cannot be read.
         ConfigError: It is of a run with other settings.
     """
-    kept = _read(newest_state(folder), public)
+    kept = _read(newest_state(folder), public, ())
     return None if kept is None else kept[2]
 
 

@@ -404,7 +404,7 @@ def from_tensors(tensors: ShardTensors, fragment: int, state: dict[str, Tensor])
     """A fragment's state from a checkpoint's tensors."""
     prefix = f"{fragment}."
     mine = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    outer = tensors.plan.outer(tensors.plan.fragments[fragment].numel)
+    outer = tensors.plan.outer_of(fragment)
     outer.load_state_dict(
         {k.removeprefix("outer."): v for k, v in mine.items() if k.startswith("outer.")}
     )

@@ -101,7 +101,9 @@ class ShardTensors:
         assert values.shape == (numel,), f"{tuple(values.shape)} for N={numel}"
         if not is_finite(values):
             raise MergeError(f"fragment {fragment} has NaN or infinite values: not installed")
-        self.fragments[fragment] = FragmentTensors(values.clone(), values, self.plan.outer(numel))
+        self.fragments[fragment] = FragmentTensors(
+            values.clone(), values, self.plan.outer_of(fragment)
+        )
         return digest(values)
 
     def receive(self, fragment: int, values: Tensor, announced: str) -> None:
@@ -145,7 +147,8 @@ class ShardTensors:
             raise ProtocolError(f"the body's digest is {actual}, {announced} was announced")
         numel = self.plan.fragments[fragment].numel
         contribution = Contribution(numel, self.plan.segments(fragment))
-        contribution.add(0, self.plan.uplink.decode(body, numel))
+        uplink = self.plan.codec_of(fragment, self.plan.uplink)
+        contribution.add(0, uplink.decode(body, numel))
         self._arrived[ask] = contribution
         return contribution.norm
 
@@ -214,10 +217,10 @@ class ShardTensors:
         """
         entry = self.fragments[fragment]
         master, published = entry.master.clone(), entry.published.clone()
-        outer = self.plan.outer(master.numel())
+        outer = self.plan.outer_of(fragment)
         outer.load_state_dict(entry.outer.state_dict())
         outer.step(master, gradient)
-        body = publish(master, published, self.plan.downlink)
+        body = publish(master, published, self.plan.codec_of(fragment, self.plan.downlink))
         copy = PublishedCopy(body, published, digest(published))
         return OuterStep(FragmentTensors(master, published, outer), gradient, copy)
 

@@ -44,9 +44,10 @@ def initial_values(
     for spec in plan.layout.tensors:
         found = weights.get(spec.name)
         if found is None:
+            way_out = 'set sync.buffers="local"' if spec.role == "buffer" else "leave it out"
             raise ConfigError(
                 f"initial_weights={str(path)!r} lacks {spec.name!r}, which the model has: use the "
-                "weights of this model, or leave initial_weights out"
+                f"weights of this model, or {way_out}"
             )
         if tuple(found.shape) != spec.shape:
             raise ConfigError(
@@ -122,7 +123,7 @@ def by_name(plan: MergePlan, copies: Mapping[int, Tensor]) -> dict[str, Tensor]:
     for spec, tensor in zip(plan.layout.tensors, tensors, strict=True):
         named[spec.name] = tensor
         named |= dict.fromkeys(spec.aliases, tensor)
-    return named
+    return named | {constant.name: constant.tensor() for constant in plan.layout.constants}
 
 
 def read_layout(folder: Path) -> Layout:

@@ -11,6 +11,10 @@ from decoupled_diloco.transport.base import Channel, Client
 
 FLOOR_SECONDS = 0.1
 CAP_SECONDS = 5.0
+BRISK_CAP_SECONDS = 0.75
+BRISK_SECONDS = 300.0
+"""For so long after a loss a peer is dialled at most `BRISK_CAP_SECONDS` apart, so that one that is
+started again is found at once; one that is gone for longer is left in peace."""
 
 
 class Backoff:
@@ -23,6 +27,7 @@ class Backoff:
         rng: Source of the jitter; inject a seeded one to repeat a run.
         floor: Least delay, seconds.
         cap: Largest delay, seconds.
+        brisk_seconds: Until the delays come to so much, none is above `BRISK_CAP_SECONDS`.
     """
 
     def __init__(
@@ -31,21 +36,27 @@ class Backoff:
         *,
         floor: float = FLOOR_SECONDS,
         cap: float = CAP_SECONDS,
+        brisk_seconds: float = 0.0,
     ) -> None:
         assert 0 < floor <= cap
         self._rng = rng or random.Random()
         self._floor = floor
         self._cap = cap
-        self._ceiling = floor
+        self._brisk_seconds = brisk_seconds
+        self._ceiling, self._waited = floor, 0.0
 
     def next(self) -> float:
         """Return the next delay in seconds."""
-        self._ceiling = min(self._cap, 2 * self._ceiling)
-        return self._rng.uniform(self._floor, self._ceiling)
+        brisk = self._waited < self._brisk_seconds
+        cap = min(self._cap, BRISK_CAP_SECONDS) if brisk else self._cap
+        self._ceiling = min(cap, 2 * self._ceiling)
+        delay = self._rng.uniform(self._floor, self._ceiling)
+        self._waited += delay
+        return delay
 
     def reset(self) -> None:
         """Start again at the floor, after a success."""
-        self._ceiling = self._floor
+        self._ceiling, self._waited = self._floor, 0.0
 
 
 async def reconnecting(

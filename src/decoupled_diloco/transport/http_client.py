@@ -88,7 +88,7 @@ class HttpClient:
 
     async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
         """See `Client.connect`."""
-        origin = URL(address).origin()
+        origin = _origin(address)
         self._base = origin
         self._principals[origin] = principal
         self._trusted.add(origin)
@@ -164,7 +164,10 @@ class HttpClient:
         return min((rtt for rtt in rtts if rtt is not None), default=None)
 
     def _resolve(self, url: str, base: str) -> URL:
-        target = URL(url, encoded=True)
+        try:
+            target = URL(url, encoded=True)
+        except ValueError as error:
+            raise ProtocolError(f"{url!r:.200} is no address of a body: {error}") from None
         if target.is_absolute():
             return target
         origin = URL(base).origin() if base else self._base
@@ -451,6 +454,13 @@ class _StallWatch:
             raise
         finally:
             watcher.cancel()
+
+
+def _origin(address: str) -> URL:
+    try:
+        return URL(address).origin()
+    except ValueError as error:
+        raise TransportError(f"{address!r:.200} is no address: {error}") from None
 
 
 def _reason(status: int, headers: Any) -> str:

@@ -13,6 +13,12 @@ ROLES = ("learner", "observer", "shard")
 PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 
+_SECRET = re.compile(r"[ -~]+")
+_HOW_TO_READ = (
+    "give the text of the run's token file, as token=Path('runs/homelab/token').read_text(), or "
+    "leave it out if the run has none"
+)
+
 _STRANGER = (
     "the token is not this run's: a syncer that began a new run has a new secret: read its token "
     "file again"
@@ -132,6 +138,30 @@ class Tokens:
             if _same(token, known):
                 found = principal
         return found
+
+
+def read_secret(token: str | None) -> str | None:
+    r"""The token as it is shown: without the white space around it, which files end with.
+
+    >>> read_secret("s3cret\n")
+    's3cret'
+
+    Raises:
+        ConfigError: it is empty, or has what no token has; the message does not repeat it.
+    """
+    if token is None:
+        return None
+    if not isinstance(token, str):
+        raise ConfigError(f"token= is a {type(token).__name__}, not a text: {_HOW_TO_READ}")
+    stripped = token.strip()
+    if not stripped:
+        raise ConfigError(f"the token is empty: {_HOW_TO_READ}")
+    if not _SECRET.fullmatch(stripped):
+        raise ConfigError(
+            f"the token of {len(stripped)} characters has some that are no printable ASCII: "
+            f"{_HOW_TO_READ}"
+        )
+    return stripped
 
 
 def check_role(role: str) -> None:

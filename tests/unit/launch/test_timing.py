@@ -15,7 +15,9 @@ from decoupled_diloco.launch.timing import intervals
 from decoupled_diloco.observe.chronicle import chronicle_of
 from decoupled_diloco.observe.progress import SteadyConsole
 from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.protocol import syncer_fill
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.transport import backoff
 from decoupled_diloco.transport.base import Limits
 from unit.observe.worlds import write_world
 
@@ -76,6 +78,12 @@ def test_the_table_follows_the_constant(source, monkeypatch):
 
 def row(rows, name):
     return next(row for row in rows if row.name == name)
+
+
+def test_a_syncer_that_starts_again_is_at_work_within_three_seconds():
+    """Dialled after at most one pause, then by the others, then the copies are on their way."""
+    assert backoff.BRISK_CAP_SECONDS < syncer_fill.SETTLE_SECONDS
+    assert backoff.BRISK_CAP_SECONDS + syncer_fill.SETTLE_SECONDS < 2.0
 
 
 def test_settings_go_into_the_formulas():

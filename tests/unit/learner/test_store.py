@@ -25,7 +25,7 @@ class Mixed(nn.Module):
         self.first = nn.Linear(6, 4)
         self.half = nn.Linear(4, 6, bias=False, dtype=torch.bfloat16)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.register_buffer("running", torch.zeros(2))
+        self.register_buffer("running", torch.zeros(2), persistent=False)
 
 
 @pytest.fixture(params=DEVICES)

@@ -34,6 +34,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.norm = nn.BatchNorm1d(4)
+        for name in dict(self.norm.named_buffers()):  # buffers that stay local
+            self.norm._non_persistent_buffers_set.add(name)
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embed.weight
         self.blocks[1].to(torch.bfloat16)
@@ -227,9 +229,9 @@ def change(path, value):
         (None, "layout is a NoneType, not an object"),
         ([], "layout is a list, not an object"),
         ({}, "expected exactly"),
-        ({"tensors": [], "excluded": [], "more": 1}, "expected exactly"),
-        ({"tensors": [], "excluded": []}, "at least one tensor"),
-        ({"tensors": {}, "excluded": []}, "not a list"),
+        ({"tensors": [], "excluded": [], "constants": [], "more": 1}, "expected exactly"),
+        ({"tensors": [], "excluded": [], "constants": []}, "at least one tensor"),
+        ({"tensors": {}, "excluded": [], "constants": []}, "not a list"),
         (change(["tensors", 0], 3), r"tensors\[0\] is a int, not an object"),
         (change(["tensors", 0, "extra"], 3), r"tensors\[0\] has keys"),
         (change(["tensors", 0, "name"], 3), "not a string"),

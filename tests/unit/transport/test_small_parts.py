@@ -7,7 +7,7 @@ import random
 import pytest
 
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
-from decoupled_diloco.transport.backoff import Backoff
+from decoupled_diloco.transport.backoff import BRISK_CAP_SECONDS, Backoff
 from decoupled_diloco.transport.base import Silence
 from decoupled_diloco.transport.ranges import (
     RangeSet,
@@ -31,6 +31,17 @@ def test_backoff_grows_to_its_cap_with_jitter() -> None:
     assert len(set(delays)) == 200
     backoff.reset()
     assert backoff.next() <= 0.2
+
+
+def test_backoff_is_brisk_at_first_and_leaves_in_peace_who_is_gone_for_long() -> None:
+    backoff = Backoff(random.Random(1), brisk_seconds=60.0)
+    delays = [backoff.next() for _ in range(400)]
+    first = next(i for i in range(len(delays)) if sum(delays[:i]) >= 60.0)
+    assert max(delays[:first]) <= BRISK_CAP_SECONDS
+    assert max(delays[first:]) > 4.5
+    assert sum(delays[:first]) / first > 0.3, "it does not hammer"
+    backoff.reset()
+    assert max(backoff.next() for _ in range(100)) <= BRISK_CAP_SECONDS
 
 
 def test_backoff_repeats_by_seed() -> None:

@@ -206,7 +206,7 @@ def model_facts(config: RunConfig, workload: Workload) -> ModelFacts:
     plan = plan_of(layout, read_public(public_text(config)))
     largest = max(range(len(plan.fragments)), key=lambda p: plan.fragments[p].numel)
     return ModelFacts(
-        layout=layout,
+        layout=plan.layout,
         model_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         gradient_bytes=sum(
             p.numel() * p.element_size() for p in model.parameters() if p.requires_grad

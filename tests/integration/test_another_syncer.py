@@ -1,0 +1,191 @@
+"""What answers at a learner's address changes, or talks nonsense: its loop goes on all the same."""
+
+from __future__ import annotations
+
+import random
+import typing
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from decoupled_diloco.learner import trouble
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.lease_messages import Lease
+from decoupled_diloco.protocol.wire import encode
+from integration.system import TOKENS, Model, System, Trainer, training, until
+
+Make = Callable[..., System]
+LONG = {"budget_steps": 100_000}
+
+
+def in_place_of(old: System, new: System) -> None:
+    """The new system will listen where the old one did."""
+    new.ports, new.addresses = old.ports, old.addresses
+
+
+def steps_on(trainer: Trainer, steps: int = 20) -> None:
+    """The loop takes so many more steps."""
+    assert trainer.learner is not None
+    before = trainer.learner.steps
+    until(lambda: trainer.error or trainer.learner.steps > before + steps, "it steps on")
+    assert trainer.error is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shards"), [(("one", "another"), 1), ((None, None), 1), ((None, None), 2)]
+)
+def test_another_run_at_its_address_costs_no_step(
+    make: Make,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: tuple[str | None, str | None],
+    shards: int,
+) -> None:
+    """The syncer was killed, and a new run begins in its place; then the right one comes back."""
+    monkeypatch.setattr(trouble, "AGAIN_SECONDS", 1.0)
+    tables = {"run": LONG, "syncer": {"shards": shards}}
+    ours = make(token=tokens[0], **tables)
+    theirs = make(token=tokens[1], **tables, sync={"fragments": 3})
+    in_place_of(ours, theirs)
+    ours.start()
+    trainer = Trainer(ours, "learner-0", token=tokens[0])
+    with training(trainer):
+        learner = trainer.learner
+        assert learner is not None
+        until(lambda: ours.rounds() > 4, "rounds")
+        ours.stop()
+        theirs.start()
+        until(lambda: learner.refused, "it is refused")
+        reason = "the token is not this run's" if tokens[0] else "another run is at this address"
+        assert reason in learner.refused
+        said = f"learner-0: the syncer refuses this learner ({learner.refused}): training goes on"
+        until(lambda: caplog.text.count(said) > 1, "it says so, and again")
+        steps_on(trainer)
+        host = theirs.shards[0].host
+        assert host is not None
+        assert not host.machine.state.learners, "the other run has not noticed it"
+        assert not any(shard.machine.state.members for shard in theirs.shards.values())
+        theirs.stop()
+        ours.start()
+        until(lambda: ours.shards[0].machine.state.phase == "running", "restored")
+        rounds = ours.rounds()
+        until(lambda: ours.rounds() > rounds + 4, "rounds go on")
+        assert learner.refused == ""
+        assert "learner-0 is in the run again, after" in caplog.text
+    trainer.end()
+
+
+def test_a_learner_of_another_run_may_still_end(make: Make) -> None:
+    ours, theirs = make(run=LONG), make(run=LONG)
+    in_place_of(ours, theirs)
+    ours.start()
+    with ours.learner(Model(), "learner-0") as learner:
+        until(lambda: learner.step(tokens=TOKENS) and ours.rounds() > 2, "rounds")
+        ours.stop()
+        theirs.start()
+        until(lambda: learner.step(tokens=TOKENS) and learner.refused, "it is refused")
+
+
+NONSENSE: list[dict[str, Any]] = [
+    {},
+    {"type": "Nonsense"},
+    {"type": "Shifted", "by": -1},
+    encode(say.Pull(1, 999, 1, say.Version(1, 0), 1, "bf16", "overwrite", "/x", 1.0, False)),
+    encode(say.Pull(1, 0, 1, say.Version(1, 0), 1, "morse", "overwrite", "//[", 1.0, False)),
+    encode(say.Outcome(1, 999, "refused", "", None)),
+    encode(say.CopyWanted(999, 1, None, "/x")),
+    encode(say.Published(999, say.Version(1, 9), None, "", "", "", 1)),
+    encode(say.Published(0, say.Version(9, 9), None, "", "http://[", "http://[", 1)),
+    encode(say.Refusal("we do not like you", True)),
+]
+
+
+def tell(system: System, message: dict[str, Any]) -> None:
+    """The shard says this to the learner, if that is connected."""
+    session = system.shards[0]._sessions.sessions.get("learner-0")
+    if session is not None:
+        session.channel.send({"cut": 0, **message})
+
+
+@pytest.mark.parametrize("message", NONSENSE, ids=range(len(NONSENSE)))
+def test_a_shard_that_talks_nonsense_costs_no_step(make: Make, message: dict[str, Any]) -> None:
+    system = make(run=LONG)
+    system.start()
+    trainer = Trainer(system, "learner-0")
+    with training(trainer):
+        until(lambda: system.rounds() > 2, "rounds")
+        system.call(lambda: tell(system, message))
+        steps_on(trainer, 50)
+    trainer.end()
+
+
+COORDINATORS_NONSENSE = [
+    {"type": "Nonsense"},
+    encode(say.StateWanted("learner-1", 1, (say.Holding(999, say.Version(1, 0)),))),
+    encode(say.LeasesGiven((Lease(1, 0, 1 << 40, 0),), ())),
+    encode(say.DonorNamed("learner-1", 1, 1 << 40, 1 << 50, "", "http://[", "")),
+    encode(say.RelayOpened("learner-1", 1, "//[")),
+]
+
+
+@pytest.mark.parametrize("message", COORDINATORS_NONSENSE, ids=range(5))
+def test_a_coordinator_that_talks_nonsense_costs_no_step(
+    make: Make, message: dict[str, Any]
+) -> None:
+    system = make(run=LONG)
+    system.start()
+    trainer = Trainer(system, "learner-0")
+    with training(trainer):
+        until(lambda: system.rounds() > 2, "rounds")
+        host = system.shards[0].host
+        assert host is not None
+        system.call(lambda: [channel.send(message) for channel, _, _ in host._joining.values()])
+        steps_on(trainer, 50)
+        until(lambda: host._joining, "it has joined again")
+    trainer.end()
+
+
+def anything(rng: random.Random, hint: Any) -> Any:
+    """A value that the wire takes for this type, sensible or not."""
+    if get_origin(hint) is Literal:
+        return rng.choice(get_args(hint))
+    if get_origin(hint) is tuple:
+        return [anything(rng, get_args(hint)[0]) for _ in range(rng.randrange(3))]
+    if get_args(hint):
+        return anything(rng, rng.choice(get_args(hint)))
+    if is_dataclass(hint):
+        return message_of(rng, hint)
+    made = {
+        int: lambda: rng.choice([0, 1, 2, 3, 4, 7, 1 << 40]),
+        float: lambda: rng.choice([0.0, 0.5, 1e300]),
+        str: lambda: rng.choice(["", "/x", "http://[", "learner-0", "bf16"]),
+        bool: lambda: rng.random() < 0.5,
+        type(None): lambda: None,
+    }
+    return made[hint]()
+
+
+def message_of(rng: random.Random, kind: Any) -> dict[str, Any]:
+    """A message of this kind with any fields."""
+    hints = typing.get_type_hints(kind)
+    rest = {field.name: anything(rng, hints[field.name]) for field in fields(kind)}
+    return {"type": kind.__name__, **rest}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_shard_says_the_loop_goes_on(make: Make, seed: int) -> None:
+    """All but that the run ends, which a shard may say."""
+    rng = random.Random(seed)
+    kinds = [kind for kind in get_args(say.ToLearner) if kind not in (say.Ending, say.Finished)]
+    system = make(run=LONG)
+    system.start()
+    trainer = Trainer(system, "learner-0")
+    with training(trainer):
+        until(lambda: system.rounds() > 2, "rounds")
+        for _ in range(30):
+            message = message_of(rng, rng.choice(kinds))
+            system.call(lambda message=message: tell(system, message))
+            steps_on(trainer, 2)
+    trainer.end()

@@ -1,0 +1,94 @@
+"""BatchNorm in a real run: the weights are a whole model that evaluates like the learners' own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco.config.method import plan_of, read_public
+from decoupled_diloco.export.weights import fill, find_weights
+from decoupled_diloco.merge import layout_of
+from decoupled_diloco.syncer.result import assemble
+from integration.system import TOKENS, System, Trainer, training
+
+Make = Callable[..., System]
+
+
+def model() -> nn.Sequential:
+    """A small net that cannot be evaluated without its running statistics."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def batch(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs far from zero, and what is to be learned of them."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    inputs = 20 + 5 * torch.randn(32, 4, generator=generator)
+    return inputs, (inputs.mean(1, keepdim=True) - 20) / 5
+
+
+class Batched(Trainer):
+    """Really trains: the statistics follow the data."""
+
+    def _step(self, learner: Any, rng: random.Random) -> bool:
+        inputs, wanted = batch(rng)
+        loss = (self.model(inputs) - wanted).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.05)
+                parameter.grad = None
+        return bool(learner.step(tokens=TOKENS, loss=loss.item()))
+
+
+def trained(make: Make, buffers: str) -> tuple[System, list[Batched]]:
+    """A run of two learners until its end."""
+    system = make(run={"budget_steps": 150}, sync={"buffers": buffers, "quorum": 2})
+    system.start()
+    trainers = [Batched(system, f"learner-{i}", model()) for i in range(2)]
+    with training(*trainers):
+        for trainer in trainers:
+            trainer.end()
+    system.wait_finished()
+    public = read_public(system.shards[0]._coordinator._hello.settings)
+    layout = layout_of(model())
+    assemble(system.folder, plan_of(layout, public), 1)
+    return system, trainers
+
+
+def loss_of(net: nn.Module) -> float:
+    """On data that nobody has trained on, by the running statistics."""
+    inputs, wanted = batch(random.Random("held out"))
+    with torch.no_grad():
+        return float((net.eval()(inputs) - wanted).square().mean())
+
+
+def test_the_weights_of_a_run_are_a_whole_model(make: Make) -> None:
+    system, trainers = trained(make, "mean")
+    weights = find_weights(system.folder, system.config).tensors
+    fresh = model()
+    fresh.load_state_dict(weights, strict=True)
+    assert loss_of(fresh) < 0.2 < loss_of(model()), "it evaluates sensibly"
+    assert float(weights["1.running_var"].max()) + float(weights["1.running_mean"].abs().max()) > 10
+    for trainer in trainers:
+        for name, tensor in trainer.model.state_dict().items():
+            if tensor.is_floating_point():
+                assert torch.equal(tensor, weights[name]), f"{name} of {trainer.name}"
+    filled = model()
+    fill(filled, weights, system.folder)
+    assert loss_of(filled) == pytest.approx(loss_of(fresh))
+
+
+def test_buffers_may_stay_local(make: Make) -> None:
+    system, trainers = trained(make, "local")
+    weights = find_weights(system.folder, system.config).tensors
+    assert set(weights) == {name for name, _ in model().named_parameters()}
+    mine, other = (trainer.model[1].running_mean for trainer in trainers)  # type: ignore[index]
+    assert not torch.equal(mine, other)

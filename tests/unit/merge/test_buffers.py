@@ -1,0 +1,186 @@
+"""Buffers: which are merged, how, and that they come out of a merge as the model needs them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.learner.exchange import Capture
+from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.merge import (
+    Constant,
+    Contribution,
+    Layout,
+    digest,
+    gather,
+    layout_of,
+    make_outer,
+    parameters_numel,
+)
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.syncer.fragments import ShardTensors
+
+
+class Model(nn.Module):
+    """A buffer of every kind."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.hidden = nn.Linear(5, 7)
+            self.norm = nn.BatchNorm1d(7)
+        self.register_buffer("angles", torch.rand(6))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")))
+        self.register_buffer("indices", torch.arange(100))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("again", self.angles)
+
+
+def plan_for(model: nn.Module, fragments: int = 3, **changes: str) -> MergePlan:
+    """A plan with coarse codecs and an outer optimizer that overshoots."""
+    options = {"strategy": "balanced", "method": "rda", "uplink": "bf16", "downlink": "bf16"}
+    return MergePlan.make(
+        layout_of(model),
+        fragments=fragments,
+        weighting="tokens",
+        outer=make_outer("nesterov", 0.7, 0.9),
+        **{**options, **changes},
+    )
+
+
+def test_buffers_come_behind_the_parameters() -> None:
+    layout = layout_of(Model())
+    roles = {spec.name: spec.role for spec in layout.tensors}
+    assert list(roles)[-3:] == ["angles", "norm.running_mean", "norm.running_var"]
+    assert [spec.aliases for spec in layout.tensors if spec.name == "angles"] == [("again",)]
+    assert list(roles.values()).count("buffer") == 3
+    assert layout.excluded == ("scratch", "mask", "indices")
+    assert layout.constants == (
+        Constant("flags", (2,), "bool", (1, 0)),
+        Constant("norm.num_batches_tracked", (), "int64", (0,)),
+    )
+    assert layout.constants[0].tensor().tolist() == [True, False]
+    assert Layout.from_json(layout.to_json()) == layout
+    local = layout.without_buffers()
+    assert {spec.role for spec in local.tensors} == {"matrix"}
+    assert local.fingerprint != layout.fingerprint
+    assert local.tensors == layout.tensors[: len(local.tensors)], "the places stay the same"
+
+
+def test_what_was_counted_is_no_part_of_the_fingerprint() -> None:
+    model = Model()
+    before = layout_of(model).fingerprint
+    model.norm.num_batches_tracked.add_(3)
+    assert layout_of(model).fingerprint == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"values": [1]},
+        {"values": [1, "x"]},
+        {"dtype": "float32"},
+        {"shape": [-1, -2]},
+        {"name": "hidden.weight"},
+        {"values": [0] * 65, "shape": [65]},
+    ],
+)
+def test_a_constant_that_is_none_is_refused(change: dict[str, object]) -> None:
+    data = layout_of(Model()).to_json()
+    data["constants"][0] |= change
+    with pytest.raises(ProtocolError):
+        Layout.from_json(data)
+
+
+def test_a_parameter_behind_a_buffer_is_refused() -> None:
+    data = layout_of(Model()).to_json()
+    data["tensors"].reverse()
+    with pytest.raises(ProtocolError, match="has a parameter behind a buffer"):
+        Layout.from_json(data)
+
+
+@pytest.mark.parametrize("method", ["rda", "mean"])
+@pytest.mark.parametrize("strategy", ["balanced", "tensor", "layer-strided"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str, seed: int) -> None:
+    """Against sums by hand, whatever was merged meanwhile: values that are late count the same."""
+    rng = random.Random(seed)
+    models = [Model(seed) for _ in range(3)]
+    plan = plan_for(models[0], method=method, strategy=strategy)
+    shard = ShardTensors(plan, (0, 1, 2))
+    stores = [ModuleStore(model) for model in models]
+    begin = [gather(part, stores[0]._tensors) for part in plan.fragments]
+    for index, values in enumerate(begin):
+        shard.install(index, values)
+    for number in range(1, 4):
+        for model in models:
+            for tensor in model.state_dict().values():
+                if tensor.is_floating_point():
+                    tensor.copy_(torch.rand_like(tensor) * 10 ** rng.uniform(-6, 3))
+        for index, part in enumerate(plan.fragments):
+            trained = parameters_numel(part, plan.layout)
+            named = [(rng.randint(1, 9), store) for store in stores]
+            for who, (tokens, store) in enumerate(named):
+                capture = Capture(plan, index, store.snapshot(part), begin[index])
+                body, told = capture.encode("bf16")
+                assert body.numel() == plan.uplink_nbytes(index)
+                shard.verify(index, number, str(who), body, told)
+                shard.fold(index, number, str(who), 1, tokens, scale=rng.choice([1.0, 0.5]))
+            copy = shard.merge(index, number)
+            assert copy.difference.numel() == plan.downlink_nbytes(index)
+            assert copy.digest == digest(shard.whole(index))
+            weights = [plan.weight(tokens, 1) for tokens, _ in named]
+            values = [store.read(part)[trained:] for _, store in named]
+            mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+            merged = shard.whole(index)[trained:]
+            assert torch.allclose(merged, mean, rtol=1e-5, atol=1e-3)
+            assert bool((merged >= 0).all()), "as a variance has to be"
+
+
+def test_buffers_have_no_part_in_a_norm() -> None:
+    plan = plan_for(Model(), fragments=1)
+    segments = plan.segments(0)
+    assert segments[-1].merge == "buffer"
+    contribution = Contribution(plan.fragments[0].numel, segments)
+    vector = torch.zeros(plan.fragments[0].numel)
+    vector[segments[-1].start :] = 1e6
+    contribution.add(0, vector)
+    assert contribution.norm == 0.0
+    contribution.scale(0.5)
+    assert torch.equal(contribution.parts[0][1], vector)
+
+
+def test_a_table_stays_what_it_was() -> None:
+    """Nothing is rounded on its way: what nobody changes is the same bits for ever."""
+    model = Model()
+    plan = plan_for(model, fragments=1)
+    shard, store, part = ShardTensors(plan, (0,)), ModuleStore(model), plan.fragments[0]
+    trained = parameters_numel(part, plan.layout)
+    begin = store.read(part)
+    shard.install(0, begin)
+    body, told = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
+    shard.verify(0, 1, "a", body, told)
+    shard.fold(0, 1, "a", 1, 1)
+    shard.merge(0, 1)
+    assert torch.equal(shard.whole(0)[trained:], begin[trained:])
+
+
+def test_a_store_overwrites_buffers_in_every_mode_and_finds_those_that_are_new() -> None:
+    model = Model()
+    plan, store = plan_for(model, fragments=1), ModuleStore(model)
+    part = plan.fragments[0]
+    trained = parameters_numel(part, plan.layout)
+    before = store.read(part)
+    model.norm.running_mean = torch.full((7,), 3.0)
+    assert (store.read(part)[trained:] == 3.0).sum() == 7
+    values = before + 1.0
+    store.combine(part, values, before, 1.0)
+    assert torch.equal(store.read(part)[trained:], values[trained:])
+    store.combine(part, before, None, 0.5)
+    assert torch.equal(store.read(part)[trained:], before[trained:])
