@@ -114,6 +114,6 @@ def test_two_runs_of_one_seed_tell_the_same_and_another_seed_parts(runs: Path) -
 
 def test_what_is_no_run_is_one_sentence(runs: Path, tmp_path: Path) -> None:
     done = ddiloco("replay", tmp_path / "missing", cwd=runs)
-    assert done.returncode == 6
+    assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr

@@ -18,12 +18,12 @@ def require_sense(message: say.ToLearner, shard: int, options: Options) -> None:
     Raises:
         ProtocolError: names the fragment.
     """
-    fragment = getattr(message, "fragment", None)
-    if fragment is None:
-        return
-    if fragment >= options.fragments or options.owner(fragment) != shard:
-        kind = type(message).__name__
-        raise ProtocolError(f"{kind} is about fragment {fragment}, which is not shard {shard}'s")
+    named = [getattr(message, "fragment", None), *getattr(message, "coming", ())]
+    for fragment in (each for each in named if each is not None):
+        if fragment >= options.fragments or options.owner(fragment) != shard:
+            kind = type(message).__name__
+            text = f"{kind} is about fragment {fragment}, which is not shard {shard}'s"
+            raise ProtocolError(text)
 
 
 def require_sense_of_coordinator(
