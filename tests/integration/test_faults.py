@@ -339,9 +339,7 @@ async def test_a_body_of_another_size_is_refused(rogue: Rogue, change: int) -> N
     other = body[:change] if change < 0 else torch.cat([body, body[:change]])
     with pytest.raises(ProtocolError, match=f"exactly {len(body)} bytes, not {len(other)}"):
         await rogue.upload(pull, other)
-    rogue.channel.send(
-        encode(say.Decline(pull.fragment, pull.ask, False, "a real one says so"))
-    )
+    rogue.channel.send(encode(say.Decline(pull.fragment, pull.ask, False, "a real one says so")))
 
 
 async def test_a_replayed_body_is_refused(rogue: Rogue) -> None:

@@ -248,7 +248,9 @@ def test_a_pool_smaller_than_any_body_is_slow_and_not_stuck(make: Make) -> None:
         for r in read_tape(system.folder / "tape" / "shard-0.jsonl")
         if r.type == "RoundFinished" and r.data["verdict"] == "merged"
     ]
-    folded = [{p["learner"] for p in r.data["participants"] if p["state"] == "folded"} for r in merged]
+    folded = [
+        {p["learner"] for p in r.data["participants"] if p["state"] == "folded"} for r in merged
+    ]
     assert max(map(len, folded)) == 3
 
 
