@@ -152,15 +152,11 @@ class Seen:
             assert set(arrived.values()) == {1}
 
     def assert_nobody_waits(self) -> None:
-        """The others step as the slow one's own loop does, and stand still nowhere.
-
-        A busy machine makes all of them slower.
-        """
-        pace = max(STEP_SECONDS, median(self.gaps(SLOW) or [0.0]))
+        """The others step on, and stand still nowhere; on a busy machine more slowly."""
         for name in FAST:
             assert not any(r.type == "Hold" for r in records(self.folder, name))
             gaps = self.gaps(name)
-            assert median(gaps) < 1.1 * pace
+            assert median(gaps) < 2 * STEP_SECONDS
             assert max(gaps) < 1.5, "half of the shortest interval of the protocol"
             assert len(gaps) > 0.85 * (self.end - self.begin) / median(gaps)
 
