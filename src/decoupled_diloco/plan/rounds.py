@@ -85,7 +85,8 @@ class Rounds:
 
     Attributes:
         compute: share of the time in which learners step; what `Learner.step` costs is taken off.
-        kept: share of the due rounds that took place.
+        kept: share of the due rounds that took place, times the share of the contributions asked
+            for that come: who still sends a fragment's last one has no other.
         delay_steps: steps from a snapshot to the boundary at which its merge is applied, mean.
         delay_steps_max: the same, largest.
         merge_seconds: from a round's opening to its merged fragment, mean.
@@ -315,7 +316,7 @@ class _World:
         self.steps = ceil(ROUNDS_MEASURED * parts / fragments) * unit
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = count()
-        self.due = self.skipped = 0
+        self.due = self.skipped = self.asked = self.unheard = 0
         self.delays: list[float] = []
         self.merges: list[float] = []
         self.broadcasts: list[float] = []
@@ -483,7 +484,6 @@ class _World:
         for number, there in enumerate(self.sites):
             (there.missed.discard if number in asked else there.missed.add)(round.fragment)
         for site in asked:
-            self.taken_part[site] += 1
             round.awaited.add(site)
             pulled = max(self.now, round.reported[site]) + self.network.latency(host, site)
             self._at(pulled, self._answer, round, site)
@@ -492,13 +492,20 @@ class _World:
     def _answer(self, round: _Round, number: int) -> None:
         """A site hears the pull: what it sends already is its answer."""
         site, fragment = self.sites[number], round.fragment
-        if fragment in site.sending:
-            return
-        if fragment in site.fetching:
+        learners = self.network.sites[number].learners
+        measured_now = round.tick >= self.first_step
+        self.asked += measured_now * learners
+        if fragment in site.sending or fragment in site.answers:
+            self.unheard += measured_now * learners
+        elif fragment in site.fetching:
             site.answers.add(fragment)
-            return
-        site.sending.add(fragment)
-        self._transfer("up", round, number, self.hosts[self.options.owner(fragment)])
+        else:
+            self._send(round, number)
+
+    def _send(self, round: _Round, number: int) -> None:
+        self.taken_part[number] += 1
+        self.sites[number].sending.add(round.fragment)
+        self._transfer("up", round, number, self.hosts[self.options.owner(round.fragment)])
 
     def _delivery_over(self, round: _Round) -> None:
         """From here on the round waits for its quorum alone, and others may open meanwhile."""
@@ -611,7 +618,7 @@ class _World:
             self._fetch(site.newer.pop(fragment), number)
         elif fragment in site.answers:
             site.answers.discard(fragment)
-            self._answer(round, number)
+            self._send(round, number)
         if site.owed.pop(fragment, None) is not None and site.holding:
             site.at = self.now
             self._go_on(number)
@@ -644,7 +651,8 @@ class _World:
         taken = [a / e for a, e in zip(alone, each, strict=True)]
         return Rounds(
             compute=sum(map(operator.mul, taken, learners)) / sum(learners),
-            kept=1.0 - self.skipped / max(1, self.due),
+            kept=(1.0 - self.skipped / max(1, self.due))
+            * (1.0 - self.unheard / max(1, self.asked)),
             delay_steps=_mean(self.delays),
             delay_steps_max=max(self.delays, default=float("inf")),
             merge_seconds=_mean(self.merges),
