@@ -12,8 +12,8 @@ more by then. A round is six one-way latencies and two transfers long:
 |   | within the grace window, or missed this fragment's last round; its upload shares the links, |
 |   | and begins when it holds the copy of the last round |
 | its contribution is there | one latency after the last byte has left; it is folded in |
-| merged | when the last one is folded in, or K are and τ steps of the fastest learner are over; and |
-|   | the shard's core has done the merge. What comes later goes into the fragment's next round |
+| merged | when the last one is folded in, or K are and τ steps of the fastest learner are over, |
+|   | and the shard's core has done it. What comes later goes into the fragment's next round |
 | a learner fetches | it is told, and asks: two latencies; the download shares the links. One that |
 |   | still fetches takes the newest copy afterwards |
 | applied | one latency after the last byte, at the next boundary; or, if it waits, τ steps on |
