@@ -69,7 +69,7 @@ class Watching(ModuleStore):
 def run(make: Make, dtype: torch.dtype = torch.float32, **sync: Any) -> tuple[Any, Any]:
     """Two learners, the first of them watched; returns what it applied and the orders for it."""
     gate = threading.Event()
-    system = make(run={"budget_steps": 60}, sync={"overlap": 2, **sync})
+    system = make(run={"budget_steps": 100_000}, sync={"overlap": 2, **sync})
     system.start()
     model = Model(seed=3, dtype=dtype)
     store = Watching(model)
@@ -77,11 +77,11 @@ def run(make: Make, dtype: torch.dtype = torch.float32, **sync: Any) -> tuple[An
     other = Trainer(system, "learner-1", Model(seed=4, dtype=dtype), gate=gate)
     with training(watched, other):
         gate.set()
-        watched.end()
-        other.end()
+        until(lambda: len(store.applied) > 20, "copies are applied")
+    for trainer in (watched, other):
+        trainer.end()
     orders = [r for r in read_tape(system.folder / "tape" / "learner-0.jsonl") if r.type == "Apply"]
     assert [r.data["fragment"] for r in orders] == [a.fragment for a in store.applied]
-    assert len(orders) > 20
     return store.applied, orders
 
 
@@ -123,7 +123,7 @@ def test_what_is_applied_is_what_the_rule_says(
     assert settings.get("alignment", "overwrite") in seen
     if settings.get("missed") == "rebase" and settings.get("alignment") == "carry":
         kept = [o.data["discarded_tokens"] for o in orders if o.data["mode"] in ("carry", "rebase")]
-        assert sum(kept[:-8]) == 0, "carrying and rebasing throw nothing away"
+        assert sum(kept) == 0, "carrying and rebasing throw nothing away"
 
 
 def test_a_learner_that_missed_a_round_rebases(make: Make) -> None:

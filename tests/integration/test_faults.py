@@ -286,7 +286,7 @@ class Rogue:
     async def upload(self, pull: say.Pull, body: torch.Tensor, **changes: Any) -> None:
         """Announces and sends a body; ``changes`` are lies in the announcement."""
         fields = {"base": pull.base, "steps": 1, "tokens": 8, "digest": digest(body), **changes}
-        self.channel.send(encode(say.Upload(pull.round, pull.fragment, pull.ask, **fields)))
+        self.channel.send(encode(say.Upload(pull.fragment, pull.ask, **fields)))
         await self.client.put(pull.path, body.numpy().data, base=self.system.addresses[0])
 
 
@@ -308,7 +308,7 @@ async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
     pull = await rogue.hear(say.Pull)
     await rogue.upload(pull, rogue.body(pull))
     outcome = await rogue.hear(say.Outcome)
-    assert (outcome.round, outcome.verdict) == (pull.round, "accepted")
+    assert (outcome.ask, outcome.verdict) == (pull.ask, "accepted")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ async def test_a_body_that_lies_is_refused(
     pull = await rogue.hear(say.Pull)
     await rogue.upload(pull, rogue.body(pull, value), **lies)
     outcome = await rogue.hear(say.Outcome)
-    assert (outcome.round, outcome.verdict) == (pull.round, verdict)
+    assert (outcome.ask, outcome.verdict) == (pull.ask, verdict)
     assert reason in outcome.reason
 
 
@@ -340,9 +340,7 @@ async def test_a_body_of_another_size_is_refused(rogue: Rogue, change: int) -> N
     other = body[:change] if change < 0 else torch.cat([body, body[:change]])
     with pytest.raises(ProtocolError, match=f"exactly {len(body)} bytes, not {len(other)}"):
         await rogue.upload(pull, other)
-    rogue.channel.send(
-        encode(say.Decline(pull.round, pull.fragment, pull.ask, False, "a real one says so"))
-    )
+    rogue.channel.send(encode(say.Decline(pull.fragment, pull.ask, False, "a real one says so")))
 
 
 async def test_a_replayed_body_is_refused(rogue: Rogue) -> None:

@@ -321,7 +321,9 @@ def test_a_checkpoint_that_does_not_fit_the_objects_is_refused(make: Make, tmp_p
 
 
 def test_who_goes_hands_in_what_it_has_and_the_others_take_part(make: Make, tmp_path: Path) -> None:
-    system = make(run={"budget_steps": 100_000}, sync={"period": 50_000}, syncer={"shards": 2})
+    # An overlap of many short steps: every round gives everybody time to deliver.
+    sync = {"period": 50_000, "overlap": 5_000}
+    system = make(run={"budget_steps": 100_000}, sync=sync, syncer={"shards": 2})
     system.start()
     leaver = Loop(system, tmp_path / "kept")
     with training(Trainer(system, "learner-1")):

@@ -48,6 +48,7 @@ class Link:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
+                cwd=Path(__file__).parent,
             )
         self.started.append(process)
         return process
@@ -60,6 +61,14 @@ class Link:
         """Brings it up again."""
         _run("ip", "netns", "exec", NEAR, "ip", "link", "set", "dd1", "up")
 
+    def narrow(self, mbit: float) -> None:
+        """From here on the near end sends at no more than this rate; what it gets is as before."""
+        _shape(NEAR, "dd1", mbit, burst="4kb")
+
+    def widen(self) -> None:
+        """Takes back `narrow`."""
+        _run("ip", "netns", "exec", NEAR, "tc", "qdisc", "del", "dev", "dd1", "root")
+
     def logs(self) -> str:
         """The last lines of everything that was started."""
         paths = sorted(self.folder.glob("log-*"))
@@ -67,8 +76,8 @@ class Link:
 
 
 @contextlib.contextmanager
-def link(folder: Path, mbit: float) -> Iterator[Link]:
-    """A link of this rate in both directions; everything is gone afterwards."""
+def link(folder: Path, mbit: float | None) -> Iterator[Link]:
+    """A link of this rate in both directions, or of none; everything is gone afterwards."""
     _remove()
     made = Link(folder)
     try:
@@ -80,14 +89,19 @@ def link(folder: Path, mbit: float) -> Iterator[Link]:
             inside = ("ip", "netns", "exec", space)
             _run(*inside, "ip", "addr", "add", f"{address}/24", "dev", device)
             _run(*inside, "ip", "link", "set", device, "up")
-            rate = ("rate", f"{mbit}mbit", "burst", "16kb", "latency", "200ms")
-            _run(*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf", *rate)
+            if mbit is not None:
+                _shape(space, device, mbit, burst="16kb")
         yield made
     finally:
         for process in made.started:
             process.kill()
             process.wait()
         _remove()
+
+
+def _shape(space: str, device: str, mbit: float, burst: str) -> None:
+    inside = ("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root")
+    _run(*inside, "tbf", "rate", f"{mbit:.4f}mbit", "burst", burst, "latency", "200ms")
 
 
 def _remove() -> None:

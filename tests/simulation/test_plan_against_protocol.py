@@ -127,14 +127,18 @@ def planned(
 def test_rounds_of_learners_that_never_wait(
     tmp_path: Path, mbit: int, latency: float, shared: bool
 ) -> None:
-    """The same rounds in about the same time; a full queue merges its bodies one by one there."""
+    """The same rounds; in about the same time where the links bear all of them.
+
+    Else a round waits for its quorum in a queue, which is still growing when this run ends.
+    """
     options = Options(fragments=12, period=PERIOD, overlap=2)
     real = protocol(tmp_path, mbit, latency, shared, options)
     plan = planned(mbit, latency, shared, options)
     seconds = mean(real.tally.finished_seconds)
-    assert plan.merge_seconds == pytest.approx(seconds, rel=0.12)
-    merged = min(1.0, real.tally.merged / (STEPS / PERIOD * 12))
-    assert plan.kept == pytest.approx(merged, abs=0.1)
+    merged = (real.tally.merged - 12) / STEPS  # each fragment also has a closing round
+    assert plan.kept == pytest.approx(merged, abs=0.05)
+    if plan.kept == 1.0:
+        assert plan.merge_seconds == pytest.approx(seconds, rel=0.12)
 
 
 @pytest.mark.parametrize(("fragments", "overlap", "mbit"), [(12, 2, 50), (12, 2, 100), (1, 0, 50)])

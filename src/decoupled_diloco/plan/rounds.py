@@ -2,16 +2,20 @@
 
 Theory of operation. The clock has the pace of the K-th fastest learner. At a tick every fragment
 that is due opens a round at its shard, at most ⌈τ·P/H⌉ at once, the others in order; a fragment
-that is still on its way skips its turn. A round is six one-way latencies and two transfers long:
+whose round is open opens the next one when that has merged, and skips its turn if it is due once
+more by then. A round is six one-way latencies and two transfers long:
 
 | what | when |
 |---|---|
 | the round opens | the K-th report is there: one latency after the step |
 | a learner is pulled | one latency later, if it finished a step since the last tick, or does so |
-|   | within the grace window, or missed this fragment's last round; its upload shares the links |
+|   | within the grace window, or missed this fragment's last round; its upload shares the links, |
+|   | and begins when it holds the copy of the last round |
 | its contribution is there | one latency after the last byte has left; it is folded in |
-| merged | when the last one is folded in, and the shard's core has done the merge |
-| a learner fetches | it is told, and asks: two latencies; the download shares the links |
+| merged | when the last one is folded in, or K are and τ steps of the fastest learner are over, |
+|   | and the shard's core has done it. What comes later goes into the fragment's next round |
+| a learner fetches | it is told, and asks: two latencies; the download shares the links. One that |
+|   | still fetches takes the newest copy afterwards |
 | applied | one latency after the last byte, at the next boundary; or, if it waits, τ steps on |
 
 Each body also costs its processes some time besides moving and merging it: `handling_seconds`.
@@ -81,7 +85,8 @@ class Rounds:
 
     Attributes:
         compute: share of the time in which learners step; what `Learner.step` costs is taken off.
-        kept: share of the due rounds that took place.
+        kept: share of the due rounds that took place, times the share of the contributions asked
+            for that come: who still sends a fragment's last one has no other.
         delay_steps: steps from a snapshot to the boundary at which its merge is applied, mean.
         delay_steps_max: the same, largest.
         merge_seconds: from a round's opening to its merged fragment, mean.
@@ -225,15 +230,22 @@ class _Losses:
 
 @dataclass(slots=True, eq=False)
 class _Round:
+    """`awaited`: sites that were asked in it; `delivered`: learners that are folded in."""
+
     fragment: int
     tick: int
     snapshots: list[float]
     reported: list[float]
-    opened_at: float = 0.0
     closed_at: float = 0.0
     merged_at: float = 0.0
-    uploads: int = 0
+    awaited: set[int] = field(default_factory=set)
+    delivered: int = 0
     downloads: int = 0
+    opened: bool = False
+    holds_slot: bool = True
+    delivery_over: bool = False
+    settled: bool = False
+    following: tuple[int, list[float], list[float]] | None = None
 
 
 @dataclass(slots=True)
@@ -247,12 +259,18 @@ class _Shard:
 
 @dataclass(slots=True)
 class _Site:
+    """`sending`: of these fragments an upload is under way; `answers`: or follows a download."""
+
     step: int = 0
     at: float = 0.0
     owed: dict[int, int] = field(default_factory=dict)
     holding: bool = False
     marks: list[float] = field(default_factory=list)
     missed: set[int] = field(default_factory=set)
+    sending: set[int] = field(default_factory=set)
+    fetching: dict[int, _Round] = field(default_factory=dict)
+    newer: dict[int, _Round] = field(default_factory=dict)
+    answers: set[int] = field(default_factory=set)
 
 
 class _World:
@@ -287,7 +305,9 @@ class _World:
         self.sites = [_Site() for _ in network.sites]
         self.shards = [_Shard() for _ in range(self.options.shards)]
         self.hosts = [network.host(s, self.options.shards) for s in range(self.options.shards)]
-        self.under_way: dict[int, _Round] = {}
+        self.rounds: dict[int, _Round] = {}
+        self.late = [0] * self.options.fragments
+        self.window = self.options.overlap * min(self.paces)
         self.reports: dict[int, dict[int, float]] = {}
         period, fragments = self.options.period, self.options.fragments
         parts = gcd(period, fragments) if more is None else 1
@@ -296,7 +316,7 @@ class _World:
         self.steps = ceil(ROUNDS_MEASURED * parts / fragments) * unit
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = count()
-        self.due = self.skipped = 0
+        self.due = self.skipped = self.asked = self.unheard = 0
         self.delays: list[float] = []
         self.merges: list[float] = []
         self.broadcasts: list[float] = []
@@ -421,10 +441,17 @@ class _World:
     ) -> None:
         measured_now = step >= self.first_step
         self.due += measured_now
-        if fragment in self.under_way:
-            self.skipped += measured_now
+        open_now = self.rounds.get(fragment)
+        if open_now is not None:
+            self.skipped += measured_now and open_now.following is not None
+            open_now.following = (step, snapshots, reported)
             return
-        round = self.under_way[fragment] = _Round(fragment, step, snapshots, reported)
+        self._queue(fragment, step, snapshots, reported)
+
+    def _queue(
+        self, fragment: int, step: int, snapshots: list[float], reported: list[float]
+    ) -> None:
+        round = self.rounds[fragment] = _Round(fragment, step, snapshots, reported)
         shard = self.options.owner(fragment)
         self.shards[shard].queue.append(round)
         self._open(shard)
@@ -438,7 +465,7 @@ class _World:
 
     def _pull(self, round: _Round, shard: _Shard, host: int) -> None:
         """Asks who has reported, and who will within the window."""
-        round.opened_at = self.now
+        round.opened = True
         first = min(at for site, at in enumerate(round.reported) if self.waits or self._leads(site))
         self.quorums.append(max(0.0, self.now - first))
         shard.timing.quorum.update(self.quorums[-1])
@@ -452,13 +479,48 @@ class _World:
         asked = [site for site, at in enumerate(qualified) if at <= late]
         everybody = len(asked) == len(self.sites)
         round.closed_at = max(self.now, *qualified) if everybody else late
-        round.uploads, round.downloads = len(asked), len(self.sites)
+        round.downloads = len(self.sites)
+        round.delivered, self.late[round.fragment] = self.late[round.fragment], 0
         for number, there in enumerate(self.sites):
             (there.missed.discard if number in asked else there.missed.add)(round.fragment)
         for site in asked:
-            self.taken_part[site] += 1
+            round.awaited.add(site)
             pulled = max(self.now, round.reported[site]) + self.network.latency(host, site)
-            self._at(pulled, self._transfer, "up", round, site, host)
+            self._at(pulled, self._answer, round, site)
+        self._at(self.now + self.window, self._delivery_over, round)
+
+    def _answer(self, round: _Round, number: int) -> None:
+        """A site hears the pull: what it sends already is its answer."""
+        site, fragment = self.sites[number], round.fragment
+        learners = self.network.sites[number].learners
+        measured_now = round.tick >= self.first_step
+        self.asked += measured_now * learners
+        if fragment in site.sending or fragment in site.answers:
+            self.unheard += measured_now * learners
+        elif fragment in site.fetching:
+            site.answers.add(fragment)
+        else:
+            self._send(round, number)
+
+    def _send(self, round: _Round, number: int) -> None:
+        self.taken_part[number] += 1
+        self.sites[number].sending.add(round.fragment)
+        self._transfer("up", round, number, self.hosts[self.options.owner(round.fragment)])
+
+    def _delivery_over(self, round: _Round) -> None:
+        """From here on the round waits for its quorum alone, and others may open meanwhile."""
+        round.delivery_over = True
+        self._settle(round)
+        if not round.settled:
+            self._free_slot(round)
+
+    def _free_slot(self, round: _Round) -> None:
+        if not round.holds_slot:
+            return
+        round.holds_slot = False
+        shard = self.options.owner(round.fragment)
+        self.shards[shard].open -= 1
+        self._open(shard)
 
     def _alike(self) -> bool:
         """Whether all learners step alike: then everybody is in every round."""
@@ -487,12 +549,26 @@ class _World:
             self._arrived(round, site)
             return
         shard = self.shards[self.options.owner(round.fragment)]
-        folds = self.network.sites[site].learners * measured.fold_seconds(self.numel)
-        self._work(shard, folds)
-        round.uploads -= 1
-        if round.uploads == 0:
-            self._work(shard, measured.merge_seconds(self.numel))
-            self._at(max(shard.core_free_at, round.closed_at), self._merged, round)
+        learners = self.network.sites[site].learners
+        self._work(shard, learners * measured.fold_seconds(self.numel))
+        self.sites[site].sending.discard(round.fragment)
+        current = self.rounds.get(round.fragment)
+        if current is None or current.settled or not current.opened:
+            self.late[round.fragment] += learners
+            return
+        current.awaited.discard(site)
+        current.delivered += learners
+        self._settle(current)
+
+    def _settle(self, round: _Round) -> None:
+        """Merges a round, if it need not wait for more."""
+        enough = round.delivered >= self.options.quorum
+        if round.settled or not enough or (round.awaited and not round.delivery_over):
+            return
+        round.settled = True
+        shard = self.shards[self.options.owner(round.fragment)]
+        self._work(shard, measured.merge_seconds(self.numel))
+        self._at(max(shard.core_free_at, round.closed_at), self._merged, round)
 
     def _work(self, shard: _Shard, seconds: float) -> None:
         """Occupies a shard's core."""
@@ -506,22 +582,44 @@ class _World:
         round.merged_at = self.now
         self.merges.append(self.now - round.closed_at)
         self.shards[number].timing.merge.update(self.merges[-1])
+        del self.rounds[round.fragment]
         for site in range(len(self.sites)):
             asked = self.now + 2 * self.network.latency(host, site)
-            self._at(asked, self._transfer, "down", round, site, host)
-        self.shards[number].open -= 1
-        self._open(number)
+            self._at(asked, self._fetch, round, site)
+        self._free_slot(round)
+        if round.following is not None:
+            self._queue(round.fragment, *round.following)
 
-    def _arrived(self, round: _Round, number: int) -> None:
-        site = self.sites[number]
+    def _fetch(self, round: _Round, number: int) -> None:
+        """A site wants a copy; one that it still fetches comes first."""
+        site, fragment = self.sites[number], round.fragment
+        if fragment in site.fetching:
+            if fragment in site.newer:
+                self._over(site.newer[fragment])
+            site.newer[fragment] = round
+            return
+        site.fetching[fragment] = round
+        self._transfer("down", round, number, self.hosts[self.options.owner(fragment)])
+
+    def _over(self, round: _Round) -> None:
+        """A site has a round's copy, or a newer one."""
         round.downloads -= 1
         if round.downloads == 0:
             self.broadcasts.append(self.now - round.merged_at)
             shard = self.shards[self.options.owner(round.fragment)]
             shard.timing.broadcast.update(self.broadcasts[-1])
-            del self.under_way[round.fragment]
+
+    def _arrived(self, round: _Round, number: int) -> None:
+        site, fragment = self.sites[number], round.fragment
+        self._over(round)
         self.delays.append(self._delay(round, number))
-        if site.owed.pop(round.fragment, None) is not None and site.holding:
+        del site.fetching[fragment]
+        if fragment in site.newer:
+            self._fetch(site.newer.pop(fragment), number)
+        elif fragment in site.answers:
+            site.answers.discard(fragment)
+            self._send(round, number)
+        if site.owed.pop(fragment, None) is not None and site.holding:
             site.at = self.now
             self._go_on(number)
 
@@ -553,7 +651,8 @@ class _World:
         taken = [a / e for a, e in zip(alone, each, strict=True)]
         return Rounds(
             compute=sum(map(operator.mul, taken, learners)) / sum(learners),
-            kept=1.0 - self.skipped / max(1, self.due),
+            kept=(1.0 - self.skipped / max(1, self.due))
+            * (1.0 - self.unheard / max(1, self.asked)),
             delay_steps=_mean(self.delays),
             delay_steps_max=max(self.delays, default=float("inf")),
             merge_seconds=_mean(self.merges),

@@ -52,7 +52,7 @@ def test_traffic_is_what_the_rounds_move() -> None:
 
 
 def test_learners_that_never_wait_lose_rounds_instead_of_steps() -> None:
-    """The link carries 40 % of what is due."""
+    """The link carries 40 % of what is due; who still fetches a copy cannot answer yet."""
     rate = 0.4 * 4 * 2e6 * MORE
     network = hub(rate)
     assert demand(MODEL, Setting(Options(), BF16, BF16), network, link_share=1.0) == pytest.approx(
@@ -60,7 +60,7 @@ def test_learners_that_never_wait_lose_rounds_instead_of_steps() -> None:
     )
     rounds = run(network)
     assert rounds.compute == pytest.approx(1.0)
-    assert rounds.kept == pytest.approx(0.4, abs=0.04)
+    assert 0.32 < rounds.kept <= 0.4
 
 
 def test_learners_that_wait_lose_steps_instead_of_rounds() -> None:

@@ -1,0 +1,216 @@
+"""One learner of four has a slow uplink, or stands still: the run does not notice, and hears it.
+
+All four step alike. Three share the syncer's end of a link; the fourth, at the other end, has an
+uplink on which one upload takes a given number of steps. What happens is read from the tapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.workloads import load_workload
+from network.runs import finish, records, step_times
+from network.spaces import FAR, FAR_ADDRESS, NEAR, Link, link, unavailable
+from replay import assert_replays
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are here"),
+]
+
+FRAGMENTS = PERIOD = 6
+STEP_SECONDS = 0.15
+SLOW, SHARDS = "learner-3", ("shard-0", "shard-1")
+FAST = ("learner-0", "learner-1", "learner-2")
+NARROW_SECONDS = 20.0
+OVERHEAD = 1.05
+"""Headers, and what else the learner says."""
+
+
+def configure(folder: Path, steps: int, name: str = "paced", **options: Any) -> RunConfig:
+    (folder / "token").write_text("a secret")
+    small = {"layers": 2, "width": 96, "batch_size": 1, "context": 16}
+    small |= {"corpus_bytes_max": 200_000, "warmup_steps": 0, "step_seconds": STEP_SECONDS}
+    return RunConfig(
+        run={
+            "folder": folder / "run",
+            "learners": 4,
+            "budget_steps": steps,
+            "evaluator": False,
+        },
+        sync={"fragments": FRAGMENTS, "period": PERIOD, "overlap": 2},
+        syncer={
+            "shards": len(SHARDS),
+            "host": FAR_ADDRESS,
+            "port": 7070,
+            "token_file": folder / "token",
+        },
+        workload={"name": name, "options": small | options},
+    )
+
+
+def start(made: Link, config: RunConfig, folder: Path) -> None:
+    """Starts the shards and the learners, the slow one at the near end, and waits for steps."""
+    path = folder / "run.toml"
+    path.write_text(dump_config(config))
+    for shard in range(len(SHARDS)):
+        made.start(FAR, "syncer", str(path), "--shard", str(shard))
+    for index in range(4):
+        made.start(NEAR if index == 3 else FAR, "learner", str(path), "--index", str(index))
+    deadline = time.monotonic() + 150
+    while not all(_stepped(folder, name) for name in (*FAST, SLOW)):
+        assert time.monotonic() < deadline, made.logs()
+        time.sleep(0.2)
+
+
+def _stepped(folder: Path, name: str) -> bool:
+    path = folder / "run" / "tape" / f"{name}.jsonl"
+    return path.exists() and len(step_times(folder, name)) > 2 * PERIOD
+
+
+def upload_bytes(config: RunConfig) -> float:
+    """What the body of a contribution has on average, in bf16."""
+    model = load_workload(config.workload.name, config.workload_options()).model()
+    return 2 * sum(p.numel() for p in model.parameters()) / FRAGMENTS
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the tapes say of the seconds from `begin` to `end`."""
+
+    folder: Path
+    begin: float
+    end: float
+
+    @cached_property
+    def shards(self) -> list[list[Record]]:
+        return [records(self.folder, name) for name in SHARDS]
+
+    def within(self, tape: list[Record], type: str) -> Iterator[Record]:
+        return (r for r in tape if r.type == type and self.begin < r.at <= self.end)
+
+    def merged_share(self) -> float:
+        """Merged rounds by those that the ticks make due: P / H of them each."""
+        ticks, rounds = 0.0, 0
+        for tape in self.shards:
+            clock = [r.data["clock"] for r in self.within(tape, "ClockAdvanced")]
+            ticks += (clock[-1] - clock[0]) / len(self.shards)
+            finished = self.within(tape, "RoundFinished")
+            rounds += sum(r.data["verdict"] == "merged" for r in finished)
+        return rounds / (ticks * FRAGMENTS / PERIOD)
+
+    def heard(self) -> Counter[int]:
+        """How often each fragment heard the slow learner."""
+        folds = [r.data for tape in self.shards for r in self.within(tape, "Fold")]
+        return Counter(f["fragment"] for f in folds if f["learner"] == SLOW)
+
+    def link_busy(self) -> float:
+        """The share of the time in which a body of the slow learner is under way."""
+        sent = {key(r.data): r.at for r in records(self.folder, SLOW) if r.type == "SendBody"}
+        arrived = {
+            key(r.data): r.at
+            for tape in self.shards
+            for r in tape
+            if r.type == "BodyArrived" and r.data["learner"] == SLOW
+        }
+        busy, until = 0.0, self.begin
+        for name, at in sorted(sent.items(), key=lambda item: item[1]):
+            over = min(self.end, arrived.get(name, self.end))
+            busy += max(0.0, over - max(at, until))
+            until = max(until, over)
+        return busy / (self.end - self.begin)
+
+    def assert_folded_once(self) -> None:
+        """All of the run: what the slow learner delivers goes into exactly one version."""
+        for tape in self.shards:
+            arrived = Counter(
+                key(r.data) for r in tape if r.type == "BodyArrived" and r.data["learner"] == SLOW
+            )
+            folded = Counter(
+                key(r.data) for r in tape if r.type == "Fold" and r.data["learner"] == SLOW
+            )
+            merged = Counter(
+                (r.data["fragment"], name_of(p["ask"]))
+                for r in tape
+                if r.type == "RoundFinished" and r.data["verdict"] == "merged"
+                for p in r.data["participants"]
+                if p["learner"] == SLOW and p["state"] == "folded"
+            )
+            assert arrived == folded == merged
+            assert set(arrived.values()) == {1}
+
+    def assert_nobody_waits(self) -> None:
+        """The others step on, and stand still nowhere; on a busy machine more slowly."""
+        for name in FAST:
+            assert not any(r.type == "Hold" for r in records(self.folder, name))
+            gaps = self.gaps(name)
+            assert median(gaps) < 2 * STEP_SECONDS
+            assert max(gaps) < 1.5, "half of the shortest interval of the protocol"
+            assert len(gaps) > 0.85 * (self.end - self.begin) / median(gaps)
+
+    def gaps(self, name: str) -> list[float]:
+        """How long the steps of a learner took."""
+        times = [r.at for r in self.within(records(self.folder, name), "StepFinished")]
+        return [b - a for a, b in pairwise(times)]
+
+
+def key(data: dict[str, Any]) -> tuple[int, str]:
+    return data["fragment"], name_of(data["ask"])
+
+
+def name_of(ask: dict[str, Any]) -> str:
+    return f"{ask['term']}.{ask['number']}"
+
+
+@pytest.mark.parametrize("steps", [0.5, 3, 12])
+def test_an_upload_may_take_as_long_as_it_likes(tmp_path: Path, steps: float) -> None:
+    config = configure(tmp_path, steps=200)
+    mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (steps * STEP_SECONDS)
+    with link(tmp_path, mbit=None) as made:
+        start(made, config, tmp_path)
+        made.narrow(mbit)
+        begin = time.monotonic()
+        time.sleep(NARROW_SECONDS)
+        end = time.monotonic()
+        made.widen()
+        finish(made, seconds=60)
+    seen = Seen(tmp_path, begin + 2.0, end)
+    print(f"{steps=} {seen.merged_share()=} {seen.link_busy()=} {seen.heard()=}")
+    assert seen.merged_share() >= 0.95
+    assert set(seen.heard()) == set(range(FRAGMENTS))
+    if steps > 1:
+        assert seen.link_busy() >= 0.85, "more is due than the link bears"
+    seen.assert_folded_once()
+    seen.assert_nobody_waits()
+    assert_replays(tmp_path / "run")
+
+
+def test_a_loop_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
+    """For 60 steps; its process lives, and says that it does."""
+    stands = {"learner": 3, "step": 30, "seconds": 60 * STEP_SECONDS}
+    config = configure(tmp_path, steps=150, name="standing:standing", **stands)
+    with link(tmp_path, mbit=None) as made:
+        start(made, config, tmp_path)
+        finish(made, seconds=100)
+    gap, begin = max((b - a, a) for a, b in pairwise(step_times(tmp_path, SLOW)))
+    assert gap > 60 * STEP_SECONDS
+    seen = Seen(tmp_path, begin, begin + gap)
+    print(f"{seen.merged_share()=} {seen.heard()=}")
+    assert seen.merged_share() >= 0.95
+    seen.assert_folded_once()
+    seen.assert_nobody_waits()
+    after = Seen(tmp_path, begin + gap, step_times(tmp_path, SLOW)[-1])
+    assert set(after.heard()) == set(range(FRAGMENTS)), "then it is heard again"
+    assert_replays(tmp_path / "run")
