@@ -96,14 +96,6 @@ CORE = (
         Changes(options={"missed": "rebase"}),
     ),
     Break(
-        "askings are told apart by their numbers alone, whatever the term",
-        LearnerMachine,
-        "_sent",
-        "view.sent.ask == ask",
-        "view.sent.ask.number == ask.number",
-        Changes(options={"missed": "rebase"}),
-    ),
-    Break(
         "who comes back is asked again for what its earlier life has handed in",
         FragmentState,
         "has_since_version",
@@ -119,32 +111,11 @@ CORE = (
         "return []",
     ),
     Break(
-        "a pull that went with the connection is waited for",
-        syncer_rounds,
-        "forget_asks",
-        "ask.name not in known",
-        "state.members.get(learner) is None",
-    ),
-    Break(
         "the closing sweep leaves open rounds as they are",
         syncer_rounds,
         "begin_sweep",
         "if round.settled_at is None:",
         "if False:",
-    ),
-    Break(
-        "nobody is told that a round is given up",
-        LearnerMachine,
-        "_told",
-        "self.state.fragments[fragment].owed_at = None",
-        "return []",
-    ),
-    Break(
-        "a seed that connects anew is not asked again",
-        syncer.SyncerMachine,
-        "_greeted",
-        "effects += syncer_fill.member_gone(state, hello.learner, why_void)",
-        "pass",
     ),
     Break(
         "after a restart versions are counted from 0",

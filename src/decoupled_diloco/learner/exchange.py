@@ -85,7 +85,9 @@ class LearnerTensors:
     def apply(self, fragment: int, mode: Mode) -> None:
         """Takes the staged published copy into the parameters (rule 7)."""
         part, new = self.plan.fragments[fragment], self.staged[fragment]
-        assert new is not None, f"nothing is staged for fragment {fragment}"
+        if new is None:
+            new = self.published[fragment]
+        assert new is not None, f"nothing is staged or held of fragment {fragment}"
         match mode:
             case "overwrite":
                 self.store.overwrite(part, new)

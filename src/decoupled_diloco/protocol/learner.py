@@ -286,22 +286,43 @@ class LearnerMachine:
             for index in sorted(state.attention | ahead.keys()):
                 effects += self._snapshot(index, state.fragments[index], ahead.get(index))
             state.look_away()
-        return effects + self._over_if_done()
+        return effects + self._leave_no_rest() + self._over_if_done()
 
     def _over_if_done(self) -> list[LearnerEffect]:
         """The run is over when every shard has finished and its last copies are held."""
         state = self.state
-        if state.over:
+        if state.over or not self._has_last_copies():
             return []
-        for link in state.shards:
-            if not link.finished:
-                return []
-        for index, view in enumerate(state.fragments):
-            current = view.latest is None or view.latest.version == view.held
-            if not current and state.shards[self.options.owner(index)].linked:
-                return []
+        if self.role == "learner" and any(map(state.has_rest, state.fragments)):
+            return []  # until the next boundary
         state.over = True
         return [RunOver("every shard has finished")]
+
+    def _has_last_copies(self) -> bool:
+        state = self.state
+        if not all(link.finished for link in state.shards):
+            return False
+        return all(
+            view.latest is None
+            or view.latest.version == view.held
+            or not state.shards[self.options.owner(index)].linked
+            for index, view in enumerate(state.fragments)
+        )
+
+    def _leave_no_rest(self) -> list[LearnerEffect]:
+        """What no version has taken in the end is not kept: the model is the run's result."""
+        state, effects = self.state, list[LearnerEffect]()
+        if state.over or self.role != "learner" or not self._has_last_copies():
+            return effects
+        for index, view in enumerate(state.fragments):
+            if state.has_rest(view):
+                assert view.held is not None
+                discarded = state.tokens_of(view)
+                view.steps_before, view.tokens_before = state.step, state.tokens
+                state.discarded_tokens += discarded
+                why = "nothing of it was taken"
+                effects.append(Apply(index, view.held, "overwrite", discarded, why))
+        return effects
 
     def _answers_first(self, view: FragmentView) -> bool:
         """Whether a pull is answered although its round has merged: the answer is late.

@@ -211,6 +211,10 @@ class LearnerState:
         """c_tokens[p]: tokens of those steps."""
         return self.tokens - view.tokens_before
 
+    def has_rest(self, view: FragmentView) -> bool:
+        """Whether its parameters are not those of the version that is held."""
+        return view.held is not None and view.staged is None and self.steps_of(view) > 0
+
     def look_away(self) -> None:
         """Fragments that nothing is left to be done for need no attention."""
         for index in list(self.attention):

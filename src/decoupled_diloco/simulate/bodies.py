@@ -316,6 +316,8 @@ class LineageLearner:
     def apply(self, fragment: int, version: Version, mode: str, discarded_tokens: int) -> None:
         """See `LearnerBodies.apply`."""
         local = self.fragments[fragment]
+        if local.staged is None:
+            local.staged, local.staged_version = local.held, local.held_version
         assert local.staged is not None
         assert local.staged_version == version
         if mode == "overwrite":
