@@ -27,7 +27,7 @@ def checkpoint(steps: int = 7, cut: int | None = None) -> LearnerCheckpoint:
         discarded_tokens=3,
         global_step=steps + 1,
         fragments=tuple(
-            HeldFragment(Version(1, index), digest(tensor), 4, 32, tensor)
+            HeldFragment(Version(1, index), digest(tensor), f"seal-{index}", 4, 32, tensor)
             for index, tensor in enumerate(published)
         ),
         model={"embedding": tied, "head": tied, "buffer": torch.tensor(True)},

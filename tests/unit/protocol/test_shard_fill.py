@@ -94,8 +94,8 @@ def test_seeding_from_the_learner_that_is_named() -> None:
     assert not bench.said(ShardReady)
     bench.deliver(wanted[1:])
     assert bench.orders(Install) == [
-        Install(0, Version(2, 0), "the initial weights are complete"),
-        Install(1, Version(2, 0), "the initial weights are complete"),
+        Install(0, Version(2, 0), "the initial weights are complete", "copy-0"),
+        Install(1, Version(2, 0), "the initial weights are complete", "copy-1"),
     ]
     assert bench.said(ShardReady) == [ShardReady(1)]
     assert not bench.said(Published), "no round opens before every shard is ready"
