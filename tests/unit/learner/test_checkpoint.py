@@ -125,10 +125,12 @@ def test_one_that_belongs_to_a_newer_format_is_not_guessed_at(
 ) -> None:
     from decoupled_diloco.learner import checkpoint as module
 
-    monkeypatch.setattr(module, "FORMAT", 2)
+    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
     path = CheckpointFolder(tmp_path).save(checkpoint())
     monkeypatch.undo()
-    with pytest.raises(StorageError, match="format 2, this reads 1"):
+    with pytest.raises(
+        StorageError, match=f"format {module.FORMAT + 1}, this reads {module.FORMAT}"
+    ):
         LearnerCheckpoint.read(path)
 
 

@@ -450,6 +450,18 @@ def test_a_waiting_learner_is_let_go_when(learner_bench: Any, event: Any) -> Non
     assert bench.orders(Release)
 
 
+def test_a_waiting_learner_still_waits_for_what_else_is_due(learner_bench: Any) -> None:
+    bench = waiting(learner_bench, fragments=2, overlap=2)
+    bench.step()
+    assert bench.orders(Hold)
+    bench.step()
+    bench.hear(GivenUp(1, "because"))
+    assert bench.machine.state.fragments[1].owed_at is None
+    assert not bench.orders(Release), "fragment 0 is owed"
+    bench.hear(GivenUp(0, "because"))
+    assert bench.orders(Release)
+
+
 def test_a_late_snapshot_does_not_make_at_tau_wait_for_itself(learner_bench: Any) -> None:
     bench = waiting(learner_bench, apply="at_tau")
     bench.machine.state.fragments[0].snapshot = None

@@ -156,7 +156,9 @@ def test_rule_4_a_contribution_that_is_refused_before_the_next_version_is_kept_h
     assert not view(bench).late
 
 
-def test_rule_4_what_was_sent_to_a_round_that_was_given_up_is_neither_sent_again_nor_lost(learner_bench: Any) -> None:
+def test_rule_4_what_was_sent_to_a_round_that_was_given_up_is_neither_sent_again_nor_lost(
+    learner_bench: Any,
+) -> None:
     """Rule 4: the round was given up; the contribution stays the fragment's."""
     bench = started(learner_bench, period=1)
     bench.hear(pull())
@@ -180,7 +182,9 @@ def test_rule_4_nobody_waits_for_a_round_that_was_given_up(learner_bench: Any) -
     assert view(bench).sent is not None
 
 
-def test_rule_4_a_pull_is_still_to_be_answered_after_its_round_is_given_up(learner_bench: Any) -> None:
+def test_rule_4_a_pull_is_still_to_be_answered_after_its_round_is_given_up(
+    learner_bench: Any,
+) -> None:
     """Rule 4: its loop stood still while the round was given up; the asking goes on."""
     bench = started(learner_bench, steps=1)
     bench.hear(pull(tick=9))

@@ -368,6 +368,7 @@ def test_rule_4_after_a_failed_merge_the_fragment_pauses(shard_bench: Any) -> No
     bench = opened(shard_bench, "a")
     fail_merge(bench)
     assert outcomes(bench) == [("a", "abandoned")]
+    assert bench.messages(GivenUp) == [GivenUp(0, "no memory")], "nobody waits for the version"
     (finished,) = bench.orders(RoundFinished)
     assert (finished.verdict, finished.reason, finished.version) == ("abandoned", "no memory", None)
     entry = bench.machine.state.fragments[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.effects import Expect, Merge, Note, RoundFinished, RoundOpened, Send
+from decoupled_diloco.protocol.effects import Expect, Merge, Note, RoundFinished, RoundOpened
 from decoupled_diloco.protocol.events import (
     Disconnected,
     Heard,
