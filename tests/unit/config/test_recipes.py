@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import RunConfig, load_config
+from decoupled_diloco.config.method import options_of, public_text, read_public
 from decoupled_diloco.workloads import load_workload
 from decoupled_diloco.workloads.gpt import GptWorkload
 from decoupled_diloco.workloads.vit import VitWorkload
@@ -37,6 +38,17 @@ def test_the_baselines_are_synchronous(name: str) -> None:
     config = load(name)
     assert config.sync.quorum == config.run.learners
     assert (config.sync.wait, config.sync.merge) == ("at_overlap", "mean")
+
+
+@pytest.mark.parametrize("name", ["diloco", "quickstart"])
+def test_only_who_does_not_wait_for_the_others_has_a_norm_gate(name: str) -> None:
+    """Who waits for every learner is compared with data-parallel training: nothing is clipped."""
+    config = load(name)
+    gate = options_of(read_public(public_text(config))).norm_gate
+    waits = config.sync.wait == "at_overlap"
+    assert gate == (0.0 if waits else 10.0)
+    assert ("norm_gate" in config.sync.inapplicable()) is waits
+    assert waits is (name == "diloco")
 
 
 def test_the_quickstart_kills_one_learner_on_the_way() -> None:

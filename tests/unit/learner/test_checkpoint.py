@@ -27,7 +27,7 @@ def checkpoint(steps: int = 7, cut: int | None = None) -> LearnerCheckpoint:
         discarded_tokens=3,
         global_step=steps + 1,
         fragments=tuple(
-            HeldFragment(Version(1, index), digest(tensor), 4, 32, tensor)
+            HeldFragment(Version(1, index), digest(tensor), f"seal-{index}", 4, 32, tensor)
             for index, tensor in enumerate(published)
         ),
         model={"embedding": tied, "head": tied, "buffer": torch.tensor(True)},
@@ -125,10 +125,12 @@ def test_one_that_belongs_to_a_newer_format_is_not_guessed_at(
 ) -> None:
     from decoupled_diloco.learner import checkpoint as module
 
-    monkeypatch.setattr(module, "FORMAT", 2)
+    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
     path = CheckpointFolder(tmp_path).save(checkpoint())
     monkeypatch.undo()
-    with pytest.raises(StorageError, match="format 2, this reads 1"):
+    with pytest.raises(
+        StorageError, match=f"format {module.FORMAT + 1}, this reads {module.FORMAT}"
+    ):
         LearnerCheckpoint.read(path)
 
 

@@ -182,7 +182,12 @@ class LearnerBench(Bench):
         self, version: Version, base: Version | None, fragment: int = 0, **fields: Any
     ) -> list[Any]:
         """A shard tells of a new copy."""
-        values = {"difference": "" if base is None else "/d", "clock": 0, **fields}
+        values = {
+            "difference": "" if base is None else "/d",
+            "clock": 0,
+            "seal": f"seal-{version}",
+            **fields,
+        }
         shard = self.machine.options.owner(fragment)
         return self.hear(
             Published(fragment, version, base, f"digest-{version}", whole="/w", **values), shard

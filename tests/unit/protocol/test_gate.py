@@ -9,12 +9,16 @@ import pytest
 
 from decoupled_diloco.protocol.effects import Drop, Fold
 from decoupled_diloco.protocol.gate import (
+    OWN_MAX,
+    OWN_MIN,
+    OWN_SIZE_MAX,
     SAMPLES_MAX,
     SAMPLES_MIN,
     Sample,
     grown,
     norm_limit,
     remember,
+    remember_own,
 )
 
 
@@ -24,16 +28,16 @@ def test_the_limit_is_median_plus_k_mad() -> None:
     middle = median(norms)
     deviation = median(abs(norm - middle) for norm in norms)
     assert (middle, deviation) == (5.0, 2.0)
-    assert norm_limit(samples, 24, 3.0) == middle + 3.0 * deviation
+    assert norm_limit(samples, [], 24, 3.0) == (middle + 3.0 * deviation, middle)
 
 
 def test_norms_that_are_all_alike_leave_room_for_the_next() -> None:
-    assert norm_limit([(5.0, 24)] * 20, 24, 10.0) == pytest.approx(10.0)
+    assert norm_limit([(5.0, 24)] * 20, [], 24, 10.0) == pytest.approx((10.0, 5.0))
 
 
 def test_a_few_norms_are_no_reason_to_refuse() -> None:
-    assert norm_limit([(1.0, 24)] * (SAMPLES_MIN - 1), 24, 10.0) is None
-    assert norm_limit([(1.0, 24)] * 20, 24, 0.0) is None, "no gate"
+    assert norm_limit([(1.0, 24)] * (SAMPLES_MIN - 1), [], 24, 10.0) is None
+    assert norm_limit([(1.0, 24)] * 20, [], 24, 0.0) is None, "no gate"
 
 
 @pytest.mark.parametrize("steps", [1, 6, 24, 96])
@@ -41,9 +45,9 @@ def test_no_honest_number_of_steps_is_refused(steps: int) -> None:
     """A random walk grows like the root of its steps, a straight line like them."""
     for power in (0.5, 0.75, 1.0):
         samples = [(since**power, since) for since in (12, 23, 24, 25, 24, 24, 23, 48)]
-        limit = norm_limit(samples, steps, 10.0)
-        assert limit is not None
-        assert steps**power <= limit
+        found = norm_limit(samples, [], steps, 10.0)
+        assert found is not None
+        assert steps**power <= found[0]
 
 
 def test_a_norm_in_other_numbers_of_steps() -> None:
@@ -78,7 +82,7 @@ def test_one_that_is_too_large_is_refused_or_clipped(shard_bench: Any, oversized
     folds = [e for effects in before for e in effects if isinstance(e, Fold)]
     assert [fold.scale for fold in folds] == [1.0] * SAMPLES_MIN
     found = [effect for effect in poisoned if isinstance(effect, Fold | Drop)]
-    reason = "its norm 50 in 1 steps exceeds 2, median + 10 · MAD of the fragment's last ones"
+    reason = "its norm 50 in 1 steps exceeds 2: norms of this fragment are 1 as a rule"
     if oversized == "clip":
         assert found[0].scale == pytest.approx(2.0 / 50.0)
         assert found[0].why == f"delivered in time; clipped: {reason}"
@@ -87,10 +91,76 @@ def test_one_that_is_too_large_is_refused_or_clipped(shard_bench: Any, oversized
         assert found[0].why == reason
 
 
-def test_when_all_become_larger_the_limit_follows(shard_bench: Any) -> None:
+def scales(orders: list[list[Any]]) -> list[float]:
+    """What each body's values are multiplied by; 0: it was refused."""
+    return [sum(e.scale for e in effects if isinstance(e, Fold)) for effects in orders]
+
+
+def test_without_a_word_about_it_what_is_too_large_is_clipped(shard_bench: Any) -> None:
     bench = shard_bench("a", fragments=1, period=1, norm_gate=10.0)
-    orders = rounds(bench, [1.0] * SAMPLES_MIN + [50.0] * SAMPLES_MAX)
-    folded = [any(isinstance(e, Fold) for e in effects) for effects in orders]
+    assert scales(rounds(bench, [1.0] * SAMPLES_MIN + [50.0]))[-1] == pytest.approx(2.0 / 50.0)
+
+
+def test_when_all_become_larger_the_limit_follows(shard_bench: Any) -> None:
+    bench = shard_bench("a", fragments=1, period=1, norm_gate=10.0, oversized="refuse")
+    found = scales(rounds(bench, [1.0] * SAMPLES_MIN + [50.0] * SAMPLES_MAX))
     first = SAMPLES_MIN
-    assert not any(folded[first : first + SAMPLES_MIN // 2])
-    assert all(folded[-SAMPLES_MAX // 2 :])
+    assert not any(found[first : first + SAMPLES_MIN // 2])
+    assert all(found[-SAMPLES_MAX // 2 :])
+
+
+# ---- a learner's own past
+
+
+@pytest.mark.parametrize(
+    ("own", "limit"),
+    [
+        ([2.5] * (OWN_MIN - 1), 2.0),
+        ([2.5] * OWN_MIN, 5.0),
+        ([1.0, 2.5, 9.0], 5.0),
+        ([0.1] * OWN_MIN, 2.0),
+    ],
+    ids=["too few", "its median counts", "not its largest", "who is small has the others' limit"],
+)
+def test_a_learner_goes_on_as_it_did(own: list[float], limit: float) -> None:
+    found = norm_limit([(3.0, 24)] * SAMPLES_MIN, own, 24, 10.0)
+    assert found == pytest.approx((3.0 * limit, 3.0))
+
+
+def test_only_its_last_sizes_are_remembered_in_usual_norms() -> None:
+    own: list[float] = []
+    for size in range(1, 2 * OWN_MAX):
+        remember_own(own, 0.5 * size, 5.0)
+    assert own == pytest.approx([0.1 * size for size in range(OWN_MAX, 2 * OWN_MAX)])
+
+
+def test_a_liar_cannot_raise_its_own_limit_as_it_likes() -> None:
+    own: list[float] = []
+    for _ in range(OWN_MIN):
+        remember_own(own, 1e30, 1.0)
+    found = norm_limit([(1.0, 24)] * SAMPLES_MIN, own, 24, 10.0)
+    assert found == pytest.approx((2 * OWN_SIZE_MAX, 1.0))
+
+
+def test_who_is_larger_than_the_others_is_clipped_until_its_past_is_known(
+    shard_bench: Any,
+) -> None:
+    """Three learners of norm 1, and one whose data makes 2.5: it is never refused."""
+    names = ("a", "b", "c", "large")
+    bench = shard_bench(*names, fragments=1, period=1, norm_gate=10.0, participants="all", quorum=4)
+    found = []
+    for _ in range(8):
+        for name in names:
+            bench.step(name)
+        for name in names:
+            bench.body(name, norm=2.5 if name == "large" else 1.0)
+            (fold,) = bench.orders(Fold)
+            if name == "large":
+                found.append(fold.scale)
+            else:
+                assert fold.scale == 1.0
+        bench.merged()
+    ungated = SAMPLES_MIN // len(names)
+    clipped = found[ungated : ungated + OWN_MIN]
+    assert clipped == pytest.approx([2.0 / 2.5] * OWN_MIN), "mildly"
+    assert found[:ungated] + found[ungated + OWN_MIN :] == [1.0] * (8 - OWN_MIN)

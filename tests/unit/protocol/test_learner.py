@@ -37,6 +37,7 @@ from decoupled_diloco.protocol.messages import (
     Decline,
     Ending,
     Finished,
+    GivenUp,
     Hello,
     Holding,
     Outcome,
@@ -119,7 +120,7 @@ def test_a_greeting_says_what_is_held_and_where_it_is(learner_bench: Any) -> Non
     bench.told(Linked(0))
     (hello,) = bench.messages(Hello)
     assert (hello.step, hello.run_step) == (4, 4)
-    assert hello.held == (Holding(0, V0),)
+    assert hello.held == (Holding(0, V0, "digest-1.0", "seal-1.0"),), "as announced"
 
 
 def test_a_welcome_counts_from_the_step_it_names(learner_bench: Any) -> None:
@@ -316,7 +317,7 @@ def test_rule_7_a_contributor_applies_by_alignment(
     assert (applied.mode, applied.discarded_tokens) == (alignment, discarded)
     assert bench.machine.state.tokens_of(bench.machine.state.fragments[0]) == left
     assert bench.machine.state.discarded_tokens == discarded
-    assert bench.messages(Holding) == [Holding(0, V1)]
+    assert bench.messages(Holding) == [Holding(0, V1, "digest-1.1", "seal-1.1")]
     assert not bench.machine.state.fragments[0].late, "it has its outcome"
 
 
@@ -433,7 +434,7 @@ def test_the_snapshot_of_the_step_that_was_due_is_kept(learner_bench: Any) -> No
     [
         pytest.param(Unlinked(0), id="the link is gone"),
         pytest.param(Ending(), id="the run ends"),
-        pytest.param(outcome("abandoned"), id="the round is given up"),
+        pytest.param(GivenUp(0, "because"), id="the round is given up"),
         pytest.param(Welcome(0, 2, 0, 3, 0), id="the shard counts anew"),
     ],
 )
@@ -446,6 +447,18 @@ def test_a_waiting_learner_is_let_go_when(learner_bench: Any, event: Any) -> Non
         bench.told(event)
     else:
         bench.hear(event)
+    assert bench.orders(Release)
+
+
+def test_a_waiting_learner_still_waits_for_what_else_is_due(learner_bench: Any) -> None:
+    bench = waiting(learner_bench, fragments=2, overlap=2)
+    bench.step()
+    assert bench.orders(Hold)
+    bench.step()
+    bench.hear(GivenUp(1, "because"))
+    assert bench.machine.state.fragments[1].owed_at is None
+    assert not bench.orders(Release), "fragment 0 is owed"
+    bench.hear(GivenUp(0, "because"))
     assert bench.orders(Release)
 
 

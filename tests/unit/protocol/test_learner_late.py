@@ -22,6 +22,7 @@ from decoupled_diloco.protocol.messages import (
     Asking,
     Decline,
     Ending,
+    GivenUp,
     Hello,
     Outcome,
     Pull,
@@ -155,11 +156,13 @@ def test_rule_4_a_contribution_that_is_refused_before_the_next_version_is_kept_h
     assert not view(bench).late
 
 
-def test_rule_4_what_was_kept_is_neither_sent_again_nor_thrown_away(learner_bench: Any) -> None:
+def test_rule_4_what_was_sent_to_a_round_that_was_given_up_is_neither_sent_again_nor_lost(
+    learner_bench: Any,
+) -> None:
     """Rule 4: the round was given up; the contribution stays the fragment's."""
     bench = started(learner_bench, period=1)
     bench.hear(pull())
-    bench.hear(outcome("kept"))
+    bench.hear(GivenUp(0, "because"))
     bench.step()
     assert not bench.orders(Snapshot), "the one that was sent is still needed"
     bench.hear(outcome("accepted", version=V1))
@@ -169,21 +172,23 @@ def test_rule_4_what_was_kept_is_neither_sent_again_nor_thrown_away(learner_benc
 
 
 def test_rule_4_nobody_waits_for_a_round_that_was_given_up(learner_bench: Any) -> None:
-    """Rule 4: what is kept follows; a synchronous learner steps on, and sends nothing new."""
+    """Rule 4: the contribution follows; a synchronous learner steps on, and sends nothing new."""
     bench = started(learner_bench, steps=2, wait="at_overlap", period=2, overlap=1)
     bench.hear(pull(tick=2))
     bench.step()
     assert bench.orders(Hold)
-    bench.hear(outcome("kept"))
+    bench.hear(GivenUp(0, "because"))
     assert bench.orders(Release)
     assert view(bench).sent is not None
 
 
-def test_rule_4_a_pull_that_is_kept_is_still_to_be_answered(learner_bench: Any) -> None:
+def test_rule_4_a_pull_is_still_to_be_answered_after_its_round_is_given_up(
+    learner_bench: Any,
+) -> None:
     """Rule 4: its loop stood still while the round was given up; the asking goes on."""
     bench = started(learner_bench, steps=1)
     bench.hear(pull(tick=9))
-    bench.hear(outcome("kept"))
+    bench.hear(GivenUp(0, "because"))
     bench.step()
     assert [body.ask for body in bench.orders(SendBody)] == [FIRST]
 

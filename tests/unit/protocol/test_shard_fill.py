@@ -94,8 +94,8 @@ def test_seeding_from_the_learner_that_is_named() -> None:
     assert not bench.said(ShardReady)
     bench.deliver(wanted[1:])
     assert bench.orders(Install) == [
-        Install(0, Version(2, 0), "the initial weights are complete"),
-        Install(1, Version(2, 0), "the initial weights are complete"),
+        Install(0, Version(2, 0), "the initial weights are complete", "copy-0"),
+        Install(1, Version(2, 0), "the initial weights are complete", "copy-1"),
     ]
     assert bench.said(ShardReady) == [ShardReady(1)]
     assert not bench.said(Published), "no round opens before every shard is ready"
@@ -145,6 +145,33 @@ def test_a_seed_whose_connection_broke_is_asked_again() -> None:
     bench.told(Disconnected("a"))
     bench.greet("a")
     assert [ask.fragment for _, ask in bench.wanted()] == [1]
+
+
+def test_a_seed_that_greets_anew_is_asked_again() -> None:
+    """Nobody has noticed that its connection broke, and what it was asked went with it."""
+    bench = FillBench(begun=False)
+    bench.greet("a")
+    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    first = bench.wanted()
+    bench.greet("a")
+    assert [order.path for order in bench.orders(Unexpect)] == [ask.path for _, ask in first]
+    again = bench.wanted()
+    assert [ask.fragment for _, ask in again] == [0, 1]
+    bench.deliver(first)
+    assert not bench.said(ShardReady), "answers to what it was asked before are void"
+    bench.deliver(again)
+    assert bench.said(ShardReady)
+
+
+def test_a_holder_that_greets_anew_is_asked_again() -> None:
+    bench = FillBench(begun=True)
+    bench.greet("a", Version(1, 5), Version(1, 3), step=9)
+    bench.told(Tick(), SETTLE_SECONDS)
+    assert len(bench.wanted()) == 2
+    bench.greet("a", Version(1, 5), Version(1, 3), step=9)
+    bench.told(Tick(), bench.machine.deadline())
+    bench.deliver(bench.wanted())
+    assert bench.machine.state.phase == "running"
 
 
 @pytest.mark.parametrize("how", ["spoiled", "declined"])
@@ -228,6 +255,27 @@ def test_restoring_takes_each_fragment_from_a_holder_of_the_newest() -> None:
         (Version(2, 6), Version(1, 6), ""),
     ], "only the name is new: who holds it fetches nothing"
     assert bench.machine.state.clock == 9, "the clock is where the learners are"
+
+
+@pytest.mark.parametrize("lie", ["clock", "run_step"])
+@pytest.mark.parametrize("learners", [("liar", "a", "b"), ("a", "b", "liar")])
+def test_rule_13_a_clock_that_is_restored_is_that_of_most_learners(
+    lie: str, learners: tuple[str, ...]
+) -> None:
+    """Rule 13: one who lies moves it by a period at most, and is itself no further ahead."""
+    bench = FillBench(begun=True)
+    held = tuple(Holding(p, Version(1, 5)) for p in (0, 1))
+    for number, name in enumerate(learners):
+        said = {"clock": 7, "run_step": 8, lie: 2**47 if name == "liar" else 8}
+        hello = Hello(name, 1, name, "learner", 6, held=held, **said)
+        bench.told(Greeted(number, hello))
+    bench.told(Tick(), SETTLE_SECONDS)
+    bench.deliver(bench.wanted())
+    state = bench.machine.state
+    assert state.phase == "running"
+    ahead = 0 if lie == "clock" else 4
+    assert state.clock == 8 + ahead
+    assert state.members["liar"].run_step == 8 + ahead
 
 
 def test_a_holder_that_declines_is_passed_over() -> None:

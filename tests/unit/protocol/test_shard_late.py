@@ -56,9 +56,9 @@ def test_rule_4_a_late_body_goes_into_the_fragments_next_round(
     """Rule 4: with the weight of its snapshot; at last it is told into which version."""
     bench = behind_by(shard_bench, versions)
     name = bench.ask("b")
-    bench.body("b", steps=7, tokens=70)
+    bench.body("b", steps=2, tokens=20)
     (fold,) = bench.orders(Fold)
-    assert (fold.ask, fold.steps, fold.tokens, fold.discount) == (name, 7.0, 70.0, 1.0)
+    assert (fold.ask, fold.steps, fold.tokens, fold.discount) == (name, 2.0, 20.0, 1.0)
     assert fold.why == f"late by {versions} versions"
     assert not bench.messages(Outcome), "it is not known yet"
     merge_without(bench, "a")
@@ -318,13 +318,36 @@ def test_rule_4_a_round_that_lacks_its_quorum_comes_first(shard_bench: Any) -> N
     for fragment in (1, 2):
         bench.body("a", fragment)
     tick_at(bench, DELIVERY_SECONDS)
-    member = bench.machine.state.members["b"]
-    assert set(bench.machine.state.rounds) == {1, 2, 3, 4}
-    assert (member.under_way, member.arrears) == ({1, 2}, {3, 4})
-    member.arrears.add(0)
+    tick_at(bench, 2 * DELIVERY_SECONDS)
+    member, rounds = bench.machine.state.members["b"], bench.machine.state.rounds
+    assert {p for p, round in rounds.items() if not round.delivery_over} == {0, 5}
+    assert (member.under_way, member.arrears) == ({1, 2}, {0, 3, 4, 5})
     bench.body("b", 1)
     bench.body("b", 2)
-    assert asked_of(bench, "b") == [3], "0 has no round that waits"
+    assert asked_of(bench, "b") == [3], "the window of 0 is not over: nobody waits for it yet"
+
+
+def test_rule_4_who_is_busy_is_in_arrears_with_what_is_folded_already(shard_bench: Any) -> None:
+    """Rule 4: what it has trained since goes into the version after the next."""
+    bench = shard_bench("a", "b", fragments=1, period=2, quorum=2)
+    for learner in "abab":
+        bench.step(learner)
+    bench.body("b")
+    bench.decline("a")
+    assert not bench.machine.state.rounds, "given up; what b has sent stays"
+    member = bench.machine.state.members["b"]
+    member.pressed = True
+    for learner in "ba":
+        bench.step(learner)
+    assert bench.asked() == ["a"]
+    assert member.arrears == {0}
+    bench.body("a")
+    bench.merged()
+    assert not bench.asked()
+    bench.step("a")
+    bench.step("b")
+    assert "b" in bench.asked()
+    assert bench.machine.state.fragments[0].asks["b"].base == Version(1, 1)
 
 
 def test_rule_4_a_pull_of_arrears_tells_what_comes_next(shard_bench: Any) -> None:

@@ -55,6 +55,41 @@ def test_one_learner_and_an_outer_rate_of_one_is_the_identity() -> None:
     assert published.digest == digest(published.whole)
 
 
+def received() -> tuple[ShardTensors, str]:
+    """A shard of zeros that has received ones; and their digest."""
+    tensors, ones = shard(), torch.ones(N)
+    tensors.receive(0, ones, digest(ones))
+    return tensors, digest(ones)
+
+
+def test_a_copy_is_kept_aside_until_it_is_to_be_installed() -> None:
+    tensors, wanted = received()
+    assert torch.equal(tensors.whole(0), torch.zeros(N)), "another attempt may have begun"
+    tensors.install_received(0, wanted)
+    assert torch.equal(tensors.whole(0), torch.ones(N))
+    assert torch.equal(tensors.fragments[0].master, torch.ones(N))
+
+
+def test_a_copy_that_is_not_the_one_that_is_wanted_changes_nothing() -> None:
+    tensors, wanted = received()
+    tensors.install_received(0, digest(torch.zeros(N)))
+    assert torch.equal(tensors.whole(0), torch.zeros(N))
+    tensors.install_received(0, wanted)
+    assert torch.equal(tensors.whole(0), torch.zeros(N)), "it was forgotten"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_copy_that_is_no_good_is_not_even_kept(bad: float) -> None:
+    tensors, wanted = received()
+    with pytest.raises(ProtocolError, match="the digest is"):
+        tensors.receive(0, torch.full((N,), 2.0), wanted)
+    values = torch.full((N,), bad)
+    with pytest.raises(MergeError, match="not installed"):
+        tensors.receive(0, values, digest(values))
+    tensors.install_received(0, wanted)
+    assert torch.equal(tensors.whole(0), torch.ones(N)), "what came before is still here"
+
+
 def test_weights_are_quantity_times_quality() -> None:
     tensors = shard(method="mean")
     deliver(tensors, FIRST, torch.full((N,), 1.0))
