@@ -88,13 +88,16 @@ def test_a_learner_of_another_run_may_still_end(make: Make) -> None:
         until(lambda: learner.step(tokens=TOKENS) and learner.refused, "it is refused")
 
 
+ASK = say.Asking(1, 1)
+
 NONSENSE: list[dict[str, Any]] = [
     {},
     {"type": "Nonsense"},
     {"type": "Shifted", "by": -1},
-    encode(say.Pull(1, 999, 1, say.Version(1, 0), 1, "bf16", "overwrite", "/x", 1.0, False)),
-    encode(say.Pull(1, 0, 1, say.Version(1, 0), 1, "morse", "overwrite", "//[", 1.0, False)),
-    encode(say.Outcome(1, 999, "refused", "", None)),
+    encode(say.Pull(999, ASK, say.Version(1, 0), 1, "bf16", "overwrite", "/x", False)),
+    encode(say.Pull(0, ASK, say.Version(1, 0), 1, "morse", "overwrite", "//[", False)),
+    encode(say.Pull(0, ASK, say.Version(1, 0), 1, "bf16", "overwrite", "/x", False, (999,))),
+    encode(say.Outcome(999, ASK, "refused", "", None)),
     encode(say.CopyWanted(999, 1, None, "/x")),
     encode(say.Published(999, say.Version(1, 9), None, "", "", "", 1)),
     encode(say.Published(0, say.Version(9, 9), None, "", "http://[", "http://[", 1)),

@@ -160,6 +160,7 @@ def test_joins_wait_for_a_disk_that_can_be_written_and_rounds_do_not(
     with training(Trainer(system, "learner-0")):
         # A folder in the place of the file that is about to be written: as good as a full disk.
         (system.folder / "coordinator.part").mkdir()
+        (system.folder / "coordinator.joined").mkdir()
         late = Trainer(system, "learner-1", steps_max=2)
         late.start()
         told = "joins, leases and the end of the run wait for it"
@@ -168,6 +169,7 @@ def test_joins_wait_for_a_disk_that_can_be_written_and_rounds_do_not(
         until(lambda: system.rounds() > rounds + 4, "rounds go on")
         assert not late.joined.is_set()
         (system.folder / "coordinator.part").rmdir()
+        (system.folder / "coordinator.joined").rmdir()
         assert late.end().steps == 2
 
 

@@ -309,10 +309,10 @@ class SyncerMachine:
             effects += syncer_members.remove(state, self.options, now, gone, evict=False)
             member = None
         if state.fill is not None and state.phase == "restoring":
-            state.fill.clocks[hello.learner] = max(hello.clock, hello.run_step or 0)
+            state.fill.clocks[hello.learner] = hello.clock
         if member is None:
             why = "joined" if hello.step == 0 else "came back"
-            member = syncer_members.admit(state, now, hello)
+            member = syncer_members.admit(state, self.options, now, hello)
         member.connected = True
         member.held = credible(hello.held, self._owned_set)
         syncer_members.advance_step(state, member, now, hello.step)

@@ -23,7 +23,7 @@ from decoupled_diloco.protocol.membership import (
 )
 from decoupled_diloco.protocol.messages import Hello, Holding, Shifted, StepReport
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.syncer_state import SyncerState
+from decoupled_diloco.protocol.syncer_state import SyncerState, lower_median
 
 LATENESS_SECONDS_MIN = 0.5
 """A tick later than this was held up by a pause of the process, not by the scheduler."""
@@ -42,12 +42,12 @@ def steps_problem(state: SyncerState, hello: Hello) -> str | None:
     return report_problem(state.clock, run_step, 0, 0)
 
 
-def admit(state: SyncerState, now: float, hello: Hello) -> Member:
+def admit(state: SyncerState, options: Options, now: float, hello: Hello) -> Member:
     """Makes who has greeted live."""
     known = state.identities.get(hello.learner)
     if known is None or known.epoch < hello.epoch:
         known = _new_identity(state, hello, known)
-    run_step = _run_step(state, now, hello, known)
+    run_step = _run_step(state, options, now, hello, known)
     known.pace = Pace(now) if known.pace is None else known.pace
     member = Member(
         learner=hello.learner,
@@ -73,21 +73,29 @@ def _new_identity(state: SyncerState, hello: Hello, before: Identity | None) -> 
     return new
 
 
-def _run_step(state: SyncerState, now: float, hello: Hello, known: Identity) -> int:
+def _run_step(
+    state: SyncerState, options: Options, now: float, hello: Hello, known: Identity
+) -> int:
     """The run step of who is admitted: as it says, as far as that can be true (rule 13)."""
     if hello.run_step is None:
         return state.clock
     if state.phase in ("starting", "restoring"):
         return min(hello.run_step, CLOCK_MAX)  # looked at once all have spoken
-    if known.run_step is None or known.pace is None:
-        return min(hello.run_step, state.clock)
+    if known.run_step is None or known.pace is None:  # this shard has forgotten it
+        return min(hello.run_step, _steps_limit(state, options, hello.run_step))
     return min(hello.run_step, max(state.clock, known.run_step + known.pace.allows(now)))
 
 
 def believe_run_steps(state: SyncerState, options: Options) -> None:
-    """A shard that has restored its clock: nobody is further ahead of it than one period."""
+    """A shard that has restored its clock: nobody is further ahead of most than one period."""
+    limit = _steps_limit(state, options)
     for member in state.members.values():
-        member.offset = min(member.offset, state.clock + options.period - member.step)
+        member.offset = min(member.offset, limit - member.step)
+
+
+def _steps_limit(state: SyncerState, options: Options, *claimed: int) -> int:
+    steps = [*claimed, *(member.run_step for member in state.members.values())]
+    return max(state.clock, int(lower_median(steps))) + options.period
 
 
 # ---- being heard

@@ -630,7 +630,9 @@ def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
         can = _possible(state, round)
     if can >= options.quorum:
         return False
-    return can + sum(round.fragment in m.arrears for m in state.members.values()) < options.quorum
+    present = state.fragments[round.fragment].present
+    waiting = [m for m in state.members.values() if round.fragment in m.arrears]
+    return can + sum(m.learner not in present for m in waiting) < options.quorum
 
 
 def _settle(state: SyncerState, now: float, round: Round) -> list[SyncerEffect]:
