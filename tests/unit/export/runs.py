@@ -14,7 +14,7 @@ from decoupled_diloco.config import RunConfig, dump_config, load_config
 from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
 from decoupled_diloco.merge import digest, gather, layout_of, scatter, tensors_of
 from decoupled_diloco.protocol.coordinator import CoordinatorState
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.syncer.durable import ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.result import assemble, save_share
@@ -93,9 +93,10 @@ def keep_durable(folder: Path, phase: str) -> Tensor:
         disk.installed(dict.fromkeys(tensors.owned, Version(1, 0)))
         for p in tensors.owned:
             contribution = plan.uplink.encode(torch.full_like(tensors.whole(p), 0.5))
-            tensors.verify(p, p, "a", contribution, digest(contribution))
-            tensors.fold(p, p, "a", 1, 1)
-            disk.merge(p, p, Version(1, 1), {"clock": 11 + shard})
+            ask = Asking(1, p)
+            tensors.verify(p, ask, contribution, digest(contribution))
+            tensors.fold(p, ask, 1, 1)
+            disk.merge(p, Version(1, 1), {"clock": 11 + shard})
             scatter(plan.fragments[p], tensors.whole(p), own)
         disk.close()
     state = TypeAdapter(CoordinatorState).dump_python(CoordinatorState(), mode="json")

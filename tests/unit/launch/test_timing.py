@@ -30,8 +30,13 @@ NOT_OF_A_RUN = {
 }
 """Modules whose intervals play no part in a run."""
 
-THRESHOLDS = {"transport.sockets.NEAR_RTT_SECONDS", "transport.stripes.LOCAL_RTT_SECONDS"}
-"""Round trips that choose a method; nothing waits for them."""
+THRESHOLDS = {
+    "transport.sockets.NEAR_RTT_SECONDS",
+    "transport.stripes.LOCAL_RTT_SECONDS",
+    "protocol.membership.DRAIN_SECONDS",
+    "syncer.shard.MEMORY_SECONDS",
+}
+"""Durations that what happens is compared with; nothing waits for them."""
 
 
 def sources():

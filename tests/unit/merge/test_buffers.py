@@ -22,6 +22,7 @@ from decoupled_diloco.merge import (
     parameters_numel,
 )
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.syncer.fragments import ShardTensors
 
 
@@ -130,9 +131,10 @@ def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str,
                 capture = Capture(plan, index, store.snapshot(part), begin[index])
                 body, told = capture.encode("bf16")
                 assert body.numel() == plan.uplink_nbytes(index)
-                shard.verify(index, number, str(who), body, told)
-                shard.fold(index, number, str(who), 1, tokens, scale=rng.choice([1.0, 0.5]))
-            copy = shard.merge(index, number)
+                ask = Asking(number, who)
+                shard.verify(index, ask, body, told)
+                shard.fold(index, ask, 1, tokens, scale=rng.choice([1.0, 0.5]))
+            copy = shard.merge(index)
             assert copy.difference.numel() == plan.downlink_nbytes(index)
             assert copy.digest == digest(shard.whole(index))
             weights = [plan.weight(tokens, 1) for tokens, _ in named]
@@ -165,9 +167,9 @@ def test_a_table_stays_what_it_was() -> None:
     begin = store.read(part)
     shard.install(0, begin)
     body, told = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
-    shard.verify(0, 1, "a", body, told)
-    shard.fold(0, 1, "a", 1, 1)
-    shard.merge(0, 1)
+    shard.verify(0, Asking(1, 1), body, told)
+    shard.fold(0, Asking(1, 1), 1, 1)
+    shard.merge(0)
     assert torch.equal(shard.whole(0)[trained:], begin[trained:])
 
 

@@ -451,15 +451,13 @@ def test_a_waiting_learner_is_let_go_when(learner_bench: Any, event: Any) -> Non
 
 
 def test_a_waiting_learner_still_waits_for_what_else_is_due(learner_bench: Any) -> None:
-    bench = waiting(learner_bench, fragments=2, overlap=2)
-    bench.step()
-    assert bench.orders(Hold)
-    bench.step()
-    bench.hear(GivenUp(1, "because"))
-    assert bench.machine.state.fragments[1].owed_at is None
-    assert not bench.orders(Release), "fragment 0 is owed"
-    bench.hear(GivenUp(0, "because"))
-    assert bench.orders(Release)
+    bench = waiting(learner_bench, fragments=4)
+    assert [order.why for order in bench.orders(Hold)] == ["fragments [2, 3] are not back yet"]
+    bench.hear(GivenUp(2, "because"))
+    assert not bench.orders(Release), "fragment 3 is owed"
+    bench.hear(GivenUp(3, "because"))
+    assert [order.why for order in bench.orders(Release)] == ["the round of fragment 3: because"]
+    assert [view.owed_at for view in bench.machine.state.fragments] == [2, 2, None, None]
 
 
 def test_a_late_snapshot_does_not_make_at_tau_wait_for_itself(learner_bench: Any) -> None:
