@@ -151,7 +151,8 @@ def test_a_fragment_sixty_times_as_large_is_heard_like_the_rest(fragments: int) 
     seen = run(0.2, steps=1920, sizes=sizes, fragments=fragments)
     assert seen.merged >= 0.98 * 1920 * fragments / 24
     times = [seen.heard[fragment] for fragment in range(fragments)]
-    assert max(times) - min(times) <= 0.2 * max(times) + 2
+    assert times[0] == max(times), "the large one is heard whenever it can be"
+    assert min(times) >= max(times) / 2, "what is due while it is sent has its turn afterwards"
     assert seen.folded == seen.delivered
 
 

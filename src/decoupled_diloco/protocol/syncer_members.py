@@ -81,8 +81,10 @@ def _run_step(
         return state.clock
     if state.phase in ("starting", "restoring"):
         return min(hello.run_step, CLOCK_MAX)  # looked at once all have spoken
-    if known.run_step is None or known.pace is None:  # this shard has forgotten it
-        return min(hello.run_step, _steps_limit(state, options, hello.run_step))
+    if known.run_step is None or known.pace is None:
+        forgotten = state.term > 1  # by a life before this one
+        limit = _steps_limit(state, options, hello.run_step) if forgotten else state.clock
+        return min(hello.run_step, limit)
     return min(hello.run_step, max(state.clock, known.run_step + known.pace.allows(now)))
 
 

@@ -163,11 +163,12 @@ def ask_if_qualified(
         else:
             member.arrears.add(fragment)
         return []
+    if entry.has_since_version(member.learner):
+        return []
     busy = len(member.under_way) >= options.open_rounds_max or member.arrears or member.pressed
     hurried = round.final or member.leaving_with is not None
     if hurried or not busy:
-        here = entry.has_since_version(member.learner)
-        return [] if here else _ask(state, options, now, member, fragment, why)
+        return _ask(state, options, now, member, fragment, why)
     member.arrears.add(fragment)
     return serve(state, options, now, member)
 

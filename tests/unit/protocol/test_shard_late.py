@@ -327,29 +327,6 @@ def test_rule_4_a_round_that_lacks_its_quorum_comes_first(shard_bench: Any) -> N
     assert asked_of(bench, "b") == [3], "the window of 0 is not over: nobody waits for it yet"
 
 
-def test_rule_4_who_is_busy_is_in_arrears_with_what_is_folded_already(shard_bench: Any) -> None:
-    """Rule 4: what it has trained since goes into the version after the next."""
-    bench = shard_bench("a", "b", fragments=1, period=2, quorum=2)
-    for learner in "abab":
-        bench.step(learner)
-    bench.body("b")
-    bench.decline("a")
-    assert not bench.machine.state.rounds, "given up; what b has sent stays"
-    member = bench.machine.state.members["b"]
-    member.pressed = True
-    for learner in "ba":
-        bench.step(learner)
-    assert bench.asked() == ["a"]
-    assert member.arrears == {0}
-    bench.body("a")
-    bench.merged()
-    assert not bench.asked()
-    bench.step("a")
-    bench.step("b")
-    assert "b" in bench.asked()
-    assert bench.machine.state.fragments[0].asks["b"].base == Version(1, 1)
-
-
 def test_rule_4_a_pull_of_arrears_tells_what_comes_next(shard_bench: Any) -> None:
     """Rule 4: in the order of their turns, as many as may be snapshotted in vain."""
     bench = slow(shard_bench, 8)
