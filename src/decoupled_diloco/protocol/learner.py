@@ -380,10 +380,11 @@ class LearnerMachine:
         keeps = self.state.ended
         if sent is not None:
             mode: Mode = sent.taken.alignment
-            why = UNDER_WAY if sent.version is None else "its contribution is in this version"
+            follows = sent.version is None or sent.version > version
+            why = UNDER_WAY if follows else "its contribution is in this version"
             if sent.lost:
                 why = f"what it sent as {sent.ask} may be in it"
-            if sent.version is not None and sent.version != version:
+            if sent.version is not None and sent.version < version:
                 mode = "carry" if options.missed == "rebase" else "overwrite"
                 why = f"its contribution is in {sent.version}, before this one"
             return ("carry" if keeps else mode), why
