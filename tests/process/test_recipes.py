@@ -135,6 +135,7 @@ def test_an_exported_run_evaluates_as_its_last_evaluation(tmp_path: Path) -> Non
 
     (folder / "weights.safetensors").unlink()
     shutil.rmtree(folder / "checkpoints")
+    shutil.rmtree(folder / "durable")
     process = command("export", str(folder), "--force")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 6

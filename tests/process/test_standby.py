@@ -185,7 +185,7 @@ def see_through_a_link_of_its_own(run: LocalRun, mounted: Path) -> None:
     """Shard 1's first process reaches each entry of the run folder through a symbolic link."""
     inside = mounted / "run"
     inside.mkdir(parents=True)
-    for name in ("claims", "durable", "tape"):
+    for name in ("claims", "durable", "tape", "run.toml"):
         (inside / name).symlink_to(run.path / name)
     start = run.supervisor.start
 

@@ -61,7 +61,7 @@ STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
 
 MEMORY_SECONDS = 1.0
-"""How old what a merge's record remembers may be: learners tell most of it again."""
+"""How old what a merge's record remembers of learners may be: they tell it again."""
 
 HEARD_SECONDS = 1.0
 """How often the shard looks at who was heard: every ping interval."""
@@ -486,7 +486,7 @@ class Shard:
         now = time.monotonic()
         if now >= self._remembered_at + MEMORY_SECONDS:
             self._remembered_at, self._remembered = now, encode(remembered(self.machine.state))
-        return self._remembered
+        return self._remembered | {"clock": self.machine.state.clock}
 
     def _install(self, tensors: ShardTensors, effect: do.Install) -> None:
         fragment = effect.fragment
