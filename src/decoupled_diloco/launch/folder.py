@@ -31,6 +31,9 @@ ADDRESSES = "addresses"
 MADE = ("logs", FOLDER_NAME, "learners")
 """The folders that every run folder has from the first."""
 
+SHARED = ("claims", "durable")
+"""The folders that may be made beforehand, because a storage that several machines share is there."""
+
 
 class RunFolder:
     """A run folder that this process and its children alone may use until they exit.
@@ -223,7 +226,7 @@ def _is_unused(path: Path) -> bool:
 
 def _is_made_first(entry: Path) -> bool:
     if entry.is_dir():
-        return entry.name in MADE and not any(entry.iterdir())
+        return entry.name in (*MADE, *SHARED) and not any(entry.iterdir())
     half_written = entry.stem == RUN_FILE and entry.suffix[1:].isdigit()
     return half_written or (entry.name == "lock" and entry.lstat().st_size == 0)
 
