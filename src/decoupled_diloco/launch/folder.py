@@ -32,7 +32,7 @@ MADE = ("logs", FOLDER_NAME, "learners")
 """The folders that every run folder has from the first."""
 
 SHARED = ("claims", "durable")
-"""The folders that may be made beforehand, because a storage that several machines share is there."""
+"""The folders that may be made beforehand: a storage that several machines share is there."""
 
 
 class RunFolder:
