@@ -67,6 +67,7 @@ class Storm:
         self.troubled: set[str] = set()
 
     def run(self) -> World:
+        self._begin()
         if self.rate:
             self._next()
         self.world.run(self.until)
@@ -80,6 +81,13 @@ class Storm:
         self.world.end(within=3000.0)
         self.verdict(here)
         return self.world
+
+    def _begin(self) -> None:
+        """The first weights have to be there before anything can end."""
+        while not self.world.coordinator.begun and self.world.now < 2000.0:
+            self.world.run(self.world.now + 1.0)
+        assert self.world.coordinator.begun, "the run never begins"
+        self.until += self.world.now
 
     def _next(self) -> None:
         self.world.at(self.rng.expovariate(self.rate), self._mishap)

@@ -339,7 +339,11 @@ class Node:
         self.world.at(delay, self._if_still, self.life, call, args)
 
     def _if_still(self, life: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if self.alive and life == self.life:
+        if not self.alive or life != self.life:
+            return
+        if self.frozen_until > self.world.now:
+            self.world.at(self.frozen_until - self.world.now, self._if_still, life, call, args)
+        else:
             call(*args)
 
     def tell(self, event: Any) -> None:
@@ -414,11 +418,11 @@ class Connection:
 
     def _at_shard(self, message: Any, life: int) -> None:
         if self.whole and self.shard_has and self.shard.alive and self.shard.life == life:
-            self.shard.hears(self, message)
+            self.shard.later(0.0, self.shard.hears, self, message)
 
     def _at_learner(self, message: Any) -> None:
         if self.whole and self.learner_has and self.learner.alive:
-            self.learner.hears(self, message)
+            self.learner.later(0.0, self.learner.hears, self, message)
 
     def cut(self, learner_after: float | None, shard_after: float | None) -> None:
         """Each side finds out after so many seconds; None: never by itself."""
@@ -489,7 +493,7 @@ class Shard(Node):
         return self.world.options.owned(self.index)
 
     def crash(self, back_after: float) -> None:
-        if not self.alive or self.stopped:
+        if not self.alive or self.world.coordinator.finished:
             return
         self.alive = False
         self.world.stats["shard crashed"] += 1
@@ -498,9 +502,11 @@ class Shard(Node):
                 contribution.term_over = True
         for path in list(self.uploads):
             self._break_upload(path, "the shard is gone")
-        for connection in [*self.bound.values(), *self.greeting.values()]:
-            connection.whole = connection.shard_has = False
-            self.world.at(self.world.rng.uniform(0.0, 0.3), connection.learner_loses)
+        for learner in self.world.learners:
+            connection = learner.links.get(self.index)
+            if connection is not None:
+                connection.whole = connection.shard_has = False
+                self.world.at(self.world.rng.uniform(0.0, 0.3), connection.learner_loses)
         self.world.at(back_after, self.begin)
 
     def _hear(self) -> None:
@@ -524,7 +530,6 @@ class Shard(Node):
                 self._announced(link.learner.name, message)
 
     def lost(self, link: Connection) -> None:
-        self.greeting.pop(link.number, None)
         if self.alive and self.bound.get(link.learner.name) is link:
             del self.bound[link.learner.name]
             self.tell(ev.Disconnected(link.learner.name))
@@ -917,7 +922,10 @@ class Learner(Node):
     def _delivered(
         self, order: do.SendBody | do.SendCopy, shard: Shard, life: int, content: Content
     ) -> None:
-        if not shard.alive or shard.life != life:
+        if shard.frozen_until > self.world.now:
+            wait = shard.frozen_until - self.world.now
+            self.later(wait, self._delivered, order, shard, life, content)
+        elif not shard.alive or shard.life != life:
             self._failed(order, "the shard is gone")
         elif not shard.takes(order.path, content):
             self._failed(order, "not expected")
