@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from outside.world import Chances, Content, Learner, Shard, Spec, World, missing
+from outside.measures import final, nothing_trained_is_missing
+from outside.world import Chances, Learner, Shard, Spec, World, missing
 
 from decoupled_diloco.protocol import Options
 
@@ -63,8 +64,6 @@ class Storm:
         self.kinds = rng.sample(MISHAPS, rng.randint(1, len(MISHAPS)))
         self.until = rng.choice([40.0, 80.0, 160.0])
         self.calms_down = rng.random() < 0.5
-        self.shards_crashed = False
-        self.troubled: set[str] = set()
 
     def run(self) -> World:
         self._begin()
@@ -125,7 +124,7 @@ class Storm:
 
     def verdict(self, here: set[Learner]) -> None:
         world = self.world
-        final = {p: s.current[p][1] for s in world.shards for p in s.owned}
+        result = final(world)
         for c in world.contributions.values():
             accepted = [o for o in c.told if o.verdict == "accepted"]
             assert len(accepted) <= 1, f"told twice: {c}"
@@ -137,14 +136,7 @@ class Storm:
             if accepted:
                 assert accepted[0].version == c.version, f"told another version: {c}"
             if c.version is not None and world.disk:
-                lost = missing(c.content, final[c.fragment])
+                lost = missing(c.content, result[c.fragment])
                 assert not lost, f"merged, and not in the end: {lost[:3]} of {c}"
         if self.calms_down:
-            self._nothing_trained_is_missing(here, final)
-
-    def _nothing_trained_is_missing(self, here: set[Learner], final: dict[int, Content]) -> None:
-        """Rule 12: of those that were there, all that their parameters hold is in the result."""
-        for learner in here:
-            for p in range(self.options.fragments):
-                lost = missing(learner.parameters(p), final[p])
-                assert not lost, f"{learner.name} trained fragment {p}: {lost[:3]} is not in the end"
+            nothing_trained_is_missing(world, here)

@@ -161,6 +161,11 @@ class Wire:
         self.left.clear()
         self._plan()
 
+    def busy_seconds(self) -> float:
+        """For how long at least one transfer was under way, until now."""
+        self._move()
+        return self.busy
+
     def _move(self) -> None:
         passed, self.since = self.world.now - self.since, self.world.now
         if self.left:
@@ -258,7 +263,6 @@ class Coordinator:
 
     def admit(self, shard: Shard) -> None:
         self.terms[shard.index] += 1
-        self.swept.discard(shard.index)
         shard.tell(ev.TermGranted(msg.ShardAdmitted(self.terms[shard.index], self.begun)))
         if self.seed is not None and not self.begun:
             shard.tell(ev.Ordered(self.seed))
@@ -300,7 +304,7 @@ class Coordinator:
                 budget = self.world.options.budget_steps
                 if budget is not None and clock >= budget and not self.ending:
                     self.end()
-            case msg.Swept():
+            case msg.Swept() if shard.alive:
                 self.swept.add(shard.index)
                 if len(self.swept) == len(self.world.shards) and not self.finished:
                     self.finished = True
@@ -497,6 +501,7 @@ class Shard(Node):
             return
         self.alive = False
         self.world.stats["shard crashed"] += 1
+        self.world.coordinator.swept.discard(self.index)
         for contribution in self.world.contributions.values():
             if self.world.options.owner(contribution.fragment) == self.index:
                 contribution.term_over = True
