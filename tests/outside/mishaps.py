@@ -9,7 +9,10 @@ from outside.world import Chances, Learner, Shard, Spec, World, missing
 
 from decoupled_diloco.protocol import Options
 
-MISHAPS = ("break", "break", "break and lose", "stall", "stall", "freeze", "crash", "silent", "shard")
+MISHAPS = (
+    *("break", "break", "break and lose", "stall", "stall"),
+    *("freeze", "crash", "silent", "go", "shard"),
+)
 
 
 def options_of(rng: random.Random, learners: int) -> Options:
@@ -62,7 +65,7 @@ class Storm:
             disk=rng.random() < 0.7,
         )
         self.kinds = rng.sample(MISHAPS, rng.randint(1, len(MISHAPS)))
-        self.until = rng.choice([40.0, 80.0, 160.0])
+        self.until = rng.choice([30.0, 60.0, 100.0])
         self.calms_down = rng.random() < 0.5
 
     def run(self) -> World:
@@ -73,7 +76,7 @@ class Storm:
         if self.calms_down:
             self.rate = 0.0
             self.world.chances = Chances()
-            self.world.run(self.until + 60.0)
+            self.world.run(self.until + 40.0)
         else:
             self.until += 30.0  # mishaps go on into the end
         here = {x for x in self.world.learners if x.alive and x.training}
@@ -119,6 +122,8 @@ class Storm:
                 node.freeze(rng.choice([1.0, 10.0, 40.0]) * rng.random())
             case "crash" | "silent":
                 learner.crash(rng.uniform(0.5, 25.0), silent=kind == "silent")
+            case "go":
+                learner.leave(patience=30.0)
             case "shard":
                 shard.crash(rng.uniform(0.5, 6.0))
 

@@ -11,7 +11,7 @@ from outside.world import Spec, World
 from decoupled_diloco.protocol import Options
 
 PAPER = Options(fragments=24, period=24, overlap=2, quorum=1)
-UPLOADS = {0.5: 400, 1.0: 400, 3.0: 600, 6.0: 600, 12.0: 600, 24.0: 800, 40.0: 1000, 200.0: 1000}
+UPLOADS = {0.5: 250, 1.0: 250, 3.0: 350, 6.0: 450, 12.0: 450, 24.0: 600, 40.0: 600, 200.0: 700}
 WARM_UP = 48.0
 
 
@@ -40,9 +40,27 @@ def test_rule_4_a_slow_link_is_always_busy(upload: float) -> None:
     assert world.learners[-1].up.busy_seconds() >= 0.9 * (world.now - WARM_UP)
 
 
-@pytest.mark.parametrize("upload", UPLOADS)
+RESONANCE = "a round that has just opened takes the turn of the fragment unheard for longest"
+
+
+def after_resonance(upload: float) -> object:
+    """When it comes free, once a period, the same fragment's round has just opened."""
+    mark = pytest.mark.xfail(strict=True, reason=RESONANCE)
+    return pytest.param(upload, marks=mark) if upload == 24.0 else upload
+
+
+@pytest.mark.parametrize("upload", map(after_resonance, UPLOADS))
 def test_rule_4_every_fragment_hears_a_slow_learner_equally_often(upload: float) -> None:
     world, _ = one_slow(upload)
+    counts = heard(world, world.learners[-1]).values()
+    assert max(counts) - min(counts) <= 2
+
+
+@pytest.mark.xfail(strict=True, reason=RESONANCE)
+@pytest.mark.parametrize("upload", [5.99, 11.99])
+def test_rule_4_equally_often_too_when_the_others_take_half_a_step(upload: float) -> None:
+    world, _ = calm(PAPER, [*[Spec(upload=0.5)] * 3, Spec(upload=upload)])
+    world.run(500.0)
     counts = heard(world, world.learners[-1]).values()
     assert max(counts) - min(counts) <= 2
 
@@ -107,7 +125,7 @@ def test_rule_4_a_fragment_sixty_times_as_large_is_heard_like_the_rest() -> None
 def test_rule_4_a_quorum_of_all_waits_for_all(upload: float) -> None:
     options = Options(fragments=24, period=24, overlap=2, quorum=4)
     world, rounds = calm(options, [*[Spec()] * 3, Spec(upload=upload)])
-    world.run(400.0)
+    world.run(250.0)
     merged = [r for _, r in rounds.finished if r.verdict == "merged"]
     assert len(merged) >= 0.9 * (world.now - WARM_UP) / upload
     for finished in merged:
@@ -119,7 +137,7 @@ def test_rule_4_a_quorum_of_all_waits_for_all(upload: float) -> None:
 def test_rule_4_a_quorum_of_two_waits_for_two_fast_ones() -> None:
     options = Options(fragments=24, period=24, overlap=2, quorum=2)
     world, rounds = calm(options, [*[Spec()] * 3, Spec(upload=3.0)])
-    world.run(400.0)
+    world.run(250.0)
     assert rounds.merged(WARM_UP, world.now) >= 0.98 * nominal(options, world.now - WARM_UP)
 
 
@@ -133,7 +151,7 @@ def test_rule_3_every_fragment_hears_learners_of_every_speed(participants: str) 
     )
     paces = [1.0, 1.0, 2.0, 4.0]
     world, rounds = calm(options, [Spec(step=pace) for pace in paces])
-    world.run(600.0)
+    world.run(300.0)
     assert rounds.merged(WARM_UP, world.now) >= 0.98 * nominal(options, world.now - WARM_UP)
     for pace, learner in zip(paces, world.learners, strict=True):
         assert learner.done >= world.now / pace - 2
