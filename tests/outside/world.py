@@ -742,7 +742,6 @@ class Learner(Node):
         self.sent: dict[int, Content] = {}
         self.transfers = {}
         self.training = self.waiting = self.ended = self.run_over = False
-        self.left: set[int] = set()
         self.tell(ev.Began())
         self.tell(ev.CoordinatorLinked())
         for shard in world.shards:
@@ -763,7 +762,7 @@ class Learner(Node):
         self.world.at(back_after, self.begin)
 
     def leave(self, patience: float) -> None:
-        """Told to end: its loop steps no more; it goes when it has said so, or after a while."""
+        """Told to end: its loop steps no more, and after a while the process is gone."""
         if self.alive and self.training and not self.ended:
             self.world.stats["told to go"] += 1
             self.ended = True
@@ -831,8 +830,6 @@ class Learner(Node):
             case do.Say(shard, message):
                 if shard in self.links:
                     self.links[shard].to_shard(message)
-                if isinstance(message, msg.Leave):
-                    self._left(shard)
             case do.Snapshot(fragment, base):
                 held = self.held[fragment]
                 assert held is not None
@@ -870,13 +867,6 @@ class Learner(Node):
                 self.world.stats[type(effect).__name__] += 1
             case _:
                 raise AssertionError(f"an order that nobody carries out: {effect}")
-
-    def _left(self, shard: int) -> None:
-        """Who has said to every shard that it goes, goes; another life of it comes later."""
-        self.left.add(shard)
-        if self.left >= set(self.links):
-            self.world.stats["left"] += 1
-            self.later(0.1, self.crash, 10.0)
 
     def _go(self) -> None:
         self.alive = False
