@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from outside.world import Content, Learner, Node, Spec, World, missing
-
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol import effects as do
+from outside.world import Content, Learner, Node, Spec, World, missing
 
 
 class Rounds:
@@ -38,11 +37,10 @@ def nominal(options: Options, seconds: float, step: float = 1.0) -> float:
 
 def heard(world: World, learner: Learner, after: float = 0.0) -> Counter[int]:
     """How often each fragment was told something by a learner that went into a version."""
-    counted = Counter[int]({p: 0 for p in range(world.options.fragments)})
-    for contribution in world.contributions.values():
-        if contribution.learner == learner.name and contribution.version is not None:
-            if contribution.arrived is not None and contribution.arrived > after:
-                counted[contribution.fragment] += 1
+    counted = Counter[int](dict.fromkeys(range(world.options.fragments), 0))
+    for c in world.contributions.values():
+        if c.learner == learner.name and c.version and (c.arrived or 0.0) > after:
+            counted[c.fragment] += 1
     return counted
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
+from decoupled_diloco.protocol import Options
 from outside.measures import final, nothing_trained_is_missing
 from outside.world import Chances, Learner, Shard, Spec, World, missing
-
-from decoupled_diloco.protocol import Options
 
 MISHAPS = (
     *("break", "break", "break and lose", "stall", "stall"),

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from outside.world import Node, Shard, World
-
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as ev
 from decoupled_diloco.protocol import messages as msg
+from outside.world import Node, Shard, World
 
 AN_INSTANT = 1e-6
 

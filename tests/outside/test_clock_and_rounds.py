@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from outside.naive import Clock, Queue
-from outside.world import Spec, World
 
 from decoupled_diloco.protocol import Options
+from outside.naive import Clock, Queue
+from outside.world import Spec, World
 
 
 def world_of(seed: int) -> World:

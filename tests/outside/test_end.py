@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from outside.measures import all_told_once, nothing_trained_is_missing
-from outside.world import Chances, Spec, World
 
 from decoupled_diloco.protocol import Options
+from outside.measures import all_told_once, nothing_trained_is_missing
+from outside.world import Chances, Spec, World
 
 
 def world_of(options: Options, upload: float = 3.0, chances: Chances | None = None) -> World:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+
 from outside.mishaps import Storm
 
 CHUNK = 10

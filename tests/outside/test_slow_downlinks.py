@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from outside.measures import calm, heard, nominal, nothing_trained_is_missing
-from outside.world import Spec, World
 
 from decoupled_diloco.protocol import Options
+from outside.measures import calm, heard, nominal, nothing_trained_is_missing
+from outside.world import Spec, World
 
 PAPER = Options(fragments=24, period=24, overlap=2)
 STARVES = "a pull names a base that is superseded before it has come, and blocks all other turns"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from outside.measures import Rounds, all_told_once, calm, heard, nominal
-from outside.world import Spec, World
 
 from decoupled_diloco.protocol import Options
+from outside.measures import Rounds, all_told_once, calm, heard, nominal
+from outside.world import Spec, World
 
 PAPER = Options(fragments=24, period=24, overlap=2, quorum=1)
 UPLOADS = {0.5: 250, 1.0: 250, 3.0: 350, 6.0: 450, 12.0: 450, 24.0: 600, 40.0: 600, 200.0: 700}

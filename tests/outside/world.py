@@ -4,7 +4,8 @@ Written from the rules and from the docstrings of messages, events, effects and 
 project's own simulator and its shells were not looked at. Contents say which training is in them:
 an atom is one step of one life of one learner, a fragment of the parameters counts atoms, a
 contribution is a snapshot less the copy that it started from, and a merge adds contributions. An
-atom that counts two in a published copy was merged twice; one that counts less than none was undone.
+atom that counts two in a published copy was merged twice; one that counts less than none was
+undone.
 """
 
 from __future__ import annotations
