@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from decoupled_diloco.protocol import Options
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import messages as msg
 from outside.measures import all_told_once, nothing_trained_is_missing
-from outside.world import Chances, Spec, World
+from outside.world import Chances, Node, Spec, World
 
 
 def world_of(options: Options, upload: float = 3.0, chances: Chances | None = None) -> World:
@@ -92,3 +96,21 @@ def test_rule_12_the_budget_in_steps_ends_the_run() -> None:
     assert world.over
     assert all(50 <= learner.done <= 53 for learner in world.learners)
     nothing_trained_is_missing(world, world.learners)
+
+
+@pytest.mark.xfail(strict=True, reason="who is refused is told kept as well when the round is over")
+def test_rule_4_who_is_refused_is_told_nothing_more() -> None:
+    """One asking has one last outcome; only what was kept may be followed by another."""
+    world = World(Options(fragments=2, period=4), [Spec(), Spec()])
+    told: dict[tuple[str, msg.Asking], list[str]] = {}
+
+    def watch(node: Node, event: Any, effects: list[Any]) -> None:
+        for effect in effects:
+            if isinstance(effect, do.Send) and isinstance(effect.message, msg.Outcome):
+                key = (effect.learner, effect.message.ask)
+                told.setdefault(key, []).append(effect.message.verdict)
+
+    world.watchers.append(watch)
+    world.run(20.3)
+    world.end(within=60.0)
+    assert all(set(verdicts[:-1]) <= {"kept"} for verdicts in told.values()), told
