@@ -49,7 +49,7 @@ def after_resonance(upload: float) -> object:
     return pytest.param(upload, marks=mark) if upload == 24.0 else upload
 
 
-@pytest.mark.parametrize("upload", map(after_resonance, UPLOADS))
+@pytest.mark.parametrize("upload", [after_resonance(upload) for upload in UPLOADS])
 def test_rule_4_every_fragment_hears_a_slow_learner_equally_often(upload: float) -> None:
     world, _ = one_slow(upload)
     counts = heard(world, world.learners[-1]).values()
