@@ -98,7 +98,6 @@ def test_rule_12_the_budget_in_steps_ends_the_run() -> None:
     nothing_trained_is_missing(world, world.learners)
 
 
-@pytest.mark.xfail(strict=True, reason="who is refused is told kept as well when the round is over")
 def test_rule_4_who_is_refused_is_told_nothing_more() -> None:
     """One asking has one last outcome; only what was kept may be followed by another."""
     world = World(Options(fragments=1, period=4), [Spec(), Spec(download=70.0)])

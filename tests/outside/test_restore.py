@@ -69,9 +69,6 @@ def test_rule_12_a_shard_asks_again_when_it_is_told_that_the_link_broke(fill: st
     assert again or wait(machine, now + 1.0, 600)[1]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="CopyWanted is lost with a connection that a new one replaces"
-)
 @pytest.mark.parametrize("fill", FILLS)
 def test_rule_12_a_shard_asks_again_when_a_new_connection_replaces_the_old(fill: str) -> None:
     machine, now, held = asked_once(fill)

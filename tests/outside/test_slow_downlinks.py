@@ -51,11 +51,7 @@ def test_rule_3_one_fragment_hears_a_learner_that_is_always_a_version_behind() -
     "download",
     [
         40.0,
-        pytest.param(
-            70.0,
-            marks=pytest.mark.xfail(
-                strict=True, reason="the sweep takes a download of more than 60 s for a stall"
-            ),
+        70.0,
         ),
     ],
 )

@@ -40,23 +40,13 @@ def test_rule_4_a_slow_link_is_always_busy(upload: float) -> None:
     assert world.learners[-1].up.busy_seconds() >= 0.9 * (world.now - WARM_UP)
 
 
-RESONANCE = "a round that has just opened takes the turn of the fragment unheard for longest"
-
-
-def after_resonance(upload: float) -> object:
-    """When it comes free, once a period, the same fragment's round has just opened."""
-    mark = pytest.mark.xfail(strict=True, reason=RESONANCE)
-    return pytest.param(upload, marks=mark) if upload == 24.0 else upload
-
-
-@pytest.mark.parametrize("upload", [after_resonance(upload) for upload in UPLOADS])
+@pytest.mark.parametrize("upload", UPLOADS)
 def test_rule_4_every_fragment_hears_a_slow_learner_equally_often(upload: float) -> None:
     world, _ = one_slow(upload)
     counts = heard(world, world.learners[-1]).values()
     assert max(counts) - min(counts) <= 2
 
 
-@pytest.mark.xfail(strict=True, reason=RESONANCE)
 @pytest.mark.parametrize("upload", [5.99, 11.99])
 def test_rule_4_equally_often_too_when_the_others_take_half_a_step(upload: float) -> None:
     world, _ = calm(PAPER, [*[Spec(upload=0.5)] * 3, Spec(upload=upload)])

@@ -971,6 +971,8 @@ class Learner(Node):
 
     def _apply(self, fragment: int, version: msg.Version, mode: str) -> None:
         staged, held = self.staged[fragment], self.held[fragment]
+        if staged is None:
+            staged = held  # in the end what no version has taken is not kept
         assert staged is not None
         assert staged[0] == version, f"{self.name} {fragment}: {staged[0]} is staged, not {version}"
         new = staged[1]

@@ -336,7 +336,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Take the staged published copy into the parameters.
+    """Take the staged published copy into the parameters; the held one again, if none is staged.
 
     ``mode``: ``overwrite`` θ ← Θ̂; ``carry`` θ ← Θ̂ + (θ − snapshot); ``rebase``
     θ ← Θ̂ + (θ − Θ̂_base); ``blend`` θ ← αθ + (1−α)Θ̂.
