@@ -52,7 +52,6 @@ def test_rule_3_one_fragment_hears_a_learner_that_is_always_a_version_behind() -
     [
         40.0,
         70.0,
-        ),
     ],
 )
 def test_rule_12_the_sweep_waits_for_the_copy_that_it_asks_a_contribution_to(
