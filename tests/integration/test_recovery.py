@@ -68,7 +68,10 @@ def stepping(loop: Loop) -> Iterator[None]:
 
     def go_on() -> None:
         while not (stop.is_set() or loop.dead):
-            loop.steps(1)
+            try:
+                loop.steps(1)
+            except ConfigError:
+                assert loop.dead, "it was closed between two steps"
             time.sleep(0.01)
 
     thread = Thread(go_on)
