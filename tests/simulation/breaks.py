@@ -99,7 +99,7 @@ CORE = (
         "who comes back is asked again for what its earlier life has handed in",
         FragmentState,
         "has_since_version",
-        "return self.delivered[learner] > 0",
+        "return self.made.get(learner) == self.version",
         "return False",
         Changes(mishaps={"checkpoints": 0.5, "checkpoint_lost": 0.0}),
     ),
@@ -148,7 +148,7 @@ CORE = (
     Break(
         "one contribution is enough, whatever the quorum",
         syncer_rounds,
-        "_has_quorum",
+        "has_quorum",
         "len(entry.delivered) >= options.quorum",
         "len(entry.delivered) > 0",
     ),
@@ -177,7 +177,7 @@ CORE = (
     Break(
         "who has missed a version waits for one that fits",
         learner_copies,
-        "_fetch_next",
+        "_fetch",
         "whole = not follows or view.fetch_whole",
         "whole = newest is None or view.fetch_whole\n"
         "    if newest is not None and not follows:\n"

@@ -237,6 +237,12 @@ def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
                 "protocol.syncer_rounds.SWEEP_TRIES_MAX",
             ),
         ),
+        row(
+            "closing round, copy",
+            "for who is still fetching what it answers from",
+            _s(syncer_rounds.COPY_SECONDS),
+            ("protocol.syncer_rounds.COPY_SECONDS",),
+        ),
     ]
 
 

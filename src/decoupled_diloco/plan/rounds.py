@@ -9,20 +9,22 @@ more by then. A round is six one-way latencies and two transfers long:
 |---|---|
 | the round opens | the K-th report is there: one latency after the step |
 | a learner is pulled | one latency later, if it finished a step since the last tick, or does so |
-|   | within the grace window, or missed this fragment's last round; its upload shares the links, |
-|   | and begins when it holds the copy of the last round |
+|   | within the grace window, or missed this fragment's last round; its upload shares the links. |
+|   | It contributes once from each copy that it holds: without a newer one it is not asked |
 | its contribution is there | one latency after the last byte has left; it is folded in |
 | merged | when the last one is folded in, or K are and τ steps of the fastest learner are over, |
 |   | and the shard's core has done it. What comes later goes into the fragment's next round |
-| a learner fetches | it is told, and asks: two latencies; the download shares the links. One that |
-|   | still fetches takes the newest copy afterwards |
+| a learner fetches | it is told, and asks: two latencies; the download shares the links. At most |
+|   | ⌈τ·P/H⌉ come from a shard at a time, in order, each in its newest version |
 | applied | one latency after the last byte, at the next boundary; or, if it waits, τ steps on |
 
 Each body also costs its processes some time besides moving and merging it: `handling_seconds`.
 
 How long the window is says the protocol's own formula (`protocol/grace.py`), fed with the simulated
-times. Learners of a site step alike. `tests/simulation/test_plan_against_protocol.py` compares the
-two on the same links, `benchmarks/plan_real.py` with real runs.
+times. Learners of a site do everything alike: where the links do not bear all rounds theirs have
+everybody's contribution or nobody's, the protocol's some of them.
+`tests/simulation/test_plan_against_protocol.py` compares the two on the same links,
+`benchmarks/plan_real.py` with real runs.
 """
 
 from __future__ import annotations
@@ -85,8 +87,9 @@ class Rounds:
 
     Attributes:
         compute: share of the time in which learners step; what `Learner.step` costs is taken off.
-        kept: share of the due rounds that took place, times the share of the contributions asked
-            for that come: who still sends a fragment's last one has no other.
+        merged: share of the due rounds that took place.
+        kept: that, times the share of their contributions that come: who still sends a fragment's
+            last one, or has nothing new of it to contribute from, has no other.
         delay_steps: steps from a snapshot to the boundary at which its merge is applied, mean.
         delay_steps_max: the same, largest.
         merge_seconds: from a round's opening to its merged fragment, mean.
@@ -101,6 +104,7 @@ class Rounds:
     """
 
     compute: float
+    merged: float
     kept: float
     delay_steps: float
     delay_steps_max: float
@@ -259,7 +263,12 @@ class _Shard:
 
 @dataclass(slots=True)
 class _Site:
-    """`sending`: of these fragments an upload is under way; `answers`: or follows a download."""
+    """The learners of one place.
+
+    `sending`: of these fragments an upload is under way; `spent`: they have contributed from the
+    copy that they hold; `asked_for`: the round that would ask them, had they a newer one.
+    `wanted`: copies that wait for their turn, by fragment; `fetching`: those that come.
+    """
 
     step: int = 0
     at: float = 0.0
@@ -268,9 +277,10 @@ class _Site:
     marks: list[float] = field(default_factory=list)
     missed: set[int] = field(default_factory=set)
     sending: set[int] = field(default_factory=set)
+    spent: set[int] = field(default_factory=set)
+    asked_for: dict[int, _Round] = field(default_factory=dict)
     fetching: dict[int, _Round] = field(default_factory=dict)
-    newer: dict[int, _Round] = field(default_factory=dict)
-    answers: set[int] = field(default_factory=set)
+    wanted: dict[int, _Round] = field(default_factory=dict)
 
 
 class _World:
@@ -307,6 +317,7 @@ class _World:
         self.hosts = [network.host(s, self.options.shards) for s in range(self.options.shards)]
         self.rounds: dict[int, _Round] = {}
         self.late = [0] * self.options.fragments
+        self.published: dict[int, float] = {}
         self.window = self.options.overlap * min(self.paces)
         self.reports: dict[int, dict[int, float]] = {}
         period, fragments = self.options.period, self.options.fragments
@@ -495,16 +506,38 @@ class _World:
         learners = self.network.sites[number].learners
         measured_now = round.tick >= self.first_step
         self.asked += measured_now * learners
-        if fragment in site.sending or fragment in site.answers:
+        if fragment in site.sending:
             self.unheard += measured_now * learners
-        elif fragment in site.fetching:
-            site.answers.add(fragment)
+        elif fragment in site.spent:
+            self._not_heard(site.asked_for.pop(fragment, None), number)
+            site.asked_for[fragment] = round
+            if self.now - self.published.get(fragment, 0.0) > self.window:
+                round.awaited.discard(number)  # nobody waits for it who need not
+                self._settle(round)
         else:
+            self._send(round, number)
+
+    def _not_heard(self, round: _Round | None, number: int) -> None:
+        if round is not None and round.tick >= self.first_step:
+            self.unheard += self.network.sites[number].learners
+
+    def _holds(self, number: int, fragment: int) -> None:
+        """A site has something to contribute from: it is asked, if its round has no quorum yet."""
+        site = self.sites[number]
+        site.spent.discard(fragment)
+        round = site.asked_for.pop(fragment, None)
+        if round is None:
+            return
+        if fragment in site.sending or (round.settled and number not in round.awaited):
+            self._not_heard(round, number)
+        else:
+            round.awaited.add(number)
             self._send(round, number)
 
     def _send(self, round: _Round, number: int) -> None:
         self.taken_part[number] += 1
         self.sites[number].sending.add(round.fragment)
+        self.sites[number].spent.add(round.fragment)
         self._transfer("up", round, number, self.hosts[self.options.owner(round.fragment)])
 
     def _delivery_over(self, round: _Round) -> None:
@@ -579,7 +612,7 @@ class _World:
     def _merged(self, round: _Round) -> None:
         number = self.options.owner(round.fragment)
         host = self.hosts[number]
-        round.merged_at = self.now
+        round.merged_at = self.published[round.fragment] = self.now
         self.merges.append(self.now - round.closed_at)
         self.shards[number].timing.merge.update(self.merges[-1])
         del self.rounds[round.fragment]
@@ -591,15 +624,23 @@ class _World:
             self._queue(round.fragment, *round.following)
 
     def _fetch(self, round: _Round, number: int) -> None:
-        """A site wants a copy; one that it still fetches comes first."""
-        site, fragment = self.sites[number], round.fragment
-        if fragment in site.fetching:
-            if fragment in site.newer:
-                self._over(site.newer[fragment])
-            site.newer[fragment] = round
-            return
-        site.fetching[fragment] = round
-        self._transfer("down", round, number, self.hosts[self.options.owner(fragment)])
+        """A site wants a copy; an older one that waits for its turn is not needed any more."""
+        wanted = self.sites[number].wanted
+        if round.fragment in wanted:
+            self._over(wanted[round.fragment])
+        wanted[round.fragment] = round
+        self._fetch_wanted(number, self.options.owner(round.fragment))
+
+    def _fetch_wanted(self, number: int, shard: int) -> None:
+        site, owner = self.sites[number], self.options.owner
+        flying = sum(owner(fragment) == shard for fragment in site.fetching)
+        for fragment in list(site.wanted):
+            if flying >= self.options.open_rounds_max:
+                return
+            if owner(fragment) == shard and fragment not in site.fetching:
+                site.fetching[fragment] = site.wanted.pop(fragment)
+                self._transfer("down", site.fetching[fragment], number, self.hosts[shard])
+                flying += 1
 
     def _over(self, round: _Round) -> None:
         """A site has a round's copy, or a newer one."""
@@ -614,11 +655,8 @@ class _World:
         self._over(round)
         self.delays.append(self._delay(round, number))
         del site.fetching[fragment]
-        if fragment in site.newer:
-            self._fetch(site.newer.pop(fragment), number)
-        elif fragment in site.answers:
-            site.answers.discard(fragment)
-            self._send(round, number)
+        self._fetch_wanted(number, self.options.owner(fragment))
+        self._holds(number, fragment)
         if site.owed.pop(fragment, None) is not None and site.holding:
             site.at = self.now
             self._go_on(number)
@@ -651,8 +689,8 @@ class _World:
         taken = [a / e for a, e in zip(alone, each, strict=True)]
         return Rounds(
             compute=sum(map(operator.mul, taken, learners)) / sum(learners),
-            kept=(1.0 - self.skipped / max(1, self.due))
-            * (1.0 - self.unheard / max(1, self.asked)),
+            merged=(merged := 1.0 - self.skipped / max(1, self.due)),
+            kept=merged * (1.0 - self.unheard / max(1, self.asked)),
             delay_steps=_mean(self.delays),
             delay_steps_max=max(self.delays, default=float("inf")),
             merge_seconds=_mean(self.merges),

@@ -679,8 +679,10 @@ class LearnerMachine:
         if view.held is not None and pull.base < view.held:
             return self._decline(index, view, f"behind: I hold {view.held}")
         if pull.base == view.held:
-            # The held version is still the newest: nothing that was sent before is in any.
-            view.sent = None
+            if view.latest is None or view.latest.version == view.held:
+                view.sent = None  # nothing that was made from the newest version is in any
+            elif view.sent is not None or view.restored:
+                return self._decline(index, view, f"what I made from {view.held} is sent already")
         taken = view.snapshot
         fits = (
             taken is not None

@@ -1,7 +1,9 @@
 """How a learner comes by published copies: which it fetches, and in which form (rules 5 and 7).
 
 Functions of its state. Who holds what a new copy follows takes the difference, everybody else the
-whole; one fetch of a fragment is under way at a time, and what is newer by then comes next.
+whole; one fetch of a fragment is under way at a time, and what is newer by then comes next. From
+one shard as many fragments come at a time as it has slots, in the order in which they were
+announced, each in its newest version: over a slow link a copy is soon here, and not yet superseded.
 """
 
 from __future__ import annotations
@@ -29,19 +31,39 @@ def published(state: LearnerState, options: Options, message: Published) -> list
         return []
     view.told(message)
     view.retry_at = None
-    return _fetch_next(options, message.fragment, view)
+    return _want(state, options, message.fragment)
 
 
-def _fetch_next(options: Options, index: int, view: FragmentView) -> list[LearnerEffect]:
-    latest = view.latest
+def _want(state: LearnerState, options: Options, index: int) -> list[LearnerEffect]:
+    """Takes the newest copy of a fragment, or has it wait for its turn; it keeps its place."""
+    view, shard = state.fragments[index], options.owner(index)
+    newest, latest = view.newest, view.latest
     if latest is None or view.fetching is not None:
         return []
-    newest = view.newest
     if newest is not None and latest.version <= newest:
         return []
-    follows = newest is not None and latest.base == newest
-    if follows and not latest.difference:
+    state.shards[shard].wanted.setdefault(index)
+    if newest is not None and latest.base == newest and not latest.difference:
+        del state.shards[shard].wanted[index]
         return _relabel(options, index, view, latest.version)
+    return _fetch_wanted(state, options, shard)
+
+
+def _fetch_wanted(state: LearnerState, options: Options, shard: int) -> list[LearnerEffect]:
+    wanted, effects = state.shards[shard].wanted, list[LearnerEffect]()
+    flying = sum(state.fragments[p].fetching is not None for p in options.owned(shard))
+    while wanted and (not state.ready or flying < options.open_rounds_max):
+        index = next(iter(wanted))
+        del wanted[index]
+        effects += _fetch(options, index, state.fragments[index])
+        flying += 1
+    return effects
+
+
+def _fetch(options: Options, index: int, view: FragmentView) -> list[LearnerEffect]:
+    newest, latest = view.newest, view.latest
+    assert latest is not None
+    follows = newest is not None and latest.base == newest
     whole = not follows or view.fetch_whole
     if newest is not None and not follows:
         view.behind = True
@@ -76,7 +98,7 @@ def fetched(
         return []
     view.fetching, view.fetch_whole, view.staged = None, False, version
     state.attention.add(index)
-    return _fetch_next(options, index, view)
+    return _want(state, options, index) + _fetch_wanted(state, options, options.owner(index))
 
 
 def fetch_failed(
@@ -90,14 +112,14 @@ def fetch_failed(
     view.fetching, view.fetch_whole = None, False
     assert view.latest is not None
     note = Note(f"version {version} of fragment {index} could not be had", reason)
-    if view.latest.version > version:
-        return [note, *_fetch_next(options, index, view)]
-    view.fetch_whole = True
-    if not was_whole:
-        return [note, *_fetch_next(options, index, view)]
-    view.retry_at = now + RETRY_SECONDS
-    state.retrying.add(index)
-    return [note]
+    if view.latest.version == version:
+        view.fetch_whole = True
+    if view.latest.version > version or not was_whole:
+        again = _want(state, options, index)
+    else:
+        again, view.retry_at = [], now + RETRY_SECONDS
+        state.retrying.add(index)
+    return [note, *again, *_fetch_wanted(state, options, options.owner(index))]
 
 
 def retry(state: LearnerState, options: Options, now: float) -> list[LearnerEffect]:
@@ -107,7 +129,7 @@ def retry(state: LearnerState, options: Options, now: float) -> list[LearnerEffe
         view = state.fragments[index]
         if view.retry_at is not None and now >= view.retry_at:
             view.retry_at = None
-            effects += _fetch_next(options, index, view)
+            effects += _want(state, options, index)
         if view.retry_at is None:
             state.retrying.discard(index)
     return effects

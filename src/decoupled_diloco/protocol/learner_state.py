@@ -112,7 +112,8 @@ class ShardView:
 
     ``news``: announcements that its welcome has promised and that have not come; ``None``: no
     welcome yet. ``dismissed``: it can take nothing from who is about to go. ``coming``: what it
-    will probably ask for next.
+    will probably ask for next. ``wanted``: fragments whose
+    newest copy waits for its turn, in order.
     """
 
     linked: bool = False
@@ -124,6 +125,7 @@ class ShardView:
     news: int | None = None
     dismissed: bool = False
     coming: tuple[int, ...] = ()
+    wanted: dict[int, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

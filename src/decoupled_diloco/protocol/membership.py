@@ -77,9 +77,13 @@ class Pace:
             self.seconds.update((now - self.at) / steps, PACE_SMOOTHING)
         self.at, self.reported = now, True
 
-    def believes(self, seconds: float) -> float:
-        """The step time that a learner names, if its reports come as fast."""
-        return max(seconds, float(self.seconds) / 2)
+    def believes(self, seconds: float, fastest: float) -> float:
+        """The step time that a learner names, if its reports come as fast.
+
+        Of whom only one report has come is not believed to be faster than the fastest other.
+        """
+        seen = self.seconds.value
+        return max(seconds, fastest if seen is None else seen / 2)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,8 @@ class Ask:
     """A contribution that was asked for: under way, delivered, or fallen out.
 
     ``round``: the number of the fragment's round at that moment; 0: there was none. ``final``: the
-    learner answers when it has stopped stepping. ``announced``: it has begun to answer.
+    learner answers when it has stopped stepping. ``base_at``: since when it holds the base.
+    ``announced``: it has begun to answer.
     """
 
     name: Asking
@@ -30,6 +31,7 @@ class Ask:
     round: int
     final: bool
     state: AskState = "waiting"
+    base_at: float | None = None
     announced: bool = False
     steps: int = 0
     tokens: int = 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import leaving, syncer_fill, syncer_members, syncer_rounds
+from decoupled_diloco.protocol import asking, leaving, syncer_fill, syncer_members, syncer_rounds
 from decoupled_diloco.protocol.clock import advanced
 from decoupled_diloco.protocol.effects import (
     Accept,
@@ -321,7 +321,7 @@ class SyncerMachine:
         effects += self._welcome(hello, member.step, member.run_step, why)
         effects += syncer_fill.member_connected(state, self.owned, now, member)
         for round in state.rounds.values():
-            effects += syncer_rounds.ask_if_qualified(state, self.options, now, round, member)
+            effects += asking.ask_if_qualified(state, self.options, now, round, member)
         return effects
 
     def _welcome(self, hello: Hello, step: int, run_step: int, why: str) -> list[SyncerEffect]:
@@ -360,11 +360,10 @@ class SyncerMachine:
             case Decline():
                 return syncer_rounds.declined(state, self.options, now, learner, message)
             case Holding():
-                syncer_members.holding(state, self._owned_set, now, member, message)
-                return []
+                return syncer_members.holding(state, self.options, now, member, message)
             case Leaving():
                 effects = leaving.leaving(state, self.options, self.owned, member, message)
-                return effects + syncer_rounds.ask_leaver(state, self.options, now, member)
+                return effects + asking.ask_leaver(state, self.options, now, member)
             case Leave(reason):
                 gone = {learner: f"left: {reason}"}
                 return syncer_members.remove(state, self.options, now, gone, evict=True)
@@ -468,5 +467,5 @@ class SyncerMachine:
         return [
             ClockAdvanced(state.clock, len(state.members), why),
             Tell(Progress(state.clock, state.tokens), why),
-            *syncer_rounds.serve_idle(state, self.options, now),
+            *asking.serve_idle(state, self.options, now),
         ]

@@ -6,9 +6,9 @@ renews a lease, and a lease that runs out, a goodbye or a newer epoch removes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
-from decoupled_diloco.protocol import syncer_fill, syncer_rounds
+from decoupled_diloco.protocol import asking, syncer_fill, syncer_rounds
 from decoupled_diloco.protocol.clock import shift_after_leave
 from decoupled_diloco.protocol.effects import Broadcast, Evict, Note, SyncerEffect
 from decoupled_diloco.protocol.membership import (
@@ -104,18 +104,22 @@ def _steps_limit(state: SyncerState, options: Options, *claimed: int) -> int:
 
 
 def holding(
-    state: SyncerState, owned: Container[int], now: float, member: Member, message: Holding
-) -> None:
+    state: SyncerState, options: Options, now: float, member: Member, message: Holding
+) -> list[SyncerEffect]:
     """A learner holds a version: the broadcast of the newest one is measured by it."""
-    held = credible((message,), owned)
+    held = credible((message,), state.fragments)
+    if not held:
+        return []
     member.held |= held
-    for fragment, version in held.items():
-        entry = state.fragments[fragment]
-        if entry.version != version or member.learner not in entry.awaited:
-            continue
+    fragment = message.fragment
+    entry = state.fragments[fragment]
+    if entry.version == message.version and member.learner in entry.awaited:
         assert entry.published_at is not None
         entry.awaited.discard(member.learner)
         state.timing.broadcast.update(now - entry.published_at)
+    if state.phase not in ("running", "sweeping"):
+        return []
+    return asking.held_more(state, options, now, member, fragment)
 
 
 def reported_together(
@@ -153,11 +157,11 @@ def reported(
     known.tokens, known.steps = max(known.tokens, report.tokens), max(known.steps, member.step)
     assert known.pace is not None
     if report.seconds > 0.0:  # nothing is known after a first step
-        member.step_seconds = known.pace.believes(report.seconds)
+        member.step_seconds = known.pace.believes(report.seconds, state.step_seconds)
         state.hear_step_seconds(member.step_seconds)
     effects: list[SyncerEffect] = []
     for round in state.rounds.values():
-        effects += syncer_rounds.ask_if_qualified(state, options, now, round, member)
+        effects += asking.ask_if_qualified(state, options, now, round, member)
     return effects
 
 

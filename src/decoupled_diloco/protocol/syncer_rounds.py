@@ -12,21 +12,22 @@
 A contribution belongs to its fragment, not to the round in which it was asked for. A round merges
 what its fragment has: it waits for those that it asked until its delivery window is over, and then
 for its quorum alone. What is still under way goes on, and is folded into the fragment's next round.
-So nobody waits for a slow link, and whatever it delivers is merged, once.
-
-*Flow*. A learner has at most as many contributions under way as a shard has slots. A fragment that
-it could not be asked for because of that is in *arrears* with it. A learner in arrears sends one
-body at a time: when that is here it is asked, at once and outside of any round, for the fragment
-that has not heard it for longest; first for one whose round still lacks its quorum. So a slow link
-is always busy, and every fragment hears every learner equally often.
+So nobody waits for a slow link, and whatever it delivers is merged, once. Who is asked for what is
+in `asking`.
 """
 
 from __future__ import annotations
 
+from decoupled_diloco.protocol.asking import (
+    ask_if_qualified,
+    has_arrears,
+    has_quorum,
+    note_quorum,
+    serve,
+)
 from decoupled_diloco.protocol.effects import (
     Broadcast,
     Drop,
-    Expect,
     Fold,
     Merge,
     Note,
@@ -39,7 +40,6 @@ from decoupled_diloco.protocol.gate import norm_limit, remember, remember_own
 from decoupled_diloco.protocol.leaving import (
     leaver_of,
     waits_for_leaver,
-    was_asked,
     was_heard,
 )
 from decoupled_diloco.protocol.membership import Member
@@ -48,20 +48,22 @@ from decoupled_diloco.protocol.messages import (
     Decline,
     GivenUp,
     Outcome,
-    Pull,
     Verdict,
     Version,
 )
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.quorum import window_decision
 from decoupled_diloco.protocol.rounds import Ask, AskState, Round
-from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
+from decoupled_diloco.protocol.syncer_state import SyncerState
 
 SWEEP_TRIES_MAX = 3
 """How often a fragment's closing round may fail before its learners' rest is given up."""
 
 CLOSING_SECONDS = 60.0
 """In the closing sweep, who has not begun to answer by then is not waited for: its loop stands."""
+
+COPY_SECONDS = 600.0
+"""Nor who has not even the copy by then from which it is to make its contribution."""
 
 MERGE_PAUSE_SECONDS = (1.0, 60.0)
 """After a merge that failed the fragment pauses: so long at first, twice as long each time, and so
@@ -133,159 +135,13 @@ def _open(
     if round.leaver and not final:
         why = f"{round.leaver} is about to go: everybody is asked"
     effects: list[SyncerEffect] = [round.opened(why)]
-    _note_quorum(state, options, now, round, "")
+    note_quorum(state, options, now, round, "")
     for member in list(state.members.values()):
         effects += ask_if_qualified(state, options, now, round, member)
     return effects
 
 
-# ---- asking
-
-
-def ask_if_qualified(
-    state: SyncerState, options: Options, now: float, round: Round, member: Member
-) -> list[SyncerEffect]:
-    """Gives one learner its turn in a round, the moment it qualifies (rule 3).
-
-    The closing sweep also asks who connects anew while the others' bodies are on their way.
-    """
-    over = round.settled_at if round.final else round.closed_at
-    if over is not None or not member.connected or member.learner in round.turned:
-        return []
-    why = _qualifies(state, options, round, member)
-    if why is None:
-        return []
-    round.turn(member.learner, stepping=member.reported_at is not None)
-    entry, fragment = state.fragments[round.fragment], round.fragment
-    if member.learner in entry.asks:
-        if round.final:
-            round.awaited.add(member.learner)
-        else:
-            member.arrears.add(fragment)
-        return []
-    if entry.has_since_version(member.learner):
-        return []
-    busy = len(member.under_way) >= options.open_rounds_max or member.arrears or member.pressed
-    hurried = round.final or member.leaving_with is not None
-    if hurried or not busy:
-        return _ask(state, options, now, member, fragment, why)
-    member.arrears.add(fragment)
-    return serve(state, options, now, member)
-
-
-def _qualifies(state: SyncerState, options: Options, round: Round, member: Member) -> str | None:
-    if round.final:
-        return "the closing sweep asks everyone"
-    if member.reported_at is None:
-        return None
-    if member.leaving_with is not None and round.fragment in member.leaving_with:
-        return "it is about to go"
-    if round.leaver:
-        return f"{round.leaver} is about to go: everybody is asked"
-    if options.participants == "all":
-        return "every live learner takes part"
-    if member.run_step >= round.tick:
-        return f"its step {member.run_step} has reached the round's tick {round.tick}"
-    if member.reported_at > round.previous_tick_at:
-        return "it reported a step after the previous tick"
-    if member.learner in state.fragments[round.fragment].missed:
-        # Steps that are an exact multiple of the fastest learner's would otherwise meet the same
-        # fragments for ever, and never the others.
-        return "it missed this fragment's last round"
-    return None
-
-
-def serve(state: SyncerState, options: Options, now: float, member: Member) -> list[SyncerEffect]:
-    """Asks a learner in arrears, whose link is free, for what has not heard it for longest."""
-    if member.under_way or not member.connected or state.phase != "running":
-        return []
-    ready = [p for p in member.arrears if _can_be_asked(state, p, member.learner)]
-    if not ready:
-        return []
-    fragment, *coming = sorted(ready, key=lambda p: _urgency(state, options, member, p))
-    member.arrears.discard(fragment)
-    why = "it is in arrears with this fragment, and its link is free"
-    coming = coming[: options.open_rounds_max]
-    return _ask(state, options, now, member, fragment, why, tuple(coming))
-
-
-def serve_idle(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
-    """Asks those in arrears who could not be asked before: what they lacked was being merged."""
-    effects: list[SyncerEffect] = []
-    for member in state.members.values():
-        if member.arrears and not member.under_way:
-            effects += serve(state, options, now, member)
-    return effects
-
-
-def _can_be_asked(state: SyncerState, fragment: int, learner: str) -> bool:
-    round, entry = state.rounds.get(fragment), state.fragments[fragment]
-    merging = round is not None and round.settled_at is not None
-    return not merging and not entry.has_since_version(learner)
-
-
-def _urgency(
-    state: SyncerState, options: Options, member: Member, fragment: int
-) -> tuple[bool, float, int]:
-    round = state.rounds.get(fragment)
-    waits = round is not None and round.delivery_over
-    waits = waits and not _has_quorum(state.fragments[fragment], options)
-    return (not waits, member.heard_at.get(fragment, float("-inf")), fragment)
-
-
-def _has_quorum(entry: FragmentState, options: Options) -> bool:
-    return len(entry.delivered) >= options.quorum
-
-
-def _ask(
-    state: SyncerState,
-    options: Options,
-    now: float,
-    member: Member,
-    fragment: int,
-    why: str,
-    coming: tuple[int, ...] = (),
-) -> list[SyncerEffect]:
-    entry, round = state.fragments[fragment], state.rounds.get(fragment)
-    assert entry.version is not None
-    state.asks += 1
-    name, learner = Asking(state.term, state.asks), member.learner
-    path = f"/up/{name.term}/{fragment}/{learner}/{member.epoch}/{name.number}"
-    number, final = (0, False) if round is None else (round.number, round.final)
-    ask = Ask(name, fragment, learner, member.epoch, path, entry.version, now, number, final)
-    entry.ask(ask)
-    member.under_way.add(fragment)
-    was_asked(member, fragment)
-    if round is not None and round.settled_at is None:
-        if learner not in round.turned:
-            round.turn(learner, stepping=member.reported_at is not None)
-        if round.closed_at is None or round.final or waits_for_leaver(state, round):
-            round.awaited.add(learner)
-        _note_quorum(state, options, now, round, learner)
-    pull = Pull(
-        fragment=fragment,
-        ask=name,
-        base=entry.version,
-        tick=state.clock if round is None else round.tick,
-        codec=options.uplink_codec,
-        alignment=options.alignment,
-        path=path,
-        final=final,
-        coming=coming,
-    )
-    return [
-        Expect(path, learner, member.epoch, number, fragment, name, why),
-        Send(learner, pull, why),
-    ]
-
-
-def _note_quorum(
-    state: SyncerState, options: Options, now: float, round: Round, learner: str
-) -> None:
-    present = state.fragments[round.fragment].present
-    if round.quorum_at is None and len(present) >= options.quorum:
-        round.quorum_at, round.quorum_learner = now, learner
-        state.timing.quorum.update(now - round.opened_at)
+# ---- what arrives
 
 
 def announced(state: SyncerState, learner: str, fragment: int, name: Asking) -> None:
@@ -300,25 +156,6 @@ def _under_way(state: SyncerState, learner: str, fragment: int, name: Asking) ->
     entry = state.fragments.get(fragment)
     ask = None if entry is None else entry.asks.get(learner)
     return ask if ask is not None and ask.name == name else None
-
-
-def ask_leaver(
-    state: SyncerState, options: Options, now: float, member: Member
-) -> list[SyncerEffect]:
-    """Asks who is about to go for whatever an open round can still take."""
-    effects: list[SyncerEffect] = []
-    for round in state.rounds.values() if member.connected else ():
-        fragment, entry = round.fragment, state.fragments[round.fragment]
-        wanted = member.leaving_with is not None and fragment in member.leaving_with
-        here = member.learner in entry.asks or entry.has_since_version(member.learner)
-        if wanted and not here and round.settled_at is None:
-            round.leaver = member.learner
-            member.arrears.discard(fragment)
-            effects += _ask(state, options, now, member, fragment, "it is about to go")
-    return effects
-
-
-# ---- what arrives
 
 
 def body_arrived(
@@ -411,7 +248,7 @@ def _link_free(
 ) -> list[SyncerEffect]:
     """A learner has nothing more to send of a fragment."""
     member.under_way.discard(fragment)
-    member.pressed = bool(member.arrears)
+    member.pressed = has_arrears(state, options, member)
     return serve(state, options, now, member)
 
 
@@ -527,15 +364,24 @@ def deadline(state: SyncerState, options: Options, round: Round) -> float | None
         return None
     if round.final:
         asks = state.fragments[round.fragment].asks.values()
-        return min((_answer_by(round, ask) for ask in asks if not ask.announced), default=None)
+        return min(
+            (_answer_by(state, round, ask) for ask in asks if not ask.announced), default=None
+        )
     gathering = round.closed_at is None and _qualified(state, round) >= options.quorum
     instants = [round.closes_at] if gathering else []
     return min([*instants, *([] if round.delivery_over else [round.deliver_until])], default=None)
 
 
-def _answer_by(round: Round, ask: Ask) -> float:
-    """Until when a learner may begin to answer in the closing sweep."""
-    return max(round.opened_at, ask.asked_at) + CLOSING_SECONDS
+def _answer_by(state: SyncerState, round: Round, ask: Ask) -> float:
+    """Until when a learner may begin to answer in the closing sweep.
+
+    Who stepped until now and lacks the base is fetching it; else it is its loop that stands.
+    """
+    since, stepped_at = max(round.opened_at, ask.asked_at), state.members[ask.learner].reported_at
+    if ask.base_at is not None:
+        return max(since, ask.base_at) + CLOSING_SECONDS
+    fetches = stepped_at is not None and since - stepped_at < CLOSING_SECONDS
+    return since + (COPY_SECONDS if fetches else CLOSING_SECONDS)
 
 
 def pass_windows(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
@@ -559,8 +405,10 @@ def _pass_unanswered(
 ) -> list[SyncerEffect]:
     effects: list[SyncerEffect] = []
     for ask in list(state.fragments[round.fragment].asks.values()):
-        if not ask.announced and now >= _answer_by(round, ask):
+        if not ask.announced and now >= _answer_by(state, round, ask):
             reason = f"no answer within {CLOSING_SECONDS:g} s: its loop stands still"
+            if ask.base_at is None:
+                reason = f"{ask.base} is not with it after {now - ask.asked_at:.0f} s"
             effects += _fall_out(state, options, now, ask, "refused", reason)
     return effects
 
@@ -584,7 +432,7 @@ def _progress(state: SyncerState, options: Options, now: float, round: Round) ->
         if entry.folded:
             return _settle(state, now, round)
         return _give_up(state, now, round, "nobody is left who has anything new")
-    if round.closed_at is not None and _has_quorum(entry, options):
+    if round.closed_at is not None and has_quorum(entry, options):
         waits = round.awaited and (not round.delivery_over or waits_for_leaver(state, round))
         return [] if waits else _settle(state, now, round)
     if round.delivery_over:
@@ -712,6 +560,7 @@ def merged(
     entry.base, entry.version, entry.digest = round.base, round.version, digest
     entry.published_at, entry.renamed = now, False
     entry.failures, entry.retry_at = 0, None
+    entry.made = {who: base for who, base in entry.made.items() if who in state.members}
     entry.awaited = {
         member.learner
         for member in state.members.values()
@@ -749,6 +598,8 @@ def merge_failed(
     elif round.final:
         effects += _swept(state, round, reason)
     for ask in round.folded:
+        if entry.made.get(ask.learner) == ask.base:
+            del entry.made[ask.learner]
         outcome = Outcome(fragment, ask.name, "abandoned", reason, None)
         effects.append(Send(ask.learner, outcome, reason))
     effects.append(Broadcast(GivenUp(fragment, reason), reason))

@@ -42,6 +42,7 @@ class FragmentState:
         folded: What has been folded and is in no version yet.
         delivered: How many of those each learner has.
         present: How many of both each learner has.
+        made: From which version each learner has made what was folded of it last.
         failures: How many merges in a row have failed; ``retry_at``: when the next may begin.
         sweep_tries: How many closing rounds have failed.
     """
@@ -59,6 +60,7 @@ class FragmentState:
     folded: list[Ask] = field(default_factory=list)
     delivered: Counter[str] = field(default_factory=Counter)
     present: Counter[str] = field(default_factory=Counter)
+    made: dict[str, Version] = field(default_factory=dict)
     failures: int = 0
     retry_at: float | None = None
 
@@ -73,6 +75,7 @@ class FragmentState:
         del self.asks[ask.learner]
         self.folded.append(ask)
         self.delivered[ask.learner] += 1
+        self.made[ask.learner] = ask.base
 
     def lose(self, ask: Ask) -> None:
         """A contribution will not come."""
@@ -94,9 +97,7 @@ class FragmentState:
 
     def has_since_version(self, learner: str) -> bool:
         """Whether something that a learner made from the newest version is folded already."""
-        return self.delivered[learner] > 0 and any(
-            ask.learner == learner and ask.base == self.version for ask in self.folded
-        )
+        return self.made.get(learner) == self.version
 
     def announcement(self, fragment: int, clock: int) -> Published:
         """The message that tells of the newest published copy."""

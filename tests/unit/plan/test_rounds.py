@@ -118,7 +118,7 @@ def test_without_a_window_who_is_slower_is_in_fewer_rounds_but_misses_no_fragmen
     found = run(unequal(1.0, 5.0), quorum=1, grace_margin=0.0)
     fast, slow = found.participation
     assert fast == 1.0
-    assert 0.5 <= slow <= 0.65
+    assert 0.35 <= slow <= 0.65
     both = run(unequal(1.0, 1.0), quorum=1)
     up = [sum(t.mean for t in r.traffic if t.place == "s1") for r in (found, both)]
     assert up[0] < up[1], "what is not sent does not fill the link"

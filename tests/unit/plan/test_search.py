@@ -86,7 +86,7 @@ def test_what_is_given_stays() -> None:
 def test_none_does_and_the_best_says_why() -> None:
     found = propose(MODEL, four(0.05), Wanted(0.95, [BF16]))
     assert not found.reached
-    assert found.prediction.utilization < 0.3
+    assert found.prediction.utilization < 0.5, "its own shard is near"
     assert "link of site-" in found.binds
     above = propose(MODEL, four(100.0), Wanted(0.999, [BF16]))
     assert not above.reached

@@ -28,6 +28,7 @@ from decoupled_diloco.protocol.messages import (
     Begin,
     Decline,
     Hello,
+    Holding,
     Published,
     SeedNamed,
     ShardAdmitted,
@@ -106,9 +107,24 @@ class ShardBench(Bench):
         return self.told(Greeted(self.connection, Hello(**values)))
 
     def step(self, learner: str, at: float | None = None, seconds: float = 1.0) -> list[Any]:
-        """A learner reports its next step."""
+        """A learner has taken over what is new, and reports its next step."""
+        effects = self.holds(learner, at)
         self.steps[learner] = step = self.steps[learner] + 1
-        return self.told(Said(learner, StepReport(step, 10 * step, seconds)), at)
+        effects += self.told(Said(learner, StepReport(step, 10 * step, seconds)))
+        self.effects = effects
+        return effects
+
+    def holds(self, learner: str, at: float | None = None) -> list[Any]:
+        """A learner says of what is new that it holds it."""
+        self.now = self.now if at is None else at
+        effects: list[Any] = []
+        for fragment, entry in self.machine.state.fragments.items():
+            member = self.machine.state.members.get(learner)
+            if member and entry.version and member.held.get(fragment) != entry.version:
+                holding = Holding(fragment, entry.version, entry.digest)
+                effects += self.told(Said(learner, holding))
+        self.effects = effects
+        return effects
 
     def ask(self, learner: str, fragment: int = 0) -> Asking:
         """The name of what a learner is asked for at present; 0.0 if it is asked for nothing."""

@@ -101,6 +101,16 @@ def test_rule_13_a_step_time_that_its_reports_belie_is_not_believed(shard_bench:
     assert bench.machine.state.step_seconds == pytest.approx(0.5)
 
 
+def test_rule_13_a_first_report_does_not_lower_the_step_time_of_the_others(
+    shard_bench: Any,
+) -> None:
+    """It would shrink everybody's grace window to nothing until its second."""
+    bench = shard_bench("a", "b")
+    bench.step("a", 1.0, seconds=1.0)
+    bench.step("b", 1.5, seconds=1e-9)
+    assert bench.machine.state.step_seconds == 1.0
+
+
 def test_rule_13_a_step_time_that_nothing_speaks_against_is_believed(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", fragments=1, period=100)
     for at in (1.0, 2.0, 3.0):

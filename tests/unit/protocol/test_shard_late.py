@@ -265,6 +265,7 @@ def test_rule_4_a_free_link_is_asked_outside_of_any_round(shard_bench: Any) -> N
     bench = slow(shard_bench)
     bench.body("b", 2)
     assert not bench.machine.state.rounds
+    bench.holds("b")
     bench.body("b", 3)
     (expect,) = bench.orders(Expect)
     (pull,) = bench.messages(Pull)

@@ -20,6 +20,7 @@ from decoupled_diloco.protocol.messages import (
     Ending,
     EndOrdered,
     GivenUp,
+    Holding,
     Leave,
     Outcome,
     Pull,
@@ -86,7 +87,8 @@ def reconnect(bench: Any, learner: str) -> None:
     """Half a second without a connection."""
     bench.told(Disconnected(learner))
     bench.now += 0.5
-    bench.greet(learner, step=1, run_step=1)
+    held = bench.machine.state.members[learner].held
+    bench.greet(learner, step=1, run_step=1, held=tuple(Holding(p, v) for p, v in held.items()))
 
 
 def test_rule_12_the_sweep_asks_who_reconnects_again(shard_bench: Any) -> None:
