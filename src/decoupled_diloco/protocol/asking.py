@@ -69,7 +69,7 @@ def _base(
     if base is not None or entry.has_since_version(member.learner):
         return base
     since = 0.0 if entry.published_at is None else now - entry.published_at
-    comes = since <= options.overlap * state.step_seconds and not member.arrears
+    comes = since <= options.overlap * state.step_seconds
     return entry.version if comes or _hurried(state, member) else None
 
 

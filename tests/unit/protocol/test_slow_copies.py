@@ -8,6 +8,7 @@ import pytest
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import (
+    Expect,
     Fetch,
     Fold,
     Merge,
@@ -30,6 +31,7 @@ from decoupled_diloco.protocol.messages import (
     Decline,
     EndOrdered,
     Holding,
+    Leave,
     Leaving,
     Outcome,
     Pull,
@@ -38,7 +40,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.syncer_rounds import CLOSING_SECONDS, COPY_SECONDS
 
-V0, V1, V2, V3 = (Version(1, counter) for counter in range(4))
+V0, V1, V2 = (Version(1, counter) for counter in range(3))
 
 
 # ---- the shard: from which version
@@ -174,6 +176,46 @@ def test_rule_3_a_copy_that_was_published_just_now_is_on_its_way(shard_bench: An
     bench.body("b")
     bench.merged()
     assert sorted(bench.asked()) == ["a", "b"]
+
+
+def test_rule_10_not_from_a_version_of_an_earlier_life_of_the_shard(shard_bench: Any) -> None:
+    """What became of it is not known: it may be in the newest version."""
+    bench = ahead(shard_bench, 1)
+    holding(bench, "b", Version(0, 0))
+    assert asked_in_the_next_round(bench) == []
+
+
+def test_rule_4_arrears_that_nothing_can_be_made_of_hold_nothing_up(shard_bench: Any) -> None:
+    """A learner that waits for its copies sends as many bodies at once as any other."""
+    bench = shard_bench("a", "b", fragments=3, period=3, overlap=2)
+    bench.step("b")
+    member = bench.machine.state.members["b"]
+    assert member.under_way == {1}
+    bench.machine.state.fragments[0].made["b"] = V0
+    member.arrears.add(0)
+    bench.step("b")
+    assert member.under_way == {1, 2}
+
+
+def test_rule_4_who_is_in_arrears_is_asked_once_it_holds_a_newer_copy(shard_bench: Any) -> None:
+    bench = ahead(shard_bench, 1)
+    bench.machine.state.fragments[0].made["b"] = V0
+    bench.machine.state.members["b"].arrears.add(0)
+    holding(bench, "b", V1)
+    assert pulls_of(bench, "b") == [V1]
+    (expect,) = bench.orders(Expect)
+    assert expect.round == 0
+
+
+def test_rule_8_nothing_is_kept_of_who_has_gone(shard_bench: Any) -> None:
+    bench = ahead(shard_bench, 1)
+    asked_in_the_next_round(bench)
+    bench.body("b")
+    bench.told(Said("b", Leave("it is done")))
+    bench.body("a")
+    bench.told(Tick(), bench.now + 2.0)
+    bench.merged()
+    assert list(bench.machine.state.fragments[0].made) == ["a"]
 
 
 @pytest.mark.parametrize(("versions", "base"), [(2, V0), (3, None)])
@@ -360,6 +402,17 @@ def test_rule_4_it_contributes_once_from_a_version_that_is_not_the_newest(
     assert not bench.orders(SendBody)
 
 
+def test_rule_16_what_an_earlier_life_may_have_sent_is_not_contributed_again(
+    learner_bench: Any,
+) -> None:
+    bench = behind(learner_bench)
+    bench.machine.state.fragments[0].restored = True
+    bench.hear(pull(1, V0))
+    assert [o.message.reason for o in bench.effects if isinstance(o.message, Decline)] == [
+        "what I made from 1.0 is sent already"
+    ]
+
+
 def test_rule_4_what_was_refused_may_be_sent_again(learner_bench: Any) -> None:
     bench = behind(learner_bench)
     bench.hear(pull(1, V0))
@@ -397,6 +450,19 @@ def test_rule_5_as_many_copies_come_at_a_time_as_a_shard_has_slots(learner_bench
     assert [order.fragment for order in bench.orders(Fetch)] == [2], "who failed comes again last"
     bench.fetched(V1, 0)
     assert [order.fragment for order in bench.orders(Fetch)] == [3]
+
+
+def test_rule_5_a_copy_that_cannot_be_had_makes_room_for_the_next(learner_bench: Any) -> None:
+    """Not even the whole one: it is tried again a second later."""
+    bench = fetching(learner_bench, 4)
+    for fragment in (3, 1, 0, 2):
+        bench.publish(V1, V0, fragment)
+    bench.told(FetchFailed(3, V1, "no such thing"))
+    bench.told(FetchFailed(1, V1, "no such thing"))
+    bench.fetched(V1, 0)
+    assert [(order.fragment, order.whole) for order in bench.orders(Fetch)] == [(3, True)]
+    bench.told(FetchFailed(3, V1, "no such thing"))
+    assert [(order.fragment, order.whole) for order in bench.orders(Fetch)] == [(1, True)]
 
 
 def test_rule_5_what_waits_is_fetched_in_its_newest_version(learner_bench: Any) -> None:
