@@ -2,30 +2,24 @@
 
 Four equal learners in virtual time. One of them has an uplink on which a fragment takes 0.5, 1 or 3
 periods, and in one more row three of them have one of half a period. Every run trains the same
-number of tokens; seeds are paired. A run that is done is kept, so that the command can be repeated
-after it was stopped.
+number of tokens; seeds are paired.
 
     python benchmarks/late.py --seeds 1 2 3
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from cells import Row, Watch, measured, parser
 from evidence import keep
 from quality import SIZE, interval
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.merge import layout_of
-from decoupled_diloco.protocol.effects import Apply, RoundFinished
 from decoupled_diloco.simulate import LearnerSpec
 from decoupled_diloco.simulate.training import train_virtually
 from decoupled_diloco.workloads import load_workload
@@ -57,28 +51,6 @@ def cells() -> dict[str, tuple[float, int, dict[str, Any]]]:
     return rows
 
 
-class Watch:
-    """Counts what the tape says: rounds, who is in them, how late, what was overwritten."""
-
-    def __init__(self, fragments: int) -> None:
-        self.fragments = fragments
-        self.rounds = 0
-        self.discarded: Counter[str] = Counter()
-        self.folded: Counter[str] = Counter()
-        self.ages: Counter[int] = Counter()
-
-    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        """Looks at one event."""
-        for effect in effects:
-            if isinstance(effect, Apply):
-                self.discarded[who] += effect.discarded_tokens
-            elif isinstance(effect, RoundFinished) and effect.verdict == "merged":
-                self.rounds += 1
-                folded = [p for p in effect.participants if p.state == "folded"]
-                self.folded.update(p.learner for p in folded)
-                self.ages.update(p.age for p in folded)
-
-
 def fragment_nbytes(config: RunConfig) -> float:
     """Bytes of a mean fragment's body."""
     workload = load_workload("gpt", {**SIZE, "batch_size": BATCH, "learning_rate": RATE})
@@ -86,9 +58,7 @@ def fragment_nbytes(config: RunConfig) -> float:
     return 2.0 * numel / config.sync.fragments
 
 
-def measure(
-    periods: float, slow: int, sync: dict[str, Any], seed: int, steps: int
-) -> dict[str, Any]:
+def measure(periods: float, slow: int, sync: dict[str, Any], seed: int, steps: int) -> Row:
     """One run: its loss and what the tape says of it."""
     config = RunConfig(
         run={"learners": LEARNERS, "budget_steps": steps, "seed": seed},
@@ -119,22 +89,18 @@ def measure(
     run = train_virtually(config, specs, recorder=watch)
     late = names[-1]
     return {
-        "seed": seed,
         "loss": run.evaluate()["loss"],
         "tokens": run.tokens,
         "rounds": watch.rounds,
         "bodies_of_the_last": watch.folded[late],
         "bodies_of_the_first": watch.folded[names[0]],
         "ages": dict(sorted(watch.ages.items())),
-        "discarded_percent_of_the_last": 100
-        * watch.discarded[late]
-        / watch.fragments
-        / (run.tokens / LEARNERS),
+        "discarded_percent_of_the_last": watch.discarded_percent([late]),
         "seconds": round(time.monotonic() - begun, 1),
     }
 
 
-def summary(rows: list[dict[str, Any]], default: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[Row], default: list[Row]) -> dict[str, Any]:
     """Means over the seeds, and the paired difference to the reference."""
     gaps = [100 * (x["loss"] / y["loss"] - 1) for x, y in zip(rows, default, strict=True)]
     return {
@@ -147,25 +113,14 @@ def summary(rows: list[dict[str, Any]], default: list[dict[str, Any]]) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=384, help="of each learner")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--name", default="late")
-    parser.add_argument("--kept", type=Path, default=Path("late.jsonl"), help="runs that are done")
-    arguments = parser.parse_args()
+    arguments = parser(384, "of each learner", "late").parse_args()
     torch.set_num_threads(1)
-    lines = arguments.kept.read_text().splitlines() if arguments.kept.exists() else []
-    done = {(row["cell"], row["seed"]): row for row in map(json.loads, lines)}
-    for seed in arguments.seeds:
-        for name, (periods, slow, sync) in cells().items():
-            if (name, seed) in done:
-                continue
-            row = {"cell": name, **measure(periods, slow, sync, seed, arguments.steps)}
-            done[name, seed] = row
-            with arguments.kept.open("a") as file:
-                print(json.dumps(row), file=file)
-            print(row, flush=True)
-    by_cell = {name: [done[name, seed] for seed in arguments.seeds] for name in cells()}
+    rows = measured(
+        arguments.kept,
+        cells(),
+        arguments.seeds,
+        lambda cell, seed: measure(*cells()[cell], seed, arguments.steps),
+    )
     folder = keep(
         arguments.name,
         estimate=ESTIMATE,
@@ -178,8 +133,8 @@ def main() -> None:
             "variance": 0.05,
             "latency_seconds": 0.05,
         },
-        raw=list(done.values()),
-        result={name: summary(rows, by_cell[REFERENCE]) for name, rows in by_cell.items()},
+        raw=[row for each in rows.values() for row in each],
+        result={name: summary(each, rows[REFERENCE]) for name, each in rows.items()},
         not_measured="larger models, longer runs, other periods and alignments, links whose speed "
         "changes",
     )

@@ -8,21 +8,18 @@ seeds; and four equal learners with the same tokens.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
+from cells import Row, Watch, measured, parser
 from evidence import keep
 from quality import SIZE, interval
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.protocol.effects import Apply, RoundFinished
-from decoupled_diloco.protocol.events import StepFinished
 from decoupled_diloco.simulate import LearnerSpec
 from decoupled_diloco.simulate.training import train_virtually
 
@@ -43,43 +40,12 @@ DEFAULT = "overwrite, overwrite, reported"
 REFERENCE = "four equal learners, defaults"
 
 
-class Watch:
-    """Counts what the tape says: discarded tokens, rounds, who is in them."""
-
-    def __init__(self, fragments: int) -> None:
-        self.fragments = fragments
-        self.rounds = 0
-        self.discarded: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()
-        self.folded: Counter[str] = Counter()
-
-    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        """Looks at one event."""
-        if isinstance(event, StepFinished):
-            self.tokens[who] += event.tokens
-        for effect in effects:
-            if isinstance(effect, Apply):
-                self.discarded[who] += effect.discarded_tokens
-            elif isinstance(effect, RoundFinished) and effect.verdict == "merged":
-                self.rounds += 1
-                self.folded.update(p.learner for p in effect.participants if p.state == "folded")
-
-    def discarded_percent(self, names: Sequence[str]) -> float:
-        """An overwritten fragment is one of P parts, so its tokens count 1/P."""
-        discarded = sum(self.discarded[name] for name in names) / self.fragments
-        return 100 * discarded / sum(self.tokens[name] for name in names)
-
-    def participation_percent(self, names: Sequence[str]) -> float:
-        """Mean share of all merged rounds that the contributions of these learners are in."""
-        return 100 * sum(self.folded[name] for name in names) / (self.rounds * len(names))
-
-
 def global_steps(speeds: Sequence[float], steps: int) -> int:
     """Steps of the fastest learner while all together take so many."""
     return round(steps / sum(min(speeds) / speed for speed in speeds))
 
 
-def measure(speeds: Sequence[float], sync: dict[str, str], seed: int, steps: int) -> dict[str, Any]:
+def measure(speeds: Sequence[float], sync: dict[str, str], seed: int, steps: int) -> Row:
     """One run: its loss and what the tape says of it."""
     schedule = {"total_steps": global_steps(speeds, steps)}
     config = RunConfig(
@@ -100,7 +66,6 @@ def measure(speeds: Sequence[float], sync: dict[str, str], seed: int, steps: int
     run = train_virtually(config, specs, recorder=watch)
     classes = {CLASSES[s]: [x.name for x in specs if x.step_seconds == s] for s in sorted(speeds)}
     return {
-        "seed": seed,
         "loss": run.evaluate()["loss"],
         "tokens": dict(watch.tokens),
         "rounds": watch.rounds,
@@ -123,7 +88,7 @@ def cells() -> dict[str, tuple[Sequence[float], dict[str, str]]]:
     return rows | {REFERENCE: (EQUAL, {})}
 
 
-def summary(rows: list[dict[str, Any]], default: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[Row], default: list[Row]) -> dict[str, Any]:
     """Means over the seeds, and the paired difference to the default."""
 
     def mean_of(key: str) -> dict[str, float]:
@@ -143,23 +108,19 @@ def summary(rows: list[dict[str, Any]], default: list[dict[str, Any]]) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=1536, help="of all learners together")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--name", default="speeds")
-    arguments = parser.parse_args()
+    arguments = parser(1536, "of all learners together", "speeds").parse_args()
     torch.set_num_threads(1)
-    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in cells()}
-    for seed in arguments.seeds:
-        for name, (speeds, sync) in cells().items():
-            row = measure(speeds, sync, seed, arguments.steps)
-            measured[name].append(row)
-            print({"cell": name, **row}, flush=True)
+    rows = measured(
+        arguments.kept,
+        cells(),
+        arguments.seeds,
+        lambda cell, seed: measure(*cells()[cell], seed, arguments.steps),
+    )
     folder = keep(
         arguments.name,
         estimate=ESTIMATE,
         config={
-            **vars(arguments),
+            **{key: str(value) for key, value in vars(arguments).items()},
             **SIZE,
             "batch_size": BATCH,
             "inner_rate": RATE,
@@ -167,8 +128,8 @@ def main() -> None:
             "variance": 0.05,
             "latency_seconds": 0.05,
         },
-        raw=[{"cell": name, **row} for name, rows in measured.items() for row in rows],
-        result={name: summary(rows, measured[DEFAULT]) for name, rows in measured.items()},
+        raw=[row for each in rows.values() for row in each],
+        result={name: summary(each, rows[DEFAULT]) for name, each in rows.items()},
         not_measured="inner rates tuned for each cell, larger models, longer runs, learners whose "
         "batches differ too",
     )
