@@ -16,6 +16,7 @@ WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 
 FAR, NEAR = f"ddtest{WORKER}-far", f"ddtest{WORKER}-near"
 FAR_ADDRESS = "10.88.0.1"
+ENDS = ((NEAR, "dd1"), (FAR, "dd0"))
 
 
 def unavailable() -> str:
@@ -61,13 +62,15 @@ class Link:
         """Brings it up again."""
         _run("ip", "netns", "exec", NEAR, "ip", "link", "set", "dd1", "up")
 
-    def narrow(self, mbit: float) -> None:
-        """From here on the near end sends at no more than this rate; what it gets is as before."""
-        _shape(NEAR, "dd1", mbit, burst="4kb")
+    def narrow(self, mbit: float, *, both_ways: bool = False) -> None:
+        """From here on the near end sends, or gets as well, at no more than this rate."""
+        for space, device in ENDS[: 1 + both_ways]:
+            _shape(space, device, mbit, burst="4kb")
 
-    def widen(self) -> None:
+    def widen(self, *, both_ways: bool = False) -> None:
         """Takes back `narrow`."""
-        _run("ip", "netns", "exec", NEAR, "tc", "qdisc", "del", "dev", "dd1", "root")
+        for space, device in ENDS[: 1 + both_ways]:
+            _run("ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root")
 
     def logs(self) -> str:
         """The last lines of everything that was started."""
