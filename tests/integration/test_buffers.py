@@ -86,6 +86,17 @@ def test_the_weights_of_a_run_are_a_whole_model(make: Make) -> None:
     assert loss_of(filled) == pytest.approx(loss_of(fresh))
 
 
+def test_buffers_may_be_one_learners(make: Make) -> None:
+    """The weights evaluate as well, by the statistics of one of the two."""
+    system, trainers = trained(make, "one")
+    weights = find_weights(system.folder, system.config).tensors
+    fresh = model()
+    fresh.load_state_dict(weights, strict=True)
+    assert loss_of(fresh) < 0.2
+    for trainer in trainers:
+        assert torch.equal(trainer.model.state_dict()["1.running_var"], weights["1.running_var"])
+
+
 def test_buffers_may_stay_local(make: Make) -> None:
     system, trainers = trained(make, "local")
     weights = find_weights(system.folder, system.config).tensors

@@ -121,12 +121,14 @@ def plan_of(layout: Layout, public: Public) -> MergePlan:
         method=sync.merge,
         weighting=sync.weighting,
         outer=make_outer(outer.optimizer, outer.lr, outer.momentum, outer.options),
+        buffers="one" if sync.buffers == "one" else "mean",
     )
 
 
 def synchronised(layout: Layout, public: Public) -> Layout:
     """What of a model's layout the run synchronises: buffers only if it merges them."""
-    return layout if SyncSettings(**public["sync"]).buffers == "mean" else layout.without_buffers()
+    local = SyncSettings(**public["sync"]).buffers == "local"
+    return layout.without_buffers() if local else layout
 
 
 def blend_alpha_of(public: Public) -> float:

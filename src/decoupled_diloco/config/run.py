@@ -152,10 +152,11 @@ class SyncSettings(Settings):
     """Number format of what the syncer sends. What bf16 rounds away stays in the fp32 master and
     goes out next time."""
 
-    buffers: Literal["mean", "local"] = "mean"
+    buffers: Literal["mean", "one", "local"] = "mean"
     """What becomes of the model's buffers (BatchNorm's running statistics): "mean": they travel
     with the fragments, are the weighted mean of the learners' values, and are in the weights, which
-    can be evaluated then; "local": every learner keeps its own, and the weights have none."""
+    can be evaluated then; "one": as well, but those of the learner whose contribution has the
+    largest weight; "local": every learner keeps its own, and the weights have none."""
 
     merge: Literal["rda", "mean"] = "rda"
     """How outer gradients become one: "rda" averages norms and directions apart, because nearly

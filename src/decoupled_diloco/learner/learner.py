@@ -213,8 +213,8 @@ class Learner(_Participant):
 
     Args:
         model: Its trainable parameters are synchronised, in place, and with the run's setting
-            ``sync.buffers="mean"`` its floating buffers; frozen parameters are not. On any one
-            device.
+            ``sync.buffers="mean"`` or ``"one"`` its floating buffers; frozen parameters are not. On
+            any one device.
         syncer: Address of a shard, as ``"http://host:7070"``, or of several; each knows the others.
         token: The run's secret, if it has one: the text of its token file, with or without the
             newline at its end.

@@ -12,7 +12,8 @@ the plain mean of M of them is shorter than each by 1/√M; RDA keeps the mean l
 φ(u) where we have u/max(‖u‖, ε): when directions cancel, u is small and its direction is noise, and
 a full-length step along noise would do harm.
 
-Everything kept is a sum over learners, so accumulators can be combined in any tree.
+Everything kept is a sum over learners, so accumulators can be combined in any tree. (A segment that
+is taken from one learner is that of the largest weight: a maximum combines as well.)
 
 Shapes:
     N  elements of one fragment
@@ -76,6 +77,7 @@ class Accumulator:
         self._buffer = buffer
         self._sums: Tensor | None = None
         self._norm_sums = [0.0] * len(self.segments)
+        self._heaviest = 0.0
 
     def add(self, vector: Tensor, weight: float, norms: Sequence[float] | None = None) -> None:
         """Fold one whole contribution in. Nothing has changed if this raises.
@@ -127,7 +129,8 @@ class Accumulator:
         if other._sums is not None and self._sums is None:
             self._sums_like(other._sums).copy_(other._sums)
         elif other._sums is not None:
-            self._sums_like(other._sums).add_(other._sums)
+            self._combine_sums(other._sums, heavier=other._heaviest > self._heaviest)
+        self._heaviest = max(self._heaviest, other._heaviest)
         self._norm_sums = [a + b for a, b in zip(self._norm_sums, other._norm_sums, strict=True)]
         self.weight += other.weight
         self.count += other.count
@@ -151,7 +154,7 @@ class Accumulator:
         _check_vector(out, self.numel)
         for segment, norm_sum in zip(self.segments, self._norm_sums, strict=True):
             sums = self._sums[segment.start : segment.stop]
-            scale = 1 / self.weight
+            scale = 1.0 if segment.merge == "one" else 1 / self.weight
             if segment.merge == "rda":
                 direction_length = norm_of(sums) / self.weight
                 scale *= norm_sum / self.weight / max(direction_length, self.epsilon)
@@ -173,6 +176,7 @@ class Accumulator:
             "weight": torch.tensor([self.weight], dtype=torch.float64),
             "count": torch.tensor([self.count], dtype=torch.int64),
             "epsilon": torch.tensor([self.epsilon], dtype=torch.float64),
+            "heaviest": torch.tensor([self._heaviest], dtype=torch.float64),
             "segment_bounds": torch.tensor(bounds, dtype=torch.int64),
             "segment_merge": torch.tensor([_MERGES.index(s.merge) for s in self.segments]),
         }
@@ -199,6 +203,7 @@ class Accumulator:
         if accumulator.count:
             accumulator._sums = state["sums"]
         accumulator._norm_sums = state["norm_sums"].tolist()
+        accumulator._heaviest = float(state["heaviest"])
         return accumulator
 
     def _fold(
@@ -215,6 +220,10 @@ class Accumulator:
             for index, start, stop in _overlaps(self.segments, part_start, part.numel()):
                 is_rda = self.segments[index].merge == "rda"
                 target, values = sums[start:stop], part[start - part_start : stop - part_start]
+                if self.segments[index].merge == "one":
+                    if weight > self._heaviest:
+                        target.copy_(values)
+                    continue
                 if is_rda and norms[index] == 0:  # φ(0) = 0
                     if first:
                         target.zero_()
@@ -227,8 +236,19 @@ class Accumulator:
         for index, segment in enumerate(self.segments):
             if segment.merge == "rda":
                 self._norm_sums[index] += weight * norms[index]
+        self._heaviest = max(self._heaviest, weight)
         self.weight += weight
         self.count += 1
+
+    def _combine_sums(self, sums: Tensor, *, heavier: bool) -> None:
+        """Adds sums; of what is taken from one learner those of the heavier one stay."""
+        assert self._sums is not None
+        for segment in self.segments:
+            target, values = (x[segment.start : segment.stop] for x in (self._sums, sums))
+            if segment.merge != "one":
+                target.add_(values)
+            elif heavier:
+                target.copy_(values)
 
     def _sums_like(self, vector: Tensor) -> Tensor:
         """The sums; new ones hold anything, and are to be written before they are read."""
@@ -323,7 +343,7 @@ class Contribution:
 
     def scale(self, factor: float) -> None:
         """Multiplies all but buffers; slices that were handed in are left as they are."""
-        buffers = [segment for segment in self.segments if segment.merge == "buffer"]
+        buffers = [segment for segment in self.segments if segment.merge in ("buffer", "one")]
         parts = []
         for start, part in self.parts:
             scaled = part * factor
@@ -434,6 +454,7 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
         "weight": (torch.float64, (1,)),
         "count": (torch.int64, (1,)),
         "epsilon": (torch.float64, (1,)),
+        "heaviest": (torch.float64, (1,)),
         "segment_bounds": (torch.int64, (count, 2)),
         "segment_merge": (torch.int64, (count,)),
     }

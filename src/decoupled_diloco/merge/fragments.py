@@ -27,7 +27,8 @@ from decoupled_diloco.merge.layout import DTYPES, Layout, TensorSpec
 
 Strategy = Literal["balanced", "tensor", "layer-strided", "layer-sequential"]
 MergeMethod = Literal["rda", "mean"]
-SegmentMerge = Literal["rda", "mean", "buffer"]
+SegmentMerge = Literal["rda", "mean", "buffer", "one"]
+Buffers = Literal["mean", "one"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Fragment:
 class Segment:
     """Elements `start <= i < stop` of a flat fragment that are merged as one vector.
 
-    A `"buffer"` segment is merged by mean, of values and not of changes, and has no norm.
+    A `"buffer"` segment is merged by mean, of values and not of changes, and has no norm. A `"one"`
+    segment is such a segment as well: it is taken from the contribution of the largest weight.
     """
 
     start: int
@@ -283,7 +285,9 @@ def _in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     return tuple(joined)
 
 
-def segments(fragment: Fragment, layout: Layout, method: MergeMethod) -> tuple[Segment, ...]:
+def segments(
+    fragment: Fragment, layout: Layout, method: MergeMethod, buffers: Buffers = "mean"
+) -> tuple[Segment, ...]:
     """Say which element ranges of the flat fragment are merged how.
 
     Args:
@@ -292,6 +296,7 @@ def segments(fragment: Fragment, layout: Layout, method: MergeMethod) -> tuple[S
         method: `"rda"`: every piece is a vector of its own, merged by RDA, but embeddings by plain
             mean. `"mean"`: one mean over everything. Buffers, which come last, are a segment of
             their own either way.
+        buffers: Merged by the `"mean"` of their values, or taken from `"one"` learner.
 
     Returns:
         Segments that follow each other and cover `0 … N-1`.
@@ -301,16 +306,16 @@ def segments(fragment: Fragment, layout: Layout, method: MergeMethod) -> tuple[S
     """
     found: list[Segment] = []
     for start, stop, piece in _spans(fragment):
-        merge = _merge_of(layout.tensors[piece.tensor], method)
+        merge = _merge_of(layout.tensors[piece.tensor], method, buffers)
         if found and merge == found[-1].merge != "rda":
             start = found.pop().start
         found.append(Segment(start, stop, merge))
     return tuple(found)
 
 
-def _merge_of(spec: TensorSpec, method: MergeMethod) -> SegmentMerge:
+def _merge_of(spec: TensorSpec, method: MergeMethod, buffers: Buffers) -> SegmentMerge:
     if spec.role == "buffer":
-        return "buffer"
+        return "buffer" if buffers == "mean" else "one"
     return "mean" if merges_elementwise(spec) else method
 
 

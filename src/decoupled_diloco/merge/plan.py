@@ -16,6 +16,7 @@ from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.codec import Body, BuffersExact, Codec, as_bytes, codec
 from decoupled_diloco.merge.fragments import (
+    Buffers,
     Fragment,
     MergeMethod,
     Segment,
@@ -39,6 +40,7 @@ class MergePlan:
         uplink: Codec of contributions.
         downlink: Codec of published differences.
         method: `"rda"` or `"mean"`.
+        buffers: By the `"mean"`, or from `"one"` learner.
         weighting: `"tokens"`: quantity times quality; `"uniform"`: all the same.
         outer: Makes the outer optimizer of N parameters.
     """
@@ -50,6 +52,7 @@ class MergePlan:
     method: MergeMethod
     weighting: str
     outer: Callable[[int], OuterOptimizer]
+    buffers: Buffers = "mean"
 
     @classmethod
     def make(
@@ -63,6 +66,7 @@ class MergePlan:
         method: MergeMethod,
         weighting: str,
         outer: Callable[[int], OuterOptimizer],
+        buffers: Buffers = "mean",
     ) -> MergePlan:
         """Cuts the layout and looks the codecs up.
 
@@ -77,6 +81,7 @@ class MergePlan:
             method=method,
             weighting=weighting,
             outer=outer,
+            buffers=buffers,
         )
 
     def weight(self, tokens: float, steps: float) -> float:
@@ -90,7 +95,7 @@ class MergePlan:
 
     def segments(self, fragment: int) -> tuple[Segment, ...]:
         """What of a fragment is merged as one vector, and how."""
-        return segments(self.fragments[fragment], self.layout, self.method)
+        return segments(self.fragments[fragment], self.layout, self.method, self.buffers)
 
     def codec_of(self, fragment: int, parameters: Codec) -> Codec:
         """The codec of a fragment: that of its parameters, and its buffers as they are."""

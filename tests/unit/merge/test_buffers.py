@@ -12,6 +12,7 @@ from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.merge import (
+    Accumulator,
     Constant,
     Contribution,
     Layout,
@@ -143,6 +144,39 @@ def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str,
             merged = shard.whole(index)[trained:]
             assert torch.allclose(merged, mean, rtol=1e-5, atol=1e-3)
             assert bool((merged >= 0).all()), "as a variance has to be"
+
+
+def buffer_values(plan: MergePlan, value: float) -> torch.Tensor:
+    """A contribution of one fragment whose buffers all have this value, and nothing else."""
+    vector = torch.zeros(plan.fragments[0].numel)
+    vector[plan.segments(0)[-1].start :] = value
+    return vector
+
+
+def merged_buffers(accumulator: Accumulator) -> set[float]:
+    return set(accumulator.result()[accumulator.segments[-1].start :].tolist())
+
+
+def test_buffers_of_one_learner_are_those_of_the_largest_weight() -> None:
+    """Of equal ones the first: the same fold order gives the same bits."""
+    plan = plan_for(Model(), fragments=1, buffers="one")
+    accumulator = plan.accumulator(0)
+    for value, weight in ((1.0, 2.0), (2.0, 5.0), (3.0, 5.0), (4.0, 1.0)):
+        accumulator.add(buffer_values(plan, value), weight)
+    assert merged_buffers(accumulator) == {2.0}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_buffers_of_one_learner_combine_in_a_tree(swapped: bool) -> None:
+    plan = plan_for(Model(), fragments=1, buffers="one")
+    light, heavy = plan.accumulator(0), plan.accumulator(0)
+    light.add(buffer_values(plan, 1.0), 3.0)
+    heavy.add(buffer_values(plan, 2.0), 4.0)
+    heavy = Accumulator.from_state_dict(heavy.state_dict())
+    whole, other = (heavy, light) if swapped else (light, heavy)
+    whole.combine(other)
+    whole.add(buffer_values(plan, 9.0), 3.5)
+    assert merged_buffers(whole) == {2.0}
 
 
 def test_buffers_have_no_part_in_a_norm() -> None:

@@ -1,4 +1,5 @@
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -133,7 +134,8 @@ class TestCodecs:
         with pytest.raises(ConfigError, match="'bf-16' is unknown: did you mean 'bf16'"):
             codec("bf-16")
 
-    def test_registering(self):
+    def test_registering(self, monkeypatch):
+        monkeypatch.setattr(sys.modules[RawCodec.__module__], "_codecs", {})
         register_codec(RawCodec("test-fp16", torch.float16))
         assert codec("test-fp16").nbytes(3) == 6
         with pytest.raises(ConfigError, match="registered already"):
