@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.protocol import (
     learner_copies,
     syncer,
@@ -26,6 +27,7 @@ from decoupled_diloco.simulate.shrink import Changes
 from decoupled_diloco.storage.journal import Journal
 from decoupled_diloco.syncer import durable
 from decoupled_diloco.syncer.durable import ShardDisk
+from decoupled_diloco.syncer.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -282,3 +284,21 @@ STORAGE = (
     ),
 )
 """Breaks of a shard's disk."""
+
+SHELLS = (
+    Break(
+        "a rebase keeps what a published copy has lost in a parameter's dtype",
+        LearnerTensors,
+        "apply",
+        "cast_like(part, self.plan.layout, old)",
+        "old",
+    ),
+    Break(
+        "leases are looked at before what has arrived is heard",
+        Shard,
+        "_tick",
+        "range(3)",
+        "range(0)",
+    ),
+)
+"""Breaks of what virtual worlds do without: the real tensors, the real event loop."""

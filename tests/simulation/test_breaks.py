@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from decoupled_diloco.simulate import crashes, fuzz
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.shrink import Changes
-from simulation.breaks import CORE, STORAGE, Break
+from simulation.breaks import CORE, SHELLS, STORAGE, Break
+from unit.learner import test_exchange
+from unit.syncer import test_late_ticks
 
 SEEDS_MAX = 200
 """Most breaks are caught by one of the first ten seeds; a few need a rare coincidence."""
@@ -56,6 +61,25 @@ def test_a_journal_without_sync_is_caught_at_its_first_crash_point(tmp_path: Pat
     loss = Loss(Choices(0), names=1.0, writes=1.0)
     with pytest.raises(AssertionError, match=r"1\.0, 1\.1 told"):
         crashes.crash(history, len(history.disk.log), loss, tmp_path / "after")
+
+
+def rebases(folder: Path) -> None:
+    test_exchange.test_rebase_keeps_nothing_of_a_rounding(torch.bfloat16)
+
+
+def ticks(folder: Path) -> None:
+    asyncio.run(test_late_ticks.test_what_has_arrived_is_told_before_the_tick(folder))
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {"apply": rebases, "_tick": ticks}
+
+
+@pytest.mark.parametrize("each", SHELLS, ids=names(SHELLS))
+def test_a_broken_shell_is_caught(each: Break, tmp_path: Path) -> None:
+    check = CHECKS[each.name]
+    with each.broken(), pytest.raises(AssertionError):
+        check(tmp_path / "broken")
+    check(tmp_path / "whole")
 
 
 # ---- shrinking

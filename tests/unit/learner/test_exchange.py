@@ -15,9 +15,7 @@ from decoupled_diloco.merge.plan import MergePlan
 N = 12
 
 
-@pytest.fixture
-def tensors() -> LearnerTensors:
-    model = nn.Linear(4, 3, bias=False)
+def tensors_of(model: nn.Module) -> LearnerTensors:
     plan = MergePlan.make(
         layout_of(model),
         fragments=1,
@@ -28,7 +26,12 @@ def tensors() -> LearnerTensors:
         weighting="tokens",
         outer=make_outer(),
     )
-    learner = LearnerTensors(plan, ModuleStore(model), blend_alpha=0.25)
+    return LearnerTensors(plan, ModuleStore(model), blend_alpha=0.25)
+
+
+@pytest.fixture
+def tensors() -> LearnerTensors:
+    learner = tensors_of(nn.Linear(4, 3, bias=False))
     learner.stage(0, torch.zeros(N))
     learner.apply(0, "overwrite")
     return learner
@@ -78,6 +81,44 @@ def test_rule_7_each_way_of_applying(tensors: LearnerTensors, mode: str, expecte
     assert torch.equal(theta(tensors), torch.full((N,), expected))
     assert torch.equal(tensors.published[0], torch.full((N,), 2.0))
     assert tensors.staged[0] is None
+
+
+# Parameters of fewer bits: what a published copy loses on its way into them was not trained.
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def versions(dtype: torch.dtype, count: int) -> list[Tensor]:
+    """Published copies near one, none of whose elements the dtype can hold."""
+    ulp = torch.finfo(dtype).eps
+    parts = torch.linspace(0, 3, N) / 7
+    return [1 + ulp * (parts.roll(number) + 1 / (7 + number)) for number in range(count)]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rebase_keeps_nothing_of_a_rounding(dtype: torch.dtype) -> None:
+    """d = θ − cast(Θ̂, dtype of θ) is exactly 0 without training, however often it rebases."""
+    tensors = tensors_of(nn.Linear(4, 3, bias=False).to(dtype))
+    for number, published in enumerate(versions(dtype, 10)):
+        tensors.stage(0, published)
+        tensors.apply(0, "rebase" if number else "overwrite")
+        assert torch.equal(theta(tensors), published.to(dtype).float())
+        tensors.snapshot(0)
+        body, _ = tensors.capture(0).encode(tensors.plan.uplink.name)
+        assert not body.any(), "what was not trained is contributed"
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rebase_keeps_exactly_what_was_trained(dtype: torch.dtype) -> None:
+    tensors = tensors_of(nn.Linear(4, 3, bias=False).to(dtype))
+    before, after = versions(dtype, 2)
+    tensors.stage(0, before)
+    tensors.apply(0, "overwrite")
+    trained = 8 * torch.finfo(dtype).eps
+    train(tensors, trained)
+    tensors.stage(0, after)
+    tensors.apply(0, "rebase")
+    assert torch.equal(theta(tensors), (after + trained).to(dtype).float())
 
 
 def test_a_capture_keeps_its_base_when_a_newer_copy_is_applied(tensors: LearnerTensors) -> None:

@@ -1,0 +1,102 @@
+"""After a pause a shard hears what has arrived before it looks whose lease is over (rule 13)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.launch.processes import open_tape
+from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.wire import encode
+from decoupled_diloco.syncer import shard as shell
+from decoupled_diloco.syncer.shard import Shard
+from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
+
+LATE_SECONDS = 0.1
+"""Too little for a shard to notice that it stood still."""
+
+
+class Clock:
+    """The shard's clock: it stands, but for when the test lets it leap."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - the shard has no event for it
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def a_shard(folder: Path) -> AsyncIterator[tuple[Shard, Channel]]:
+    """One shard, with its coordinator, and the connection of a learner that it has let in."""
+    network, tapes = MemoryNetwork(), list[TapeWriter]()
+
+    def tape(who: str, header: Mapping[str, Any]) -> TapeWriter:
+        tapes.append(open_tape(folder, who, header))
+        return tapes[-1]
+
+    shard = Shard(
+        RunConfig(run={"name": "late", "folder": folder, "budget_steps": 40}),
+        0,
+        addresses=("memory://127.0.0.1:7000",),
+        folder=folder,
+        server=lambda served: MemoryServer(network, port=7000, on_channel=served),
+        client=MemoryClient(network),
+        tape=tape("shard-0", {"machine": "shard", "shard": 0}),
+        coordinator_tape=partial(tape, "coordinator"),
+    )
+    running, client = asyncio.ensure_future(shard.run()), MemoryClient(network)
+    await until(lambda: bool(network.servers))
+    channel = await client.connect(shard.address, "learner", "a")
+    channel.send(encode(say.Hello("a", 1, "nonce", "learner", 0, 0, None, ())))
+    await until(lambda: "a" in shard.machine.state.members)
+    try:
+        yield shard, channel
+    finally:
+        shard.stop()
+        await running
+        await client.close()
+        for each in tapes:
+            each.close()
+
+
+async def is_kept_after_a_pause(folder: Path, *messages: say.FromLearner) -> bool:
+    """Whether a learner is still live when its lease is over and these messages have come."""
+    clock, loop = Clock(), asyncio.get_running_loop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shell, "time", clock)
+        async with a_shard(folder) as (shard, channel):
+            # From here on nothing but the messages can renew the lease.
+            shard._sessions.sessions["a"].heard = float("inf")
+            deadline = shard.machine.deadline()
+            assert deadline is not None
+            clock.now = deadline + LATE_SECONDS
+            shard._arm()
+            for message in messages:
+                loop.call_later(0, channel.send, encode(message))
+            before = shard.machine.state.lease_check_at
+            await until(lambda: shard.machine.state.lease_check_at != before)
+            return "a" in shard.machine.state.members
+
+
+async def test_what_has_arrived_is_told_before_the_tick(tmp_path: Path) -> None:
+    """The timer fires in the same turn of the loop in which the report comes, and before it."""
+    assert await is_kept_after_a_pause(tmp_path, say.StepReport(1, 8, 1.0))
+
+
+async def test_who_is_silent_loses_its_lease(tmp_path: Path) -> None:
+    assert not await is_kept_after_a_pause(tmp_path)
