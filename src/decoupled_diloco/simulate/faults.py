@@ -8,11 +8,25 @@ from typing import Literal
 
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.network import Way
 from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shell import Shell
 from decoupled_diloco.simulate.world import World
 
-Kind = Literal["crash", "vanish", "pause", "cut", "break", "slow", "leap", "unmount"]
+Kind = Literal[
+    "crash",
+    "vanish",
+    "pause",
+    "cut",
+    "break",
+    "slip",
+    "slow",
+    "stall",
+    "choke",
+    "fill",
+    "leap",
+    "unmount",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +36,18 @@ class Fault:
     Attributes:
         at: when it strikes, seconds.
         kind: ``crash`` (SIGKILL), ``vanish`` (power: nobody is told), ``pause`` (SIGSTOP),
-            ``cut`` (the link is silent), ``break`` (connections are lost), ``slow`` (steps take
-            longer; learners only), ``leap`` (its clock leaps ahead, once), ``unmount`` (the
-            storage of its claims is out of its reach; shards with standbys only).
+            ``cut`` (the link is silent), ``break`` (connections are lost), ``slip`` (so they are,
+            but the other end is not told), ``slow`` (steps take longer), ``stall`` (the loop
+            stands, all else goes on), ``choke`` (the link carries less), ``fill`` (its disk is
+            full), ``leap`` (its clock leaps ahead, once), ``unmount`` (the storage of its claims is
+            out of its reach; shards with standbys only). Slow, stall and choke befall learners
+            only, fill shards only.
         process: whom it strikes: a learner's name, ``shard-0``, ``shard-0-standby``,
             ``coordinator``.
         seconds: how long it lasts, then it is undone; infinity: for good. How far a clock leaps.
-        peer: the other end of a cut or break; empty: everybody.
-        factor: how many times longer steps take.
+        peer: the other end of a cut, break or slip; empty: everybody.
+        factor: how many times longer steps take, or less the link carries.
+        way: which way a link carries less.
     """
 
     at: float
@@ -38,6 +56,7 @@ class Fault:
     seconds: float = 0.0
     peer: str = ""
     factor: float = 1.0
+    way: Way = "up"
 
 
 def strike(world: World, faults: Iterable[Fault]) -> None:
@@ -71,9 +90,21 @@ def _begin(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> No
         case "break":
             for peer in peers:
                 world.break_connections(process, peer)
+        case "slip":
+            for peer in peers:
+                world.network.slip(process, peer)
         case "slow":
             if isinstance(process, LearnerProcess):
                 process.slowness = fault.factor
+        case "stall":
+            assert isinstance(process, LearnerProcess)
+            process.stand_still()
+        case "choke":
+            assert isinstance(process, LearnerProcess)
+            process.choke(fault.factor, fault.way)
+        case "fill":
+            assert isinstance(process, ShardProcess)
+            process.disk_is_full = True
         case "leap":
             process.leap(fault.seconds)
         case "unmount":
@@ -97,10 +128,19 @@ def _end(world: World, fault: Fault, process: Shell, peers: list[Shell]) -> None
         case "slow":
             if isinstance(process, LearnerProcess):
                 process.slowness = 1.0
+        case "stall":
+            assert isinstance(process, LearnerProcess)
+            process.step_again()
+        case "choke":
+            assert isinstance(process, LearnerProcess)
+            process.choke(1.0, fault.way)
+        case "fill":
+            assert isinstance(process, ShardProcess)
+            process.disk_is_full = False
         case "unmount":
             assert isinstance(process, ShardProcess)
             process.storage_gone = False
-        case "break" | "leap":
+        case "break" | "slip" | "leap":
             pass
 
 
@@ -133,6 +173,64 @@ def random_faults(
         faults.append(Fault(at, kind, process, lasts, peer, choices.log_uniform(1.5, 20.0)))
         at += choices.exponential(mean_seconds)
     return faults
+
+
+def random_hardships(
+    choices: Choices,
+    learners: Sequence[LearnerProcess],
+    shards: int,
+    *,
+    body_bytes: float,
+    until: float,
+    mean_seconds: float,
+) -> list[Fault]:
+    """A Poisson process of what makes a process late, or lose touch, without ending it.
+
+    Its loop stands for up to some four hundred steps; its link carries a body in up to fifty steps,
+    up or down, sometimes from the moment on at which a shard loses its power; it connects anew
+    before a shard knows that the old connection is gone, often several times in a row. Or the disk
+    of a shard is full.
+
+    Args:
+        choices: where they are drawn from.
+        learners: who may be struck; observers have no loop, and no uplink that is used.
+        shards: how many shards there are.
+        body_bytes: the mean size of a contribution.
+        until: when the last has ended, seconds.
+        mean_seconds: mean time between two of them.
+    """
+    names = [f"shard-{shard}" for shard in range(shards)]
+    kinds: list[Kind] = ["stall", "stall", "choke", "choke", "slip", "slip", "fill"]
+    faults: list[Fault] = []
+    at = choices.exponential(mean_seconds)
+    while at < until:
+        kind, learner = choices.pick(kinds), choices.pick(learners)
+        name, step_seconds = learner.name, learner.spec.step_seconds
+        rest = until - at
+        if kind == "stall":
+            lasts = min(step_seconds * choices.log_uniform(3.0, 400.0), rest)
+            faults.append(Fault(at, kind, name, lasts))
+        elif kind == "choke":
+            way: Way = choices.pick(["up", "down"])
+            spec = learner.spec
+            rate = spec.up_bytes_per_second if way == "up" else spec.down_bytes_per_second
+            seconds = choices.log_uniform(1.0, 50.0) * step_seconds
+            factor = max(1.0, rate * seconds / body_bytes)
+            lasts = min(choices.log_uniform(5.0, 60.0), rest)
+            faults.append(Fault(at, kind, name, lasts, factor=factor, way=way))
+            if choices.chance(0.3):
+                away = min(choices.log_uniform(0.05, 10.0), rest)
+                faults.append(Fault(at, "vanish", choices.pick(names), away))
+        elif kind == "fill":
+            lasts = min(choices.log_uniform(0.5, 60.0), rest)
+            faults.append(Fault(at, kind, choices.pick(names), lasts))
+        else:
+            peer = choices.pick(["", *names])
+            for _ in range(choices.integer(1, 3)):
+                faults.append(Fault(at, kind, name, peer=peer))
+                at += choices.log_uniform(0.1, 10.0)
+        at += choices.exponential(mean_seconds)
+    return [fault for fault in faults if fault.at < until]
 
 
 def random_takeovers(

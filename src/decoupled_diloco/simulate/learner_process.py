@@ -70,7 +70,7 @@ from decoupled_diloco.simulate.bodies import Body, LearnerBodies
 from decoupled_diloco.simulate.donations import VirtualDonations
 from decoupled_diloco.simulate.learner_disk import LearnerDisk
 from decoupled_diloco.simulate.leased_loop import LeasedLoop
-from decoupled_diloco.simulate.network import Connection, Link
+from decoupled_diloco.simulate.network import Connection, Link, Way
 from decoupled_diloco.simulate.shell import REDIAL_SECONDS, Shell
 
 if TYPE_CHECKING:
@@ -123,6 +123,8 @@ class LearnerProcess(Shell):
             world.shared_links.setdefault(spec.shared_link, own) if spec.shared_link else own
         )
         self.slowness = 1.0
+        self.still = self._stands = False
+        self.stood_until = float("-inf")
         self.is_observer = spec.role == "observer"
         self.over = False
         self.expelled = ""
@@ -146,6 +148,7 @@ class LearnerProcess(Shell):
         super().begin()
         self.shards.clear()
         self.joined = self.stepping = self.stopped = self.held = False
+        self.still = self._stands = False
         self.patience = None
         self.expelled = ""
         if not self.spec.shared_link:
@@ -257,13 +260,38 @@ class LearnerProcess(Shell):
         if self.loop is not None and not self.loop.draw():
             return  # before its first lease; the answer begins the loop
         self.stepping = True
+        if self.choices.chance(self.world.stalls):
+            self.stand_still()
+            self.later(self.spec.step_seconds * self.choices.log_uniform(3, 400), self.step_again)
         seconds = self.spec.step_seconds * self.slowness
         if self.spec.variance:
             seconds *= max(0.1, self.choices.normal(1.0, self.spec.variance))
         clockwork = self.world.clockwork
         clockwork.timer(self, clockwork.now + seconds, self._finish_step)
 
+    def stand_still(self) -> None:
+        """The loop stands in its present step (an evaluation, a checkpoint); all else goes on."""
+        self.still = self.alive
+
+    def step_again(self) -> None:
+        """The loop goes on."""
+        if self.still:
+            self.still, self.stood_until = False, self.now
+        if self._stands:
+            self._stands = False
+            self.later(0.0, self._finish_step)
+
+    def choke(self, factor: float, way: Way) -> None:
+        """Its link carries so many times less than it should, up or down; 1: as it should."""
+        spec = self.spec
+        rate = spec.up_bytes_per_second if way == "up" else spec.down_bytes_per_second
+        if rate < float("inf"):
+            self.link.stretch(way, rate / factor, self.world.clockwork)
+
     def _finish_step(self) -> None:
+        if self.still:
+            self._stands = True
+            return
         self.stepping = False
         if self.world.inbox_seconds and not (self.recorders or self.world.checks):
             self._finish_step_of_many()

@@ -9,11 +9,13 @@ one queue, first come first served.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork, Process
+
+Way = Literal["up", "down"]
 
 LOST_SECONDS = 10.0
 """Silence after which an end gives a connection up: the transport's ten pings."""
@@ -23,6 +25,15 @@ STALL_SECONDS = 5.0
 
 RESEND_SECONDS = 0.2
 """What is lost is sent again after so long, then after twice as long, and so on, as TCP does."""
+
+
+@dataclass(slots=True)
+class Moving:
+    """A body on its way over a link: when the last of it arrives, and what happens then."""
+
+    way: Way
+    ends_at: float
+    finish: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -37,6 +48,27 @@ class Link:
     down_free_at: float = 0.0
     loss: float = 0.0
     corruption: float = 0.0
+    moving: dict[int, Moving] = field(default_factory=dict)
+
+    def stretch(self, way: Way, rate: float, clockwork: Clockwork) -> None:
+        """From now on it carries so many bytes a second, of what is under way, too."""
+        now = clockwork.now
+        before = self.up_bytes_per_second if way == "up" else self.down_bytes_per_second
+        factor = before / rate
+        if factor == 1.0:
+            return
+
+        def later(instant: float) -> float:
+            return now + (instant - now) * factor if instant > now else instant
+
+        if way == "up":
+            self.up_bytes_per_second, self.up_free_at = rate, later(self.up_free_at)
+        else:
+            self.down_bytes_per_second, self.down_free_at = rate, later(self.down_free_at)
+        for body in self.moving.values():
+            if body.way == way:
+                body.ends_at = later(body.ends_at)
+                clockwork.at(body.ends_at, body.finish)
 
 
 class Endpoint(Process):
@@ -139,6 +171,20 @@ class Connection:
             end.lost(self)
             self._carry(self.other(end), self._ended, None)
 
+    def slip(self, end: Endpoint) -> None:
+        """One end loses the connection, as when its address changes; the other is not told.
+
+        What is under way is lost. The other end believes in the connection until it has heard
+        nothing for long, or has a new one of the same peer.
+        """
+        if self.broken or not self.open[end.name]:
+            return
+        self.broken = True
+        self._stalled.clear()
+        clockwork, other = self.network.clockwork, self.other(end)
+        clockwork.arrive(end, clockwork.now, self._ended, end, None)
+        clockwork.timer(other, self.network.given_up_at(), self.vanish, other)
+
     def heal(self) -> None:
         """What a cut has stalled goes on, in order."""
         stalled, self._stalled = self._stalled, []
@@ -187,7 +233,7 @@ class Network:
         self.clockwork = clockwork
         self.choices = choices
         self.cuts: dict[tuple[str, str], float] = {}
-        self._connections = 0
+        self._connections = self._bodies = 0
 
     def delay(self, a: Endpoint, b: Endpoint) -> float:
         """One way from one to the other, seconds."""
@@ -231,7 +277,7 @@ class Network:
             if silent:
                 connection.open[process.name] = False
                 other = connection.other(process)
-                self.clockwork.timer(other, self._given_up_at(), connection.vanish, other)
+                self.clockwork.timer(other, self.given_up_at(), connection.vanish, other)
             else:
                 connection.close(process)
         process.connections.clear()
@@ -248,9 +294,10 @@ class Network:
                 if process.paused and process.life == life:
                     connection.vanish(other)
 
-            self.clockwork.timer(other, self._given_up_at(), give_up)
+            self.clockwork.timer(other, self.given_up_at(), give_up)
 
-    def _given_up_at(self) -> float:
+    def given_up_at(self) -> float:
+        """When who hears nothing from now on gives a connection up."""
         return self.clockwork.now + LOST_SECONDS + self.choices.uniform(0.0, 1.0)
 
     # ---- cuts
@@ -282,7 +329,7 @@ class Network:
                 if self.cuts.get(way) == since:
                     connection.vanish(receiver)
 
-            self.clockwork.timer(receiver, self._given_up_at(), give_up)
+            self.clockwork.timer(receiver, self.given_up_at(), give_up)
 
     def heal(self, a: Endpoint, b: Endpoint, *, back: bool = True) -> None:
         """The one hears the other again, and, if ``back``, the other the one."""
@@ -299,6 +346,12 @@ class Network:
         for connection in list(a.connections.values()):
             if connection.other(a) is b:
                 connection.reset()
+
+    def slip(self, end: Endpoint, other: Endpoint) -> None:
+        """One end loses its connections to another, which does not notice."""
+        for connection in list(end.connections.values()):
+            if connection.other(end) is other:
+                connection.slip(end)
 
     # ---- bodies
 
@@ -325,17 +378,34 @@ class Network:
             receiver.link.down_free_at = end
         lives = (sender.life, receiver.life)
         sender.data_sent += nbytes
+        number, bottleneck = self._bodies, _bottleneck(sender.link, receiver.link)
+        self._bodies += 1
 
-        def finish(stalled: float) -> None:
+        def finish() -> None:
+            body = bottleneck.moving.get(number)
+            if body is not None and clockwork.now >= body.ends_at:
+                del bottleneck.moving[number]
+                arrive(0.0)
+
+        def arrive(stalled: float) -> None:
             if (sender.life, receiver.life) != lives or not (sender.alive and receiver.alive):
                 failed()
             elif self.is_cut(sender, receiver):
                 if stalled >= STALL_SECONDS:
                     failed()
                 else:
-                    clockwork.after(1.0, finish, stalled + 1.0)
+                    clockwork.after(1.0, arrive, stalled + 1.0)
             else:
                 receiver.data_received += nbytes
                 receiver.run(receiver.life, False, done, ())
 
-        clockwork.at(end + self.delay(sender, receiver), finish, 0.0)
+        way: Way = "up" if bottleneck is sender.link else "down"
+        ends_at = end + self.delay(sender, receiver)
+        bottleneck.moving[number] = Moving(way, ends_at, finish)
+        clockwork.at(ends_at, finish)
+
+
+def _bottleneck(sender: Link, receiver: Link) -> Link:
+    """The slower of the two links that a body takes."""
+    is_up = sender.up_bytes_per_second <= receiver.down_bytes_per_second
+    return sender if is_up else receiver

@@ -53,6 +53,7 @@ from decoupled_diloco.protocol.events import (
 from decoupled_diloco.protocol.messages import (
     Asking,
     Copy,
+    CopyWanted,
     Hello,
     JoinRefused,
     Refusal,
@@ -356,7 +357,7 @@ class ShardProcess(Shell):
                     connection.close(self)
             case Send(learner, message):
                 if learner in self.bound:
-                    self.bound[learner].send(self, message)
+                    self._send(learner, message)
             case Broadcast(message):
                 for connection in self.bound.values():
                     connection.send(self, message)
@@ -402,6 +403,13 @@ class ShardProcess(Shell):
             case _:
                 assert_never(effect)
 
+    def _send(self, learner: str, message: Any) -> None:
+        connection, world = self.bound[learner], self.world
+        slips = world.copies_slip if isinstance(message, CopyWanted) else world.slips
+        if self.choices.chance(slips):
+            connection.slip(connection.other(self))
+        connection.send(self, message)
+
     def _bind(self, number: int, learner: str, epoch: int) -> None:
         older = self.bound.pop(learner, None)
         if older is not None:
@@ -437,7 +445,10 @@ class ShardProcess(Shell):
             return
         digest = self.bodies.merge(order.fragment, order.version, order.base)
         self._keep(order.fragment, order.version, digest)
-        self._told_of(Merged(order.round, order.fragment, digest))
+        if self.choices.chance(self.world.crash_after_merge):
+            self.world.lose_power(self)
+        if self.alive:
+            self._told_of(Merged(order.round, order.fragment, digest))
 
     def _not_ours(self, tenure: VirtualTenure, order: Merge) -> None:
         if tenure.confirm() == "unknown":

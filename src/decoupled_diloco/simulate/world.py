@@ -50,6 +50,11 @@ class Mishaps:
         spoil: that a body is wrong when it arrives.
         merge_fails: that the merge worker fails.
         crash_after_persist: that the coordinator dies right after it has written its state.
+        crash_after_merge: that a shard loses its power right after a merge is on its disk.
+        stalls: that a learner's loop stands in a step, for up to some four hundred steps.
+        slips: that what a shard tells a learner is lost, with the connection, and the learner
+            connects anew before the shard knows.
+        copies_slip: the same of a shard that asks for a whole copy.
         poison: that a contribution looks a million times too large.
         disk_lies: that a shard's disk says that it has a version and has not.
         disk_lost: that a shard that starts again finds its disk empty.
@@ -63,6 +68,10 @@ class Mishaps:
     spoil: float = 0.0
     merge_fails: float = 0.0
     crash_after_persist: float = 0.0
+    crash_after_merge: float = 0.0
+    stalls: float = 0.0
+    slips: float = 0.0
+    copies_slip: float = 0.0
     poison: float = 0.0
     disk_lies: float = 0.0
     disk_lost: float = 0.0
@@ -125,6 +134,9 @@ class World:
         self.spoil = mishaps.spoil
         self.merge_fails = mishaps.merge_fails
         self.crash_after_persist = mishaps.crash_after_persist
+        self.crash_after_merge = mishaps.crash_after_merge
+        self.stalls = mishaps.stalls
+        self.slips, self.copies_slip = mishaps.slips, mishaps.copies_slip
         self.poison = mishaps.poison
         self.disk_lies, self.disk_lost = mishaps.disk_lies, mishaps.disk_lost
         self.checkpoints, self.checkpoint_lost = mishaps.checkpoints, mishaps.checkpoint_lost
@@ -223,6 +235,17 @@ class World:
     def crash(self, process: Shell, *, silent: bool = False) -> None:
         """SIGKILL; ``silent``: the host is gone, so that nobody is told."""
         process.end(silent=silent, killed=True)
+
+    def lose_power(self, process: Shell) -> None:
+        """A host goes down, now or within moments, and comes up again."""
+        if process.choices.chance(0.3):
+            self._go_down(process)
+        else:
+            self.clockwork.after(process.choices.log_uniform(1e-4, 1.0), self._go_down, process)
+
+    def _go_down(self, process: Shell) -> None:
+        self.crash(process, silent=True)
+        self.clockwork.after(process.choices.log_uniform(0.05, 15.0), self._supervise, process)
 
     def restart(self, process: Shell) -> None:
         """A process that is dead starts again, as a new one."""
