@@ -18,10 +18,9 @@ from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.tapes import VirtualTapes
 
 SEEDS = range(160)
-"""Among them 61 and 157, in which a life that was killed and its next one sent as many tokens to
-the same version; 115, in which a copy was renamed between its arrival and its boundary; 32, in
-which a learner's checkpoint brings an earlier life's tokens; 70, in which a shard's disk has lied
-and what was merged is open again."""
+"""Among so many are rare ones: a life that was killed and its next one send as many tokens to the
+same version; a copy is renamed between its arrival and its boundary; a checkpoint brings an earlier
+life's tokens; a shard's disk has lied and what was merged is open again."""
 
 BATCHES = 4
 
@@ -53,20 +52,26 @@ def test_nothing_is_left_over(batch: int, tmp_path: Path) -> None:
         for one in account.learners.values():
             for before, after in zip(one.spans, one.spans[1:], strict=False):
                 assert before.end == after.begin, f"seed {seed}"
-        some_merged += compare_with_shards(seed, history, account)
+        some_merged += compare_with_shards(seed, history, account, scenario)
         processes = scenario.world.processes
         restarted += any(isinstance(p, ShardProcess) and p.life > 1 for p in processes)
     assert some_merged >= 15
     assert restarted >= 5
 
 
-def compare_with_shards(seed: int, history: RunHistory, account: RunAccount) -> bool:
-    """What learners count as merged is what shards have folded, whoever died meanwhile."""
+def compare_with_shards(
+    seed: int, history: RunHistory, account: RunAccount, scenario: fuzz.Scenario
+) -> bool:
+    """What learners count as merged is what shards have folded, whoever died meanwhile.
+
+    Where a disk lies a version may be gone that a learner has taken: for it, that was merged.
+    """
     folded = 0
     for merged in by_fragment(history).values():
         for result in lineage(merged):
             folded += sum(p.tokens for p in result.participants if p.state == "folded")
-    assert account.tokens.merged == folded, f"seed {seed}"
+    lost = account.tokens.merged - folded
+    assert lost == 0 or (lost > 0 and scenario.mishaps.disk_lies), f"seed {seed}"
     return folded > 0
 
 

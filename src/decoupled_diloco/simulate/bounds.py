@@ -39,6 +39,7 @@ from decoupled_diloco.protocol.gate import SAMPLES_MAX
 from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
 from decoupled_diloco.protocol.leases import HELD_MAX
 from decoupled_diloco.protocol.messages import Published, Version
+from decoupled_diloco.protocol.syncer import LINGER_SECONDS
 from decoupled_diloco.simulate.bodies import NoBodies
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.shard_process import ShardProcess
@@ -140,7 +141,15 @@ class Bounds:
     def _is_settled(self, learner: LearnerProcess, shard: int) -> bool:
         """Whether a learner is connected, and has stepped since all is calm."""
         linked = shard in learner.shards and learner.machine.state.shards[shard].linked
-        return linked and (learner.name, learner.life) in self._stepped
+        stands = learner.still or (
+            self.world.now - learner.stood_until <= behind_seconds_max(self.world, learner)
+        )
+        return linked and not stands and (learner.name, learner.life) in self._stepped
+
+    def _goes(self, learner: LearnerProcess) -> bool:
+        """Whether its loop has not stood still since a step that was seen here."""
+        stepped = self._stepped.get((learner.name, learner.life), float("-inf"))
+        return not learner.still and stepped > learner.stood_until
 
     # ---- steps
 
@@ -152,7 +161,8 @@ class Bounds:
             shard = self.world.acting(self.world.options.owner(index))
             if shard.machine.state.phase == "running" and self._is_settled(learner, shard.shard):
                 self._is_near(learner, index)
-        if before is not None and self.world.options.wait == "never":
+        stood = before is not None and before <= learner.stood_until
+        if before is not None and not stood and self.world.options.wait == "never":
             seconds = now - before
             longest = step_seconds_max(learner) + SLACK_SECONDS
             assert seconds <= longest, f"{learner.name} has waited: a step took {seconds:g} s"
@@ -170,7 +180,8 @@ class Bounds:
     def _is_overdue(self, learner: LearnerProcess) -> bool:
         before = self._stepped.get((learner.name, learner.life))
         longest = step_seconds_max(learner) + SLACK_SECONDS
-        return before is not None and self.world.now - before > longest
+        overdue = before is not None and self.world.now - before > longest
+        return overdue and self._goes(learner)
 
     # ---- memory
 
@@ -204,6 +215,17 @@ def behind_seconds_max(world: World, learner: LearnerProcess) -> float:
     turns = math.ceil(options.fragments / options.open_rounds_max)
     waiting = 3 * queue + (8 + 2 * turns) * way + RETRY_SECONDS + SLACK_SECONDS
     return waiting + steps * max(map(step_seconds_max, others))
+
+
+def sees_the_end(world: World, learner: str, shard: int) -> bool:
+    """Whether a learner can have a shard's last copies before that ends: it does not wait long.
+
+    Whose link to it breaks in the end goes with what it holds.
+    """
+    process, bodies = world.learners[learner], world.bodies
+    nbytes = sum(bodies.fragment_bytes) if isinstance(bodies, NoBodies) else 0
+    in_time = 2 * nbytes / process.spec.down_bytes_per_second < LINGER_SECONDS
+    return in_time and process.machine.state.shards[shard].linked
 
 
 def rounds_behind_max(world: World, learner: LearnerProcess) -> int:

@@ -24,9 +24,11 @@ from decoupled_diloco.protocol.effects import (
     SendBody,
     Snapshot,
 )
-from decoupled_diloco.protocol.events import BodyArrived, Merged, Told
+from decoupled_diloco.protocol.events import BodyArrived, Merged, MergeFailed, Told
 from decoupled_diloco.protocol.messages import Published, Pull, Version
-from decoupled_diloco.simulate.bodies import LineageLearner, LineageShard
+from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
+from decoupled_diloco.simulate.bodies import LineageLearner
+from decoupled_diloco.simulate.bounds import sees_the_end
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.world import World
 
@@ -43,6 +45,10 @@ class Checker:
         self.epochs: dict[str, int] = {}
         self.terms: dict[int, int] = {}
         self.merges: dict[int, int] = defaultdict(int)
+        self.merged_at: dict[int, float] = {}
+        self.longest: dict[int, float] = defaultdict(float)
+        self.forgot_at = 0.0
+        self.failed_at: dict[tuple[str, int, int], float] = {}
         self.heard: dict[int, set[str]] = defaultdict(set)
         self.rounds: list[RoundFinished] = []
         self.pulls = self.pulls_answered_at_once = 0
@@ -77,11 +83,26 @@ class Checker:
                     assert discarded >= 0
                 case Snapshot():
                     assert self.world.learners[who].spec.role == "learner"
+        if isinstance(event, MergeFailed):
+            self._merge_failed(who, now, event.fragment)
         if isinstance(event, Merged):
-            self.merges[event.fragment] += 1
+            self._count(event.fragment)
         if isinstance(event, Told) and isinstance(event.message, Pull):
             self.pulls += 1
             self.pulls_answered_at_once += any(isinstance(e, SendBody) for e in effects)
+
+    def _count(self, fragment: int) -> None:
+        self.longest[fragment] = self.seconds_without_merge(fragment)
+        self.merges[fragment] += 1
+        self.merged_at[fragment] = self.world.now
+
+    def _merge_failed(self, who: str, now: float, fragment: int) -> None:
+        """Who has failed pauses before it tries again, whatever is due meanwhile."""
+        place = (who, self.shards[who].life, fragment)
+        paused = now - self.failed_at.get(place, float("-inf"))
+        text = f"{who} merges into fragment {fragment} {paused:.3f} s after it has failed"
+        assert paused > 0.99 * MERGE_PAUSE_SECONDS[0], text
+        self.failed_at[place] = now
 
     def _issued(self, fragment: int, version: Version) -> None:
         newest = self.newest.get(fragment)
@@ -146,12 +167,20 @@ class Checker:
     def forget(self) -> None:
         """From here on counts what liveness is about."""
         self.merges.clear()
+        self.merged_at.clear()
+        self.longest.clear()
+        self.forgot_at = self.world.now
         self.heard.clear()
         self.pulls = self.pulls_answered_at_once = 0
 
     def fragments_without_merge(self) -> list[int]:
         """Fragments that nothing was merged into since `forget`."""
         return [p for p in range(self.world.options.fragments) if not self.merges[p]]
+
+    def seconds_without_merge(self, fragment: int) -> float:
+        """The longest time since `forget` in which nothing was merged into a fragment."""
+        since = self.merged_at.get(fragment, self.forgot_at)
+        return max(self.longest[fragment], self.world.now - since)
 
     def unheard(self) -> list[tuple[int, str]]:
         """Live learners that some fragment has not heard since `forget`."""
@@ -171,23 +200,21 @@ class Checker:
 
     def check_end(self) -> None:
         """Everybody who saw the end holds the result, and nothing trained is missing from it."""
-        final: dict[int, Any] = {}
-        for shard in range(self.world.options.shards):
-            # Who takes over when all is over and everybody gone installs nothing any more.
-            for process in sorted(self.world.hosts(shard), key=lambda process: process.claim):
-                bodies = getattr(process, "bodies", None)
-                if isinstance(bodies, LineageShard):
-                    final.update(bodies.values)
         for learner in self.world.learners.values():
             if learner.over:
-                self._check_result(learner, final)
+                self._check_result(learner)
 
-    def _check_result(self, learner: LearnerProcess, final: dict[int, Any]) -> None:
+    def _check_result(self, learner: LearnerProcess) -> None:
         bodies = learner.bodies
         assert isinstance(bodies, LineageLearner)
         for fragment, local in enumerate(bodies.fragments):
             assert local.held is not None
-            assert local.held.number == final[fragment].number, (
+            shard = self.world.acting(self.world.options.owner(fragment))
+            finished = shard.machine is not None and shard.machine.state.phase == "finished"
+            if not finished or not sees_the_end(self.world, learner.name, shard.shard):
+                continue  # a shard that comes back when all is over has nothing to give
+            newest = max(self.published[fragment])
+            assert local.held.digest == self.published[fragment][newest], (
                 f"{learner.name} ends with another copy of fragment {fragment}"
             )
             if learner.spec.role == "learner":
