@@ -1,0 +1,30 @@
+"""Every test that a page names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.snippets import ROOT
+from simulation.breaks import CORE
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "ARCHITECTURE.md", ROOT / "README.md"]
+NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_test_that_a_page_names_is_there(page: Path) -> None:
+    for file, name in NAMED.findall(page.read_text(encoding="utf-8")):
+        assert (ROOT / file).is_file(), file
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in text, f"{file} has no {name}"
+
+
+def test_every_break_that_a_page_names_is_there() -> None:
+    text = (ROOT / "docs" / "resilience.md").read_text(encoding="utf-8")
+    table = text.split("## Faults that were found from outside")[1]
+    named = re.findall(r'"([^"]+)"', table)
+    assert len(named) >= 5
+    assert set(named) <= {each.what for each in CORE}
