@@ -66,13 +66,6 @@ class Break:
             setattr(self.owner, self.name, function)
 
 
-OPEN = frozenset({114})
-"""Worlds that the core itself does not survive yet.
-
-114: a learner that connects anew, before the shard knows that its old connection is gone, is asked
-for what it is in arrears with over the old one; so it is thought to be sending for ever.
-"""
-
 CORE = (
     Break(
         "a process that joins anew does not end the epoch before",

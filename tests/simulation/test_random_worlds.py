@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from decoupled_diloco.simulate import fuzz
-from simulation.breaks import OPEN
 
 BATCHES, RUNS = 26, 20
 
@@ -13,7 +12,7 @@ BATCHES, RUNS = 26, 20
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_worlds_hold(batch: int) -> None:
     events = 0
-    for seed in sorted({*range(batch * RUNS, (batch + 1) * RUNS)} - OPEN):
+    for seed in range(batch * RUNS, (batch + 1) * RUNS):
         try:
             report = fuzz.run(seed)
         except AssertionError as error:

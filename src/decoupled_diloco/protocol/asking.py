@@ -160,6 +160,20 @@ def serve_idle(state: SyncerState, options: Options, now: float) -> list[SyncerE
     return effects
 
 
+def ask_again(state: SyncerState, options: Options, round: Round) -> None:
+    """A round lacks its quorum: whoever could contribute is in arrears with its fragment.
+
+    Whom it asked may have failed it, and others had no turn; nobody is to wait for a slow link
+    alone.
+    """
+    entry = state.fragments[round.fragment]
+    if round.settled_at is not None or round.final or has_quorum(entry, options):
+        return
+    for member in state.stepping:
+        if member.learner not in entry.asks and not entry.has_since_version(member.learner):
+            member.arrears.add(round.fragment)
+
+
 def _can_be_served(state: SyncerState, options: Options, member: Member, fragment: int) -> bool:
     round = state.rounds.get(fragment)
     merging = round is not None and round.settled_at is not None

@@ -18,6 +18,12 @@ LEASE_SECONDS = 10.0
 RECONNECT_SECONDS = 3.0
 """How long a learner whose connection broke stays live: a second, and two retries with backoff."""
 
+STANDS_SECONDS = 1.0
+STANDS_STEPS = 10.0
+STANDS_OWN_STEPS = 3.0
+"""A loop from which no step was heard for all of these stands still: seconds, steps of the fastest
+learner, steps of its own."""
+
 VERSION_MAX = 2**48
 """Versions from here on are nobody's: the next ones must still fit into a message (2^53)."""
 
@@ -91,6 +97,8 @@ class Member:
     """A live learner, as one shard sees it.
 
     Attributes:
+        held_at: When it has said last that it holds another version.
+        stands: Its loop stands still, and the clock goes on without it.
         leaving_with: It is about to go, and has something new of these fragments.
         under_way: Fragments that it was asked for and has not delivered.
         arrears: Fragments that it could not be asked for because of others under way.
@@ -109,6 +117,8 @@ class Member:
     reported_at: float | None = None
     step_seconds: float = 0.0
     held: dict[int, Version] = field(default_factory=dict)
+    held_at: float = 0.0
+    stands: bool = False
     leaving_with: frozenset[int] | None = None
     under_way: set[int] = field(default_factory=set)
     arrears: set[int] = field(default_factory=set)

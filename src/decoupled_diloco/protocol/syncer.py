@@ -103,7 +103,8 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 )
 
 LINGER_SECONDS = 20.0
-"""How long a finished shard waits for learners and observers to take the last copies."""
+"""How long a finished shard waits for learners and observers to take the last copies; for a learner
+that still gets one after the other as long as for a copy in the closing sweep."""
 
 
 class SyncerMachine:
@@ -136,6 +137,7 @@ class SyncerMachine:
         """When to be woken by a ``Tick``; ``None``: the next event will do."""
         state = self.state
         instants = [state.lease_check_at, state.stop_at]
+        instants.append(syncer_members.stands_looked_at(state, self.options))
         if state.fill is not None:
             instants.append(state.fill.settle_at)
         for round in state.rounds.values():
@@ -278,6 +280,7 @@ class SyncerMachine:
                 self.state.finish_ordered = True
                 if state.phase != "finished" and state.stop_at is None:
                     state.stop_at = now + LINGER_SECONDS
+                    state.stop_by = now + syncer_rounds.COPY_SECONDS
                 return []
             case _:
                 assert_never(message)
@@ -299,6 +302,7 @@ class SyncerMachine:
         if member is not None and member.epoch == hello.epoch:
             # Pulls may have gone with the old connection; what it sends goes on.
             why_void = "it connected anew"
+            member.connected = False  # until it is accepted, nothing may be sent to it
             effects += syncer_rounds.forget_asks(
                 state, self.options, now, hello.learner, why_void, hello.asks
             )
@@ -322,7 +326,7 @@ class SyncerMachine:
         effects += syncer_fill.member_connected(state, self.owned, now, member)
         for round in state.rounds.values():
             effects += asking.ask_if_qualified(state, self.options, now, round, member)
-        return effects
+        return effects + asking.serve(state, self.options, now, member)
 
     def _welcome(self, hello: Hello, step: int, run_step: int, why: str) -> list[SyncerEffect]:
         state = self.state
@@ -443,11 +447,23 @@ class SyncerMachine:
         """Finished and nobody is left; or started again when there was nothing to do any more."""
         state = self.state
         overdue = state.stop_at is not None and now >= state.stop_at
+        if overdue and now < state.stop_by and self._somebody_fetches(now):
+            state.stop_at, overdue = min(now + LINGER_SECONDS, state.stop_by), False
         alone = state.phase == "finished" and not (state.members or state.observers)
         if state.stopped or not (overdue or alone):
             return []
         state.stopped, state.stop_at = True, None
         return [Stop("the run is finished" + (" and everybody has gone" if alone else ""))]
+
+    def _somebody_fetches(self, now: float) -> bool:
+        """Whether a learner lacks last copies, and has got one a moment ago."""
+        newest = {p: entry.version for p, entry in self.state.fragments.items()}
+        return any(
+            member.connected
+            and now - member.held_at < syncer_rounds.CLOSING_SECONDS
+            and any(member.held.get(p) != version for p, version in newest.items())
+            for member in self.state.members.values()
+        )
 
     # ---- the clock
 

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 
 from decoupled_diloco.protocol import asking, syncer_fill, syncer_rounds
 from decoupled_diloco.protocol.clock import shift_after_leave
-from decoupled_diloco.protocol.effects import Broadcast, Evict, Note, SyncerEffect
+from decoupled_diloco.protocol.effects import Broadcast, Evict, Note, Send, SyncerEffect
 from decoupled_diloco.protocol.membership import (
     CLOCK_MAX,
     LEASE_SECONDS,
     RECONNECT_SECONDS,
+    STANDS_OWN_STEPS,
+    STANDS_SECONDS,
+    STANDS_STEPS,
     Identity,
     Member,
     Pace,
@@ -111,6 +114,7 @@ def holding(
     if not held:
         return []
     member.held |= held
+    member.held_at = now
     fragment = message.fragment
     entry = state.fragments[fragment]
     if entry.version == message.version and member.learner in entry.awaited:
@@ -154,15 +158,25 @@ def reported(
             round.first_step(member.learner)
     member.reported_at = now
     advance_step(state, member, now, report.step)
+    effects = _steps_again(state, member) if member.stands else []
     known.tokens, known.steps = max(known.tokens, report.tokens), max(known.steps, member.step)
     assert known.pace is not None
     if report.seconds > 0.0:  # nothing is known after a first step
         member.step_seconds = known.pace.believes(report.seconds, state.step_seconds)
         state.hear_step_seconds(member.step_seconds)
-    effects: list[SyncerEffect] = []
     for round in state.rounds.values():
         effects += asking.ask_if_qualified(state, options, now, round, member)
     return effects
+
+
+def _steps_again(state: SyncerState, member: Member) -> list[SyncerEffect]:
+    """A loop that stood steps again: it is where the clock is, as one that joins."""
+    member.stands = False
+    by = state.clock - member.run_step
+    if by <= 0:
+        return []
+    member.offset += by
+    return [Send(member.learner, Shifted(by), "the clock went on while its loop stood still")]
 
 
 def advance_step(state: SyncerState, member: Member, now: float, step: int) -> None:
@@ -192,6 +206,50 @@ def _look_at_leases(state: SyncerState, instant: float) -> None:
     """Leases are looked at no later than this; renewals do not move the instant back."""
     if state.lease_check_at is None or instant < state.lease_check_at:
         state.lease_check_at = instant
+
+
+# ---- standing
+
+
+def stands_looked_at(state: SyncerState, options: Options) -> float | None:
+    """When to look whether it is a loop that stands still for which the clock waits (rule 1)."""
+    if options.wait != "never" or state.phase != "running" or state.step_seconds == 0.0:
+        return None
+    if state.members_stepping <= options.quorum:
+        return None  # nobody is there in its place
+    return max(state.ticked_at, state.looked_at) + _patience(state)
+
+
+def _patience(state: SyncerState) -> float:
+    return max(STANDS_SECONDS, STANDS_STEPS * state.step_seconds)
+
+
+def pass_standing(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
+    """The clock goes on without loops that stand still, as if they had gone (rule 1)."""
+    at = stands_looked_at(state, options)
+    if at is None or now < at:
+        return []
+    state.looked_at = now
+    for member in state.stepping:
+        longest = max(_patience(state), STANDS_OWN_STEPS * member.step_seconds)
+        assert member.reported_at is not None
+        member.stands |= now - member.reported_at >= longest
+    return _shift(state, options, "a loop that was ahead stands still")
+
+
+def _shift(state: SyncerState, options: Options, why: str) -> list[SyncerEffect]:
+    """Whoever steps is moved up, so that the clock neither stalls nor goes back."""
+    rest = [member for member in state.members.values() if not member.stands]
+    by = shift_after_leave(state.clock, [member.run_step for member in rest], options.quorum)
+    effects: list[SyncerEffect] = []
+    if by and len(rest) == len(state.members):
+        effects.append(Broadcast(Shifted(by), why))
+    elif by:
+        effects += [Send(member.learner, Shifted(by), why) for member in rest]
+    for member in rest:
+        member.offset += by
+    state.ahead = sum(member.run_step > state.clock for member in state.members.values())
+    return effects
 
 
 # ---- going
@@ -230,6 +288,8 @@ def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffec
     state.lease_check_at = min(
         (member.lease_until for member in state.members.values()), default=None
     )
+    if lateness <= LATENESS_SECONDS_MIN:
+        effects += pass_standing(state, options, now)
     return effects + syncer_rounds.pass_windows(state, options, now)
 
 
@@ -253,15 +313,8 @@ def remove(
     state.find_step_seconds()  # even if it has become slower since: nobody else may be known
     if state.phase in ("swept", "finished"):
         return effects  # all steps are made: the clock stands
-    rest = [m.run_step for m in state.members.values()]
-    by = shift_after_leave(state.clock, rest, options.quorum)
-    if by:
-        for m in state.members.values():
-            m.offset += by
-        who = next(iter(gone)) if len(gone) == 1 else f"one of {len(gone)} learners"
-        effects.append(Broadcast(Shifted(by), f"{who} was ahead and has gone"))
-    state.ahead = sum(m.run_step > state.clock for m in state.members.values())
-    return effects
+    who = next(iter(gone)) if len(gone) == 1 else f"one of {len(gone)} learners"
+    return effects + _shift(state, options, f"{who} was ahead and has gone")
 
 
 def _remove(

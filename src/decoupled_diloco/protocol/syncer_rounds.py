@@ -19,11 +19,13 @@ in `asking`.
 from __future__ import annotations
 
 from decoupled_diloco.protocol.asking import (
+    ask_again,
     ask_if_qualified,
     has_arrears,
     has_quorum,
     note_quorum,
     serve,
+    serve_idle,
 )
 from decoupled_diloco.protocol.effects import (
     Broadcast,
@@ -88,6 +90,7 @@ def note_due(state: SyncerState, options: Options, owned: frozenset[int], since:
             state.queue[fragment] = tick
         else:
             round.next_tick = tick
+            ask_again(state, options, round)
     state.again.clear()
 
 
@@ -394,10 +397,12 @@ def pass_windows(state: SyncerState, options: Options, now: float) -> list[Synce
         if entry.retry_at is not None and now >= entry.retry_at:
             entry.retry_at = None
     for round in state.rounds.values():
-        round.delivery_over |= now >= round.deliver_until
+        if not round.delivery_over and now >= round.deliver_until:
+            round.delivery_over = True
+            ask_again(state, options, round)
         if round.final and round.settled_at is None:
             effects += _pass_unanswered(state, options, now, round)
-    return effects
+    return effects + serve_idle(state, options, now)
 
 
 def _pass_unanswered(

@@ -156,6 +156,8 @@ class SyncerState:
     ``cut``: the newest consistent cut of the run that it has heard of. ``step_tokens``: the (lower)
     median learner's tokens a step, found anew at every tick; 0 while unknown.
 
+    ``looked_at``: when it was looked last whether a loop stands still.
+
     ``queue``: the tick at which a fragment that waits was due. ``again``: due at the next tick.
     ``asks``: how many contributions this life has asked for. ``step_seconds``: ξ_step, that of
     the fastest live learner, found anew at every tick; 0 while unknown. ``members_stepping``: live
@@ -168,6 +170,7 @@ class SyncerState:
     clock: int = 0
     ticked_at: float = 0.0
     previous_tick_at: float = 0.0
+    looked_at: float = 0.0
     ahead: int = 0
     step_seconds: float = 0.0
     step_tokens: float = 0.0
@@ -189,6 +192,7 @@ class SyncerState:
     closing: set[int] = field(default_factory=set)
     lease_check_at: float | None = None
     stop_at: float | None = None
+    stop_by: float = 0.0
     stopped: bool = False
     end_ordered: bool = False
     finish_ordered: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from decoupled_diloco.protocol.membership import STANDS_SECONDS, STANDS_STEPS
 from decoupled_diloco.simulate.bodies import NoBodies
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.claim_checker import takeover_seconds_max
@@ -119,7 +120,8 @@ def merge_seconds_max(scenario: Scenario, brisk: Sequence[LearnerSpec]) -> float
     """How long nothing may be merged into a fragment where these keep up.
 
     A fragment is due once in H steps of a learner that the clock goes by, and again if its round
-    is given up; its round then waits for a slot, for the grace window and for its quorum.
+    is given up; its round then waits for a slot, for the grace window and for its quorum. Before,
+    the clock may have to find that the loop that it goes by stands still.
     """
     options, learners = scenario.options, scenario.learners
     step = max(spec.step_seconds * (1 + 7 * spec.variance) for spec in learners)
@@ -127,7 +129,8 @@ def merge_seconds_max(scenario: Scenario, brisk: Sequence[LearnerSpec]) -> float
     assert isinstance(scenario.world.bodies, NoBodies)
     slowest = min(min(s.up_bytes_per_second, s.down_bytes_per_second) for s in brisk)
     model = sum(scenario.world.bodies.fragment_bytes) / slowest
-    return 3 * (options.period + options.overlap + 4) * step + 12 * way + 3 * model + 2.0
+    stands = STANDS_SECONDS + STANDS_STEPS * step
+    return 3 * (options.period + options.overlap + 4) * step + 12 * way + 3 * model + 2.0 + stands
 
 
 STANDS = 0.3
@@ -140,7 +143,7 @@ def _stand_still(scenario: Scenario, patience: float) -> None:
     choices = Choices(f"{scenario.seed}/stands")
     if scenario.options.wait != "never" or not choices.chance(STANDS) or not _runs(world):
         return
-    names = [name for name in _trainers(scenario) if not _leads(scenario, name)]
+    names = [name for name in _trainers(scenario) if not _is_waited_for(scenario, name)]
     if not names:
         return
     learner = world.learners[choices.pick(names)]
@@ -163,15 +166,11 @@ def _runs(world: World) -> bool:
     )
 
 
-def _leads(scenario: Scenario, learner: str) -> bool:
-    """Whether a shard's clock would stand until others have come as far as this learner."""
-    quorum = scenario.options.quorum
-    for shard in map(scenario.world.acting, range(scenario.options.shards)):
-        members = shard.machine.state.members.values()
-        steps = sorted((m.run_step for m in members if m.learner != learner), reverse=True)
-        if len(steps) < quorum or steps[quorum - 1] < shard.machine.state.clock - 1:
-            return True
-    return False
+def _is_waited_for(scenario: Scenario, learner: str) -> bool:
+    """Whether without this learner there is no quorum."""
+    shards = map(scenario.world.acting, range(scenario.options.shards))
+    others = (shard.machine.state.members.keys() - {learner} for shard in shards)
+    return min(map(len, others)) < scenario.options.quorum
 
 
 def _ends_within(scenario: Scenario, seconds: float) -> bool:

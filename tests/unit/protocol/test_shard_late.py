@@ -10,7 +10,7 @@ import pytest
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Drop, Expect, Fold, Merge, RoundFinished, Send
 from decoupled_diloco.protocol.events import Disconnected, Heard, Ordered, Said, Tick
-from decoupled_diloco.protocol.messages import EndOrdered, Leaving, Outcome, Pull
+from decoupled_diloco.protocol.messages import EndOrdered, Holding, Leaving, Outcome, Pull
 
 DELIVERY_SECONDS = 2.0
 """The delivery window of one-fragment rounds: τ = 2 steps of a second."""
@@ -182,6 +182,11 @@ def slow(shard_bench: Any, fragments: int = 6, **options: Any) -> Any:
     return bench
 
 
+def held_by(bench: Any, learner: str) -> tuple[Holding, ...]:
+    held = bench.machine.state.members[learner].held
+    return tuple(Holding(fragment, version) for fragment, version in held.items())
+
+
 def asked_of(bench: Any, learner: str) -> list[int]:
     """The fragments that the last event has led to ask a learner for."""
     return [order.fragment for order in bench.orders(Expect) if order.learner == learner]
@@ -258,6 +263,31 @@ def test_rule_17_who_goes_is_asked_however_busy_its_link_is(shard_bench: Any) ->
     assert bench.machine.state.members["b"].under_way == {2}
     bench.told(Said("b", Leaving((0,), "told to go")))
     assert asked_of(bench, "b") == [0]
+
+
+def test_rule_4_who_connects_anew_is_asked_over_the_new_connection(shard_bench: Any) -> None:
+    """Its old one is dead, though the shard has not noticed: a pull over that is lost for good."""
+    bench = slow(shard_bench)
+    member = bench.machine.state.members["b"]
+    bench.greet("b", step=member.step, run_step=member.run_step, held=held_by(bench, "b"))
+    sent = [type(order).__name__ for order in bench.effects]
+    assert asked_of(bench, "b"), "what it was asked before is void, and it is in arrears"
+    assert sent.index("Accept") < sent.index("Expect")
+
+
+def test_rule_4_nobody_waits_for_a_slow_link_because_a_body_came_wrong(shard_bench: Any) -> None:
+    """K = 1: with its delivery window over a round that has nothing asks again."""
+    bench = shard_bench("a", "b", fragments=1, period=4)
+    merge_without(bench, "a")
+    assert "b" in bench.machine.state.fragments[0].asks
+    while 0 not in bench.machine.state.rounds:
+        bench.step("a")
+    bench.spoil("a", "its digest is wrong")
+    assert bench.asked() == []
+    tick_at(bench, bench.now + DELIVERY_SECONDS)
+    assert "a" in bench.asked()
+    bench.body("a")
+    assert bench.orders(Merge)
 
 
 def test_rule_4_a_free_link_is_asked_outside_of_any_round(shard_bench: Any) -> None:

@@ -19,6 +19,7 @@ from decoupled_diloco.protocol.membership import RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
     Ending,
     EndOrdered,
+    FinishOrdered,
     GivenUp,
     Holding,
     Leave,
@@ -27,6 +28,7 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Swept,
 )
+from decoupled_diloco.protocol.syncer import LINGER_SECONDS
 from decoupled_diloco.protocol.syncer_rounds import CLOSING_SECONDS, SWEEP_TRIES_MAX
 
 
@@ -402,3 +404,46 @@ def test_rule_12_who_has_made_no_step_is_asked_as_well(shard_bench: Any, deliver
     else:
         bench.decline("b")
     assert bench.orders(Merge)
+
+
+# ---- the last copies
+
+
+def finished(shard_bench: Any) -> Any:
+    """Swept and finished; a holds everything, b lacks both fragments."""
+    bench = shard_bench("a", "b", fragments=2, period=2, overlap=1)
+    bench.step("a")
+    bench.step("b")
+    bench.told(Ordered(EndOrdered()))
+    for fragment in (0, 1):
+        for learner in ("a", "b"):
+            if learner in bench.machine.state.fragments[fragment].asks:
+                bench.body(learner, fragment)
+        bench.merged(fragment)
+        for learner in ("a", "b"):
+            while learner in bench.machine.state.fragments[fragment].asks:
+                bench.decline(learner, fragment=fragment)
+    assert bench.machine.state.phase == "swept"
+    bench.told(Ordered(FinishOrdered()))
+    bench.holds("a")
+    return bench
+
+
+def test_rule_12_a_shard_stays_while_a_learner_gets_one_copy_after_the_other(
+    shard_bench: Any,
+) -> None:
+    """Over a slow link the last copies take longer than it waits for who is silent."""
+    bench = finished(shard_bench)
+    wait(bench, LINGER_SECONDS - 1.0)
+    bench.told(Said("b", Holding(0, bench.machine.state.fragments[0].version)))
+    wait(bench, LINGER_SECONDS)
+    assert not bench.machine.state.stopped
+    bench.told(Said("b", Holding(1, bench.machine.state.fragments[1].version)))
+    wait(bench, LINGER_SECONDS)
+    assert bench.machine.state.stopped
+
+
+def test_rule_12_a_shard_does_not_stay_for_who_gets_nothing(shard_bench: Any) -> None:
+    bench = finished(shard_bench)
+    wait(bench, CLOSING_SECONDS + LINGER_SECONDS)
+    assert bench.machine.state.stopped
