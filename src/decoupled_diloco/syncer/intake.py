@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -46,14 +47,32 @@ class InWorker(Protocol):
         """The result of ``task()``."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Expected:
-    """A body that is expected: what for, the upload, the announcement, and who waits for both."""
+    """A body that is expected: what for, its upload, and what its learner has said of it.
 
-    key: str
+    ``has_arrived``: whether it has, once the upload is over. ``task``: takes it, once it is here.
+    """
+
+    effect: do.Expect | do.ExpectCopy
     upload: Upload
-    announced: asyncio.Future[Any]
-    task: asyncio.Task[None]
+    message: Any = None
+    has_arrived: bool | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for: body and announcement are here, or none comes."""
+        return self.has_arrived is False or (bool(self.has_arrived) and self.message is not None)
+
+
+_Purpose = tuple[str, int, say.Asking | int]
+
+
+def _purpose(effect: do.Expect | do.ExpectCopy) -> _Purpose:
+    """What an announcement names: learner, fragment, and which asking it answers."""
+    name = effect.ask if isinstance(effect, do.Expect) else effect.attempt
+    return effect.learner, effect.fragment, name
 
 
 class Intake:
@@ -89,7 +108,7 @@ class Intake:
         self._keep = keep
         self._decoded = asyncio.Semaphore(DECODED_MAX)
         self._expected: dict[str, Expected] = {}
-        self._paths: dict[str, str] = {}
+        self._paths: dict[_Purpose, str] = {}
 
     def url(self, path: str) -> str:
         """The transport's URL of an expected path."""
@@ -99,121 +118,130 @@ class Intake:
         """Is ready for a body from now on; an older body of the same purpose is refused."""
         path, plan = effect.path, self._tensors.plan
         self.unexpect(path, "asked again")
-        announced: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if isinstance(effect, do.Expect):
-            key = f"{effect.learner}/{effect.fragment}/{effect.ask}"
             nbytes = plan.uplink_nbytes(effect.fragment)
-            upload = self._bodies.expect(path, nbytes, effect.learner)
-            task = self._spawn(self._contribution(upload, announced, effect))
         else:
-            key = f"{effect.learner}/copy/{effect.attempt}/{effect.fragment}"
             nbytes = plan.whole_nbytes(effect.fragment)
-            upload = self._bodies.expect(path, nbytes, effect.learner)
-            task = self._spawn(self._copy(upload, announced, effect))
-        expected = self._expected[path] = Expected(key, upload, announced, task)
-        self._paths[key] = path
-        task.add_done_callback(lambda _: self._forget(path, expected))
-
-    def _forget(self, path: str, expected: Expected) -> None:
-        if self._expected.get(path) is expected:
-            del self._expected[path], self._paths[expected.key]
+        upload = self._bodies.expect(path, nbytes, effect.learner)
+        expected = self._expected[path] = Expected(effect, upload)
+        upload.when_ended = partial(self._ended, expected)
+        self._paths[_purpose(effect)] = path
 
     def unexpect(self, path: str, why: str) -> None:
         """Refuses the body of a path from now on."""
         expected = self._expected.get(path)
         if expected is not None:
+            self._forget(expected)
             expected.upload.cancel(why)
-            expected.task.cancel()
+            if expected.task is not None:
+                expected.task.cancel()
+
+    def _forget(self, expected: Expected) -> None:
+        effect = expected.effect
+        if self._expected.get(effect.path) is expected:
+            del self._expected[effect.path]
+            if self._paths.get(purpose := _purpose(effect)) == effect.path:
+                del self._paths[purpose]
 
     def announce(self, learner: str, message: say.Upload | say.Copy) -> None:
         """A learner has said what its body is."""
         match message:
             case say.Upload(fragment, ask):
-                key = f"{learner}/{fragment}/{ask}"
+                path = self._paths.get((learner, fragment, ask))
             case say.Copy(fragment, attempt):
-                key = f"{learner}/copy/{attempt}/{fragment}"
-        expected = self._expected.get(self._paths.get(key, ""))
-        if expected is not None and not expected.announced.done():
-            expected.announced.set_result(message)
+                path = self._paths.get((learner, fragment, attempt))
+        if path is not None and self._expected[path].message is None:
+            self._expected[path].message = message
+            self._take_up(self._expected[path])
 
-    async def _contribution(
-        self, upload: Upload, announced: asyncio.Future[say.Upload], effect: do.Expect
-    ) -> None:
+    def _ended(self, expected: Expected, has_arrived: bool) -> None:
+        expected.has_arrived = has_arrived
+        self._take_up(expected)
+
+    def _take_up(self, expected: Expected) -> None:
+        """Begins with a body once it is here, or never will be.
+
+        Until then no task waits for it: a round expects thousands.
+        """
+        is_wanted = self._expected.get(expected.effect.path) is expected
+        if is_wanted and expected.task is None and expected.is_over:
+            expected.task = self._spawn(self._take_in(expected))
+
+    async def _take_in(self, expected: Expected) -> None:
+        try:
+            if isinstance(expected.effect, do.Expect):
+                await self._contribution(expected.upload, expected.message, expected.effect)
+            else:
+                await self._copy(expected.upload, expected.message, expected.effect)
+        finally:
+            self._forget(expected)
+
+    async def _contribution(self, upload: Upload, announced: say.Upload, effect: do.Expect) -> None:
         learner, fragment, ask = effect.learner, effect.fragment, effect.ask
         norm = 0.0
 
-        def verify(body: Body, message: say.Upload) -> None:
+        def verify(body: Body) -> None:
             nonlocal norm
-            norm = self._tensors.verify(fragment, ask, body.buffer, message.digest)
+            norm = self._tensors.verify(fragment, ask, body.buffer, announced.digest)
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
 
-        def arrived(message: say.Upload) -> None:
+        def arrived() -> None:
             self._handle(
                 fact.BodyArrived(
                     learner=learner,
                     epoch=effect.epoch,
                     fragment=fragment,
                     ask=ask,
-                    base=message.base,
-                    steps=message.steps,
-                    tokens=message.tokens,
+                    base=announced.base,
+                    steps=announced.steps,
+                    tokens=announced.tokens,
                     nbytes=upload.nbytes,
                     norm=norm,
                 )
             )
 
         try:
-            await self._take(upload, announced, verify, arrived)
+            await self._take(upload, verify, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
                 logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
                 self._handle(fact.BodySpoiled(learner, fragment, ask, str(error)))
 
-    async def _copy(
-        self, upload: Upload, announced: asyncio.Future[say.Copy], effect: do.ExpectCopy
-    ) -> None:
+    async def _copy(self, upload: Upload, announced: say.Copy, effect: do.ExpectCopy) -> None:
         learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
         numel = self._tensors.plan.fragments[fragment].numel
 
-        def receive(body: Body, message: say.Copy) -> None:
-            self._tensors.receive(fragment, values_of(body.buffer, numel), message.digest)
+        def receive(body: Body) -> None:
+            self._tensors.receive(fragment, values_of(body.buffer, numel), announced.digest)
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
 
-        def arrived(message: say.Copy) -> None:
-            self._handle(fact.CopyArrived(learner, fragment, attempt, message.digest))
+        def arrived() -> None:
+            self._handle(fact.CopyArrived(learner, fragment, attempt, announced.digest))
 
         try:
-            await self._take(upload, announced, receive, arrived)
+            await self._take(upload, receive, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
                 self._handle(fact.CopySpoiled(learner, fragment, attempt, str(error)))
 
     async def _take(
-        self,
-        upload: Upload,
-        announced: asyncio.Future[_T],
-        use: Callable[[Body, _T], None],
-        then: Callable[[_T], None],
+        self, upload: Upload, use: Callable[[Body], None], then: Callable[[], None]
     ) -> None:
-        """Waits for body and announcement, uses both in the worker, gives the buffer back.
+        """Uses a body in the worker, tells the machine, gives the buffer back.
 
         What the machine orders when it is told ``then`` has gone through the worker before the next
         one is decoded.
         """
-        body: Body | None = None
+        body = await upload.body
         try:
-            whole = body = await upload.body
-            message = await announced
             async with self._decoded:
-                await self._in_worker(lambda: use(whole, message))
-                then(message)
+                await self._in_worker(lambda: use(body))
+                then()
                 await self._in_worker(lambda: None)
         finally:
-            upload.cancel("the wait for it is over")
-            if body is not None:
-                body.release()
+            body.release()
 
 
 class Offers:

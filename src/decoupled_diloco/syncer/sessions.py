@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -11,8 +11,8 @@ from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.cuts import LEAD_MAX
-from decoupled_diloco.protocol.wire import colour, coloured, decode
-from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.protocol.wire import colour, decode
+from decoupled_diloco.transport.base import Channel, Encoded
 
 GREETING_SECONDS = 10.0
 """How long a new connection may take to say what it is for: as long as one may be silent."""
@@ -29,6 +29,16 @@ class Session:
     epoch: int
     connection: int
     heard: float = 0.0
+
+
+@dataclass
+class Greeting:
+    """A connection that the machine has been told of, and has not been let in or turned away."""
+
+    channel: Channel
+    learner: str
+    role: say.Role
+    is_gone: bool = False
 
 
 class Sessions:
@@ -50,7 +60,7 @@ class Sessions:
         cut: Callable[[], int],
     ) -> None:
         self.sessions: dict[str, Session] = {}
-        self.greeting: dict[int, tuple[Channel, say.Role]] = {}
+        self.greeting: dict[int, Greeting] = {}
         self._handle = handle
         self._said = said
         self._spawn = spawn
@@ -69,7 +79,7 @@ class Sessions:
             raise ProtocolError(f"{hello.learner!r} is here as {known.role}: use another name")
         self._connections += 1
         connection = self._connections
-        self.greeting[connection] = channel, hello.role
+        self.greeting[connection] = Greeting(channel, hello.learner, hello.role)
         self._hear(cut)
         self._handle(fact.Greeted(connection, hello))
         try:
@@ -81,35 +91,47 @@ class Sessions:
                 if self._is_current(hello.learner, connection):
                     self._said(hello.learner, message)
         finally:
-            if self._is_current(hello.learner, connection):
-                del self.sessions[hello.learner]
-                self._handle(fact.Disconnected(hello.learner))
+            if connection in self.greeting:  # what the machine has said to it is not done yet
+                self.greeting[connection].is_gone = True
+            else:
+                self._end(hello.learner, connection)
 
     def accept(self, connection: int, learner: str, epoch: int) -> None:
         """The machine lets a greeting in; an older connection of the same id is closed."""
-        channel, role = self.greeting.pop(connection)
+        greeting = self.greeting.pop(connection)
         older = self.sessions.get(learner)
         if older is not None:
             self._spawn(older.channel.close("a newer connection of the same id took over"))
-        self.sessions[learner] = Session(channel, role, epoch, connection)
+        self.sessions[learner] = Session(greeting.channel, greeting.role, epoch, connection)
+        if greeting.is_gone:
+            self._end(learner, connection)
 
-    def reject(self, connection: int, reason: str, *, final: bool) -> None:
+    def _end(self, learner: str, connection: int) -> None:
+        """A connection is gone; the machine hears so unless it knows of a newer one."""
+        if not self._is_current(learner, connection):
+            return
+        del self.sessions[learner]
+        if not any(greeting.learner == learner for greeting in self.greeting.values()):
+            self._handle(fact.Disconnected(learner))
+
+    def reject(self, connection: int, refusal: dict[str, Any], reason: str) -> None:
         """The machine does not let a greeting in."""
-        channel, _ = self.greeting.pop(connection)
-        channel.send(coloured(say.Refusal(reason, final), self._cut()))
+        channel = self.greeting.pop(connection).channel
+        channel.send(refusal)
         self._spawn(channel.close(reason))
 
-    def send(self, learner: str, message: say.ToLearner) -> None:
+    def send(self, learner: str, message: dict[str, Any]) -> None:
         """Tells a learner something, if it is there."""
         session = self.sessions.get(learner)
         if session is not None:
-            session.channel.send(coloured(message, self._cut()))
+            session.channel.send(message)
 
-    def broadcast(self, message: say.ToLearner) -> None:
-        """Tells everybody who is there something."""
-        encoded = coloured(message, self._cut())
-        for session in self.sessions.values():
-            session.channel.send(encoded)
+    def broadcast(self, message: dict[str, Any]) -> Iterator[None]:
+        """Tells everybody who is there now something: one at each step, the same text each."""
+        text = Encoded(message)
+        for session in tuple(self.sessions.values()):
+            session.channel.send(text)
+            yield
 
     def evict(self, learner: str, reason: str) -> None:
         """The machine removes a learner."""

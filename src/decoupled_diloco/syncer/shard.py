@@ -15,7 +15,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
-from decoupled_diloco.protocol.wire import colour, decode, encode
+from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS, CoordinatorHost
 from decoupled_diloco.syncer.cuts import forget_cuts, part_file
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
@@ -52,6 +52,7 @@ from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.syncer.seals import Seals
 from decoupled_diloco.syncer.sessions import Sessions, first_message
+from decoupled_diloco.syncer.slices import Slices
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import Channel, Client, Server
 
@@ -67,6 +68,19 @@ HEARD_SECONDS = 1.0
 """How often the shard looks at who was heard: every ping interval."""
 
 _T = TypeVar("_T")
+
+_InOrder = (
+    do.Accept
+    | do.Reject
+    | do.Send
+    | do.Broadcast
+    | do.Evict
+    | do.Expect
+    | do.ExpectCopy
+    | do.Unexpect
+    | do.Stop
+)
+"""What a shard's peers hear of, or may do."""
 
 ServerFactory = Callable[[Callable[[Channel], Coroutine[Any, Any, None]]], Server]
 
@@ -151,6 +165,7 @@ class Shard:
             spawn=self._spawn,
             cut=lambda: self.machine.state.cut,
         )
+        self._in_order = Slices(self._do_in_order, self._fail)
         self._intake: Intake | None = None
         self._offers = Offers(self._server.bodies)
         self._timer: asyncio.TimerHandle | None = None
@@ -240,6 +255,7 @@ class Shard:
             return  # peers may still talk; what they say belongs to the next life
         for effect in self._recorder.handle(time.monotonic(), event):
             self._do(effect)
+        self._in_order.go_on()
         self._arm()
 
     def _arm(self) -> None:
@@ -363,17 +379,27 @@ class Shard:
     # ---- orders
 
     def _do(self, effect: do.SyncerEffect) -> None:
+        """Does at once what the worker does, and in order, in slices, what peers hear of."""
         match effect:
-            case do.Accept(connection, learner, epoch):
-                self._sessions.accept(connection, learner, epoch)
-            case do.Reject(connection, reason, final):
-                self._sessions.reject(connection, reason, final=final)
-            case do.Send(learner, message):
-                self._sessions.send(learner, self._located(message))
-            case do.Broadcast(message):
-                self._sessions.broadcast(self._located(message))
-            case do.Evict(learner, reason):
-                self._sessions.evict(learner, reason)
+            case (
+                do.Send(message=say.Published() as news)
+                | do.Broadcast(message=say.Published() as news)
+            ):
+                # Where the copy is now: it may be withdrawn before everybody has heard of it.
+                located = dataclasses.replace(effect, message=self._offered(news))
+                self._in_order.put((located, self.machine.state.cut))
+            case (
+                do.Accept()
+                | do.Reject()
+                | do.Send()
+                | do.Broadcast()
+                | do.Evict()
+                | do.Expect()
+                | do.ExpectCopy()
+                | do.Unexpect()
+                | do.Stop()
+            ):
+                self._in_order.put((effect, self.machine.state.cut))
             case do.Tell(message):
                 self._report(message)
             case do.ClockAdvanced() | do.RoundOpened() | do.RoundFinished():
@@ -384,10 +410,36 @@ class Shard:
                 self._spawn(self._take_cut(number, encode(remembered(self.machine.state))))
             case do.ForgetCuts(keep, before):
                 self._spawn(asyncio.to_thread(forget_cuts, self._folder, keep, before))
+            case _:
+                self._do_in_worker(effect)
+
+    def _do_in_order(self, ordered: tuple[_InOrder, int]) -> Iterator[object] | None:
+        """Does what peers hear of; every message is of the cut in which it was ordered."""
+        effect, cut = ordered
+        match effect:
+            case do.Accept(connection, learner, epoch):
+                self._sessions.accept(connection, learner, epoch)
+            case do.Reject(connection, reason, final):
+                self._sessions.reject(connection, coloured(say.Refusal(reason, final), cut), reason)
+            case do.Send(learner, message):
+                self._sessions.send(learner, coloured(self._located(message), cut))
+            case do.Broadcast(message):
+                return self._sessions.broadcast(coloured(message, cut))
+            case do.Evict(learner, reason):
+                self._sessions.evict(learner, reason)
             case do.Stop():
                 self._spawn(self._stop_last())
+            case do.Expect() | do.ExpectCopy():
+                self._require_intake().expect(effect)
+            case do.Unexpect(path, why):
+                self._require_intake().unexpect(path, why)
             case _:
-                self._do_with_bodies(effect)
+                assert_never(effect)
+        return None
+
+    def _require_intake(self) -> Intake:
+        assert self._intake is not None, "bodies are spoken of only after the layout is set"
+        return self._intake
 
     async def _stop_last(self) -> None:
         """The coordinator's process stays until the other shards have heard that all is over."""
@@ -395,25 +447,12 @@ class Shard:
             await self._host.everyone_gone()
         self._stopping.set()
 
-    def _do_with_bodies(
-        self,
-        effect: do.Expect
-        | do.ExpectCopy
-        | do.Unexpect
-        | do.Fold
-        | do.Drop
-        | do.Merge
-        | do.Install
-        | do.LoadWeights,
+    def _do_in_worker(
+        self, effect: do.Fold | do.Drop | do.Merge | do.Install | do.LoadWeights
     ) -> None:
-        tensors, intake = self._tensors, self._intake
+        tensors = self._tensors
         assert tensors is not None, "bodies are spoken of only after the layout is set"
-        assert intake is not None
         match effect:
-            case do.Expect() | do.ExpectCopy():
-                intake.expect(effect)
-            case do.Unexpect(path, why):
-                intake.unexpect(path, why)
             case do.Fold(fragment, _, ask, steps, tokens, _, scale, discount):
                 self._work(partial(tensors.fold, fragment, ask, steps, tokens, scale, discount))
             case do.Drop(ask=ask):
@@ -428,20 +467,19 @@ class Shard:
                 assert_never(effect)
 
     def _located(self, message: say.ToLearner) -> say.ToLearner:
-        """The message with the paths of the core replaced by URLs of the transport."""
-        match message:
-            case say.Pull() | say.CopyWanted():
-                assert self._intake is not None
-                return dataclasses.replace(message, path=self._intake.url(message.path))
-            case say.Published():
-                assert self._seals is not None
-                return dataclasses.replace(
-                    self._seals.sealed(message),
-                    difference=self._offers.url(message.difference),
-                    whole=self._offers.url(message.whole),
-                )
-            case _:
-                return message
+        """The message with the path of an expected body replaced by its URL."""
+        if not isinstance(message, say.Pull | say.CopyWanted):
+            return message
+        return dataclasses.replace(message, path=self._require_intake().url(message.path))
+
+    def _offered(self, message: say.Published) -> say.Published:
+        """The message with the shard's seal, and the paths of copies replaced by their URLs."""
+        assert self._seals is not None
+        return dataclasses.replace(
+            self._seals.sealed(message),
+            difference=self._offers.url(message.difference),
+            whole=self._offers.url(message.whole),
+        )
 
     def _report(self, message: say.FromShard) -> None:
         if isinstance(message, say.Swept):

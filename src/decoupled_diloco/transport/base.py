@@ -14,6 +14,7 @@ the moment it wakes:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -108,6 +109,14 @@ class TransferStats:
     digest: str = ""
 
 
+class Encoded:
+    """A control message as the JSON text that is sent: made once for many channels."""
+
+    def __init__(self, message: dict[str, object]) -> None:
+        # ASCII: its length in bytes and in characters agree.
+        self.text = json.dumps(message, separators=(",", ":"))
+
+
 class Channel(Protocol):
     """One control connection: ordered, and reliable while it lives."""
 
@@ -131,7 +140,7 @@ class Channel(Protocol):
     def rtt(self) -> float | None:
         """Smallest recent round trip of a ping in seconds, or None before the first answer."""
 
-    def send(self, message: dict[str, object]) -> None:
+    def send(self, message: dict[str, object] | Encoded) -> None:
         """Put a message into the outbox; never blocks.
 
         A full outbox means a peer that does not read: the channel is closed with a reason.
@@ -166,8 +175,14 @@ class Body(Protocol):
 class Upload(Protocol):
     """A PUT that is expected: one principal, one size, once.
 
-    Whoever called `expect` calls `cancel` when the body is not wanted any more, in a `finally`.
+    Whoever called `expect` calls `cancel` when the body is not wanted any more.
+
+    Attributes:
+        when_ended: Told once, soon after the end, whether the body has arrived: so that no task
+            need wait for each of thousands.
     """
+
+    when_ended: Callable[[bool], object] | None
 
     @property
     def url(self) -> str:

@@ -66,7 +66,7 @@ class Bodies:
     def offer(self, path: str, body: memoryview, digest: str) -> str:
         """See `BodyStore.offer`."""
         self._offers[_key(path)] = Offer(body.cast("B"), digest)
-        return body_url(path)
+        return PREFIX + _key(path)
 
     def withdraw(self, path: str) -> None:
         """See `BodyStore.withdraw`."""
@@ -79,7 +79,7 @@ class Bodies:
         key = _key(path)
         assert key not in self._uploads, f"an upload to {path!r} is expected already"
         self._gone.pop(("PUT", key), None)
-        upload = BodyUpload(self, key, body_url(path), nbytes, principal)
+        upload = BodyUpload(self, key, nbytes, principal)
         self._uploads[key] = upload
         return upload
 
@@ -177,11 +177,12 @@ ARRIVED = "has arrived already: a body is sent once"
 class BodyUpload:
     """One expected PUT; see `Upload`."""
 
-    def __init__(self, bodies: Bodies, key: str, url: str, nbytes: int, principal: str) -> None:
+    def __init__(self, bodies: Bodies, key: str, nbytes: int, principal: str) -> None:
         self.key = key
-        self.url = url
+        self.url = PREFIX + key
         self.nbytes = nbytes
         self.principal = principal
+        self.when_ended: Callable[[bool], object] | None = None
         self._bodies = bodies
         self._done = RangeSet()
         self._streams: set[Stream] = set()
@@ -190,7 +191,7 @@ class BodyUpload:
         self._taken = False
         loop = asyncio.get_running_loop()
         self._future: asyncio.Future[Body] = loop.create_future()
-        self._future.add_done_callback(_retrieve)
+        self._future.add_done_callback(self._tell)
         self._watch: asyncio.TimerHandle | None = None
         self._watched = 0
 
@@ -209,6 +210,12 @@ class BodyUpload:
         self._end(f"was cancelled{': ' if reason else ''}{reason}")
         if not self._taken and not self._future.cancelled() and not self._future.exception():
             self._future.result().release()
+
+    def _tell(self, future: asyncio.Future[Body]) -> None:
+        """Tells of the end; what has failed is seen by that, though nobody may await it."""
+        has_arrived = not future.cancelled() and future.exception() is None
+        if self.when_ended is not None:
+            self.when_ended(has_arrived)
 
     def _phase(self) -> str:
         if self._memory is not None:
@@ -368,12 +375,6 @@ class _Arrival:
         body = yield from asyncio.shield(self._upload._future).__await__()
         self._upload._taken = True
         return body
-
-
-def _retrieve(future: asyncio.Future[Body]) -> None:
-    """Mark an exception as seen: an upload that nobody awaits any more may fail in silence."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _key(path: str) -> str:

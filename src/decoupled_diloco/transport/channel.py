@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.transport.base import Limits, Peer, Silence, Stats
+from decoupled_diloco.transport.base import Encoded, Limits, Peer, Silence, Stats
 
 WebSocket = aiohttp.ClientWebSocketResponse[bool] | web.WebSocketResponse
 FLUSH_SECONDS = 1.0
@@ -64,14 +64,13 @@ class Mailbox:
         await self.changed.wait()
 
 
-def encode(message: dict[str, object], limits: Limits) -> str:
+def encode(message: dict[str, object] | Encoded, limits: Limits) -> str:
     """Return the JSON text of a message of ours.
 
     Raises:
         ProtocolError: it is too large.
     """
-    assert isinstance(message, dict)
-    text = json.dumps(message, separators=(",", ":"))  # ASCII: length in bytes and characters agree
+    text = (message if isinstance(message, Encoded) else Encoded(message)).text
     if len(text) > limits.message_bytes:
         raise ProtocolError(
             f"a control message of {len(text)} bytes exceeds {limits.message_bytes}: "
@@ -128,7 +127,7 @@ class WebSocketChannel:
         """Note that a byte came from the peer, here or on the data plane."""
         self.last_received = time.monotonic()
 
-    def send(self, message: dict[str, object]) -> None:
+    def send(self, message: dict[str, object] | Encoded) -> None:
         """See `Channel.send`."""
         text = encode(message, self._limits)
         if self._closed:

@@ -17,6 +17,7 @@ from yarl import URL
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.transport.base import (
     PIECE_BYTES,
+    Encoded,
     Health,
     Limits,
     OnChannel,
@@ -106,7 +107,7 @@ class MemoryChannel:
         """A peer in the same process is heard at any time."""
         return time.monotonic() if self._closed_at is None else self._closed_at
 
-    def send(self, message: dict[str, object]) -> None:
+    def send(self, message: dict[str, object] | Encoded) -> None:
         """See `Channel.send`."""
         text = encode(message, self._limits)
         if self.closed:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.cuts import LEAD_MAX
-from decoupled_diloco.protocol.events import CutHeard, Greeted
+from decoupled_diloco.protocol.events import CutHeard, Disconnected, Greeted
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
@@ -59,3 +59,93 @@ def test_a_number_far_ahead_breaks_the_connection_and_changes_nothing() -> None:
     assert asyncio.run(greet(7 + LEAD_MAX))[0] == CutHeard(7 + LEAD_MAX)
     with pytest.raises(ProtocolError, match="cannot be: the newest known here is 7"):
         asyncio.run(greet(8 + LEAD_MAX))
+
+
+class Line:
+    """The near end of a connection: notes what is sent, and says nothing until it is closed."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.last_received = 0.0
+        self._closed = asyncio.Event()
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> dict[str, object]:
+        await self._closed.wait()
+        raise TransportError("it is gone")
+
+    async def close(self, reason: str = "") -> None:
+        self._closed.set()
+
+
+class Syncer:
+    """Sessions of a machine that has been told of who greets, and has not answered yet."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.sessions = Sessions(
+            handle=self.told.append,
+            said=lambda learner, message: None,
+            spawn=lambda work: asyncio.ensure_future(work),
+            cut=lambda: 0,
+        )
+
+    async def greet(self, learner: str) -> Line:
+        line = Line()
+        hello = say.Hello(learner, 1, "n", "learner", 0, 0, None, ())
+        serving = self.sessions.serve(cast("Channel", line), hello, 0)
+        self.tasks.append(asyncio.ensure_future(serving))
+        await asyncio.sleep(0)
+        return line
+
+    async def part(self, line: Line) -> None:
+        await line.close()
+        await asyncio.wait(self.tasks, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+
+    def disconnected(self) -> list[str]:
+        return [event.learner for event in self.told if isinstance(event, Disconnected)]
+
+    async def end(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def test_a_broadcast_is_one_text_for_all_who_are_there() -> None:
+    syncer = Syncer()
+    lines = [await syncer.greet(f"l{number}") for number in range(50)]
+    for number in range(50):
+        syncer.sessions.accept(number + 1, f"l{number}", 1)
+    for _ in syncer.sessions.broadcast({"type": "Ending"}):
+        pass
+    sent = [message for line in lines for message in line.sent]
+    assert len(sent) == 50
+    assert len({id(message) for message in sent}) == 1, "encoded once, not for each"
+    assert sent[0].text == '{"type":"Ending"}'
+    await syncer.end()
+
+
+async def test_who_is_gone_before_it_was_let_in_is_told_of_once_it_is() -> None:
+    syncer = Syncer()
+    line = await syncer.greet("a")
+    await syncer.part(line)
+    assert syncer.disconnected() == []
+    syncer.sessions.accept(1, "a", 1)
+    assert syncer.disconnected() == ["a"]
+    assert syncer.sessions.sessions == {}
+    await syncer.end()
+
+
+async def test_who_has_greeted_anew_is_not_gone() -> None:
+    syncer = Syncer()
+    line = await syncer.greet("a")
+    await syncer.part(line)
+    await syncer.greet("a")
+    syncer.sessions.accept(1, "a", 1)
+    syncer.sessions.accept(2, "a", 1)
+    assert syncer.disconnected() == []
+    assert syncer.sessions.sessions["a"].connection == 2
+    await syncer.end()

@@ -1,0 +1,155 @@
+"""What a shard does with a body that it expects, and that nothing waits for thousands of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco.merge import digest, layout_of, make_outer
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.syncer.intake import Intake
+from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.transport.bodies import Bodies
+from decoupled_diloco.transport.pool import ReceivePool
+
+N = 12
+_T = TypeVar("_T")
+
+
+class Shard:
+    """As much of a shard as an intake needs: everything that it starts and tells is noted."""
+
+    def __init__(self) -> None:
+        plan = MergePlan.make(
+            layout_of(nn.Linear(4, 3, bias=False)),
+            fragments=1,
+            strategy="balanced",
+            uplink="fp32",
+            downlink="fp32",
+            method="rda",
+            weighting="tokens",
+            outer=make_outer("sgd", 1.0, 0.0),
+        )
+        self.bodies = Bodies(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
+        self.told: list[Any] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.intake = Intake(
+            ShardTensors(plan, (0,)),
+            self.bodies,
+            spawn=self._spawn,
+            in_worker=self._in_worker,
+            handle=self.told.append,
+            stopping=lambda: False,
+        )
+        self.body = plan.uplink.encode(torch.linspace(-1, 1, N))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.ensure_future(work))
+        return self.tasks[-1]
+
+    async def _in_worker(self, task: Callable[[], _T]) -> _T:
+        return task()
+
+    def expect(self, learner: str, number: int = 1) -> None:
+        path = f"/up/{learner}/{number}"
+        self.intake.expect(do.Expect(path, learner, 1, 1, 0, Asking(1, number), "it is asked"))
+
+    def announce(self, learner: str, number: int = 1) -> None:
+        upload = say.Upload(0, Asking(1, number), Version(1, 0), 2, 64, digest(self.body))
+        self.intake.announce(learner, upload)
+
+    async def put(self, learner: str, number: int = 1, nbytes: int = 4 * N) -> None:
+        key = self.intake.url(f"/up/{learner}/{number}").removeprefix("/bodies/")
+        stream = self.bodies.open(key, learner, (0, 4 * N), 4 * N, take_over=False)
+        await stream.prepare()
+        stream.write(self.body.numpy().tobytes()[:nbytes])
+        stream.close()
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def shard() -> AsyncIterator[Shard]:
+    shard = Shard()
+    yield shard
+    for task in shard.tasks:
+        task.cancel()
+    await asyncio.gather(*shard.tasks, return_exceptions=True)
+
+
+async def test_an_expected_body_costs_no_task_until_it_is_here(shard: Shard) -> None:
+    before = len(asyncio.all_tasks())
+    for number in range(100):
+        shard.expect(f"l{number}")
+        shard.announce(f"l{number}")
+    await settle()
+    assert len(asyncio.all_tasks()) == before
+    await shard.put("l7")
+    assert len(shard.tasks) == 1
+    assert [event.learner for event in shard.told] == ["l7"]
+
+
+@pytest.mark.parametrize("announced_first", [True, False])
+async def test_body_and_announcement_may_come_in_any_order(
+    shard: Shard, announced_first: bool
+) -> None:
+    shard.expect("a")
+    if announced_first:
+        shard.announce("a")
+        await shard.put("a")
+    else:
+        await shard.put("a")
+        assert shard.told == []
+        shard.announce("a")
+        await settle()
+    (event,) = shard.told
+    assert isinstance(event, fact.BodyArrived)
+    assert (event.learner, event.ask, event.steps, event.tokens) == ("a", Asking(1, 1), 2, 64)
+
+
+async def test_a_body_that_stops_coming_is_told_of_though_it_was_never_announced(
+    shard: Shard,
+) -> None:
+    shard.expect("a")
+    await shard.put("a", nbytes=5)
+    async with asyncio.timeout(5):
+        while not shard.told:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (event,) = shard.told
+    assert isinstance(event, fact.BodySpoiled)
+    assert "5 of 48 bytes arrived" in event.reason
+
+
+async def test_a_body_that_is_not_expected_any_more_says_nothing(shard: Shard) -> None:
+    shard.expect("a")
+    shard.announce("a")
+    shard.intake.unexpect("/up/a/1", "it was asked anew")
+    shard.expect("a", 2)
+    shard.announce("a", 1)
+    await settle()
+    assert shard.told == []
+    shard.announce("a", 2)
+    await shard.put("a", 2)
+    assert [event.ask for event in shard.told] == [Asking(1, 2)]
+
+
+async def test_memory_of_a_body_that_is_refused_goes_back(shard: Shard) -> None:
+    shard.expect("a")
+    await shard.put("a")
+    shard.intake.unexpect("/up/a/1", "its learner is gone")
+    await settle()
+    assert shard.bodies.pool.in_use == 0
