@@ -31,6 +31,7 @@ from evidence import keep, spread
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text, read_public
+from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.merge import digest, layout_of
 from decoupled_diloco.protocol import effects as do
@@ -49,6 +50,9 @@ ESTIMATE = (
     "ms. A learner costs the shard 10 to 20 kB, most of it its connection"
 )
 FRAGMENTS = PERIOD = 24
+TOGETHER = 50
+"""So many learners say something in the same turn of the loop."""
+
 AWAY_SECONDS = 3.5
 """After that the leases of those whose connections broke have run out."""
 
@@ -275,6 +279,7 @@ async def measure(folder: Path, learners: int, quorum: int, rounds: int) -> dict
 def live(learners: int, quorum: int, rounds: int) -> dict[str, Any]:
     """One life in a process of its own, whose memory nothing else has used."""
     torch.set_num_threads(1)
+    Survivors().begin()  # as the process of a shard does
     with tempfile.TemporaryDirectory() as name:
         return asyncio.run(measure(Path(name), learners, quorum, rounds))
 
@@ -299,16 +304,16 @@ async def _round(world: World, found: dict[str, list[Sample]], *, whole: bool, n
     """
     first, rest = world.learners[0], world.learners[1:]
     ahead, behind = (rest, [first]) if whole else ([first], rest)
-    for learner in ahead:
-        learner.report()
-    with turn(world, found, "reports, and a round opens" if not whole else "reports"):
-        await world.quiet()
-    for begin in range(0, len(behind), 50):
-        for learner in behind[begin : begin + 50]:
-            learner.report()
-        with turn(world, found, "a round opens" if whole else "fifty reports at once"):
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+    for learners, what in (
+        (ahead, "reports" if whole else "reports, and a round opens"),
+        (behind, "reports, and a round opens" if whole else "reports"),
+    ):
+        for begin in range(0, len(learners), TOGETHER):
+            for learner in learners[begin : begin + TOGETHER]:
+                learner.report()
+            with turn(world, found, what):
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
     with turn(world, found, "after the reports"):
         await world.quiet()
     await _deliver(world, found)
@@ -316,8 +321,8 @@ async def _round(world: World, found: dict[str, list[Sample]], *, whole: bool, n
 
 async def _deliver(world: World, found: dict[str, list[Sample]]) -> None:
     pulls = [(each, m) for each in world.learners for m in each.said() if m["type"] == "Pull"]
-    for begin in range(0, len(pulls) - 1, 50):
-        some = pulls[begin : min(begin + 50, len(pulls) - 1)]
+    for begin in range(0, len(pulls) - 1, TOGETHER):
+        some = pulls[begin : min(begin + TOGETHER, len(pulls) - 1)]
         await asyncio.gather(*(learner.answer(pull) for learner, pull in some))
     for learner, pull in pulls[-1:]:
         with turn(world, found, "the last body, and the merge"):

@@ -15,6 +15,7 @@ from typing import Any
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text
+from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
 from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.observe.samples import TookOver
@@ -106,12 +107,15 @@ def run_shard(
         await process.run()
         return process.finished
 
+    survivors = Survivors()
+    survivors.begin()
     try:
         if config.syncer.standbys:
             finished = asyncio.run(take_turn(config, shard, folder, standby=standby, serve=serve))
         else:
             finished = asyncio.run(serve(UNCHALLENGED))
     finally:
+        survivors.end()
         for each in tapes:
             each.close()
     if not finished:

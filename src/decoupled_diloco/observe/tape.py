@@ -32,10 +32,10 @@ from decoupled_diloco.observe.records import (
     Kind,
     Record,
 )
-from decoupled_diloco.observe.writer import BUFFER_BYTES_MAX, FLUSH_SECONDS, TapeWriter
+from decoupled_diloco.observe.writer import BUFFER_RECORDS_MAX, FLUSH_SECONDS, TapeWriter
 
 __all__ = [
-    "BUFFER_BYTES_MAX",
+    "BUFFER_RECORDS_MAX",
     "FLUSH_SECONDS",
     "FOLDER_NAME",
     "MERGED_NAME",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,20 +19,26 @@ from decoupled_diloco.protocol import wire
 FLUSH_SECONDS = 0.5
 """How often whoever owns a tape calls `flush`."""
 
-BUFFER_BYTES_MAX = 64 << 20
-"""Where a tape ends whose disk is so slow that this much waits: hours of an ordinary run."""
+BUFFER_RECORDS_MAX = 400_000
+"""Where a tape ends whose disk is so slow that so many wait: some 100 MiB, hours of a small run."""
+
+
+_Waiting = tuple[float, int, Kind, Any, int | None]
+"""A record without its text: instant, number, kind, an immutable value, cause."""
 
 
 class TapeWriter:
     """Appends the records of one life of one process.
 
-    Records go to a buffer: who writes them never waits for the disk. `flush` writes the buffer, in
-    order, and may be called from another thread meanwhile; whoever owns the tape calls it every
-    ``FLUSH_SECONDS``, so a process that is killed loses what is younger. Threads that write records
-    agree among themselves who is next.
+    Records go to a buffer as they are: who writes them waits neither for the disk nor for their
+    text. `flush` writes the buffer, in order, and may be called from another thread meanwhile;
+    whoever owns the tape calls it every ``FLUSH_SECONDS``, so a process that is killed loses what
+    is younger. Who has thousands of records then, and an event loop that must not wait, has their
+    text made before, some at a time (`make_text`). Threads that write records agree among
+    themselves who is next.
 
     A failed write (the disk is full) raises `StorageError` once, or tells ``on_failure`` of it, and
-    so does a buffer that has outgrown ``BUFFER_BYTES_MAX``; from then on records are dropped and
+    so does a buffer that has outgrown ``BUFFER_RECORDS_MAX``; from then on records are dropped and
     counted in ``dropped``, so that the tape stays a faithful beginning and training goes on.
 
     Args:
@@ -64,10 +71,11 @@ class TapeWriter:
         self.dropped = 0
         self._name = to_json(who)
         self._seq = 0
-        self._buffer: list[str] = []
-        self._buffered_bytes = 0
+        self._buffer: deque[_Waiting] = deque()
+        self._lines: list[str] = []
         self._ended = False
         self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._writing = threading.Lock()
         self._on_failure = on_failure
         self._file = _open_at_line_start(self.path)
@@ -79,28 +87,37 @@ class TapeWriter:
             "version": decoupled_diloco.__version__,
             "header": dict(header or {}),
         }
-        self._write(now, "start", "start", start, None)
+        self._write(now, "start", start, None)
         self.flush()
 
     def event(self, now: float, event: Event) -> int:
         """Writes what a state machine was told, and returns the record's number."""
-        return self._write_value(now, "event", event, None)
+        return self._write(now, "event", event, None)
 
     def effects(self, now: float, cause_seq: int, effects: Sequence[Effect]) -> None:
         """Writes what a state machine ordered because of the event with this number."""
         for effect in effects:
-            self._write_value(now, "effect", effect, cause_seq)
+            self._write(now, "effect", effect, cause_seq)
 
     def sample(self, now: float, sample: Sample) -> None:
         """Writes a measurement."""
-        self._write_value(now, "sample", sample, None)
+        self._write(now, "sample", sample, None)
+
+    def make_text(self, records: int) -> bool:
+        """Makes the text of so many buffered records; false: there are no more."""
+        with self._making:
+            for _ in range(records):
+                if not self._buffer:
+                    return False
+                self._lines.append(self._line(self._buffer.popleft()))
+        return True
 
     def flush(self) -> None:
         """Writes what is buffered to the file (the kernel has it then, not yet the disk)."""
         with self._writing:
-            with self._lock:
-                lines, self._buffer = self._buffer, []
-                self._buffered_bytes = 0
+            self.make_text(len(self._buffer))
+            with self._making:
+                lines, self._lines = self._lines, []
             if not lines:
                 return
             try:
@@ -108,9 +125,10 @@ class TapeWriter:
                 while view:
                     view = view[self._file.write(view) :]
             except OSError as error:
-                with self._lock:
+                with self._making, self._lock:
                     self._ended = True
-                    self.dropped += len(lines) + len(self._buffer)
+                    self.dropped += len(lines) + len(self._lines) + len(self._buffer)
+                    self._lines.clear()
                     self._buffer.clear()
                 self._tell(f"cannot be written: {error.strerror}", "free disk space")
 
@@ -138,39 +156,35 @@ class TapeWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _write_value(self, now: float, kind: Kind, value: object, cause: int | None) -> int:
-        data = wire.encode(value)
-        return self._write(now, kind, data.pop("type"), data, cause)
+    def _write(self, now: float, kind: Kind, value: object, cause: int | None) -> int:
+        with self._lock:
+            seq = self._seq
+            self._seq += 1
+            waiting = len(self._buffer) + len(self._lines)
+            full = not self._ended and waiting >= BUFFER_RECORDS_MAX
+            self._ended |= full
+            if self._ended:
+                self.dropped += 1
+            else:
+                self._buffer.append((now, seq, kind, value, cause))
+        if full:
+            problem = f"is written too slowly ({waiting} records wait for the disk)"
+            self._tell(problem, "choose a faster disk")
+        return seq
 
-    def _write(
-        self, now: float, kind: Kind, name: str, data: dict[str, Any], cause: int | None
-    ) -> int:
-        seq = self._seq
-        self._seq += 1
-        if self._ended:
-            self.dropped += 1
-            return seq
+    def _line(self, waiting: _Waiting) -> str:
+        now, seq, kind, value, cause = waiting
+        data = {"type": "start", **value} if isinstance(value, dict) else wire.encode(value)
+        name = data.pop("type")
         try:
             body = to_json(data)
         except ValueError:
             body = to_json(plain_numbers(data))
         tail = "" if cause is None else f',"cause":{cause}'
-        line = (
+        return (
             f'{{"v":{SCHEMA},"at":{float(now)!r},"who":{self._name},"seq":{seq},'
             f'"kind":"{kind}","type":"{name}","data":{body}{tail}}}\n'
         )
-        with self._lock:
-            full = self._buffered_bytes + len(line) > BUFFER_BYTES_MAX
-            if full or self._ended:
-                self._ended = True
-                self.dropped += 1
-            else:
-                self._buffer.append(line)
-                self._buffered_bytes += len(line)
-        if full:
-            waiting = f"is written too slowly ({BUFFER_BYTES_MAX >> 20} MiB wait for the disk)"
-            self._tell(waiting, "choose a faster disk")
-        return seq
 
 
 def _open_at_line_start(path: Path) -> BinaryIO:

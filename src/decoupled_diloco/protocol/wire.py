@@ -21,6 +21,8 @@ INTEGER_MAX = 2**53
 TEXT_CHARACTERS_MAX = 1 << 20
 ITEMS_MAX = 1 << 16
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
 _T = TypeVar("_T")
 Json = dict[str, Any]
 _Decoder = Callable[[Any, str], Any]
@@ -60,7 +62,7 @@ def colour(data: Json) -> int:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (str, int, float, bool)) or value is None:
+    if type(value) in _PLAIN or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]

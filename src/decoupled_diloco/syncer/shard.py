@@ -52,7 +52,7 @@ from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.syncer.seals import Seals
 from decoupled_diloco.syncer.sessions import Sessions, first_message
-from decoupled_diloco.syncer.slices import Slices
+from decoupled_diloco.syncer.slices import SLICE, Slices
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import Channel, Client, Server
 
@@ -231,10 +231,12 @@ class Shard:
             self._disk.close()
         await asyncio.to_thread(self._flush)
 
+    def _tapes(self) -> list[TapeWriter]:
+        return [self._tape] if self._host is None else [self._tape, self._host.tape]
+
     def _flush(self) -> None:
-        self._tape.flush()
-        if self._host is not None:
-            self._host.tape.flush()
+        for tape in self._tapes():
+            tape.flush()
 
     def health(self) -> dict[str, object]:
         """What `/healthz` answers."""
@@ -284,9 +286,18 @@ class Shard:
             self._hear()
 
     async def _write_tapes(self) -> None:
-        """Brings the tapes to the disk, in a thread: heartbeats do not wait for it."""
+        """Brings the tapes to the disk: heartbeats wait neither for it nor for the text.
+
+        The text is made here, some records in each turn of the loop: a thread that made it would
+        keep the interpreter from the loop for as long.
+        """
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
+            for tape in self._tapes():
+                more = True
+                while more:
+                    more = tape.make_text(SLICE)
+                    await asyncio.sleep(0)
             await asyncio.to_thread(self._flush)
 
     async def _count_bytes(self) -> None:

@@ -1,16 +1,26 @@
 import errno
 import json
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from typing import get_args, get_type_hints
 
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.samples import BytesMoved, Evaluated, LinkState, LossMeasured, Metric
+from decoupled_diloco.observe import records
+from decoupled_diloco.observe.samples import (
+    BytesMoved,
+    Evaluated,
+    LinkState,
+    LossMeasured,
+    Metric,
+    Sample,
+)
 from decoupled_diloco.observe.tape import (
     MERGED_NAME,
     Recorder,
@@ -21,7 +31,7 @@ from decoupled_diloco.observe.tape import (
     read_tape,
     replay,
 )
-from decoupled_diloco.protocol import LearnerMachine, Options
+from decoupled_diloco.protocol import LearnerMachine, Options, wire
 from decoupled_diloco.protocol.effects import Note, RoundFinished
 from decoupled_diloco.protocol.events import Linked, Paused, StepFinished, Tick, Told
 from decoupled_diloco.protocol.messages import Refusal
@@ -228,6 +238,31 @@ def test_records_are_buffered_until_they_are_flushed(tmp_path):
     tape.close()
 
 
+def test_text_is_made_some_records_at_a_time_and_loses_no_order(tmp_path, monkeypatch):
+    made = []
+    encode = wire.encode
+    monkeypatch.setattr(wire, "encode", lambda value: made.append(value) or encode(value))
+    tape = writer(tmp_path)
+    for step in range(1, 8):
+        tape.event(float(step), StepFinished(step))
+    assert made == [], "who writes a record does not wait for its text"
+    assert tape.make_text(3)
+    assert len(made) == 3
+    tape.event(8.0, StepFinished(8))
+    assert not tape.make_text(100)
+    tape.event(9.0, StepFinished(9))
+    tape.close()
+    assert [r.seq for r in read_tape(tmp_path)] == list(range(10))
+
+
+@pytest.mark.parametrize("kind", [records.Event, records.Effect, Sample])
+def test_what_goes_on_a_tape_is_not_changed_before_its_text_is_made(kind):
+    """Its text is made later: it must not be able to change."""
+    for cls in get_args(kind):
+        assert cls.__dataclass_params__.frozen, cls
+        assert not re.search(r"\b(list|dict|set|Tensor)\b", str(get_type_hints(cls))), cls
+
+
 class SlowFile:
     """A file whose writes take until they are let go."""
 
@@ -268,7 +303,7 @@ def test_records_are_taken_while_the_disk_is_slow_and_stay_in_order(tmp_path):
 
 
 def test_a_buffer_that_outgrows_its_bound_ends_the_tape_and_is_told_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("decoupled_diloco.observe.writer.BUFFER_BYTES_MAX", 1000)
+    monkeypatch.setattr("decoupled_diloco.observe.writer.BUFFER_RECORDS_MAX", 10)
     told = []
     tape = TapeWriter(tmp_path, "learner-0", on_failure=told.append)
     for step in range(50):
@@ -332,7 +367,7 @@ def test_a_tape_that_ends_does_not_cost_the_recorder_an_effect(tmp_path, monkeyp
     tape = writer(tmp_path)
     fill_disk(tape)
     told = []
-    monkeypatch.setattr("decoupled_diloco.observe.writer.BUFFER_BYTES_MAX", 10)
+    monkeypatch.setattr("decoupled_diloco.observe.writer.BUFFER_RECORDS_MAX", 2)
     recorder = Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape, told.append)
     assert [type(e).__name__ for e in recorder.handle(1.0, Linked(0))] == ["Say"]
     assert [type(e).__name__ for e in recorder.handle(2.0, Linked(0))] == ["Say"]

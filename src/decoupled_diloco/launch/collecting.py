@@ -1,0 +1,59 @@
+"""Short pauses of Python's cycle collector in a process with very many objects.
+
+A full collection looks at every object, and nothing else runs meanwhile: 0.4 s with the connections
+of 4,000 learners. So what survives one is put aside (`gc.freeze`), and the next looks at newer
+objects alone. What is put aside and becomes garbage is freed by its reference count as ever; cycles
+among it wait until there is four times as much of it as when all was looked at last: then all is
+looked at again, in one long pause. With 4,000 learners it comes never or once.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+GROWTH = 4
+"""All is looked at again when so many times as much has been put aside."""
+
+THRESHOLDS = (50_000, 5, 10)
+"""New objects before a young collection, and so on: a round of thousands makes less, and nearly all
+of it is freed by its reference count soon."""
+
+
+class Survivors:
+    """Puts aside what survives full collections, from `begin` to `end`."""
+
+    def __init__(self) -> None:
+        self._all_are_looked_at = True
+        self._known = 0
+        self._new = 0
+        self._thresholds = gc.get_threshold()
+
+    def begin(self) -> None:
+        """Collects what is garbage now, and from now on looks at newer objects alone."""
+        gc.set_threshold(*THRESHOLDS)
+        gc.callbacks.append(self._collected)
+        gc.collect()
+
+    def end(self) -> None:
+        """Looks at everything again, as Python does of itself."""
+        gc.set_threshold(*self._thresholds)
+        gc.callbacks.remove(self._collected)
+        gc.unfreeze()
+
+    def _collected(self, phase: str, info: dict[str, Any]) -> None:
+        if phase != "stop" or info["generation"] < 2:
+            return
+        self._new += len(gc.get_objects(generation=2))
+        gc.freeze()
+        if self._all_are_looked_at:
+            self._all_are_looked_at, self._known, self._new = False, self._new, 0
+        elif self._new > (GROWTH - 1) * self._known and self._has_grown():
+            gc.unfreeze()
+            self._all_are_looked_at, self._new = True, 0
+
+    def _has_grown(self) -> bool:
+        """Whether so much is there still: most of what was new may have been freed."""
+        there = gc.get_freeze_count()
+        self._new = there - self._known
+        return there > GROWTH * self._known
