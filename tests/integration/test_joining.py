@@ -129,8 +129,8 @@ def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: 
         last_received = 0.0
 
     dead = say.Join("learner-0", "the nonce before", "learner", "")
-    system.call(lambda: host._joining.update({99: (Silent(), dead, None)}))
-    timer = threading.Timer(0.5, lambda: system.call(lambda: host._joining.pop(99)))
+    system.call(lambda: host._enter(99, Silent(), dead, None))
+    timer = threading.Timer(0.5, lambda: system.call(lambda: host._leave(99, dead.learner)))
     timer.start()
     with system.learner(Model(), "learner-0") as learner:
         assert learner.epoch == 1

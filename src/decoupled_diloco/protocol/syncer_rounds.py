@@ -352,8 +352,9 @@ def open_asks(state: SyncerState, learner: str) -> tuple[Asking, ...]:
     found = []
     for fragment, entry in state.fragments.items():
         round = state.rounds.get(fragment)
-        merging = [] if round is None else round.folded
-        asks = [*entry.asks.values(), *entry.folded, *merging]
+        asks = [] if round is None else round.folded
+        if learner in entry.present:  # as a rule it has nothing there: who joins costs little
+            asks = [*entry.asks.values(), *entry.folded, *asks]
         found += [ask.name for ask in asks if ask.learner == learner]
     return tuple(found)
 

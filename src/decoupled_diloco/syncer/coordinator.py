@@ -149,6 +149,7 @@ class CoordinatorHost:
         self._greeting: ShardLink = lambda message: None
         self._gone = asyncio.Event()
         self._joining: dict[int, tuple[Channel, say.Join, Layout | None]] = {}
+        self._connections_of: dict[str, list[int]] = {}
         self._connections = 0
         self._part: dict[str, Any] = {}
         self._cut_kept = CutAnswer("given up", 0)
@@ -176,7 +177,7 @@ class CoordinatorHost:
         except ProtocolError as error:
             await channel.close(str(error))
             return
-        self._joining[connection] = (channel, join, layout)
+        self._enter(connection, channel, join, layout)
         fingerprint = layout.fingerprint if layout else ""
         self._handle(
             JoinAsked(connection, join.learner, join.nonce, join.role, fingerprint, difference)
@@ -186,12 +187,27 @@ class CoordinatorHost:
                 message = decode(await channel.receive(), say.FROM_MEMBER)
                 self._handle(MemberSaid(join.learner, join.nonce, message))
         finally:
-            del self._joining[connection]
+            self._leave(connection, join.learner)
             self._gone.set()
             # Who has joined again before its old connection was found dead is not gone.
-            rest = {(other.learner, other.nonce) for _, other, _ in self._joining.values()}
-            if (join.learner, join.nonce) not in rest:
+            if all(other.nonce != join.nonce for _, other in self._present(join.learner)):
                 self._handle(LearnerGone(join.learner, join.nonce))
+
+    def _enter(
+        self, connection: int, channel: Channel, join: say.Join, layout: Layout | None
+    ) -> None:
+        self._joining[connection] = (channel, join, layout)
+        self._connections_of.setdefault(join.learner, []).append(connection)
+
+    def _leave(self, connection: int, learner: str) -> None:
+        del self._joining[connection]
+        self._connections_of[learner].remove(connection)
+        if not self._connections_of[learner]:
+            del self._connections_of[learner]
+
+    def _present(self, learner: str) -> list[tuple[Channel, say.Join]]:
+        """The connections of an id, oldest first; no other of thousands is looked at."""
+        return [self._joining[each][:2] for each in self._connections_of.get(learner, ())]
 
     async def _has_a_live_process(self, join: say.Join) -> bool:
         """Whether another process bears this id; one that is dead is found so within its lease.
@@ -200,9 +216,7 @@ class CoordinatorHost:
         """
         asked_at = time.monotonic()
         while others := [
-            channel
-            for channel, other, _ in self._joining.values()
-            if other.learner == join.learner and other.nonce != join.nonce
+            channel for channel, other in self._present(join.learner) if other.nonce != join.nonce
         ]:
             if any(channel.last_received > asked_at for channel in others):
                 return True
@@ -466,10 +480,10 @@ class CoordinatorHost:
             self._joining[connection][0].send(encode(message))
 
     def _inform(self, learner: str, message: say.ToMember) -> None:
-        for channel, join, _ in reversed(self._joining.values()):
-            if join.learner == learner:
-                channel.send(encode(message))
-                return
+        present = self._present(learner)
+        if present:
+            channel, _ = present[-1]
+            channel.send(encode(message))
 
     def _tell(self, shard: int, message: say.ToShard | say.ShardAdmitted) -> None:
         link = self._shards.get(shard)
@@ -494,11 +508,12 @@ class CoordinatorHost:
         return _STATE.dump_python(self.machine.snapshot(), mode="json")
 
     def _appending(self, entries: list[LedgerEntry]) -> Callable[[], None]:
+        if not self._tenure.number:
+            return lambda: self._ledger.append(entries)
         document = self._document() | {"entered": [encode(entry) for entry in entries]}
 
-        def write() -> None:
-            if self._tenure.number:  # first the state, which only one coordinator can go on from
-                self._disk.write(json.dumps(document))
+        def write() -> None:  # first the state, which only one coordinator can go on from
+            self._disk.write(json.dumps(document))
             self._ledger.append(entries)
 
         return write
