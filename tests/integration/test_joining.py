@@ -130,7 +130,7 @@ def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: 
 
     dead = say.Join("learner-0", "the nonce before", "learner", "")
     system.call(lambda: host._enter(99, Silent(), dead, None))
-    timer = threading.Timer(0.5, lambda: system.call(lambda: host._leave(99, dead.learner)))
+    timer = threading.Timer(0.5, lambda: system.call(lambda: host._leave(99)))
     timer.start()
     with system.learner(Model(), "learner-0") as learner:
         assert learner.epoch == 1
@@ -152,6 +152,7 @@ def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
         for connection, (channel, join, layout) in host._joining.items():
             elsewhere = dataclasses.replace(join, learner="elsewhere")
             host._joining[connection] = (channel, elsewhere, layout)
+        host._connections_of["elsewhere"] = host._connections_of.pop("learner-0")
 
     system.call(forget)
     tape = system.folder / "tape" / "learner-0-again.jsonl"

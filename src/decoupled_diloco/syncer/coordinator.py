@@ -187,7 +187,7 @@ class CoordinatorHost:
                 message = decode(await channel.receive(), say.FROM_MEMBER)
                 self._handle(MemberSaid(join.learner, join.nonce, message))
         finally:
-            self._leave(connection, join.learner)
+            self._leave(connection)
             self._gone.set()
             # Who has joined again before its old connection was found dead is not gone.
             if all(other.nonce != join.nonce for _, other in self._present(join.learner)):
@@ -199,11 +199,11 @@ class CoordinatorHost:
         self._joining[connection] = (channel, join, layout)
         self._connections_of.setdefault(join.learner, []).append(connection)
 
-    def _leave(self, connection: int, learner: str) -> None:
-        del self._joining[connection]
-        self._connections_of[learner].remove(connection)
-        if not self._connections_of[learner]:
-            del self._connections_of[learner]
+    def _leave(self, connection: int) -> None:
+        _, join, _ = self._joining.pop(connection)
+        self._connections_of[join.learner].remove(connection)
+        if not self._connections_of[join.learner]:
+            del self._connections_of[join.learner]
 
     def _present(self, learner: str) -> list[tuple[Channel, say.Join]]:
         """The connections of an id, oldest first; no other of thousands is looked at."""
