@@ -37,6 +37,10 @@ class Limits:
         inbox_messages: Messages that may wait for `receive` before reading from the peer pauses.
         inbox_bytes: The same, in bytes.
         streams_per_principal: Requests of the data plane that one principal may have open.
+        copies_per_principal: Times that one principal may fetch a body: once if all is well, parts
+            of it again where a connection broke, and once more for each new start of its process.
+        copy_seconds: One more is given every so many seconds, so that nobody waits for ever.
+        downloads_per_principal: Bodies that one principal may fetch at once; a learner fetches 4.
         channels_per_principal: Control channels that one principal may have open; one more closes
             the oldest. Two are in use, and a few may not have been found dead yet.
         connections: Connections of all kinds that a server accepts.
@@ -54,6 +58,9 @@ class Limits:
     inbox_messages: int = 4096
     inbox_bytes: int = 16 << 20
     streams_per_principal: int = 128
+    copies_per_principal: int = 8
+    copy_seconds: float = 60.0
+    downloads_per_principal: int = 16
     channels_per_principal: int = 8
     connections: int = 4096
     header_bytes: int = 8190

@@ -12,9 +12,11 @@ what it received; who resumes it asks `state` for the gaps and takes over.
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from decoupled_diloco.errors import TransportError
@@ -33,10 +35,12 @@ attempt to resume comes first."""
 
 @dataclass(frozen=True)
 class Offer:
-    """A body that can be fetched."""
+    """A body that can be fetched since an instant; ``taken``: bytes by principal."""
 
     body: memoryview
     digest: str
+    since: float = 0.0
+    taken: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,16 @@ class Bodies:
     Args:
         pool: Where received bodies go.
         limits: Bounds and intervals.
+        clock: Seconds that never go back.
     """
 
-    def __init__(self, pool: ReceivePool, limits: Limits) -> None:
+    def __init__(
+        self, pool: ReceivePool, limits: Limits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.pool = pool
         self.limits = limits
+        self._clock = clock
+        self._downloads: dict[str, list[str]] = {}
         self._offers: dict[str, Offer] = {}
         self._uploads: dict[str, BodyUpload] = {}
         self._gone: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -65,7 +74,7 @@ class Bodies:
 
     def offer(self, path: str, body: memoryview, digest: str) -> str:
         """See `BodyStore.offer`."""
-        self._offers[_key(path)] = Offer(body.cast("B"), digest)
+        self._offers[_key(path)] = Offer(body.cast("B"), digest, self._clock())
         return PREFIX + _key(path)
 
     def withdraw(self, path: str) -> None:
@@ -93,6 +102,50 @@ class Bodies:
         if offer is None:
             raise self._missing("GET", key, "is not offered here")
         return offer
+
+    def fetch(self, key: str, principal: str, part: Range) -> Download:
+        """Begin to give a range of what is offered.
+
+        An honest peer fetches a body once, and parts of it again where a connection broke. What a
+        request has taken and not sent at its end is given back.
+
+        Raises:
+            Refusal: as for `look_up`; 429 if the principal has had its share.
+        """
+        offer, nbytes = self.look_up(key), part[1] - part[0]
+        under_way = self._downloads.get(principal, [])
+        bodies = len({*under_way, key}) - 1
+        if bodies >= self.limits.downloads_per_principal or (
+            len(under_way) >= self.limits.streams_per_principal
+        ):
+            raise Refusal(
+                429,
+                f"{principal!r} fetches {bodies} bodies in {len(under_way)} requests at once, the "
+                "limit: wait for one to end",
+            )
+        name = sys.intern(principal)  # thousands fetch the same bodies
+        taken = offer.taken.get(name, 0) + nbytes
+        if taken > self._share(offer):
+            raise Refusal(
+                429,
+                f"{principal!r} has fetched {PREFIX}{key} {self.limits.copies_per_principal} "
+                f"times, the limit: one more is given every {self.limits.copy_seconds:g} s",
+            )
+        offer.taken[name] = taken
+        self._downloads.setdefault(principal, []).append(key)
+        return Download(self, offer, key, principal, nbytes)
+
+    def _share(self, offer: Offer) -> float:
+        """Bytes of an offer that one principal may have fetched by now."""
+        more = (self._clock() - offer.since) / self.limits.copy_seconds
+        return (self.limits.copies_per_principal + more) * len(offer.body)
+
+    def _fetched(self, download: Download) -> None:
+        download.offer.taken[download.principal] -= download.unsent
+        keys = self._downloads[download.principal]
+        keys.remove(download.key)
+        if not keys:
+            del self._downloads[download.principal]
 
     def open(self, key: str, principal: str, part: Range, total: int, take_over: bool) -> Stream:
         """Begin to receive a range of an upload.
@@ -169,6 +222,25 @@ class Bodies:
             self._streams[principal] = count
         else:
             self._streams.pop(principal, None)
+
+
+class Download:
+    """One GET while it lasts: call `sent` for what is sent, and `close` at its end."""
+
+    def __init__(self, bodies: Bodies, offer: Offer, key: str, principal: str, nbytes: int) -> None:
+        self.offer = offer
+        self.key = key
+        self.principal = principal
+        self.unsent = nbytes
+        self._bodies = bodies
+
+    def sent(self, nbytes: int) -> None:
+        """Note that so many bytes are on their way."""
+        self.unsent -= nbytes
+
+    def close(self) -> None:
+        """End the request, once."""
+        self._bodies._fetched(self)
 
 
 ARRIVED = "has arrived already: a body is sent once"

@@ -260,8 +260,8 @@ class HttpServer:
         try:
             for position in range(0, len(body), PIECE_BYTES):
                 piece = body[position : position + PIECE_BYTES]
+                sent(len(piece))  # some of it, if the connection breaks now
                 await response.write(piece)
-                sent(len(piece))
             await response.write_eof()
         except ConnectionError as error:
             logger.debug("GET %s ended: %s", request.rel_url.raw_path, error)
@@ -372,11 +372,17 @@ class HttpServer:
         response.headers["X-Congestion"] = ask_for_congestion(
             request.transport, self._congestion if self._far(principal) else None
         )
-        await self._give(request, response, memoryview(offer.body)[start:stop], self._count_sent)
-        return response
+        download = self._bodies.fetch(key, principal, (start, stop))
 
-    def _count_sent(self, count: int) -> None:
-        self.stats.data_bytes_sent += count
+        def sent(count: int) -> None:
+            download.sent(count)
+            self.stats.data_bytes_sent += count
+
+        try:
+            await self._give(request, response, memoryview(offer.body)[start:stop], sent)
+        finally:
+            download.close()
+        return response
 
     def _far(self, principal: str) -> bool:
         rtts = [channel.rtt for channel in self._channels.get(principal, ()) if channel.rtt]

@@ -25,7 +25,7 @@ from decoupled_diloco.transport.base import (
     Stats,
     TransferStats,
 )
-from decoupled_diloco.transport.bodies import PREFIX, Bodies, Stream
+from decoupled_diloco.transport.bodies import PREFIX, Bodies, Download, Stream
 from decoupled_diloco.transport.channel import Mailbox, decode, encode
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
@@ -395,25 +395,36 @@ class _MemoryGet:
         server = self._client.server(self._address)
         target = f"{self._address}{PREFIX}{self._key}"
         try:
-            self._client.authorize(server)
+            principal = self._client.authorize(server)
             offer = server.bodies.look_up(self._key)
+            if len(offer.body) != len(self._out):
+                raise ProtocolError(
+                    f"GET {target}: the body has {len(offer.body)} bytes, {len(self._out)} are "
+                    "wanted"
+                )
+            download = server.bodies.fetch(self._key, principal, (start, stop))
         except Refusal as refusal:
             raise refusal_error(refusal.status, refusal.text, target) from None
-        if len(offer.body) != len(self._out):
-            raise ProtocolError(
-                f"GET {target}: the body has {len(offer.body)} bytes, {len(self._out)} are wanted"
-            )
         self.digest = offer.digest
+        try:
+            await self._receive(server, download, start, stop)
+        finally:
+            download.close()
+
+    async def _receive(
+        self, server: MemoryServer, download: Download, start: int, stop: int
+    ) -> None:
         for position in range(start, stop, PIECE_BYTES):
             self._client.piece_lost()
             end = min(position + PIECE_BYTES, stop)
-            self._out[position:end] = offer.body[position:end]
+            self._out[position:end] = download.offer.body[position:end]
             self._arrived.add(position, end)
+            download.sent(end - position)
             server.stats.data_bytes_sent += end - position
             self._client.stats.data_bytes_received += end - position
             await asyncio.sleep(0)
             if server.address not in self._client._network.servers:
-                raise TransportError(f"GET {target}: the server stopped")
+                raise TransportError(f"GET {self._key}: the server stopped")
 
     async def gaps(self, start: int, stop: int) -> list[Range]:
         return self._arrived.missing(start, stop)

@@ -296,3 +296,25 @@ async def test_more_bodies_than_connections_and_memory(world: Any) -> None:
 
     async with asyncio.timeout(10):
         await asyncio.gather(*(put(number) for number in range(4)))
+
+
+async def test_one_principal_fetches_a_body_a_few_times_and_others_are_not_concerned(
+    world: Any,
+) -> None:
+    server = await world.server(limits=dataclasses.replace(QUICK, copies_per_principal=3))
+    liar, honest = world.client(), world.client()
+    for client, name in ((liar, "learner-0"), (honest, "learner-1")):
+        await client.connect(server.address, "learner", name)
+    body = body_of(300_000)
+    url = server.bodies.offer("whole/7", body, "")
+    other = server.bodies.offer("whole/8", body, "")
+    out = memoryview(bytearray(len(body)))
+    for _ in range(3):
+        await liar.get(url, out)
+    with pytest.raises(TransportError, match=r"'learner-0' has fetched .*whole/7 3 times, the lim"):
+        await liar.get(url, out)
+    await honest.get(url, out)
+    await liar.get(other, out)
+    assert server.stats.data_bytes_sent == 5 * len(body)
+    server.bodies.withdraw("whole/7")
+    await liar.get(server.bodies.offer("whole/7", body, ""), out)  # another version is another body

@@ -1,0 +1,57 @@
+"""A learner that fetches whole copies for ever is refused; its neighbour trains on."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable
+
+from decoupled_diloco.errors import ProtocolError, TransportError
+from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.transport.http import HttpClient
+from integration.system import System, Trainer, training, until
+
+Make = Callable[..., System]
+SHARE = Limits().copies_per_principal
+
+
+async def greed(system: System) -> tuple[int, str]:
+    """Fetches one fragment's whole until that is refused; how often it had it, and why no more."""
+    shard = system.shards[0]
+    client = HttpClient(token=system.token, limits=Limits(retries=0))
+    await client.connect(system.addresses[0], "learner", "liar")
+    had: Counter[str] = Counter()
+    try:
+        while True:
+            version = shard.machine.state.fragments[0].version
+            url = f"/bodies/whole/0/{version}"
+            body = memoryview(bytearray(4 * shard._tensors.plan.fragments[0].numel))
+            try:
+                await client.get(url, body)
+            except ProtocolError:
+                continue  # it is not the newest any more
+            except TransportError as error:
+                return had[url], str(error)
+            had[url] += 1
+    finally:
+        await client.close()
+
+
+def test_who_fetches_for_ever_has_its_share_and_an_honest_learner_trains_on(make: Make) -> None:
+    system = make(run={"budget_steps": 100_000}, sync={"period": 800})
+    system.start()
+    trainer = Trainer(system, "learner-0")
+    with training(trainer):
+        learner = trainer.learner
+        assert learner is not None
+        until(lambda: learner.steps > 10, "it trains")
+        had, why = asyncio.run(greed(system))
+        assert had == SHARE
+        assert re.search(
+            rf"'liar' has fetched /bodies/whole/0/1\.\d+ {SHARE} times, the limit", why
+        )
+        before, rounds = learner.steps, system.rounds()
+        until(lambda: learner.steps > before + 50 and system.rounds() > rounds, "it trains on")
+        assert trainer.error is None
+        assert not learner.refused
