@@ -29,7 +29,7 @@ from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.protocol import Version
+from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.syncer.durable import ShardDisk
 from decoupled_diloco.syncer.fragments import ShardTensors
 
@@ -126,7 +126,7 @@ class Worker:
         numel = plan.fragments[0].numel
         for fragment in range(FRAGMENTS):
             self.tensors.install(fragment, torch.randn(numel))
-        self.body = plan.uplink.encode(torch.randn(numel) * 1e-3)
+        self.body = plan.codec_of(0, plan.uplink).encode(torch.randn(numel) * 1e-3)
         self.digest = digest(self.body)
         self.disk = None if folder is None else ShardDisk(folder, "measured", self.tensors)
         if self.disk is not None:
@@ -139,12 +139,13 @@ class Worker:
         for _ in range(rounds):
             self.rounds += 1
             fragment = self.rounds % FRAGMENTS
-            self.tensors.verify(fragment, self.rounds, "a", self.body, self.digest)
-            self.tensors.fold(fragment, self.rounds, "a", 1, 1)
+            ask = Asking(1, self.rounds)
+            self.tensors.verify(fragment, ask, self.body, self.digest)
+            self.tensors.fold(fragment, ask, 1, 1)
             if self.disk is None:
-                self.tensors.merge(fragment, self.rounds)
+                self.tensors.merge(fragment)
             else:
-                self.disk.merge(fragment, self.rounds, Version(1, self.rounds))
+                self.disk.merge(fragment, Version(1, self.rounds))
         return (time.perf_counter() - begun) / rounds
 
 
