@@ -1,0 +1,275 @@
+"""What the coordinator's shell writes for joins: one line each, one write for all that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.merge import layout_of
+from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.syncer import coordinator
+from decoupled_diloco.syncer.coordinator import CoordinatorHost
+from decoupled_diloco.syncer.coordinator_disk import FILE, JOINED
+from decoupled_diloco.transport.base import Channel, Limits
+from decoupled_diloco.transport.bodies import Bodies
+from decoupled_diloco.transport.pool import ReceivePool
+
+LAYOUT = json.dumps(layout_of(nn.Linear(4, 3)).to_json())
+
+
+class Line:
+    """The coordinator's end of a connection: notes what is sent, and hears nothing."""
+
+    last_received = 0.0
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> dict[str, object]:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody speaks")
+
+    async def close(self, reason: str = "") -> None:
+        self.sent.append(reason)
+
+    @property
+    def epoch(self) -> int | None:
+        """As the coordinator has admitted it; ``None``: it has not heard yet."""
+        answers = [m for m in self.sent if isinstance(m, dict) and m["type"] == "Admitted"]
+        return answers[0]["epoch"] if answers else None
+
+
+class Life:
+    """One life of a coordinator in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tasks: list[asyncio.Task[None]] = []
+        config = RunConfig(
+            run={"name": "test", "folder": folder, "budget_steps": 10}, sync={"fragments": 1}
+        )
+        self.host = CoordinatorHost(
+            config,
+            ("http://127.0.0.1:1",),
+            folder,
+            lambda header: TapeWriter(folder / "tape", "coordinator", header),
+            self.spawn,
+            Bodies(ReceivePool(1 << 20), Limits()),
+        )
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.ensure_future(work))
+        return self.tasks[-1]
+
+    def ask(self, name: str, nonce: str = "n") -> Line:
+        """Somebody asks to join; the answer may take until the disk has it."""
+        line = Line()
+        join = say.Join(name, nonce, "learner", LAYOUT)
+        self.spawn(self.host.serve_join(cast("Channel", line), join))
+        return line
+
+    async def join(self, *names: str, nonce: str = "n") -> list[Line]:
+        """These ask at the same time; returns once all have been let in."""
+        lines = [self.ask(name, nonce) for name in names]
+        await until(lambda: all(line.epoch for line in lines))
+        return lines
+
+    @property
+    def epochs(self) -> dict[str, int]:
+        return {name: each.epoch for name, each in self.host.machine.state.learners.items()}
+
+    async def crash(self) -> None:
+        """Ends it without a word, as a kill does; what is on the disk stays as it is."""
+        self.host.close()
+        for task in self.tasks:
+            task.cancel()
+        before = [(path, path.read_bytes()) for path in self.files()]
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        for path, content in before:
+            path.write_bytes(content)
+        self.host.tape.close()
+
+    def files(self) -> list[Path]:
+        return [path for path in (self.folder / FILE, self.folder / JOINED) if path.exists()]
+
+    @property
+    def lines(self) -> list[str]:
+        """The learners whose records lie beside the state."""
+        path = self.folder / JOINED
+        return [json.loads(x)[0] for x in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def whole(self) -> list[str]:
+        """The learners in the state that was written whole."""
+        return sorted(json.loads((self.folder / FILE).read_text())["state"]["learners"])
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def begin(tmp_path: Path) -> AsyncIterator[Callable[..., Life]]:
+    lives: list[Life] = []
+
+    def begin_one(folder: Path = tmp_path) -> Life:
+        lives.append(Life(folder))
+        return lives[-1]
+
+    yield begin_one
+    for life in lives:
+        await life.crash()
+
+
+Begin = Callable[..., Life]
+
+
+async def test_the_first_join_writes_all_and_the_next_ones_a_line_each(begin: Begin) -> None:
+    life = begin()
+    await life.join("a")
+    assert (life.whole, life.lines) == (["a"], [])
+    await life.join("b")
+    await life.join("c")
+    assert (life.whole, life.lines) == (["a"], ["b", "c"])
+
+
+async def test_those_that_ask_during_a_write_share_the_next_one(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = begin()
+    await life.join("a")
+    writes: list[list[str]] = []
+    append = life.host._disk.append
+    monkeypatch.setattr(
+        life.host._disk, "append", lambda lines: writes.append(list(lines)) or append(lines)
+    )
+    await life.join("b", "d", "c")
+    assert [[json.loads(line)[0] for line in lines] for lines in writes] == [["b"], ["c", "d"]]
+    assert life.lines == ["b", "c", "d"]
+
+
+async def test_nobody_hears_of_a_join_before_the_disk_has_it(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = begin()
+    await life.join("a")
+    line = Line()
+    told: list[int | None] = []
+    append = life.host._disk.append
+
+    def noted(lines: list[str]) -> None:
+        told.append(line.epoch)
+        append(lines)
+        told.append(line.epoch)
+
+    monkeypatch.setattr(life.host._disk, "append", noted)
+    join = say.Join("b", "n", "learner", LAYOUT)
+    life.spawn(life.host.serve_join(cast("Channel", line), join))
+    await until(lambda: line.epoch)
+    assert told == [None, None]
+
+
+async def test_a_join_beside_a_change_of_the_whole_state_is_written_with_it(begin: Begin) -> None:
+    life = begin()
+    await life.join("a")
+    await life.join("b")
+    hello = say.ShardHello(0, "n", life.host._settings)
+    line = life.ask("c")  # its write begins first
+    other = life.ask("d")
+    await asyncio.sleep(0)
+    life.host.shard_greeted(hello, lambda message: None)  # a term is given out: all is written
+    await until(lambda: line.epoch and other.epoch)
+    assert life.whole == ["a", "b", "c", "d"]
+    assert life.lines == []
+
+
+async def test_a_crash_between_line_and_rewrite_forgets_nobody(begin: Begin) -> None:
+    life = begin()
+    await life.join("a")
+    await life.join("b")
+    await life.crash()
+    assert (life.whole, life.lines) == (["a"], ["b"])
+    again = begin()
+    assert again.epochs == {"a": 1, "b": 1}
+    (line,) = await again.join("b", nonce="another process")
+    assert line.epoch == 2
+    assert again.whole == ["a", "b"], "the next life adds nothing to another's lines"
+
+
+async def test_a_crash_between_rewrite_and_forgetting_the_lines_takes_nobody_back(
+    begin: Begin, tmp_path: Path
+) -> None:
+    life = begin()
+    await life.join("a")
+    await life.join("b")
+    shutil.copy(tmp_path / JOINED, tmp_path / "older")
+    await life.crash()
+    again = begin()
+    await again.join("b", nonce="another process")
+    await again.crash()
+    shutil.copy(tmp_path / "older", tmp_path / JOINED)  # deleting it had not come to the disk
+    assert begin().epochs == {"a": 1, "b": 2}
+
+
+async def test_a_torn_last_line_counts_for_nothing_and_is_not_continued(
+    begin: Begin, tmp_path: Path
+) -> None:
+    life = begin()
+    await life.join("a")
+    await life.join("b")
+    await life.join("c")
+    await life.crash()
+    text = (tmp_path / JOINED).read_text()
+    (tmp_path / JOINED).write_text(text[:-7])
+    again = begin()
+    assert again.epochs == {"a": 1, "b": 1}
+    (line,) = await again.join("c")
+    assert line.epoch == 1, "nobody was told of the torn one"
+    assert (again.whole, again.lines) == (["a", "b", "c"], [])
+    await again.join("d")
+    assert again.lines == ["d"]
+
+
+async def test_a_line_that_is_spoilt_is_told_of_and_not_skipped(
+    begin: Begin, tmp_path: Path
+) -> None:
+    life = begin()
+    await life.join("a")
+    await life.join("b")
+    await life.crash()
+    (tmp_path / JOINED).write_text('["b", {"epoch"\n')
+    with pytest.raises(StorageError, match="move the run folder away to begin anew"):
+        begin()
+
+
+async def test_what_could_not_be_added_is_written_whole_once_there_is_room(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "RETRY_SECONDS", 0.01)
+    life = begin()
+    await life.join("a")
+    (tmp_path / JOINED).mkdir()
+    first = life.ask("b")
+    await until(lambda: life.host._writing)
+    second = life.ask("c")
+    await until(lambda: "c" in life.epochs)
+    (tmp_path / JOINED).rmdir()
+    await until(lambda: first.epoch and second.epoch)
+    assert sorted({*life.whole, *life.lines}) == ["a", "b", "c"]
+    assert "b" in life.whole
