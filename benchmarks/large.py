@@ -413,8 +413,9 @@ def main() -> None:
         config=vars(arguments) | {"fragments": FRAGMENTS, "period": PERIOD, "overlap": 2},
         raw=raw,
         result=result,
-        not_measured="sockets, of which each message costs the kernel's part more; large models, "
-        "whose bodies cost the worker; learners in processes and on machines of their own",
+        not_measured="sockets: each message costs the kernel's and aiohttp's part more; large "
+        "models, whose bodies cost the worker; learners in processes and on machines of their own. "
+        "The memory of a learner includes its own end of the channels",
     )
     for case, rows in result.items():
         for kind, row in rows.items():

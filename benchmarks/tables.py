@@ -38,6 +38,7 @@ TITLES = {
     "data_plane_wan": "Bodies over a long link",
     "data_plane_loopback": "Bodies on loopback",
     "merging": "Merging",
+    "large": "A shard with thousands of learners",
     "events": "Random worlds, every event checked",
     "goodput": "Goodput of a million chips, simulated",
     "goodput_real": "The goodput simulator against real runs",
@@ -345,11 +346,34 @@ def plan_real(result: Any) -> str:
     )
 
 
+def large(result: Any) -> str:
+    rows = []
+    for case, found in result.items():
+        for name, row in found.items():
+            part, _, kind = name.partition(": ")
+            if part == "handlers" and row["worst"]["median"] < 1.0:
+                continue
+            if part in ("handlers", "turns"):
+                what = f"{kind}, {'the machine alone' if part == 'handlers' else 'longest turn'}"
+                times = [spread(row[key]) for key in ("median", "worst", "worst_wall")]
+                rows.append([case, what, *times])
+            elif name.startswith("bytes"):
+                kib = {key: value / 1024 for key, value in row.items()}
+                rows.append([case, name.replace("_", " ").replace("bytes", "KiB"), spread(kib)])
+            else:
+                rows.append([case, name, spread(row)])
+    header = ["case", "what", "ms, median", "ms, worst", "ms, worst by the clock on the wall"]
+    rows = [[*row, "", ""][:5] for row in rows]
+    note = "Machine handlers that never take a millisecond are left out."
+    return table(header, rows) + f"\n\n{note}"
+
+
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
     "quality": quality,
     "outer": outer,
     "speeds": speeds,
+    "large": large,
     "loss_under_faults": loss_under_faults,
     "recovery": recovery,
     "data_plane_wan": data_plane,

@@ -9,6 +9,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from decoupled_diloco.config.method import public_text
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
 from decoupled_diloco.launch.secrets import accepted_tokens
+from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
 from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.observe.tape import TapeWriter
@@ -28,11 +30,15 @@ from decoupled_diloco.syncer.cut_requests import CUT_PATH
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
+from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http import HttpClient, HttpServer
 from decoupled_diloco.units import MIB
 
 logger = logging.getLogger(__name__)
+
+CONNECTIONS_PER_LEARNER = 4
+"""Control channels to coordinator and shard, and two for bodies."""
 
 
 def run_shard(
@@ -55,6 +61,7 @@ def run_shard(
     """
     process_name = process_of(shard, standby=standby)
     tokens = accepted_tokens(config, token)
+    limits = limits_here(config.run.learners)
     header = {
         "machine": "shard",
         "shard": shard,
@@ -96,6 +103,7 @@ def run_shard(
                 about=lambda: process.describe(),
                 queries={TAPE_PATH: tapes_of_process, CUT_PATH: cut_asked},
                 pool_bytes=config.syncer.pool_mib * MIB,
+                limits=limits,
             ),
             client=HttpClient(token=token),
             tape=tape,
@@ -121,6 +129,24 @@ def run_shard(
     if not finished:
         # Only the end of the run is a success: whoever supervises this process starts it again.
         raise KeyboardInterrupt
+
+
+def limits_here(learners: int) -> Limits:
+    """A server's limits, with as many connections as this system lets a process have."""
+    limits = Limits()
+    allowed = open_files_allowed(limits.connections)
+    if allowed is None:
+        return limits
+    connections = max(1, allowed - SPARE)
+    if connections < CONNECTIONS_PER_LEARNER * learners:
+        logger.warning(
+            "this system allows a process %d open files: too few for the connections of %d "
+            "learners, %d each: raise the limit with `ulimit -Hn`",
+            allowed,
+            learners,
+            CONNECTIONS_PER_LEARNER,
+        )
+    return replace(limits, connections=connections)
 
 
 async def take_turn(

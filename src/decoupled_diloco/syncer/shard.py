@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import math
@@ -255,7 +256,14 @@ class Shard:
     def _handle(self, event: fact.SyncerEvent) -> None:
         if self._stopping.is_set() or not self._tenure.holds():
             return  # peers may still talk; what they say belongs to the next life
-        for effect in self._recorder.handle(time.monotonic(), event):
+        collects = gc.isenabled()
+        gc.disable()  # what it makes for thousands of learners is looked at once, after it
+        try:
+            effects = self._recorder.handle(time.monotonic(), event)
+        finally:
+            if collects:
+                gc.enable()
+        for effect in effects:
             self._do(effect)
         self._in_order.go_on()
         self._arm()

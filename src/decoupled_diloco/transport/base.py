@@ -43,7 +43,7 @@ class Limits:
         downloads_per_principal: Bodies that one principal may fetch at once; a learner fetches 4.
         channels_per_principal: Control channels that one principal may have open; one more closes
             the oldest. Two are in use, and a few may not have been found dead yet.
-        connections: Connections of all kinds that a server accepts.
+        connections: Connections of all kinds that a server accepts: 4,000 learners have four each.
         header_bytes: Largest request line and largest single header.
         ping_seconds: Interval of control pings, which measure the round trip as well.
         lost_seconds: Silence after which a channel is lost: ten pings.
@@ -62,7 +62,7 @@ class Limits:
     copy_seconds: float = 60.0
     downloads_per_principal: int = 16
     channels_per_principal: int = 8
-    connections: int = 4096
+    connections: int = 16384
     header_bytes: int = 8190
     ping_seconds: float = 1.0
     lost_seconds: float = 10.0

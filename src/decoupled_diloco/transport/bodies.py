@@ -26,7 +26,7 @@ from decoupled_diloco.transport.ranges import Range, RangeSet
 from decoupled_diloco.transport.tokens import Refusal
 
 PREFIX = "/bodies/"
-ENDED_KEPT = 4096
+ENDED_KEPT = 1 << 16
 """Ended uploads and withdrawn offers that are remembered, to answer why they are gone."""
 SERVER_PATIENCE = 3
 """A server waits this many times longer than a client for the next byte, so that the client's

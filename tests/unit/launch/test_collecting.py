@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from decoupled_diloco.launch.collecting import Survivors
+from decoupled_diloco.launch.collecting import GROWTH, Survivors
 
 
 @pytest.fixture
@@ -55,31 +56,22 @@ def test_garbage_among_the_newer_ones_is_found(survivors: Survivors) -> None:
 
 
 def test_what_was_put_aside_is_looked_at_again_once_there_is_much_more(
-    survivors: Survivors,
+    survivors: Survivors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = Pair.alive
     old = pair()
     gc.collect()
     del old
-    gc.collect()
+    blocks = GROWTH * sys.getallocatedblocks() // 2
+    monkeypatch.setattr("decoupled_diloco.launch.collecting.sys.getallocatedblocks", lambda: blocks)
+    for _ in range(3):
+        gc.collect()
     assert Pair.alive == before + 2, "it was put aside"
-    kept: list[list[int]] = []
-    rounds = 0
-    while Pair.alive > before:
-        kept += [[number] for number in range(gc.get_freeze_count() // 2)]
-        gc.collect()
-        rounds += 1
-        assert rounds < 10
-
-
-def test_what_is_freed_meanwhile_does_not_count(survivors: Survivors) -> None:
-    known = gc.get_freeze_count()
-    for _ in range(6):
-        kept = [[number] for number in range(known)]
-        gc.collect()
-        del kept
-        gc.collect()
-        assert gc.get_freeze_count() > 0, "nothing was looked at again"
+    blocks *= 3
+    gc.collect()
+    gc.collect()
+    assert Pair.alive == before
+    assert gc.get_freeze_count() > 0, "from then on newer objects alone again"
 
 
 def test_at_the_end_python_does_as_it_does_of_itself() -> None:
