@@ -317,6 +317,12 @@ def _transfers() -> list[Interval]:
             ("transport.base.Limits.stall_seconds", "transport.http_client.STALL_RTTS"),
         ),
         row(
+            "one more copy",
+            f"after {limits.copies_per_principal} of one version by one id",
+            _s(limits.copy_seconds),
+            ("transport.base.Limits.copy_seconds",),
+        ),
+        row(
             "server's patience",
             "× of that, for who sends; a reader gets 3 ×",
             f"{bodies.SERVER_PATIENCE:g} × {_s(stall)}",
