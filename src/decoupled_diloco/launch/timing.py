@@ -229,6 +229,12 @@ def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
             ("protocol.syncer_rounds.MERGE_PAUSE_SECONDS",),
         ),
         row(
+            "loop that stands still",
+            f"or {membership.STANDS_STEPS:g} ξ_step, {membership.STANDS_OWN_STEPS:g} of its own",
+            _s(membership.STANDS_SECONDS),
+            ("protocol.membership.STANDS_SECONDS",),
+        ),
+        row(
             "closing round",
             "for who has not begun to answer by then",
             f"{_s(syncer_rounds.CLOSING_SECONDS)}, {syncer_rounds.SWEEP_TRIES_MAX} tries",

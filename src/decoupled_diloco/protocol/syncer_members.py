@@ -288,7 +288,9 @@ def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffec
     state.lease_check_at = min(
         (member.lease_until for member in state.members.values()), default=None
     )
-    if lateness <= LATENESS_SECONDS_MIN:
+    if lateness > LATENESS_SECONDS_MIN:
+        state.looked_at = now
+    else:
         effects += pass_standing(state, options, now)
     return effects + syncer_rounds.pass_windows(state, options, now)
 

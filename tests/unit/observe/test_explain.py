@@ -117,8 +117,10 @@ def test_weights_are_those_of_the_counters_that_were_folded(folder, chronicle):
                     assert f"weight {percent(share)}" in line_of(lines, data, p)
 
 
-def test_counters_that_were_capped_are_told(folder, chronicle):
-    capped = [each for each in rounds_with(folder, "folded") if each[2]["steps"] > 16]
+def test_counters_that_were_capped_are_told(tmp_path):
+    write_world(tmp_path, faults=[Fault(50.0, "cut", "b", 22.0)])
+    chronicle = chronicle_of(list(TapeReader(tmp_path)))
+    capped = [each for each in rounds_with(tmp_path, "folded") if each[2]["steps"] > 16]
     assert capped, "nobody in the world was away for long"
     for shard, data, p in capped:
         lines = explain_round(chronicle, data["round"], shard)

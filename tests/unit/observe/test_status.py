@@ -107,7 +107,7 @@ def test_live_but_not_taking_part_is_to_be_seen(records):
     assert d.participation_recent < 0.3
     assert d.reasons_recent["late"] > d.reasons_recent.get("took part", 0)
     assert d.rounds_behind > 5
-    assert d.steps_behind > 5
+    assert d.steps_behind > 0
     a = next(learner for learner in status.learners if learner.name == "a")
     assert (a.participation, a.rounds_behind) == (1.0, 0)
 
