@@ -125,7 +125,8 @@ def main() -> None:
         arguments.name,
         estimate=ESTIMATE,
         config={
-            **{key: str(value) for key, value in vars(arguments).items()},
+            "steps": arguments.steps,
+            "seeds": arguments.seeds,
             **SIZE,
             "batch_size": BATCH,
             "inner_rate": RATE,

@@ -26,6 +26,7 @@ TITLES = {
     "quality": "Loss at equal tokens",
     "outer": "Which outer optimizer",
     "speeds": "Learners of unequal speed",
+    "late": "Contributions that come late",
     "kill": "One of four learners is killed",
     "joining": "A learner joins",
     "loss_under_faults": "Loss under faults",
@@ -109,6 +110,30 @@ def outer(result: Any) -> str:
         shown = f"{gap['mean']:+.2f} % [{gap['low']:+.2f}, {gap['high']:+.2f}]"
         rows.append([name, f"{row['mean_loss']:.4f}", shown])
     return table(["η / μ", "loss", "against the default"], rows)
+
+
+def late(result: Any) -> str:
+    rows = [
+        [
+            name,
+            f"{row['mean_loss']:.4f} [{row['loss']['low']:.4f}, {row['loss']['high']:.4f}]",
+            f"{gap['mean']:+.2f} % [{gap['low']:+.2f}, {gap['high']:+.2f}]",
+            f"{row['bodies_of_the_last']:.0f}",
+            f"{row['bodies_of_the_first']:.0f}",
+        ]
+        for name, row in result.items()
+        if (gap := row["gap_to_reference_percent"])
+    ]
+    header = [
+        "an upload takes",
+        "loss",
+        "against nobody slow",
+        "merged of a slow learner",
+        "of a fast one",
+    ]
+    return "Four learners, P = H = 24, defaults, equal tokens, three paired seeds.\n\n" + table(
+        header, rows
+    )
 
 
 def speeds(result: Any) -> str:
@@ -373,6 +398,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "quality": quality,
     "outer": outer,
     "speeds": speeds,
+    "late": late,
     "large": large,
     "loss_under_faults": loss_under_faults,
     "recovery": recovery,

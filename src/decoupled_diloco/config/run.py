@@ -172,7 +172,8 @@ class SyncSettings(Settings):
 
     late: Literal["next", "drop"] = "next"
     """What becomes of a contribution that is under way when its round merges: "next" folds it into
-    the fragment's next round, "drop" throws it away. Rounds never wait for it."""
+    the fragment's next round, "drop" throws it away. Rounds never wait for it. (Here the loss did
+    not tell them apart: the default throws nothing away.)"""
 
     late_rounds_max: int = Field(default=32, ge=1)
     """A contribution that is late by more versions of its fragment than this is refused, at least
