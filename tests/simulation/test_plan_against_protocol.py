@@ -131,7 +131,8 @@ def test_rounds_of_learners_that_never_wait(
 
     Else the planner's learners, who do everything alike, are all in a round or none is: it finds
     fewer rounds, with more contributions each. The protocol's contributions are at most as many
-    as the plan's, and at least half.
+    as the plan's, and at least two fifths: a copy that follows one that was skipped is fetched
+    whole, in twice as many bytes.
     """
     options = Options(fragments=12, period=PERIOD, overlap=2)
     real = protocol(tmp_path, mbit, latency, shared, options)
@@ -144,7 +145,7 @@ def test_rounds_of_learners_that_never_wait(
         assert plan.merge_seconds == pytest.approx(seconds, rel=0.12)
     else:
         assert plan.merged <= merged + 0.05
-        assert 0.5 * plan.kept <= folded <= plan.kept + 0.05
+        assert 0.4 * plan.kept <= folded <= plan.kept + 0.05
 
 
 @pytest.mark.parametrize(("fragments", "overlap", "mbit"), [(12, 2, 50), (12, 2, 100), (1, 0, 50)])
