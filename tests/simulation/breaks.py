@@ -11,6 +11,7 @@ from typing import Any
 
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.protocol import (
+    asking,
     learner_copies,
     syncer,
     syncer_fill,
@@ -98,18 +99,6 @@ CORE = (
         Changes(options={"missed": "rebase"}),
     ),
     Break(
-        "askings are told apart by their numbers alone, whatever the term",
-        LearnerMachine,
-        "_sent",
-        "view.sent.ask == ask",
-        "view.sent.ask.number == ask.number",
-        Changes(
-            options={"missed": "rebase", "fragments": 1, "shards": 1, "budget_steps": 8},
-            mishaps={"crash_after_merge": 0.5, "stalls": 0.05, "checkpoints": 0.0},
-            faulty_seconds=200.0,
-        ),
-    ),
-    Break(
         "who comes back is asked again for what its earlier life has handed in",
         FragmentState,
         "has_since_version",
@@ -119,14 +108,14 @@ CORE = (
     ),
     Break(
         "who is in arrears is never asked again",
-        syncer_rounds,
-        "_link_free",
-        "return serve(state, options, now, member)",
-        "return []",
+        asking,
+        "_can_be_served",
+        "return not merging and _held_base(state, options, member, fragment) is not None",
+        "return False",
     ),
     Break(
         "who is in arrears is asked for the first fragment, whichever waits longest",
-        syncer_rounds,
+        asking,
         "_urgency",
         'member.heard_at.get(fragment, float("-inf"))',
         "0.0",

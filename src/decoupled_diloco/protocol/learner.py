@@ -133,6 +133,9 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 
 Mode = Literal["overwrite", "carry", "rebase", "blend"]
 
+NOT_TAKEN = "nothing of it was taken"
+"""Why a learner takes a copy that it holds once more, in the end."""
+
 UNDER_WAY = "its contribution is under way, and follows"
 """Why a learner takes a copy that its contribution was too late for as one that it took part in."""
 
@@ -320,7 +323,7 @@ class LearnerMachine:
                 discarded = state.tokens_of(view)
                 view.steps_before, view.tokens_before = state.step, state.tokens
                 state.discarded_tokens += discarded
-                why = "nothing of it was taken"
+                why = NOT_TAKEN
                 effects.append(Apply(index, view.held, "overwrite", discarded, why))
         return effects
 
@@ -330,7 +333,9 @@ class LearnerMachine:
         A learner whose step takes longer than the delivery window would otherwise never be heard.
         """
         pull, held, staged = view.pull, view.held, view.staged
-        if pull is None or held is None or staged is None or pull.base != held or pull.final:
+        if pull is None or held is None or staged is None or pull.base != held:
+            return False
+        if pull.final and not self.state.ended:
             return False
         age = staged.counter - held.counter
         taken = staged.term == held.term and age <= self.options.late_rounds_max

@@ -31,11 +31,11 @@ from decoupled_diloco.protocol.events import (
     Said,
     ShardGreeted,
 )
+from decoupled_diloco.protocol.learner import NOT_TAKEN
 from decoupled_diloco.protocol.lease import Activate
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
 from decoupled_diloco.protocol.messages import Published, Version
 from decoupled_diloco.protocol.syncer_fill import SETTLE_SECONDS
-from decoupled_diloco.simulate.bounds import sees_the_end
 from decoupled_diloco.simulate.network import LOST_SECONDS, STALL_SECONDS
 from decoupled_diloco.simulate.shell import REDIAL_SECONDS
 from decoupled_diloco.simulate.world import World
@@ -82,8 +82,10 @@ class ClaimChecker:
                     assert silent >= LEASE_SECONDS / 2, text
                 case Fetch(_, fragment, version, digest=digest):
                     self._fetched(fragment, version, digest)
-                case Apply(fragment, version) | Relabel(fragment, version, staged=False):
-                    self._applied(who, fragment, version)
+                case Apply(fragment, version, why=why):
+                    self._applied(who, fragment, version, why)
+                case Relabel(fragment, version, why, staged=False):
+                    self._applied(who, fragment, version, why)
 
     def _note_heard(self, who: str, event: Any) -> None:
         match event:
@@ -123,12 +125,11 @@ class ClaimChecker:
         text = f"fragment {fragment}: {before} was taken, and {version} has other bits"
         assert content == digest, text
 
-    def _applied(self, who: str, fragment: int, version: Version) -> None:
+    def _applied(self, who: str, fragment: int, version: Version, why: str) -> None:
         place = (who, self.world.learners[who].life, fragment)
         before = self._held.get(place)
         # In the end what no version has taken makes way for the copy that is held.
-        shard = self.world.options.owner(fragment)
-        again = version == before and not sees_the_end(self.world, who, shard)
+        again = version == before and why == NOT_TAKEN
         forward = before is None or version > before
         assert forward or again, f"{who}: {version} is taken after {before}"
         self._held[place] = version

@@ -392,3 +392,27 @@ def test_who_goes_waits_for_what_becomes_of_a_late_contribution(learner_bench: A
     assert not handed_in(state, options)
     bench.hear(outcome("accepted", version=V2))
     assert handed_in(state, options)
+
+
+def test_rule_4_an_outcome_of_the_shards_next_life_is_not_that_of_the_one_before(
+    learner_bench: Any,
+) -> None:
+    """Each life counts its askings from 1: names have the term in them.
+
+    What was sent to the first life may be in the version that the second one begins with.
+    """
+    bench = started(learner_bench, missed="rebase")
+    bench.hear(pull(FIRST))
+    bench.told(Unlinked(0))
+    bench.told(Linked(0))
+    bench.hear(Welcome(0, 2, 4, 4, 4, 1))
+    later = Version(2, 1)
+    bench.publish(later, V1)
+    again = Asking(2, FIRST.number)
+    bench.hear(pull(again, later))
+    bench.hear(outcome("refused", again))
+    bench.fetched(later)
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert applied.mode == "overwrite"
+    assert applied.why == f"what it sent as {FIRST} may be in it"

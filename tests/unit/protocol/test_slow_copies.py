@@ -8,6 +8,7 @@ import pytest
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import (
+    Apply,
     Expect,
     Fetch,
     Fold,
@@ -29,6 +30,7 @@ from decoupled_diloco.protocol.events import (
 from decoupled_diloco.protocol.messages import (
     Asking,
     Decline,
+    Ending,
     EndOrdered,
     Holding,
     Leave,
@@ -400,6 +402,21 @@ def test_rule_4_it_contributes_once_from_a_version_that_is_not_the_newest(
     assert not decline.nothing_new
     bench.step()
     assert not bench.orders(SendBody)
+
+
+def test_rule_12_the_closing_pull_of_an_older_version_is_answered_before_the_newer_one_is_taken(
+    learner_bench: Any,
+) -> None:
+    """A loop that stood has both waiting for it; what it made is asked for in no other way."""
+    bench = behind(learner_bench)
+    bench.hear(Ending())
+    bench.hear(Pull(0, Asking(1, 1), V0, 4, "bf16", "carry", "/up", True, ()))
+    bench.fetched(V1)
+    bench.step()
+    (body,) = bench.orders(SendBody)
+    assert (body.base, body.steps) == (V0, 5)
+    (applied,) = bench.orders(Apply)
+    assert (applied.version, applied.mode) == (V1, "carry")
 
 
 def test_rule_16_what_an_earlier_life_may_have_sent_is_not_contributed_again(
