@@ -6,7 +6,7 @@ import pytest
 
 from decoupled_diloco.simulate import fuzz
 
-BATCHES, RUNS = 26, 20
+BATCHES, RUNS = 15, 20
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
