@@ -26,7 +26,8 @@ WARM, LAST = 24, 8
 
 
 def test_the_rounds_that_a_slow_link_bears(saturated: Saturated) -> None:
-    """A third of what is due; a busy machine answers late, hence the wide margins."""
+    """A third of what is due, or more rounds that not everybody is in; a busy machine answers late,
+    hence the wide margins."""
     pace = saturated.step_seconds
     steps = step_times(saturated.folder, "learner-0")
     typical = median(b - a for a, b in pairwise(steps))
@@ -45,4 +46,4 @@ def test_the_rounds_that_a_slow_link_bears(saturated: Saturated) -> None:
     model = Model(found.params, found.layers or 1, pace)
     plan = simulate(model, Setting(Options(fragments=8, period=8, overlap=2)), network)
     assert 0.2 < plan.kept < 0.4, "the link bears about a third of it"
-    assert kept == pytest.approx(plan.kept, abs=0.12)
+    assert plan.kept - 0.12 <= kept <= 2 * plan.kept
