@@ -101,7 +101,8 @@ class Member:
         stands: Its loop stands still, and the clock goes on without it.
         leaving_with: It is about to go, and has something new of these fragments.
         under_way: Fragments that it was asked for and has not delivered.
-        arrears: Fragments that it could not be asked for because of others under way.
+        arrears: Fragments that it is to be asked for once its link is free: others were under way,
+            or their round still lacks its quorum.
         pressed: It had arrears when it delivered last: it sends one body at a time.
         heard_at: When each fragment heard it last.
         handed_in: Fragments that have had what it had when it said that it goes.

@@ -2,16 +2,15 @@
 
 *Rounds behind.* Once faults have ceased, a connected learner applies a published copy at most
 
-    D = (3 + f)·q + (8 + 2·n)·w + r + (1 + τ')·ξ
+    D = 3·q + (8 + 2·n)·w + r + (1 + τ')·ξ
 
 seconds after it was published: a body that is being fetched comes first, and may have become stale;
-then the newest one, perhaps by retries (r, a second, and f times more through the queue: once, or
-three times where bodies come wrong). q: all fragments' whole copies through its downlink, the
-longest queue there can be, in n = ⌈P / ⌈τ·P/H⌉⌉ turns; w: one way with jitter; ξ: its longest step
-(anybody's, where learners wait for each other), τ' = τ where copies are applied at τ. So it holds
-what was published D seconds ago, or newer. And a fragment is due once in H steps of the fastest
-learner (ξ_min each), so in D seconds no more than ``2 + ⌈D / (H·ξ_min)⌉`` versions of it are
-published: that is how many rounds it may be behind.
+then the newest one, perhaps by a retry (r, a second). q: all fragments' whole copies through its
+downlink, the longest queue there can be, in n = ⌈P / ⌈τ·P/H⌉⌉ turns; w: one way with jitter; ξ: its
+longest step (anybody's, where learners wait for each other), τ' = τ where copies are applied at τ.
+So it holds what was published D seconds ago, or newer. And a fragment is due once in H steps of the
+fastest learner (ξ_min each), so in D seconds no more than ``2 + ⌈D / (H·ξ_min)⌉`` versions of it
+are published: that is how many rounds it may be behind.
 
 *Memory.* The entries of all containers of a machine's state (`entries`) are bounded by the learners
 L and observers O that the run has ever had, and its fragments P:
@@ -48,9 +47,6 @@ from decoupled_diloco.simulate.world import World
 
 LOOK_EVERY = 64
 """Memory is counted at every so many events."""
-
-RETRIES_MAX = 3
-"""So often in a row a copy comes wrong where some do."""
 
 SLACK_SECONDS = 0.1
 """Ticks come late by so much, and merging takes its time."""
@@ -217,12 +213,7 @@ def behind_seconds_max(world: World, learner: LearnerProcess) -> float:
     alone = options.wait == "never"  # else it steps as the slowest does
     others = [learner] if alone else [o for o in world.learners.values() if _trains(o)]
     turns = math.ceil(options.fragments / options.open_rounds_max)
-    waiting = (
-        (3 + (RETRIES_MAX if world.spoil else 1)) * queue
-        + (8 + 2 * turns) * way
-        + RETRY_SECONDS
-        + SLACK_SECONDS
-    )
+    waiting = 3 * queue + (8 + 2 * turns) * way + RETRY_SECONDS + SLACK_SECONDS
     return waiting + steps * max(map(step_seconds_max, others))
 
 
