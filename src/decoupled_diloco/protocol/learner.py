@@ -392,7 +392,11 @@ class LearnerMachine:
             if sent.version is not None and sent.version < version:
                 mode = "carry" if options.missed == "rebase" else "overwrite"
                 why = f"its contribution is in {sent.version}, before this one"
-            return ("carry" if keeps else mode), why
+            if keeps:
+                # With nothing to carry it is the copy, even where values are not finite.
+                rest = self.state.steps_of(view) > sent.taken.steps
+                mode = "carry" if rest else "overwrite"
+            return mode, why
         if view.restored:
             return "overwrite", "what its earlier life sent may be in it"
         why = "it was behind" if view.behind else "it took no part in this version"

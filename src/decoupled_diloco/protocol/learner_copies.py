@@ -29,22 +29,31 @@ def published(state: LearnerState, options: Options, message: Published) -> list
     link.news = max(0, link.news - 1) if link.news else link.news
     if view.latest is not None and view.latest.version >= message.version:
         return []
+    again, view.retry_at = view.retry_at is not None, None
     view.told(message)
-    view.retry_at = None
-    return _want(state, options, message.fragment)
+    return _want(state, options, message.fragment, again=again)
 
 
-def _want(state: LearnerState, options: Options, index: int) -> list[LearnerEffect]:
-    """Takes the newest copy of a fragment, or has it wait for its turn; it keeps its place."""
+def _want(
+    state: LearnerState, options: Options, index: int, *, again: bool = False
+) -> list[LearnerEffect]:
+    """Takes the newest copy of a fragment, or has it wait for its turn; it keeps its place.
+
+    One whose turn came to nothing (``again``) is the next: behind all others it could be superseded
+    in each of its turns, and never come.
+    """
     view, shard = state.fragments[index], options.owner(index)
     newest, latest = view.newest, view.latest
     if latest is None or view.fetching is not None:
         return []
     if newest is not None and latest.version <= newest:
         return []
-    state.shards[shard].wanted.setdefault(index)
+    link = state.shards[shard]
+    if again:
+        link.wanted = {index: None, **link.wanted}
+    link.wanted.setdefault(index)
     if newest is not None and latest.base == newest and not latest.difference:
-        del state.shards[shard].wanted[index]
+        del link.wanted[index]
         return _relabel(options, index, view, latest.version)
     return _fetch_wanted(state, options, shard)
 
@@ -115,7 +124,7 @@ def fetch_failed(
     if view.latest.version == version:
         view.fetch_whole = True
     if view.latest.version > version or not was_whole:
-        again = _want(state, options, index)
+        again = _want(state, options, index, again=True)
     else:
         again, view.retry_at = [], now + RETRY_SECONDS
         state.retrying.add(index)
@@ -129,7 +138,7 @@ def retry(state: LearnerState, options: Options, now: float) -> list[LearnerEffe
         view = state.fragments[index]
         if view.retry_at is not None and now >= view.retry_at:
             view.retry_at = None
-            effects += _want(state, options, index)
+            effects += _want(state, options, index, again=True)
         if view.retry_at is None:
             state.retrying.discard(index)
     return effects

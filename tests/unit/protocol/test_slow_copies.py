@@ -27,6 +27,7 @@ from decoupled_diloco.protocol.events import (
     Said,
     Tick,
 )
+from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
 from decoupled_diloco.protocol.messages import (
     Asking,
     Decline,
@@ -416,6 +417,19 @@ def test_rule_12_the_closing_pull_of_an_older_version_is_answered_before_the_new
     (body,) = bench.orders(SendBody)
     assert (body.base, body.steps) == (V0, 5)
     (applied,) = bench.orders(Apply)
+    assert (applied.version, applied.mode) == (V1, "overwrite"), "there is nothing to carry"
+
+
+def test_rule_7_in_the_end_what_was_trained_since_the_snapshot_is_carried(
+    learner_bench: Any,
+) -> None:
+    bench = behind(learner_bench)
+    bench.hear(pull(1, V0))
+    bench.step()
+    bench.hear(Ending())
+    bench.fetched(V1)
+    bench.step()
+    (applied,) = bench.orders(Apply)
     assert (applied.version, applied.mode) == (V1, "carry")
 
 
@@ -463,23 +477,54 @@ def test_rule_5_as_many_copies_come_at_a_time_as_a_shard_has_slots(learner_bench
     assert fetched == [3, 1]
     bench.fetched(V1, 1)
     assert [order.fragment for order in bench.orders(Fetch)] == [0], "in the order of news"
-    bench.told(FetchFailed(3, V1, "no such thing"))
-    assert [order.fragment for order in bench.orders(Fetch)] == [2], "who failed comes again last"
-    bench.fetched(V1, 0)
-    assert [order.fragment for order in bench.orders(Fetch)] == [3]
+    bench.fetched(V1, 3)
+    assert [order.fragment for order in bench.orders(Fetch)] == [2]
 
 
-def test_rule_5_a_copy_that_cannot_be_had_makes_room_for_the_next(learner_bench: Any) -> None:
-    """Not even the whole one: it is tried again a second later."""
+def fetches(bench: Any) -> list[tuple[int, Version, bool]]:
+    """What the last event has led to fetch: the fragment, its version, and whether whole."""
+    return [(order.fragment, order.version, order.whole) for order in bench.orders(Fetch)]
+
+
+def test_rule_5_what_was_superseded_in_its_turn_is_next(learner_bench: Any) -> None:
+    """Behind all others it could be superseded in each of its turns, and never come."""
     bench = fetching(learner_bench, 4)
     for fragment in (3, 1, 0, 2):
         bench.publish(V1, V0, fragment)
+    bench.publish(V2, V1, 3)
+    bench.told(FetchFailed(3, V1, "superseded"))
+    assert fetches(bench) == [(3, V2, True)]
+
+
+def test_rule_5_what_failed_before_it_was_told_of_the_newer_one_is_next(learner_bench: Any) -> None:
+    bench = fetching(learner_bench, 5)
+    for fragment in (3, 1, 0, 2, 4):
+        bench.publish(V1, V0, fragment)
+    bench.told(FetchFailed(3, V1, "superseded"))
+    assert fetches(bench) == [(3, V1, True)]
+    bench.told(FetchFailed(3, V1, "superseded"))
+    assert fetches(bench) == [(0, V1, False)]
+    bench.publish(V2, V1, 3)
+    assert not fetches(bench), "there is no room"
+    bench.fetched(V1, 1)
+    assert fetches(bench) == [(3, V2, True)]
+
+
+def test_rule_5_a_copy_that_cannot_be_had_makes_room_for_the_next(learner_bench: Any) -> None:
+    """The whole one is tried at once, and again a second later: then it is next."""
+    bench = fetching(learner_bench, 5)
+    for fragment in (3, 1, 0, 2, 4):
+        bench.publish(V1, V0, fragment)
     bench.told(FetchFailed(3, V1, "no such thing"))
-    bench.told(FetchFailed(1, V1, "no such thing"))
-    bench.fetched(V1, 0)
-    assert [(order.fragment, order.whole) for order in bench.orders(Fetch)] == [(3, True)]
+    assert fetches(bench) == [(3, V1, True)]
     bench.told(FetchFailed(3, V1, "no such thing"))
-    assert [(order.fragment, order.whole) for order in bench.orders(Fetch)] == [(1, True)]
+    assert fetches(bench) == [(0, V1, False)]
+    bench.told(Tick(), bench.now + RETRY_SECONDS)
+    assert not fetches(bench), "there is no room"
+    bench.fetched(V1, 1)
+    assert fetches(bench) == [(3, V1, True)]
+    bench.fetched(V1, 3)
+    assert fetches(bench) == [(2, V1, False)]
 
 
 def test_rule_5_what_waits_is_fetched_in_its_newest_version(learner_bench: Any) -> None:
