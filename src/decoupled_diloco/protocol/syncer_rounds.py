@@ -536,7 +536,7 @@ def _swept(state: SyncerState, round: Round, problem: str) -> list[SyncerEffect]
     entry.sweep_tries += bool(failed)
     absent = state.members_stepping > round.turned_stepping
     unfinished = absent or any(not ask.final for ask in round.folded)
-    if (failed or unfinished or entry.folded or entry.asks) and entry.sweep_tries < SWEEP_TRIES_MAX:
+    if (failed or unfinished) and entry.sweep_tries < SWEEP_TRIES_MAX:
         return []
     state.closing.discard(round.fragment)
     delivered = {ask.learner for ask in round.folded}

@@ -20,11 +20,13 @@ from decoupled_diloco.protocol.effects import (
     Hold,
     Install,
     Merge,
+    Note,
     RoundFinished,
     SendBody,
     Snapshot,
 )
 from decoupled_diloco.protocol.events import BodyArrived, Merged, MergeFailed, Told
+from decoupled_diloco.protocol.learner import NOT_TAKEN
 from decoupled_diloco.protocol.messages import Published, Pull, Version
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
 from decoupled_diloco.simulate.bodies import LineageLearner
@@ -53,6 +55,8 @@ class Checker:
         self.rounds: list[RoundFinished] = []
         self.pulls = self.pulls_answered_at_once = 0
         self.restarts = 0
+        self.dropped: dict[tuple[str, int], int] = {}
+        self.notes: list[str] = []
         world.recorders.append(self)
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
@@ -79,8 +83,12 @@ class Checker:
                 case AdmitShard(shard, term):
                     assert term >= self.terms.get(shard, 0), "a term goes back"
                     self.terms[shard] = term
-                case Apply(_, _, _, discarded):
+                case Apply(fragment, _, _, discarded, why):
                     assert discarded >= 0
+                    if why == NOT_TAKEN:
+                        self.dropped[who, fragment] = discarded
+                case Note(text):
+                    self.notes.append(text)
                 case Snapshot():
                     assert self.world.learners[who].spec.role == "learner"
         if isinstance(event, MergeFailed):
@@ -220,3 +228,14 @@ class Checker:
             if learner.spec.role == "learner":
                 rest = bodies.steps - local.since + len(local.earlier)
                 assert rest == 0, f"{rest} steps of {learner.name} are not in fragment {fragment}"
+                self._check_dropped(learner.name, fragment)
+
+    def _check_dropped(self, learner: str, fragment: int) -> None:
+        """What no version has taken in the end: the shard has said of whom it lacks something."""
+        dropped = self.dropped.get((learner, fragment))
+        said = any(
+            note.startswith(f"fragment {fragment} is without what") and learner in note
+            for note in self.notes
+        )
+        text = f"{dropped} tokens of {learner} are not in fragment {fragment}, and nobody says so"
+        assert dropped is None or said, text
