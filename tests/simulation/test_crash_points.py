@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.simulate import crashes
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import (
@@ -118,7 +119,8 @@ def coordinator(root: Path) -> tuple[SimulatedDisk, list[int]]:
     """A coordinator's file that is written again and again; after how many operations each was."""
     disk, done = SimulatedDisk(root), [0]
     for number in range(1, 5):
-        write_text(root / "coordinator.json", json.dumps({"terms": [number] * 40}), disk)
+        with within(Runtime(disk)):
+            write_text(root / "coordinator.json", json.dumps({"terms": [number] * 40}))
         done.append(len(disk.log))
     return disk, done
 
@@ -148,11 +150,12 @@ def test_a_full_disk_leaves_the_coordinators_file_whole(tmp_path: Path, number: 
     write_text(tmp_path / "coordinator.json", "before")
     disk = SimulatedDisk(tmp_path, full=lambda n: n == number)
     if number <= 6:
-        with pytest.raises(StorageError, match="No space left"):
-            write_text(tmp_path / "coordinator.json", "after", disk)
+        with pytest.raises(StorageError, match="No space left"), within(Runtime(disk)):
+            write_text(tmp_path / "coordinator.json", "after")
         content = (tmp_path / "coordinator.json").read_text()
         assert content == ("after" if number == 6 else "before")
-    write_text(tmp_path / "coordinator.json", "after", disk)
+    with within(Runtime(disk)):
+        write_text(tmp_path / "coordinator.json", "after")
     assert (tmp_path / "coordinator.json").read_text() == "after"
 
 

@@ -14,7 +14,7 @@ ROOT = Path(decoupled_diloco.__file__).parent
 PACKAGE = "decoupled_diloco"
 
 LAYERS = (
-    ("errors", "units"),
+    ("errors", "units", "runtime"),
     ("protocol", "merge"),
     ("transport",),
     ("config", "storage", "observe", "workloads"),
@@ -140,3 +140,102 @@ def test_the_machines_are_told_by_their_shells_only() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == f"{PACKAGE}.protocol":
                 assert not {a.name for a in node.names} & {"syncer_rounds", "syncer_fill"}, path
+
+
+# ---- the runtime
+
+SHELLS = ("learner", "syncer", "storage", "transport")
+"""Real shells: they run on virtual machines, too, and so ask nobody but the runtime."""
+
+OF_REAL_MACHINES = {
+    "learner/parts.py": "names a learner after its host and process",
+    "syncer/cut_requests.py": "a command asks a running syncer",
+    "transport/documents.py": "a command reads a running syncer's tapes",
+    "transport/http_client.py": "real sockets",
+    "transport/reach.py": "the doctor looks at real sockets",
+    "transport/sockets.py": "real sockets",
+}
+"""Files that no virtual machine runs, and what they are for."""
+
+OF_THE_RUNTIME = {
+    "multiprocessing",
+    "secrets",
+    "shutil",
+    "socket",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "time",
+    "uuid",
+}
+"""Modules that give the time, ids, threads or files."""
+
+CALLS_OF_THE_RUNTIME = {
+    "open",
+    "os.link",
+    "os.open",
+    "os.remove",
+    "os.rename",
+    "os.replace",
+    "os.urandom",
+    "os.getpid",
+    "random.Random",
+    "random.choice",
+    "random.random",
+    "random.uniform",
+    "ThreadPoolExecutor",
+    "asyncio.run",
+    "asyncio.new_event_loop",
+}
+
+FILE_METHODS = {
+    "mkdir",
+    "read_bytes",
+    "read_text",
+    "rmdir",
+    "touch",
+    "unlink",
+    "write_bytes",
+    "write_text",
+}
+"""Methods of a path that change or read a file."""
+
+
+def dotted(node: ast.AST) -> str:
+    """The name that a call calls, as far as it is one: ``os.open``."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else f".{node.attr}"
+    return ""
+
+
+def asks_past_the_runtime(tree: ast.Module) -> Iterator[str]:
+    """What a module takes from the machine itself."""
+    for name in imports(tree):
+        if name.split(".")[0] in OF_THE_RUNTIME:
+            yield f"imports {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = dotted(node.func)
+            method = name.rpartition(".")[2] if "." in name else ""
+            if name in CALLS_OF_THE_RUNTIME or method in FILE_METHODS:
+                yield f"calls {name}"
+
+
+def test_no_shell_asks_the_time_makes_an_id_starts_a_thread_or_opens_a_file_by_itself() -> None:
+    found = {
+        f"{path}: {what}"
+        for _, path, tree in modules(*SHELLS)
+        if path not in OF_REAL_MACHINES
+        for what in asks_past_the_runtime(tree)
+    }
+    allowed = {"storage/weights.py: calls torn.touch"}  # within `Disk.fill`
+    assert found == allowed
+
+
+def test_what_is_of_real_machines_is_there_and_needs_to_be() -> None:
+    for path in OF_REAL_MACHINES:
+        tree = ast.parse((ROOT / path).read_text())
+        assert list(asks_past_the_runtime(tree)), f"{path} goes through the runtime now"

@@ -11,12 +11,9 @@ import asyncio
 import contextlib
 import json
 import logging
-import random
-import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
@@ -72,6 +69,7 @@ from decoupled_diloco.protocol.donation import (
 )
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
+from decoupled_diloco.runtime import Beside, now, runtime
 from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
 from decoupled_diloco.transport.base import Channel, Client
 
@@ -131,8 +129,7 @@ class Background:
         self.restoring = False
         self.run_id = ""
         self.identity = identity
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = runtime().monitor()
         self.shared: Shared | None = None
         self.failure: Error | None = None
         self.ready = False
@@ -145,8 +142,8 @@ class Background:
         self._queue: deque[tuple[do.LearnerEffect, Any]] = deque()
         self._channels: dict[int, Channel] = {}
         self._shards: list[str] = []
-        self._alone_since = time.monotonic()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="ddiloco-codec")
+        self._alone_since = now()
+        self._worker = runtime().worker("ddiloco-codec")
         self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(FETCHES_PER_SHARD)
         )
@@ -154,7 +151,9 @@ class Background:
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._stop_asked = threading.Event()
+        self._stop_asked = False
+        self._rng = runtime().rng()
+        self._beside: Beside | None = None
         self._client: Client | None = None
         self._coordinator = CoordinatorLink(
             identity,
@@ -165,28 +164,25 @@ class Background:
                 linked=lambda: self._told(fact.CoordinatorLinked()),
                 told=self._coordinator_told,
                 unlinked=lambda: self._told(fact.CoordinatorUnlinked()),
-                over=lambda: self._over or self._stop_asked.is_set(),
+                over=lambda: self._over or self._stop_asked,
                 check_patience=self._check_patience,
             ),
             patience,
         )
         self._refusals: dict[int, str] = {}
-        # No daemon: one that is still at work while the interpreter is taken down would be torn
-        # out of the middle of tensor code, which aborts the process. See `_end_with_the_program`.
-        self._thread = threading.Thread(target=self._run, name="ddiloco")
 
     # ---- called by the trainer
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the event loop."""
+        self._beside = runtime().beside(self._run, "ddiloco")
 
     def tell(self, event: fact.LearnerEvent, loss: float | None = None) -> StepPlan:
         """Tells the machine a fact, and carries the boundary out; ``loss`` is for the report."""
-        with self.lock:
+        with self.changed:
             shared = self.shared
             assert shared is not None
-            effects = shared.recorder.handle(time.monotonic(), event)
+            effects = shared.recorder.handle(now(), event)
             plan = StepPlan.of(effects)
             copies = [effect for effect in effects if isinstance(effect, CopyState)]
             for effect in effects:
@@ -224,9 +220,9 @@ class Background:
 
     def sample(self, sample: Sample) -> None:
         """Writes a measurement to the tape."""
-        with self.lock:
+        with self.changed:
             if self._tape is not None:
-                self._tape.sample(time.monotonic(), sample)
+                self._tape.sample(now(), sample)
 
     def stop(self, farewell: str, *, abrupt: bool = False, wait_seconds: float = 5.0) -> None:
         """Says goodbye to the shards, closes all connections, ends the thread.
@@ -237,15 +233,16 @@ class Background:
                 here, so that what is on it can be replayed exactly.
             wait_seconds: How long to wait for the thread, which has a stopped peer to talk to.
         """
-        with self.lock:
+        with self.changed:
             if abrupt:
                 self._end_tape()
 
-        self._stop_asked.set()
+        self._stop_asked = True
         self._in_loop(partial(self._leave, farewell))
-        self._thread.join(wait_seconds)
+        if self._beside is not None:
+            self._beside.join(wait_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
-        with self.lock:
+        with self.changed:
             self._end_tape()
 
     def _leave(self, farewell: str) -> None:
@@ -275,18 +272,18 @@ class Background:
 
     def _told(self, event: fact.LearnerEvent) -> None:
         """Tells the machine a fact of the background, and carries out what follows."""
-        with self.lock:
+        with self.changed:
             shared = self.shared
             assert shared is not None
-            for effect in shared.recorder.handle(time.monotonic(), event):
+            for effect in shared.recorder.handle(now(), event):
                 self._enqueue(shared, effect)
-            self.changed.notify_all()
+            self.changed.notify()
         self._drain()
         self._arm(shared.machine.deadline())
 
     def _drain(self) -> None:
         while True:
-            with self.lock:
+            with self.changed:
                 if not self._queue:
                     return
                 effect, captured = self._queue.popleft()
@@ -297,7 +294,7 @@ class Background:
             self._timer.cancel()
             self._timer = None
         if deadline is not None:
-            delay = max(0.0, deadline - time.monotonic())
+            delay = max(0.0, deadline - now())
             loop = asyncio.get_running_loop()
             tick = fact.Tick()
             self._timer = loop.call_later(delay, self._guarded, lambda: self._told(tick))
@@ -315,9 +312,9 @@ class Background:
             case do.Fetch():
                 self._spawn(self._fetch(effect))
             case do.Ready():
-                with self.lock:
+                with self.changed:
                     self.ready = True
-                    self.changed.notify_all()
+                    self.changed.notify()
             case do.Expelled():
                 pass  # `_converse` has heard the same
             case do.Note(text, why):
@@ -342,11 +339,16 @@ class Background:
         """`tell` for another thread."""
         self._in_loop(partial(self._guarded, partial(self._told, event)))
 
+    def wake(self) -> None:
+        """Has who waits for a change look again; for another thread."""
+        with self.changed:
+            self.changed.notify()
+
     def _fail(self, error: Error) -> None:
-        with self.lock:
+        with self.changed:
             if self.failure is None:
                 self.failure = error
-            self.changed.notify_all()
+            self.changed.notify()
 
     # ---- the thread
 
@@ -354,16 +356,16 @@ class Background:
     def _over(self) -> bool:
         return self.shared is not None and self.shared.machine.state.over
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            await self._main()
         except Exception as error:
             self._broken(error)
 
     async def _main(self) -> None:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        if self._stop_asked.is_set():
+        if self._stop_asked:
             return
         self._client = self._make_client()
         self._donations.enter(self._surroundings(self._client))
@@ -416,7 +418,7 @@ class Background:
 
     async def _end_with_the_program(self) -> None:
         """A program that ends without `close`, by Ctrl-C say, is not held up by this thread."""
-        while threading.main_thread().is_alive():  # noqa: ASYNC110  # it sets no event
+        while runtime().program_runs():  # noqa: ASYNC110  # it sets no event
             await asyncio.sleep(PROGRAM_ENDED_SECONDS)
         self._fail(Error(_NO_MAIN_THREAD))
         self._leave("its program has ended")
@@ -445,7 +447,7 @@ class Background:
                 await self._in_executor(None, tape.flush)
 
     def _check_patience(self, what: str) -> None:
-        alone = time.monotonic() - self._alone_since
+        alone = now() - self._alone_since
         limit = self._give_up_seconds
         if limit is not None and not self._channels and alone > limit and not self._over:
             raise TransportError(
@@ -454,7 +456,7 @@ class Background:
             )
 
     def _admitted(self, admitted: say.Admitted, dialled: str) -> None:
-        with self.lock:
+        with self.changed:
             if self.shared is not None:
                 return  # joined again after the coordinator came back; nothing is new
             public = read_public(admitted.settings)
@@ -481,7 +483,7 @@ class Background:
             self.run_id = admitted.run
             if self.keeper is not None:
                 self._begin(self.shared, self.keeper)
-            self.changed.notify_all()
+            self.changed.notify()
         logger.info(
             "%s has joined %s, epoch %d", self.identity.name, public["run"]["name"], admitted.epoch
         )
@@ -539,9 +541,9 @@ class Background:
                     raise
                 self._refusals[shard] = str(error)
                 trouble.tell("refuses", f"{subject} refuses this learner ({error}): {WAY_OUT}")
-                pause = random.uniform(CAP_SECONDS / 2, CAP_SECONDS)
+                pause = self._rng.uniform(CAP_SECONDS / 2, CAP_SECONDS)
             except TransportError as error:
-                if not (self._over or self._stop_asked.is_set()):
+                if not (self._over or self._stop_asked):
                     sentence = f"{subject} is out of reach ({error}): {TRAINING_GOES_ON}"
                     trouble.tell("out of reach", sentence)
             await asyncio.sleep(pause)
@@ -599,14 +601,14 @@ class Background:
             logger.info("%s: shard %d: %s", self.identity.name, shard, error)
         finally:
             del self._channels[shard]
-            self._alone_since = time.monotonic()
+            self._alone_since = now()
             self.sample(LinkState(shard, False))
             self._told(fact.Unlinked(shard))
 
     async def _in_worker(self, task: Callable[[], _T]) -> _T:
         return await self._in_executor(self._worker, task)
 
-    async def _in_executor(self, executor: ThreadPoolExecutor | None, task: Callable[[], _T]) -> _T:
+    async def _in_executor(self, executor: Executor | None, task: Callable[[], _T]) -> _T:
         try:
             running = asyncio.get_running_loop().run_in_executor(executor, task)
         except RuntimeError:  # The program ends, by itself or by `stop`: executors go first.
@@ -660,6 +662,6 @@ class Background:
         except (TransportError, ProtocolError, MergeError) as error:
             self._told(fact.FetchFailed(fragment, effect.version, str(error)))
             return
-        with self.lock:
+        with self.changed:
             tensors.stage(fragment, values)
             self._told(fact.Fetched(fragment, effect.version))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.sealed import load_sealed, save_sealed
 from decoupled_diloco.storage.states import pack, unpack
 
@@ -258,4 +259,4 @@ def _number(path: Path) -> int:
 
 def _delete(path: Path) -> None:
     with contextlib.suppress(OSError):  # tried again at the next checkpoint
-        path.unlink()
+        runtime().disk.remove(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, assert_never
@@ -31,6 +30,7 @@ from decoupled_diloco.protocol.donation import (
     RelayState,
 )
 from decoupled_diloco.protocol.donors import HEAD_BYTES_MAX
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Client, Server
 from decoupled_diloco.transport.bodies import body_url
 from decoupled_diloco.transport.http import HttpClient
@@ -82,7 +82,7 @@ class Donations:
     def __init__(
         self, stateful: Mapping[str, Any], make_server: Callable[[str], Server] | None = None
     ) -> None:
-        self._key = secrets.token_urlsafe(24)
+        self._key = runtime().secret()
         self.taken: Mapping[str, Any] | None = None
         self._stateful = dict(stateful)
         self._make_server = make_server

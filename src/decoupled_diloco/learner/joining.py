@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,7 @@ from decoupled_diloco.errors import (
 from decoupled_diloco.learner.trouble import Trouble
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
 from decoupled_diloco.transport.base import Channel, Client
 
@@ -120,6 +119,7 @@ class CoordinatorLink:
         self._run = ""
         self._channel: Channel | None = None
         self._trouble = Trouble()
+        self._rng = runtime().rng()
         self._joined = asyncio.Event()
 
     def tell(self, message: say.FromMember) -> None:
@@ -153,7 +153,7 @@ class CoordinatorLink:
             ProtocolError: What answers is no syncer.
             TransportError: It took too long.
         """
-        backoff, began = Backoff(brisk_seconds=BRISK_SECONDS), time.monotonic()
+        backoff, began = Backoff(brisk_seconds=BRISK_SECONDS), now()
         while True:
             try:
                 channel = await self._ask_each(client)
@@ -169,7 +169,7 @@ class CoordinatorLink:
                 self._trouble.over(f"{self._identity.name} is in the run")
                 return channel
             self._on.check_patience(problem)
-            self._check_timeout(problem, time.monotonic() - began)
+            self._check_timeout(problem, now() - began)
             await asyncio.sleep(self._at_most(backoff.next()))
 
     async def stay(self, client: Client, channel: Channel) -> None:
@@ -196,7 +196,7 @@ class CoordinatorLink:
                 self._trouble.tell(
                     "refused", f"{name}: the syncer refuses this learner ({error}): {WAY_OUT}"
                 )
-                pause = random.uniform(CAP_SECONDS / 2, CAP_SECONDS)
+                pause = self._rng.uniform(CAP_SECONDS / 2, CAP_SECONDS)
             except _TryAgainError as error:
                 sentence = f"{name} is not back in the run yet: {error}: {TRAINING_GOES_ON}"
                 self._trouble.tell("waiting", sentence)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -29,6 +27,7 @@ from decoupled_diloco.merge import digest
 from decoupled_diloco.observe.samples import CheckpointWritten, Sample
 from decoupled_diloco.protocol.effects import Recovered
 from decoupled_diloco.protocol.events import KeptFragment
+from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.sealed import seal_of
 from decoupled_diloco.storage.states import HostMemory, host_memory, on_host, pack
 
@@ -77,6 +76,7 @@ class Keeper:
         every_seconds: How often `due` says so; 0: never.
 
     Attributes:
+        writing: The checkpoint that is being written, or was last.
         loaded: The newest checkpoint of an earlier life, until `restore` or `forget`.
         counted: What earlier lives have counted.
 
@@ -102,9 +102,9 @@ class Keeper:
         for name, thing in self._stateful.items():
             _require_stateful(name, thing)
         self.loaded = folder.newest() if folder is not None else None
-        self._taken_at = time.monotonic()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ddiloco-checkpoint")
-        self._writing: Future[Written] | None = None
+        self._taken_at = now()
+        self._writer = runtime().worker("ddiloco-checkpoint")
+        self.writing: Future[Written] | None = None
         self._spare: list[HostMemory] = []
         self._prepared = folder is None or not every_seconds
 
@@ -179,9 +179,9 @@ class Keeper:
         """Whether it is time for the next checkpoint, and the one before is written."""
         if self.folder is None or not self._every_seconds:
             return False
-        if self._writing is not None and not self._writing.done():
+        if self.writing is not None and not self.writing.done():
             return False
-        return time.monotonic() - self._taken_at >= self._every_seconds
+        return now() - self._taken_at >= self._every_seconds
 
     def take(
         self, outline: LearnerCheckpoint, tell: Callable[[Sample], None]
@@ -201,13 +201,13 @@ class Keeper:
         """
         if self.folder is None:
             return None
-        started = self._taken_at = time.monotonic()
+        started = self._taken_at = now()
         memory = self._spare.pop() if self._spare else {}
         copy = on_host(self._state(), memory)
         whole = replace(outline, model=copy["model"], state=copy["state"])
-        copy_seconds = time.monotonic() - started
-        self._writing = self._writer.submit(self._write_from, memory, whole, copy_seconds, tell)
-        return self._writing
+        copy_seconds = now() - started
+        self.writing = self._writer.submit(self._write_from, memory, whole, copy_seconds, tell)
+        return self.writing
 
     def prepare(self) -> None:
         """Has the writer make memory for the first copy ready; call it when a step is finished."""
@@ -237,14 +237,14 @@ class Keeper:
         self, checkpoint: LearnerCheckpoint, copy_seconds: float, tell: Callable[[Sample], None]
     ) -> Written:
         assert self.folder is not None
-        started, nbytes, seal, problem = time.monotonic(), 0, "", ""
+        started, nbytes, seal, problem = now(), 0, "", ""
         try:
             path = self.folder.save(_with_digests(checkpoint))
             nbytes, seal = path.stat().st_size, seal_of(path)
         except (Error, OSError) as error:
             problem = str(error)
             logger.error("%s: no checkpoint of %s this time", error, self.learner)
-        seconds = time.monotonic() - started
+        seconds = now() - started
         cut = checkpoint.cut
         tell(CheckpointWritten(checkpoint.steps, nbytes, copy_seconds, seconds, problem, cut))
         return Written(seal, nbytes, problem)
@@ -255,12 +255,6 @@ class Keeper:
             forget, unneeded = self.folder.forget_cuts, lambda n: n < before and n not in keep
             with contextlib.suppress(RuntimeError):  # closing
                 self._writer.submit(forget, unneeded)
-
-    def wait(self, seconds: float) -> None:
-        """Waits at most so long for what is being written."""
-        if self._writing is not None:
-            with contextlib.suppress(FutureTimeoutError):
-                self._writing.result(seconds)
 
     def close(self) -> None:
         """Nothing more will be kept; what is being written is brought to its end."""

@@ -13,8 +13,6 @@ learner.close()
 from __future__ import annotations
 
 import logging
-import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,10 +35,12 @@ from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.shared import Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
+from decoupled_diloco.observe.writer import TapeWriter
 from decoupled_diloco.protocol.coordinator import LEARNER_ID
 from decoupled_diloco.protocol.events import CutWritten, Paused, StepFinished, ToldToGo
 from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
+from decoupled_diloco.runtime import blocking, now, runtime
 from decoupled_diloco.transport.base import Client
 from decoupled_diloco.transport.http import HttpClient
 from decoupled_diloco.transport.tokens import read_secret
@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 30.0
 """How long `close` waits for the closing sweep while no shard is reachable."""
+
+TOLD_TO_GO = "it is told to go"
 
 CHECKPOINT_SECONDS = 30.0
 """How long `close` waits for the disk to have the last checkpoint."""
@@ -91,32 +93,44 @@ class _Participant:
         self._store = store
         self._closed = False
         self._background = Background(
-            Identity(name, uuid.uuid4().hex, role),
+            Identity(name, runtime().unique_id(), role),
             addresses,
             store,
             client=client or (lambda: HttpClient(token=secret)),
-            tape=None if tape is None else lambda header: parts.open_tape(Path(tape), name, header),
+            tape=self._tape_maker(tape),
             patience=Patience(join_timeout, give_up_seconds),
             keeper=keeper,
             donations=donations,
         )
+        self._join_timeout = join_timeout
+        self._enter()
+
+    def _tape_maker(self, tape: str | Path | None) -> Callable[[dict[str, Any]], TapeWriter] | None:
+        path = None if tape is None else Path(tape)
+        return None if path is None else lambda header: parts.open_tape(path, self.name, header)
+
+    def _enter(self) -> None:
+        blocking(self._join())
+
+    async def _join(self) -> None:
+        """Takes part from here on; waits until the run has let this process in."""
         self._background.start()
         try:
-            self._wait_until_ready(join_timeout)
+            await self._wait_until_ready(self._join_timeout)
+            self._begin()
         except BaseException:
             self._background.stop("", abrupt=True)
             self._closed = True
             raise
 
-    def _wait_until_ready(self, join_timeout: float | None) -> None:
-        background, began = self._background, time.monotonic()
+    async def _wait_until_ready(self, join_timeout: float | None) -> None:
+        background, began = self._background, now()
         with background.changed:
             while not background.ready:
                 self._raise_failure()
-                if join_timeout is not None and time.monotonic() - began > join_timeout:
+                if join_timeout is not None and now() - began > join_timeout:
                     self._refuse_to_wait_for(background.unlinked, join_timeout)
-                background.changed.wait(min(1.0, join_timeout or 1.0))
-        self._begin()
+                await background.changed.wait(min(1.0, join_timeout or 1.0))
 
     @staticmethod
     def _refuse_to_wait_for(addresses: list[str], join_timeout: float) -> None:
@@ -335,7 +349,7 @@ class Learner(_Participant):
     def _outline(self, cut: int | None) -> LearnerCheckpoint | None:
         """The numbers and published copies of this boundary; `None` before all are held."""
         background, shared = self._background, self._shared
-        with background.lock:
+        with background.changed:
             fragments = [
                 held_fragment(kept, published)
                 for kept, published in zip(
@@ -382,13 +396,16 @@ class Learner(_Participant):
                 f"{self.name} is closed, and this step is nobody's: call step before close, or "
                 "make a new Learner to take part again"
             )
+        return blocking(self._step(tokens, loss))
+
+    async def _step(self, tokens: int, loss: float | None) -> bool:
         self._raise_failure()
         if self._unchecked is not None:
             refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
             self._unchecked = None
         loss = None if loss is None else float(loss)
         plan = self._at_boundary(StepFinished(int(tokens), self.leases.taken()), loss)
-        applied = plan.applied + (self._hold() if plan.hold else ())
+        applied = plan.applied + (await self._hold() if plan.hold else ())
         if applied and self._after_apply is not None:
             self._after_apply(applied)
         if loss is not None:
@@ -429,7 +446,7 @@ class Learner(_Participant):
         """
         self._waits = False
 
-    def _hold(self) -> tuple[int, ...]:
+    async def _hold(self) -> tuple[int, ...]:
         """Waits for what is due; only with the run's setting ``wait="at_overlap"``."""
         background, applied = self._background, tuple[int, ...]()
         with background.changed:
@@ -437,7 +454,7 @@ class Learner(_Participant):
                 self._raise_failure()
                 applied += self._at_boundary(Paused()).applied
                 if self._shared.machine.state.holding:
-                    background.changed.wait(1.0)
+                    await background.changed.wait(1.0)
         return applied
 
     @property
@@ -489,7 +506,7 @@ class Learner(_Participant):
             self._keeper.counted.discarded_tokens,
         )
 
-    def hand_in(self, seconds: float, why: str = "it is told to go") -> bool:
+    def hand_in(self, seconds: float, why: str = TOLD_TO_GO) -> bool:
         """Hands in what is trained and not merged yet; no step may follow but `close`.
 
         For a process that is told to go. Its fragments are asked for ahead of time, and the other
@@ -502,16 +519,19 @@ class Learner(_Participant):
         Returns:
             Whether all of it has been taken.
         """
-        background, deadline = self._background, time.monotonic() + seconds
+        return blocking(self._hand_in(seconds, why))
+
+    async def _hand_in(self, seconds: float, why: str) -> bool:
+        background, deadline = self._background, now() + seconds
         if seconds <= 0 or background.failure is not None or self.finished or self._closed:
             return False
         background.tell(ToldToGo(why))
         with background.changed:
-            while time.monotonic() < deadline and background.failure is None:
+            while now() < deadline and background.failure is None:
                 self._boundary()
                 if handed_in(self._shared.machine.state, self._shared.machine.options):
                     break
-                background.changed.wait(min(0.1, seconds))
+                await background.changed.wait(min(0.1, seconds))
         state, options = self._shared.machine.state, self._shared.machine.options
         return handed_in(state, options) and not any(link.dismissed for link in state.shards)
 
@@ -521,37 +541,50 @@ class Learner(_Participant):
         If the run has ended, it waits for the closing sweep; then the model holds the final global
         weights. Else see `hand_in`.
         """
+        blocking(self._close())
+
+    async def _close(self) -> None:
         if self._closed:
             return
         if self.finished and self._background.failure is None:
-            self._finish()
+            await self._finish()
         elif self._background.failure is None:
-            self.hand_in(self._hand_in_seconds)
+            await self._hand_in(self._hand_in_seconds, TOLD_TO_GO)
             self.checkpoint()
-            self._keeper.wait(CHECKPOINT_SECONDS)
+            await self._written(CHECKPOINT_SECONDS)
         self.leases.close()
         self._leave("the run is over" if self.over else "its loop has ended")
+
+    async def _written(self, seconds: float) -> None:
+        """Waits at most so long for the checkpoint that is being written."""
+        writing, background, deadline = self._keeper.writing, self._background, now() + seconds
+        if writing is None:
+            return
+        writing.add_done_callback(lambda done: background.wake())
+        with background.changed:
+            while not writing.done() and now() < deadline:
+                await background.changed.wait(max(0.0, deadline - now()))
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
         super()._leave(farewell, abrupt=abrupt)
         self._keeper.close()
 
-    def _finish(self) -> None:
+    async def _finish(self) -> None:
         background = self._background
-        deadline = time.monotonic() + FAREWELL_SECONDS
+        deadline = now() + FAREWELL_SECONDS
         with background.changed:
             while not self.over and background.failure is None:
                 self._boundary()
                 if any(shard.linked for shard in self._shared.machine.state.shards):
-                    deadline = time.monotonic() + FAREWELL_SECONDS
-                elif time.monotonic() > deadline:
+                    deadline = now() + FAREWELL_SECONDS
+                elif now() > deadline:
                     logger.warning("%s leaves before the end: no shard is reachable", self.name)
                     return
                 if not self.over:
-                    background.changed.wait(0.2)
-        self._take_last()
+                    await background.changed.wait(0.2)
+        await self._take_last()
 
-    def _take_last(self) -> None:
+    async def _take_last(self) -> None:
         """The last published copies may still be on their way when the shards are finished."""
         state = self._shared.machine.state
         with self._background.changed:
@@ -560,7 +593,7 @@ class Learner(_Participant):
                     return
                 if not any(shard.linked for shard in state.shards):
                     break
-                self._background.changed.wait(0.2)
+                await self._background.changed.wait(0.2)
         self._boundary()
 
 
@@ -619,11 +652,14 @@ class Observer(_Participant):
 
     def wait(self, seconds: float) -> None:
         """Returns after so long, or as soon as the run is over and all weights are here."""
-        deadline = time.monotonic() + seconds
+        blocking(self._wait(seconds))
+
+    async def _wait(self, seconds: float) -> None:
+        deadline = now() + seconds
         with self._background.changed:
-            while time.monotonic() < deadline and not self.complete:
+            while now() < deadline and not self.complete:
                 self._raise_failure()
-                self._background.changed.wait(min(0.5, max(0.0, deadline - time.monotonic())))
+                await self._background.changed.wait(min(0.5, max(0.0, deadline - now())))
 
     @property
     def complete(self) -> bool:

@@ -47,7 +47,7 @@ class LeaseDesk:
         view = self._view
         return view is not None and view.leave
 
-    def next_part(self, ended: int | None, taken: int) -> tuple[Lease, int]:
+    async def next_part(self, ended: int | None, taken: int) -> tuple[Lease, int]:
         """The lease to train now, and from which batch; waits only if there has been none yet.
 
         Args:
@@ -70,7 +70,7 @@ class LeaseDesk:
                     raise ConfigError(view.refused)
                 if view.current:
                     return view.next_batch()
-                background.changed.wait(1.0)
+                await background.changed.wait(1.0)
                 if view.leases:
                     background.tell(PartWanted(None))
 

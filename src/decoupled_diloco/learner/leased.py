@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.lease_desk import LeaseDesk
+from decoupled_diloco.runtime import blocking
 from decoupled_diloco.workloads.text import region
 
 PARTS_MAX = 1 << 24
@@ -144,17 +145,20 @@ class LeasedBatches(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        return blocking(self._next())
+
+    async def _next(self) -> Any:
         desk = self._desk
         if desk is None:
             raise ConfigError("these batches are nobody's yet: iterate over batches.of(learner)")
         while True:
             if self._batches is None or desk.part_is_over:
-                self._next_part(None)
+                await self._next_part(None)
             assert self._batches is not None
             try:
                 batch = next(self._batches)
             except StopIteration:
-                self._ended()
+                await self._ended()
                 continue
             self._position += 1
             self._taken += 1
@@ -181,15 +185,15 @@ class LeasedBatches(Iterator[Any]):
         taken, self._taken = self._taken, 0
         return taken
 
-    def _ended(self) -> None:
+    async def _ended(self) -> None:
         self._empty += self._position == 0
         if self._empty > self._data.parts:
             raise ConfigError(f"all {self._data.parts} parts of the data are empty")
-        self._next_part(self._position)
+        await self._next_part(self._position)
 
-    def _next_part(self, ended: int | None) -> None:
+    async def _next_part(self, ended: int | None) -> None:
         assert self._desk is not None
-        lease, start = self._desk.next_part(ended, self._take())
+        lease, start = await self._desk.next_part(ended, self._take())
         self._place, self._position = (lease.turn, lease.part), start
         self._batches = self._opened(lease.turn, lease.part, start)
 

@@ -18,6 +18,7 @@ from decoupled_diloco.learner.checkpoint import OPTIMIZER, CheckpointFolder
 from decoupled_diloco.learner.donations import Donations
 from decoupled_diloco.learner.keeper import Keeper
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
@@ -64,7 +65,7 @@ def keeper_of(
         )
     path = Path(checkpoint) / learner_id
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        runtime().disk.make_folder(path)
     except OSError as error:
         raise StorageError(
             f"checkpoint={str(checkpoint)!r}: {path} cannot be made ({error.strerror}): give a "

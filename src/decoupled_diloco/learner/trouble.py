@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 
+from decoupled_diloco.runtime import now
 from decoupled_diloco.units import format_duration
 
 logger = logging.getLogger(__name__)
@@ -20,12 +19,9 @@ class Trouble:
     All of it are warnings: who has read of a trouble wants to read of its end, and a loop that has
     set up no logging shows nothing less.
 
-    Args:
-        clock: Seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._kind = ""
         self._since = self._again_at = 0.0
 
@@ -36,17 +32,17 @@ class Trouble:
             kind: What, in words that stay the same while it lasts.
             sentence: What to say; details may differ each time.
         """
-        now = self._clock()
+        at = now()
         if not self._kind:
-            self._since = now
-        if kind == self._kind and now < self._again_at:
+            self._since = at
+        if kind == self._kind and at < self._again_at:
             return
-        lasting = f" (for {format_duration(now - self._since)})" if kind == self._kind else ""
+        lasting = f" (for {format_duration(at - self._since)})" if kind == self._kind else ""
         logger.warning("%s%s", sentence, lasting)
-        self._kind, self._again_at = kind, now + AGAIN_SECONDS
+        self._kind, self._again_at = kind, at + AGAIN_SECONDS
 
     def over(self, sentence: str) -> None:
         """Says that it is in order again, if it was said not to be."""
         if self._kind:
-            logger.warning("%s, after %s", sentence, format_duration(self._clock() - self._since))
+            logger.warning("%s, after %s", sentence, format_duration(now() - self._since))
         self._kind = ""

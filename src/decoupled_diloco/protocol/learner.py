@@ -313,9 +313,12 @@ class LearnerMachine:
         )
 
     def _leave_no_rest(self) -> list[LearnerEffect]:
-        """What no version has taken in the end is not kept: the model is the run's result."""
+        """What no version has taken in the end is not kept: the model is the run's result.
+
+        Nor is what a loop has trained that began when all was over.
+        """
         state, effects = self.state, list[LearnerEffect]()
-        if state.over or self.role != "learner" or not self._has_last_copies():
+        if self.role != "learner" or not self._has_last_copies():
             return effects
         for index, view in enumerate(state.fragments):
             if state.has_rest(view):

@@ -25,6 +25,7 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import (
     Content,
@@ -101,13 +102,18 @@ class Life:
     ) -> None:
         self.term, self.known, self.choices = term, known, choices
         self.tensors = Tensors(_plan(), FRAGMENTS)
-        self.disk = ShardDisk(root / FOLDER, IDENTITY, self.tensors, disk)
+        self.disk = ShardDisk(root / FOLDER, IDENTITY, self.tensors)
+        self.surroundings = Runtime(disk)
         self.versions: dict[int, Version] = {}
         self._bits: dict[int, str] = {}
         self._rounds = 0
 
     def begin(self, *, honest: bool) -> None:
         """Recovers, checks what it has found, and goes on: with it, or from a learner's copy."""
+        with within(self.surroundings):
+            self._begin(honest=honest)
+
+    def _begin(self, *, honest: bool) -> None:
         found = self.disk.recover()
         check(found, self.tensors, self.known, honest=honest)
         for fragment in FRAGMENTS:
@@ -137,7 +143,8 @@ class Life:
         self.tensors.fold(fragment, ask, 1, 1)
         version = Version.read(f"{self.term}.{self.versions[fragment].counter + 1}")
         try:
-            self.disk.merge(fragment, version)
+            with within(self.surroundings):
+                self.disk.merge(fragment, version)
         except StorageError:
             return
         finally:
@@ -281,7 +288,8 @@ def crash(history: History, operations: int, loss: Loss, root: Path) -> ShardDis
 def checkpoint(life: Life) -> None:
     """A checkpoint, if the disk has room for it."""
     try:
-        life.disk.checkpoint()
+        with within(life.surroundings):
+            life.disk.checkpoint()
     except StorageError:
         return
     life.tell()

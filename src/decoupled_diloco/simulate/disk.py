@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.storage.disk import Disk
 
 Kind = Literal[
     "folder", "create", "write", "truncate", "sync", "sync names", "open", "rename", "remove"

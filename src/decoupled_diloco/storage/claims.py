@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol.lease import Condition, Standing
-from decoupled_diloco.storage.disk import DISK
+from decoupled_diloco.runtime import runtime
 
 CLAIMS = "claims"
 """The folder in the run folder; each shard has its own in it."""
@@ -44,24 +43,24 @@ def create_once(path: Path, text: str, nonce: str) -> bool:
     Raises:
         StorageError: It cannot be written.
     """
-    part = path.with_name(f".{path.name}.{nonce}.part")
+    part, disk = path.with_name(f".{path.name}.{nonce}.part"), runtime().disk
     try:
-        DISK.make_folder(path.parent)
-        with DISK.open(part) as file:
-            DISK.truncate(file, 0)
-            DISK.write(file, text.encode())
-            DISK.sync_file(file)
+        disk.make_folder(path.parent)
+        with disk.open(part) as file:
+            disk.truncate(file, 0)
+            disk.write(file, text.encode())
+            disk.sync_file(file)
         try:
-            os.link(part, path)
+            disk.link(part, path)
         except FileExistsError:
             return False
-        DISK.sync(path.parent)
+        disk.sync(path.parent)
         return True
     except OSError as error:
         raise StorageError(f"{path} cannot be created: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):  # a name that nobody looks at
-            DISK.remove(part)
+            disk.remove(part)
 
 
 def newest_number(folder: Path) -> int:
@@ -126,7 +125,7 @@ class ClaimStore:
             return Standing(0, "", 0, 0.0, "held")
         path = numbered(self.folder, number)
         try:
-            claim = json.loads(path.read_text())
+            claim = json.loads(runtime().disk.read(path))
             nonce, lease_seconds = str(claim["nonce"]), float(claim["lease_seconds"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StorageError(
@@ -156,11 +155,11 @@ class ClaimStore:
             StorageError: It cannot be written, or the claim is no longer there.
         """
         claim, path = numbered(self.folder, number), self._renewals_file(number)
-        part = path.with_name(f".{path.name}.part")
+        part, disk = path.with_name(f".{path.name}.part"), runtime().disk
         try:
             claim.stat()
-            part.write_text(json.dumps({"renewals": renewals, "condition": condition}))
-            DISK.rename(part, path)
+            disk.put(part, json.dumps({"renewals": renewals, "condition": condition}).encode())
+            disk.rename(part, path)
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -189,7 +188,7 @@ class ClaimStore:
     def _renewals(self, number: int) -> tuple[int, Condition]:
         path = self._renewals_file(number)
         try:
-            facts = json.loads(path.read_text())
+            facts = json.loads(runtime().disk.read(path))
             renewals, condition = int(facts["renewals"]), facts["condition"]
             if condition not in get_args(Condition):
                 raise ValueError(f"condition {condition!r}")

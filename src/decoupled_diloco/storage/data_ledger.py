@@ -11,7 +11,6 @@ into the file of another that may still be there.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.leases import LeaseBook, apply, copied
 from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.journal import Journal, read_journal
 
 FILE = "data.ledger"
@@ -100,7 +100,7 @@ class DataLedger:
     def _append(self, fields: dict[str, object]) -> None:
         if self._journal is None:
             self._journal = Journal(self.path)
-        self._journal.append({**fields, "wall": time.time()})
+        self._journal.append({**fields, "wall": runtime().wall()})
 
 
 def read_ledger(path: Path) -> Iterator[LedgerEntry | Basis]:

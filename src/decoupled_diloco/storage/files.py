@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.storage.disk import DISK, Disk
+from decoupled_diloco.runtime import runtime
 
 
-def write_text(path: Path, text: str, disk: Disk = DISK) -> None:
+def write_text(path: Path, text: str) -> None:
     """Replaces a file's text and waits until the disk has both the text and the new name.
 
     Raises:
         StorageError: it cannot be written. The file has its former text, or (the new name could
             not be forced to the disk) this one.
     """
-    part = path.with_suffix(".part")
+    part, disk = path.with_suffix(".part"), runtime().disk
     try:
         with disk.open(part) as file:
             disk.truncate(file, 0)

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.storage.disk import DISK, Disk
+from decoupled_diloco.runtime import runtime
 
 MAGIC = b"DDJ1"
 _HEAD = struct.Struct("<4sIQ16s")
@@ -45,7 +45,6 @@ class Journal:
 
     Args:
         path: The file; made if it does not exist, and cut back to its last whole record.
-        disk: What it is written with.
 
     Attributes:
         nbytes: Size of the file.
@@ -54,9 +53,9 @@ class Journal:
         StorageError: The file cannot be opened or is no journal.
     """
 
-    def __init__(self, path: Path, disk: Disk = DISK) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._disk = disk
+        self._disk = disk = runtime().disk
         self._failed = False
         try:
             disk.make_folder(path.parent)
@@ -141,7 +140,7 @@ class JournalReader:
 
     def __iter__(self) -> Iterator[JournalRecord]:
         try:
-            with self.path.open("rb") as file:
+            with runtime().disk.reading(self.path) as file:
                 end = 0
                 while (record := _read(file)) is not None:
                     end = file.tell()
@@ -161,7 +160,7 @@ def read_journal(path: Path) -> Iterator[JournalRecord]:
 
 
 def _whole_bytes(path: Path) -> int:
-    with path.open("rb") as file:
+    with runtime().disk.reading(path) as file:
         end = 0
         while _read(file) is not None:
             end = file.tell()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.storage.disk import DISK, Disk
+from decoupled_diloco.runtime import runtime
 
 ALIASES_KEY = "decoupled_diloco.aliases"
 """Metadata entry, JSON: {name of a tied tensor: name of the tensor that holds its values}."""
@@ -28,7 +27,6 @@ def save_weights(
     path: str | Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
-    disk: Disk = DISK,
 ) -> None:
     """Write tensors to a safetensors file, all of it or nothing.
 
@@ -39,7 +37,6 @@ def save_weights(
         path: The file, replaced if it exists; its folder is made if it does not.
         tensors: Name to tensor, any shape, dtype and device.
         metadata: Text to keep along, for example the step.
-        disk: What it is written with.
 
     Raises:
         StorageError: The file cannot be written. A file that was there before is untouched.
@@ -50,7 +47,7 @@ def save_weights(
     texts = dict(metadata or {})
     if aliases:
         texts[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
-    torn = path.with_name(f".{path.name}.{os.getpid()}.part")
+    disk, torn = runtime().disk, path.with_name(f".{path.name}.{runtime().process_id()}.part")
 
     def fill(torn: Path) -> None:
         torn.touch()

@@ -14,9 +14,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import secrets
-import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +55,7 @@ from decoupled_diloco.protocol.events import (
 )
 from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_since, newest_state
 from decoupled_diloco.syncer.cut_requests import CutAnswer
@@ -126,8 +124,8 @@ class CoordinatorHost:
         self._folder = folder
         self._disk = CoordinatorDisk(folder, tenure)
         self._layout: Layout | None = None
-        self._run = uuid.uuid4().hex
-        self._key = secrets.token_hex(16)
+        self._run = runtime().unique_id()
+        self._key = runtime().secret()
         from_file = config.sync.initial_weights is not None
         self.machine = CoordinatorMachine(options_of(self._public), weights_from_file=from_file)
         self._entered: tuple[LedgerEntry, ...] = ()
@@ -214,7 +212,7 @@ class CoordinatorHost:
 
         Who is alive is heard again within a ping.
         """
-        asked_at = time.monotonic()
+        asked_at = now()
         while others := [
             channel for channel, other in self._present(join.learner) if other.nonce != join.nonce
         ]:
@@ -320,7 +318,7 @@ class CoordinatorHost:
     def _handle(self, event: CoordinatorEvent) -> None:
         if not self._tenure.holds():
             return  # this process is about to end, and another may decide by now
-        for effect in self._recorder.handle(time.monotonic(), event):
+        for effect in self._recorder.handle(now(), event):
             match effect:
                 case do.AdoptLayout(connection):
                     self._layout = self._joining[connection][2]
@@ -337,7 +335,7 @@ class CoordinatorHost:
         self.close()
         deadline = self.machine.deadline()
         if deadline is not None:
-            delay = max(0.0, deadline - time.monotonic())
+            delay = max(0.0, deadline - now())
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(delay, self._wake)
 
@@ -581,7 +579,7 @@ def _read(
     if not file.exists():
         return None
     try:
-        document = json.loads(file.read_text())
+        document = json.loads(runtime().disk.read(file))
         for name, record in map(json.loads, joined):
             known = document["state"]["learners"].get(name, {"epoch": 0})
             if record["epoch"] >= known["epoch"]:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decoupled_diloco.errors import LeaseError, StorageError
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.claims import create_once, newest_number, numbered
-from decoupled_diloco.storage.disk import DISK
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.syncer.tenure import Tenure, Unchallenged
 
@@ -51,7 +51,7 @@ def joined_since(folder: Path) -> list[str]:
     """
     path = folder / JOINED
     try:
-        text = path.read_text() if path.exists() else ""
+        text = runtime().disk.read(path).decode() if path.exists() else ""
     except (OSError, ValueError) as error:
         raise StorageError(f"{path} cannot be read: {error}") from error
     return text.split("\n")[:-1]
@@ -95,11 +95,12 @@ class CoordinatorDisk:
         path = self._states.with_name(JOINED)
         self._whole = False
         try:
-            with DISK.open(path) as file:
+            disk = runtime().disk
+            with disk.open(path) as file:
                 file.seek(0, os.SEEK_END)
-                DISK.write(file, "".join(f"{line}\n" for line in lines).encode())
-                DISK.sync_file(file)
-            DISK.sync(path.parent)
+                disk.write(file, "".join(f"{line}\n" for line in lines).encode())
+                disk.sync_file(file)
+            disk.sync(path.parent)
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
         self._whole = True
@@ -120,7 +121,7 @@ class CoordinatorDisk:
             self._forget(number - STATES_KEPT)
         write_text(self._states.with_name(FILE), text)
         with contextlib.suppress(OSError):  # older records than the state's change nothing
-            self._states.with_name(JOINED).unlink(missing_ok=True)
+            runtime().disk.remove(self._states.with_name(JOINED))
         self._whole = True
         if not self._tenure.number:
             self._forget(self._newest())  # of a time when the run had standbys
@@ -135,4 +136,4 @@ class CoordinatorDisk:
             if not path.exists():
                 break
             with contextlib.suppress(OSError):
-                path.unlink()
+                runtime().disk.remove(path)

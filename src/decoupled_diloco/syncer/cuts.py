@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol.effects import KeepCut
 from decoupled_diloco.protocol.messages import CutPart
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.syncer.durable import part_digest
 from decoupled_diloco.syncer.result import SHARES
@@ -103,7 +103,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(runtime().disk.read(path))
         if document["format"] != FORMAT:
             raise StorageError(f"{path} has format {document['format']}, this reads {FORMAT}")
         return Manifest(
@@ -131,4 +131,4 @@ def forget_cuts(run: Path, keep: Container[int], before: int) -> None:
     for folder in cut_folders(run):
         number = int(folder.name[4:])
         if number < before and number not in keep:
-            shutil.rmtree(folder, ignore_errors=True)
+            runtime().disk.remove_folder(folder)

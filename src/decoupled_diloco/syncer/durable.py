@@ -36,7 +36,7 @@ from decoupled_diloco.config.resume import identity_of
 from decoupled_diloco.errors import ConfigError, MergeError, StorageError
 from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.protocol.messages import Version
-from decoupled_diloco.storage.disk import DISK, Disk
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
 from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
@@ -73,12 +73,10 @@ class ShardPart:
     Attributes:
         state: Tensors that are never written to again.
         metadata: What they are.
-        disk: Where to.
     """
 
     state: dict[str, Tensor]
     metadata: dict[str, str]
-    disk: Disk = DISK
 
     def write(self, path: Path) -> str:
         """Writes it; returns the digest over everything in it.
@@ -88,7 +86,7 @@ class ShardPart:
         """
         digests = {name: digest(tensor) for name, tensor in self.state.items()}
         metadata = self.metadata | {"digests": json.dumps(digests)}
-        save_weights(path, self.state, metadata, self.disk)
+        save_weights(path, self.state, metadata)
         return _seal(metadata)
 
 
@@ -115,7 +113,6 @@ class ShardDisk:
         folder: Where its files are.
         identity: Of the run's settings and layout, in a word: what is of another run is refused.
         tensors: The shard's tensors.
-        disk: What its files are written with.
         claim: By which this process acts for the shard; 0: no other process can.
 
     Attributes:
@@ -128,12 +125,10 @@ class ShardDisk:
         folder: Path,
         identity: str,
         tensors: ShardTensors,
-        disk: Disk = DISK,
         *,
         claim: int = 0,
     ) -> None:
         self.folder = folder
-        self._disk = disk
         self.identity = identity
         self.tensors = tensors
         self.problems: list[str] = []
@@ -183,7 +178,8 @@ class ShardDisk:
         self.close()  # no journal leads from what it had to what is here now
         self._versions, self.memory = dict(versions), memory
         self.checkpoint()
-        (self.folder / EXACT).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            runtime().disk.remove(self.folder / EXACT)
 
     def merge(self, fragment: int, version: Version, memory: Json | None = None) -> PublishedCopy:
         """Merges what was folded; the disk has it, and the memory, before the tensors take it over.
@@ -215,7 +211,7 @@ class ShardDisk:
         if self._journal is not None:
             self._journal.settle()
         number = self._free_number()
-        journal = Journal(self._path(number, ".journal"), self._disk)
+        journal = Journal(self._path(number, ".journal"))
         begun = self._journal is not None
         if begun:
             self._begin(journal)
@@ -264,7 +260,7 @@ class ShardDisk:
             "versions": json.dumps({str(p): str(v) for p, v in self._versions.items()}),
             "memory": json.dumps(memory),
         }
-        return ShardPart(state, metadata, self._disk)
+        return ShardPart(state, metadata)
 
     def finish(self) -> None:
         """The run is over: only the last state is kept.
@@ -298,7 +294,7 @@ class ShardDisk:
         older = [file for file in self._files() if int(file.stem) < number]
         for file in (*older, *self.folder.glob(".*.part")):
             with contextlib.suppress(OSError):  # tried again at the next checkpoint
-                self._disk.remove(file)
+                runtime().disk.remove(file)
 
     # ---- reading
 

@@ -21,7 +21,6 @@ written, recording ends for good and says so; the run goes on.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import Body, Layout, as_bytes
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.weights import load_weights, save_weights
 from decoupled_diloco.syncer.durable import JOURNAL_CHECKPOINTS_MAX, as_tensors, from_tensors
 from decoupled_diloco.syncer.fragments import FragmentTensors, ShardTensors
@@ -64,6 +64,7 @@ class Payloads:
         self._reserve_bytes = RESERVE_BYTES_A_PARAMETER * numel
         self._on_end = on_end
         self._ended = False
+        self._disk = runtime().disk
         text = json.dumps(tensors.plan.layout.to_json())
         self.keep(LAYOUT, text.encode())
 
@@ -74,9 +75,9 @@ class Payloads:
         content = as_bytes(body).numpy().data
         file = self.folder / path.strip("/")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            self._disk.make_folder(file.parent)
             self._leave_room(content.nbytes)
-            file.write_bytes(content)
+            self._disk.put(file, content)
         except OSError as error:
             self._end(f"{file} cannot be written: {error.strerror or error}")
         except StorageError as error:
@@ -101,7 +102,7 @@ class Payloads:
             self._end(str(error))
 
     def _leave_room(self, nbytes: int) -> None:
-        free = shutil.disk_usage(self.folder).free
+        free = self._disk.free_bytes(self.folder)
         if free - nbytes < self._reserve_bytes:
             raise StorageError(
                 f"{self.folder}: {free >> 20} MiB are free, and the journal may need "
@@ -121,7 +122,7 @@ def read_layout(folder: Path) -> Layout:
     """
     path = folder / LAYOUT
     try:
-        return Layout.from_json(json.loads(path.read_text()))
+        return Layout.from_json(json.loads(runtime().disk.read(path)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{path} cannot be read ({error}): there is no layout") from error
 
@@ -129,7 +130,7 @@ def read_layout(folder: Path) -> Layout:
 def read_body(folder: Path, path: str) -> bytearray | None:
     """The body of a path on the tape; ``None``: it was not kept."""
     try:
-        return bytearray((folder / path.strip("/")).read_bytes())
+        return bytearray(runtime().disk.read(folder / path.strip("/")))
     except OSError:
         return None
 

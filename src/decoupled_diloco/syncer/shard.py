@@ -14,10 +14,7 @@ import gc
 import json
 import logging
 import math
-import time
-import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, assert_never, cast
@@ -42,6 +39,7 @@ from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
+from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS, CoordinatorHost
 from decoupled_diloco.syncer.cuts import forget_cuts, part_file
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
@@ -143,7 +141,7 @@ class Shard:
             else None
         )
         self._coordinator = CoordinatorLink(
-            say.ShardHello(shard, uuid.uuid4().hex, json.dumps(self._public), tenure.number),
+            say.ShardHello(shard, runtime().unique_id(), json.dumps(self._public), tenure.number),
             self._ordered,
             host=self._host,
             client=client,
@@ -158,7 +156,7 @@ class Shard:
         self._disk: ShardDisk | None = None
         self._payloads: Payloads | None = None
         self._admitted: say.ShardAdmitted | None = None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge")
+        self._worker = runtime().worker("merge")
         self._tasks: set[asyncio.Task[None]] = set()
         self._sessions = Sessions(
             handle=self._handle,
@@ -259,7 +257,7 @@ class Shard:
         collects = gc.isenabled()
         gc.disable()  # what it makes for thousands of learners is looked at once, after it
         try:
-            effects = self._recorder.handle(time.monotonic(), event)
+            effects = self._recorder.handle(now(), event)
         finally:
             if collects:
                 gc.enable()
@@ -274,7 +272,7 @@ class Shard:
             self._timer.cancel()
             self._timer = None
         if deadline is not None and not self._stopping.is_set():
-            delay = max(0.0, deadline - time.monotonic())
+            delay = max(0.0, deadline - now())
             self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
 
     def _wake(self) -> None:
@@ -322,7 +320,7 @@ class Shard:
             stats.data_bytes_received,
         )
         with contextlib.suppress(StorageError):  # a full disk was told of already
-            self._tape.sample(time.monotonic(), moved)
+            self._tape.sample(now(), moved)
 
     def _hear(self) -> None:
         heard = self._sessions.heard_since(HEARD_SECONDS / 2)
@@ -540,9 +538,9 @@ class Shard:
 
     def _memory(self) -> dict[str, Any]:
         """What a merge's record remembers; with thousands of learners it is made now and then."""
-        now = time.monotonic()
-        if now >= self._remembered_at + MEMORY_SECONDS:
-            self._remembered_at, self._remembered = now, encode(remembered(self.machine.state))
+        at = now()
+        if at >= self._remembered_at + MEMORY_SECONDS:
+            self._remembered_at, self._remembered = at, encode(remembered(self.machine.state))
         return self._remembered | {"clock": self.machine.state.clock}
 
     def _install(self, tensors: ShardTensors, effect: do.Install) -> None:
@@ -683,4 +681,4 @@ class Shard:
     def _payloads_end(self, problem: str) -> None:
         logger.warning("recording payloads ends: %s", problem)
         with contextlib.suppress(StorageError):  # a full disk was told of already
-            self._tape.sample(time.monotonic(), PayloadsEnded(problem))
+            self._tape.sample(now(), PayloadsEnded(problem))

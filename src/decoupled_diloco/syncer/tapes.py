@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from decoupled_diloco.observe.excerpt import excerpt
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 
 PIECE_BYTES = 1 << 20
@@ -45,7 +45,7 @@ class TapeDocuments:
     async def __call__(self, query: Mapping[str, str]) -> Document:
         """Answers a request; see `transport.documents`."""
         if "who" not in query:
-            about = {**self._about, "tapes": sorted(self._tapes), "wall": time.time()}
+            about = {**self._about, "tapes": sorted(self._tapes), "wall": runtime().wall()}
             return Document(json.dumps(about).encode())
         who, start = query["who"], query.get("from", "0")
         if who not in self._tapes:
@@ -68,7 +68,7 @@ def read_piece(path: Path, start: int, *, detail: bool) -> Document:
         for as long as it is this tape: another run's may be longer.
     """
     try:
-        with path.open("rb") as file:
+        with runtime().disk.reading(path) as file:
             identity = _identity(file.readline(LINE_BYTES_MAX))
             size = file.seek(0, 2)
             file.seek(start)

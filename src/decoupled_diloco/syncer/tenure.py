@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, assert_never
 
 from decoupled_diloco.errors import LeaseError, StorageError
@@ -21,6 +19,7 @@ from decoupled_diloco.protocol import lease
 from decoupled_diloco.protocol.effects import Note
 from decoupled_diloco.protocol.events import Tick
 from decoupled_diloco.protocol.lease import LeaseEffect, LeaseEvent, LeaseMachine, LeaseOrder
+from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.claims import ClaimStore
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Tenure:
         self.machine = LeaseMachine(store.nonce, store.lease_seconds, waits=waits)
         self.tape = tape
         self._recorder = Recorder(self.machine, tape)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="claim")
+        self._worker = runtime().worker("claim")
         self._settled = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._asking: set[asyncio.Task[None]] = set()
@@ -98,7 +97,7 @@ class Tenure:
 
     def holds(self) -> bool:
         """Whether this process may act at this instant, by its own clock."""
-        return self.machine.holds(time.monotonic())
+        return self.machine.holds(now())
 
     def confirm(self) -> None:
         """Asks the storage too; for threads.
@@ -146,14 +145,14 @@ class Tenure:
     # ---- telling the machine
 
     def _handle(self, event: LeaseEvent) -> None:
-        for effect in self._recorder.handle(time.monotonic(), event):
+        for effect in self._recorder.handle(now(), event):
             self._do(effect)
         deadline = self.machine.deadline()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if deadline is not None:
-            delay = max(0.0, deadline - time.monotonic())
+            delay = max(0.0, deadline - now())
             self._timer = asyncio.get_running_loop().call_later(delay, self._handle, Tick())
 
     def _do(self, effect: LeaseEffect) -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from decoupled_diloco.errors import AccessError, TransportError
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel, Client
 
 FLOOR_SECONDS = 0.1
@@ -39,7 +40,7 @@ class Backoff:
         brisk_seconds: float = 0.0,
     ) -> None:
         assert 0 < floor <= cap
-        self._rng = rng or random.Random()
+        self._rng = rng or runtime().rng()
         self._floor = floor
         self._cap = cap
         self._brisk_seconds = brisk_seconds

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from decoupled_diloco.errors import TransportError
+from decoupled_diloco.runtime import now
 from decoupled_diloco.transport.base import Body, Limits
 from decoupled_diloco.transport.pool import PoolBody, ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
@@ -60,9 +60,7 @@ class Bodies:
         clock: Seconds that never go back.
     """
 
-    def __init__(
-        self, pool: ReceivePool, limits: Limits, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, pool: ReceivePool, limits: Limits, clock: Callable[[], float] = now) -> None:
         self.pool = pool
         self.limits = limits
         self._clock = clock

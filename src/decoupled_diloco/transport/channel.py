@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import struct
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from decoupled_diloco.errors import ProtocolError, TransportError
+from decoupled_diloco.runtime import now
 from decoupled_diloco.transport.base import Encoded, Limits, Peer, Silence, Stats
 
 WebSocket = aiohttp.ClientWebSocketResponse[bool] | web.WebSocketResponse
@@ -99,7 +99,7 @@ class WebSocketChannel:
 
     def __init__(self, socket: WebSocket, peer: Peer, limits: Limits, stats: Stats) -> None:
         self.peer = peer
-        self.last_received = time.monotonic()
+        self.last_received = now()
         self.rtt: float | None = None
         self.last_rtt: float | None = None
         self.reason = ""
@@ -125,7 +125,7 @@ class WebSocketChannel:
 
     def heard(self) -> None:
         """Note that a byte came from the peer, here or on the data plane."""
-        self.last_received = time.monotonic()
+        self.last_received = now()
 
     def send(self, message: dict[str, object] | Encoded) -> None:
         """See `Channel.send`."""
@@ -242,14 +242,14 @@ class WebSocketChannel:
 
     async def _ping_peer(self) -> None:
         """Ping each second; give the peer up after a long silence."""
-        silence = Silence(self._limits.ping_seconds, time.monotonic(), self.last_received)
+        silence = Silence(self._limits.ping_seconds, now(), self.last_received)
         while not self._closed:
-            stamp = struct.pack("!d", time.monotonic())
+            stamp = struct.pack("!d", now())
             # Not awaited to the end: a full socket must not stop the watch below.
             ping = asyncio.ensure_future(self._guard(self._socket.ping(stamp)))
             await asyncio.sleep(self._limits.ping_seconds)
             ping.cancel()
-            silent = silence.observe(time.monotonic(), self.last_received)
+            silent = silence.observe(now(), self.last_received)
             if silent >= self._limits.lost_seconds:
                 self.shut(
                     f"nothing heard from {self.peer.principal!r} at {self.peer.address} for "
@@ -259,7 +259,7 @@ class WebSocketChannel:
     def _note_pong(self, stamp: bytes) -> None:
         if len(stamp) != 8:
             return
-        rtt = time.monotonic() - struct.unpack("!d", stamp)[0]
+        rtt = now() - struct.unpack("!d", stamp)[0]
         if 0 <= rtt < 2 * self._limits.lost_seconds:
             self.last_rtt = rtt
             self._recent_rtts.append(rtt)

@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
 from decoupled_diloco.errors import ProtocolError, TransportError
+from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.transport.base import (
     PIECE_BYTES,
     Limits,
@@ -76,7 +76,7 @@ class HttpClient:
         self._principal = principal
         self._limits = limits or Limits()
         self._congestion = congestion
-        self._rng = rng or random.Random()
+        self._rng = rng or runtime().rng()
         self._trusted = {URL(address).origin() for address in trusted}
         self._principals: dict[URL, str] = {}
         self._base: URL | None = None
@@ -325,9 +325,9 @@ class _Pieces(aiohttp.Payload):
         position, size = 0, FIRST_PIECE_BYTES
         while position < len(self._view):
             piece = self._view[position : position + size]
-            before = time.monotonic()
+            before = now()
             await writer.write(piece)
-            seconds = time.monotonic() - before
+            seconds = now() - before
             position += len(piece)
             self._watch.moved += 1
             self._put.sent(len(piece))
@@ -430,13 +430,13 @@ class _StallWatch:
         async def watch() -> None:
             nonlocal gave_up
             step = self.seconds / 5
-            silence = Silence(step, time.monotonic())
+            silence = Silence(step, now())
             while True:
                 await asyncio.sleep(step)
-                if silence.observe(time.monotonic(), self.moved) < self.seconds:
+                if silence.observe(now(), self.moved) < self.seconds:
                     continue
                 if alive is not None and await alive():
-                    silence = Silence(step, time.monotonic(), self.moved)
+                    silence = Silence(step, now(), self.moved)
                     continue
                 gave_up = True
                 task.cancel()

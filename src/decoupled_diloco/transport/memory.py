@@ -9,12 +9,12 @@ import asyncio
 import itertools
 import logging
 import random
-import time
 from dataclasses import dataclass, field
 
 from yarl import URL
 
 from decoupled_diloco.errors import ProtocolError, TransportError
+from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.transport.base import (
     PIECE_BYTES,
     Encoded,
@@ -105,7 +105,7 @@ class MemoryChannel:
     @property
     def last_received(self) -> float:
         """A peer in the same process is heard at any time."""
-        return time.monotonic() if self._closed_at is None else self._closed_at
+        return now() if self._closed_at is None else self._closed_at
 
     def send(self, message: dict[str, object] | Encoded) -> None:
         """See `Channel.send`."""
@@ -161,7 +161,7 @@ class MemoryChannel:
 
     def _mark(self, reason: str) -> None:
         if not self.closed:
-            self._closed_at = time.monotonic()
+            self._closed_at = now()
             self.reason = reason
             self._inbox.changed.set()
 
@@ -253,7 +253,7 @@ class MemoryClient:
         self._network = network
         self._token = token
         self._limits = limits or Limits()
-        self._rng = rng or random.Random()
+        self._rng = rng or runtime().rng()
         self._base = ""
         self._principals: dict[str, str] = {}
         self._channels: set[MemoryChannel] = set()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from decoupled_diloco.errors import TransportError
+from decoupled_diloco.runtime import now
 from decoupled_diloco.transport.backoff import Backoff
 from decoupled_diloco.transport.ranges import Range
 from decoupled_diloco.transport.stripes import StripeController
@@ -72,7 +72,7 @@ class Transfer:
         """Move everything; return the stripe count used and the seconds it took."""
         extra = self.slots.take(controller.choose(self.nbytes, rtt) - 1)
         ranges = deque(plan(self.nbytes, 1 + extra))
-        started = time.monotonic()
+        started = now()
         try:
             if extra == 0:
                 await self._work(ranges)
@@ -80,7 +80,7 @@ class Transfer:
                 await all_or_none([self._work(ranges) for _ in range(1 + extra)])
         finally:
             self.slots.free += extra
-        seconds = time.monotonic() - started
+        seconds = now() - started
         if self.retries == 0:
             controller.observe(1 + extra, self.nbytes, seconds)
         return 1 + extra, seconds

@@ -25,6 +25,11 @@ def kept(tmp_path: Path) -> list[float]:
     return [float(LearnerCheckpoint.read(file).model["weight"][0, 0]) for file in files]
 
 
+def written(keeper: Keeper) -> None:
+    assert keeper.writing is not None
+    keeper.writing.result(20.0)
+
+
 def test_copies_that_wait_for_a_slow_disk_are_not_written_over(tmp_path: Path) -> None:
     keeper, model = keeper_of(tmp_path)
     disk = threading.Event()
@@ -34,7 +39,7 @@ def test_copies_that_wait_for_a_slow_disk_are_not_written_over(tmp_path: Path) -
             model.weight.fill_(value)
         keeper.take(OUTLINE, lambda sample: None)
     disk.set()
-    keeper.wait(20.0)
+    written(keeper)
     assert kept(tmp_path) == [1.0, 2.0, 3.0]
     assert len(keeper._spare) == 1, "memory for one copy is kept, and no more"
     keeper.close()
@@ -51,7 +56,7 @@ def test_the_memory_of_a_copy_is_ready_before_it_and_used_again(tmp_path: Path) 
             model.weight.fill_(value)
         keeper.take(OUTLINE, lambda sample: None)
         assert not keeper._spare, "it is the writer's until the file is there"
-        keeper.wait(20.0)
+        written(keeper)
         assert keeper._spare == [memory]
     assert memory["0"].data_ptr() == place
     assert kept(tmp_path) == [1.0, 2.0]

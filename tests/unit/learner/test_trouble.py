@@ -7,21 +7,31 @@ import logging
 import pytest
 
 from decoupled_diloco.learner.trouble import AGAIN_SECONDS, Trouble
+from decoupled_diloco.runtime import Runtime, within
+
+
+class Steady(Runtime):
+    """A clock that goes on when it is told to."""
+
+    at = 100.0
+
+    def now(self) -> float:
+        return self.at
 
 
 def test_trouble_is_said_at_once_now_and_then_and_when_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    now = 100.0
-    trouble = Trouble(lambda: now)
-    trouble.over("a is back")
-    for _ in range(3):
-        trouble.tell("away", "a is away: because")
-        now += AGAIN_SECONDS / 2
-    trouble.tell("refused", "a is refused")
-    now += 5
-    trouble.over("a is back")
-    trouble.over("a is back")
+    with within(Steady()) as time:
+        trouble = Trouble()
+        trouble.over("a is back")
+        for _ in range(3):
+            trouble.tell("away", "a is away: because")
+            time.at += AGAIN_SECONDS / 2
+        trouble.tell("refused", "a is refused")
+        time.at += 5
+        trouble.over("a is back")
+        trouble.over("a is back")
     assert [record.getMessage() for record in caplog.records] == [
         "a is away: because",
         "a is away: because (for 1 min)",

@@ -9,14 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import encode
-from decoupled_diloco.syncer import shard as shell
+from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
@@ -25,13 +23,13 @@ LATE_SECONDS = 0.1
 """Too little for a shard to notice that it stood still."""
 
 
-class Clock:
-    """The shard's clock: it stands, but for when the test lets it leap."""
+class Standing(Runtime):
+    """The shard's clock stands, but for when the test lets it leap."""
 
-    now = 1000.0
+    at = 1000.0
 
-    def monotonic(self) -> float:
-        return self.now
+    def now(self) -> float:
+        return self.at
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -76,15 +74,14 @@ async def a_shard(folder: Path) -> AsyncIterator[tuple[Shard, Channel]]:
 
 async def is_kept_after_a_pause(folder: Path, *messages: say.FromLearner) -> bool:
     """Whether a learner is still live when its lease is over and these messages have come."""
-    clock, loop = Clock(), asyncio.get_running_loop()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shell, "time", clock)
+    loop = asyncio.get_running_loop()
+    with within(Standing()) as clock:
         async with a_shard(folder) as (shard, channel):
             # From here on nothing but the messages can renew the lease.
             shard._sessions.sessions["a"].heard = float("inf")
             deadline = shard.machine.deadline()
             assert deadline is not None
-            clock.now = deadline + LATE_SECONDS
+            clock.at = deadline + LATE_SECONDS
             shard._arm()
             for message in messages:
                 loop.call_later(0, channel.send, encode(message))

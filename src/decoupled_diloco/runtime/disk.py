@@ -8,6 +8,7 @@ disk. `simulate.disk` stands in for this class and loses what may be lost.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -67,10 +68,31 @@ class Disk:
         """Gives a file another name in its folder, at once, in place of who had it before."""
         source.replace(target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Gives a file a second name, at once; raises `FileExistsError` if that is taken."""
+        os.link(source, target)
+
     def remove(self, path: Path) -> None:
         """Deletes a file."""
         path.unlink()
 
+    def remove_folder(self, path: Path) -> None:
+        """Deletes a folder and what is in it, as far as that can be done."""
+        shutil.rmtree(path, ignore_errors=True)
 
-DISK = Disk()
-"""The machine's own."""
+    def put(self, path: Path, content: bytes | memoryview) -> None:
+        """Makes a whole file, with the folders above it; nobody waits for the disk to have it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    def read(self, path: Path) -> bytes:
+        """All that is in a file."""
+        return path.read_bytes()
+
+    def reading(self, path: Path) -> BinaryIO:
+        """Opens a file for reading."""
+        return path.open("rb")
+
+    def free_bytes(self, path: Path) -> int:
+        """How much can still be written where a path is."""
+        return shutil.disk_usage(path).free

@@ -1,0 +1,173 @@
+"""What a process asks of its surroundings: the time, ids, chance, threads and the disk.
+
+Every shell goes through here, and tasks through asyncio's event loop, so that the same code runs on
+the machine's own `Runtime` and on a virtual one, where a whole run with all its failures repeats
+exactly from a seed. The runtime belongs to the context, as a running event loop does: a virtual
+process's tasks find their own, everybody else finds the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, Self, TypeVar
+
+from decoupled_diloco.runtime.disk import Disk
+
+_T = TypeVar("_T")
+
+
+class Monitor(Protocol):
+    """A lock, and word of changes to what it guards."""
+
+    def __enter__(self) -> object:
+        """Takes the lock; whoever has it may take it again."""
+        ...
+
+    def __exit__(self, *error: object) -> None:
+        """Gives it back."""
+        ...
+
+    def notify(self) -> None:
+        """Something has changed; called with the lock held."""
+        ...
+
+    async def wait(self, seconds: float) -> None:
+        """Waits for a change, at most so long; the lock is free meanwhile."""
+        ...
+
+
+class Beside(Protocol):
+    """An event loop that runs beside the caller."""
+
+    def join(self, seconds: float) -> None:
+        """Waits until it has ended, at most so long."""
+        ...
+
+
+class Runtime:
+    """The machine's own surroundings; virtual ones override what they replace.
+
+    Attributes:
+        disk: How files are changed.
+    """
+
+    def __init__(self, disk: Disk | None = None) -> None:
+        self.disk = disk or Disk()
+
+    def now(self) -> float:
+        """Seconds of a clock that never goes back."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Seconds since the Unix epoch."""
+        return time.time()
+
+    def process_id(self) -> int:
+        """The number of this process."""
+        return os.getpid()
+
+    def unique_id(self) -> str:
+        """32 hexadecimal digits that nobody else has."""
+        return uuid.uuid4().hex
+
+    def secret(self) -> str:
+        """32 hexadecimal digits that nobody can guess."""
+        return secrets.token_hex(16)
+
+    def rng(self) -> random.Random:
+        """A new source of chance, for jitter."""
+        return random.Random()
+
+    def worker(self, name: str) -> Executor:
+        """One thread that does what it is given, in order."""
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def monitor(self) -> Monitor:
+        """A lock for the thread that trains and an event loop beside it."""
+        return _ThreadMonitor()
+
+    def beside(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> Beside:
+        """Runs an event loop beside the caller, until ``main`` returns."""
+        return _LoopThread(main, name)
+
+    def program_runs(self) -> bool:
+        """Whether the program's main thread is still there."""
+        return threading.main_thread().is_alive()
+
+
+REAL = Runtime()
+"""This machine's."""
+
+_RuntimeT = TypeVar("_RuntimeT", bound=Runtime)
+
+CURRENT: ContextVar[Runtime] = ContextVar("runtime", default=REAL)
+
+
+@contextmanager
+def within(surroundings: _RuntimeT) -> Iterator[_RuntimeT]:
+    """What runs in this block has these surroundings."""
+    token = CURRENT.set(surroundings)
+    try:
+        yield surroundings
+    finally:
+        CURRENT.reset(token)
+
+
+def runtime() -> Runtime:
+    """The surroundings of the process whose code is running."""
+    return CURRENT.get()
+
+
+def now() -> float:
+    """Seconds of this process's clock, which never goes back."""
+    return CURRENT.get().now()
+
+
+def blocking(work: Coroutine[Any, Any, _T]) -> _T:
+    """Runs a coroutine to its end in this thread; it waits for nothing but a `Monitor`."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+    work.close()
+    raise AssertionError("it waits for an event loop, and this thread has none")
+
+
+class _ThreadMonitor:
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.RLock())
+
+    def __enter__(self) -> Self:
+        self._condition.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._condition.release()
+
+    def notify(self) -> None:
+        self._condition.notify_all()
+
+    async def wait(self, seconds: float) -> None:
+        self._condition.wait(seconds)  # blocks this thread: see `blocking`
+
+
+class _LoopThread:
+    # No daemon: one that is still at work while the interpreter is taken down would be torn out of
+    # the middle of tensor code, which aborts the process.
+    def __init__(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        self._thread = threading.Thread(target=lambda: asyncio.run(main()), name=name)
+        self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)

@@ -1,0 +1,259 @@
+"""Which training step is in which version: nothing is merged twice, and nothing goes missing.
+
+Follows what the processes of a `System` really do to their tensors: what a snapshot is taken of,
+what is sent, folded, merged and applied, and what a checkpoint brings back. The machines' own
+counters are not believed, they are compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from decoupled_diloco.protocol.effects import (
+    Apply,
+    Fold,
+    Install,
+    Merge,
+    Relabel,
+    SendBody,
+    Snapshot,
+)
+from decoupled_diloco.protocol.events import (
+    Began,
+    DurableCopy,
+    Merged,
+    MergeFailed,
+    Recovered,
+    StepFinished,
+)
+from decoupled_diloco.protocol.messages import Asking, Version
+
+if TYPE_CHECKING:
+    from decoupled_diloco.simulate.system import System
+
+Life = tuple[str, int]
+"""A learner and the number of its process."""
+
+Steps = dict[Life, int]
+"""Steps of lives, as bits: bit s is step s."""
+
+
+def steps_of(life: Life, first: int, last: int) -> Steps:
+    """The steps ``first < s <= last`` of a life."""
+    return {life: (2 << last) - (2 << first)} if last > first else {}
+
+
+def union(a: Steps, b: Steps) -> Steps:
+    """The steps of either."""
+    return {life: a.get(life, 0) | b.get(life, 0) for life in a.keys() | b.keys()}
+
+
+def without(a: Steps, b: Steps) -> Steps:
+    """The steps of the first that the second has not."""
+    return {life: bits & ~b.get(life, 0) for life, bits in a.items() if bits & ~b.get(life, 0)}
+
+
+def common(a: Steps, b: Steps) -> Steps:
+    """The steps of both."""
+    return {life: bits & b[life] for life, bits in a.items() if bits & b.get(life, 0)}
+
+
+def count(steps: Steps) -> int:
+    """How many they are."""
+    return sum(bits.bit_count() for bits in steps.values())
+
+
+@dataclass
+class Local:
+    """One fragment at a learner.
+
+    Attributes:
+        held: The version that its parameters go back to.
+        own: Steps that are in its parameters and not in that version.
+        snapshot: Those that are in the snapshot.
+        sent: Those that are in what was sent since.
+        given_up: What was thrown away.
+    """
+
+    held: Version | None = None
+    own: Steps = field(default_factory=dict)
+    snapshot: Steps = field(default_factory=dict)
+    sent: Steps | None = None
+    given_up: Steps = field(default_factory=dict)
+
+
+@dataclass
+class Trainer:
+    """A learner's present life."""
+
+    life: Life
+    steps: int = 0
+    fragments: list[Local] = field(default_factory=list)
+
+
+class Lineage:
+    """Watches a system; raises `AssertionError` at the event that breaks a rule."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.contents: dict[tuple[int, Version], Steps] = {}
+        self.by_digest: dict[tuple[int, str], Steps] = {}
+        self.trainers: dict[str, Trainer] = {}
+        self.sent: dict[tuple[str, int, Asking], Steps] = {}
+        self.folded: dict[tuple[str, int, int], Steps] = defaultdict(dict)
+        self.merging: dict[tuple[str, int, int], tuple[Merge, Steps]] = {}
+        self.kept: dict[tuple[str, int], list[Local]] = {}
+        system.recorders.append(self)
+
+    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """One event that a machine has handled."""
+        if who in self.system.learners:
+            self._learner(self._trainer(who), event, effects)
+        elif who.startswith("shard-"):
+            self._shard(who, event, effects)
+
+    # ---- learners
+
+    def _trainer(self, who: str) -> Trainer:
+        host = self.system.learners[who]
+        trainer = self.trainers.get(who)
+        if trainer is None or trainer.life[1] != host.life:
+            count = self.system.config.sync.fragments
+            trainer = Trainer((who, host.life), 0, [Local() for _ in range(count)])
+            self.trainers[who] = trainer
+        return trainer
+
+    def checkpoint(self, who: str, steps: int) -> None:
+        """A learner keeps what it has at this moment, after so many steps of all its lives."""
+        trainer = self._trainer(who)
+        self.kept[who, steps] = [Local(f.held, dict(f.own)) for f in trainer.fragments]
+
+    def _learner(self, trainer: Trainer, event: Any, effects: Sequence[Any]) -> None:
+        if isinstance(event, Began) and event.kept:
+            loaded = self.system.learners[trainer.life[0]].loaded_steps
+            for part in event.kept:
+                local = trainer.fragments[part.fragment]
+                kept = self.kept[trainer.life[0], loaded][part.fragment]
+                assert (part.version, part.steps) == (kept.held, count(kept.own))
+                local.held, local.own = kept.held, dict(kept.own)
+        if isinstance(event, StepFinished):
+            trainer.steps += 1
+            step = steps_of(trainer.life, trainer.steps - 1, trainer.steps)
+            for local in trainer.fragments:
+                local.own = union(local.own, step)
+        for effect in effects:
+            match effect:
+                case Snapshot(fragment, base):
+                    local = trainer.fragments[fragment]
+                    assert base == local.held, f"a snapshot against {base}, {local.held} is held"
+                    local.snapshot = dict(local.own)
+                case SendBody(fragment=fragment, ask=ask, base=base, steps=steps):
+                    local = trainer.fragments[fragment]
+                    assert base == local.held
+                    assert steps == count(local.snapshot), f"{steps} steps are told"
+                    self.sent[trainer.life[0], fragment, ask] = local.sent = local.snapshot
+                case Apply(fragment, version, mode):
+                    self._apply(trainer, trainer.fragments[fragment], fragment, version, mode)
+                case Relabel(fragment, version, _, staged):
+                    if not staged:
+                        trainer.fragments[fragment].held = version
+
+    def _apply(
+        self, trainer: Trainer, local: Local, fragment: int, version: Version, mode: str
+    ) -> None:
+        content, before = self.contents[fragment, version], local.own
+        if mode == "overwrite":
+            local.own = {}
+        elif mode in ("carry", "blend"):
+            assert local.sent is not None, "carrying needs what was sent"
+            local.own = without(before, local.sent)
+        twice = common(local.own, content)
+        assert not twice, f"{trainer.life[0]}: {count(twice)} steps would be merged twice ({mode})"
+        lost = without(without(without(before, local.own), content), local.sent or {})
+        local.given_up = union(local.given_up, lost)
+        local.held, local.sent, local.snapshot = version, None, {}
+
+    # ---- shards
+
+    def _shard(self, who: str, event: Any, effects: Sequence[Any]) -> None:
+        life = self.system.shards[int(who[6:])].life
+        if isinstance(event, Merged):
+            order, folded = self.merging.pop((who, life, event.fragment))
+            base = self.contents[event.fragment, order.base]
+            self._is_new(event.fragment, folded, base)
+            self._content(event.fragment, order.version, event.digest, union(base, folded))
+        elif isinstance(event, Recovered):
+            for copy in event.copies:
+                self._recovered(who, copy)
+        elif isinstance(event, MergeFailed):
+            self.merging.pop((who, life, event.fragment), None)
+        for effect in effects:
+            match effect:
+                case Fold(fragment, learner, ask):
+                    sent = self.sent[learner, fragment, ask]
+                    folded = self.folded[who, life, fragment]
+                    self._is_new(fragment, sent, folded)
+                    self.folded[who, life, fragment] = union(folded, sent)
+                case Merge(fragment=fragment):
+                    taken = self.folded.pop((who, life, fragment), {})
+                    self.merging[who, life, fragment] = (effect, taken)
+                case Install(fragment, version):
+                    digest = (
+                        self.system.shards[int(who[6:])].machine.state.fragments[fragment].digest
+                    )
+                    content = self.by_digest.get((fragment, digest), {})
+                    self._content(fragment, version, digest, content)
+
+    def _recovered(self, who: str, copy: DurableCopy) -> None:
+        """The disk may have a version of which its process had no time to tell anybody."""
+        if (copy.fragment, copy.version) in self.contents:
+            return
+        for (shard, _, fragment), (order, folded) in self.merging.items():
+            if (shard, fragment, order.version) == (who, copy.fragment, copy.version):
+                content = union(self.contents[fragment, order.base], folded)
+                self._content(fragment, copy.version, copy.digest, content)
+
+    def _digest_at(self, who: str, fragment: int) -> str:
+        machine = self.system.shards[int(who[6:])].machine
+        digest: str = machine.state.fragments[fragment].digest
+        return digest
+
+    def _content(self, fragment: int, version: Version, digest: str, content: Steps) -> None:
+        self.contents[fragment, version] = content
+        self.by_digest[fragment, digest] = content
+
+    @staticmethod
+    def _is_new(fragment: int, folded: Steps, known: Steps) -> None:
+        twice = common(folded, known)
+        assert not twice, f"fragment {fragment}: {count(twice)} steps are merged twice: {twice}"
+
+    # ---- the end
+
+    def check_end(self) -> None:
+        """Whatever was trained by who saw the end is in the result, or was given up and counted."""
+        for who, trainer in self.trainers.items():
+            machine = self.system.learners[who].machine
+            if machine is None or not machine.state.over:
+                continue  # it has not seen the end
+            everything = steps_of(trainer.life, 0, trainer.steps)
+            for fragment, local in enumerate(trainer.fragments):
+                assert local.held is not None
+                content = self.contents[fragment, local.held]
+                accounted = union(content, local.given_up)
+                missing = without(everything, union(accounted, self._gone(fragment, who)))
+                assert not local.own, f"{who} ends with {count(local.own)} steps in {fragment}"
+                bits = {life: bin(each) for life, each in missing.items()}
+                assert not missing, f"{count(missing)} steps of {who} not in {fragment}: {bits}"
+
+    def _gone(self, fragment: int, learner: str) -> Steps:
+        """What went with an earlier life of its shard, which had it and had not merged it."""
+        shard = fragment % len(self.system.shards)
+        term = self.system.shards[shard].machine.state.term
+        gone: Steps = {}
+        for (who, of, ask), steps in self.sent.items():
+            if (who, of) == (learner, fragment) and ask.term < term:
+                gone = union(gone, steps)
+        return gone

@@ -1,0 +1,333 @@
+"""A process of the virtual world, with an event loop and a runtime of its own.
+
+The real shells run in it unchanged: asyncio's tasks, timers and futures need no more of a loop than
+`VirtualLoop` gives, and everything else they ask of `VirtualRuntime`. All loops of a world take
+their turns in one thread, from one queue (`clockwork`), so that a seed decides everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from asyncio import events
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
+from contextvars import Context, copy_context
+from typing import Any, Self, cast
+
+from decoupled_diloco.runtime import CURRENT, Runtime
+from decoupled_diloco.runtime.disk import Disk
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.clockwork import Clockwork
+from decoupled_diloco.simulate.network import Endpoint
+
+EPOCH = 1_767_225_600.0
+"""When a virtual world begins, seconds since the Unix epoch: the first of January 2026."""
+
+WORK_SECONDS = 0.002
+"""How long a worker takes for a task."""
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """The event loop of one life of a process.
+
+    Args:
+        clockwork: Virtual time.
+        process: Whose loop it is: paused and killed with it.
+        context: What its callbacks run in, where nobody says otherwise.
+    """
+
+    def __init__(self, clockwork: Clockwork, process: VirtualProcess, context: Context) -> None:
+        self.clockwork = clockwork
+        self.process = process
+        self.context = context
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.problems: list[str] = []
+        self._timers: set[asyncio.TimerHandle] = set()
+
+    # ---- what asyncio needs
+
+    def time(self) -> float:
+        """This process's own clock: it may have leapt ahead."""
+        return self.clockwork.now + self.process.ahead_seconds
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Runs a callback in one of the next turns."""
+        handle = asyncio.Handle(callback, args, self, self._context(context))
+        self.clockwork.arrive(self.process, self.clockwork.now, self._run, handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Runs a callback after a while."""
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Runs a callback when this process's clock shows an instant."""
+        handle = asyncio.TimerHandle(when, callback, args, self, self._context(context))
+        self._timers.add(handle)
+        self._plan(handle)
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._timers.discard(handle)
+
+    def plan_anew(self) -> None:
+        """The process's clock has leapt: timers are due earlier."""
+        for handle in sorted(self._timers, key=asyncio.TimerHandle.when):
+            self._plan(handle)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future of this loop."""
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Coroutine[Any, Any, Any],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[Any]:
+        """Runs a coroutine; a killed process runs no ``finally``, so it is kept until the end."""
+        task = asyncio.Task(coro, loop=self, name=name, context=self._context(context))
+        self.tasks.append(task)
+        if len(self.tasks) > 2000:
+            self.tasks = [each for each in self.tasks if not each.done()]
+        return task
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """Has a worker do something."""
+        worker = executor or VirtualWorker(self)
+        return asyncio.wrap_future(worker.submit(func, *args), loop=self)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """What would be logged is kept for the checkers."""
+        self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def get_debug(self) -> bool:
+        """Never."""
+        return False
+
+    def is_running(self) -> bool:
+        """For as long as the process lives."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Never: what belongs to an earlier life does not run."""
+        return False
+
+    # ---- running
+
+    def _context(self, context: Context | None) -> Context:
+        if context is not None:
+            return context
+        return copy_context() if events._get_running_loop() is self else self.context.copy()
+
+    def _plan(self, handle: asyncio.TimerHandle) -> None:
+        instant = handle.when() - self.process.ahead_seconds
+        self.clockwork.timer(self.process, instant, self._due, handle)
+
+    def _due(self, handle: asyncio.TimerHandle) -> None:
+        if handle in self._timers:
+            self._timers.remove(handle)
+            self._run(handle)
+
+    def _run(self, handle: asyncio.Handle) -> None:
+        if handle.cancelled():
+            return
+        outer = events._get_running_loop()
+        events._set_running_loop(self)
+        try:
+            handle._run()
+        finally:
+            events._set_running_loop(outer)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs a function now, as this process's code."""
+        outer = events._get_running_loop()
+        events._set_running_loop(self)
+        try:
+            return self.context.copy().run(function, *args)
+        finally:
+            events._set_running_loop(outer)
+
+    def bury(self) -> None:
+        """At the end of the world: what the tasks of dead processes held is let go."""
+        for task in self.tasks:
+            with contextlib.suppress(BaseException):
+                self.run(cast("Any", task.get_coro()).close)
+        self.tasks.clear()
+
+
+class VirtualWorker(Executor):
+    """A thread of a virtual process: each task takes its time, one after the other."""
+
+    def __init__(self, loop: VirtualLoop, seconds: float = WORK_SECONDS) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._free_at = 0.0
+        self._closed = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `Executor`."""
+        if self._closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future: Future[Any] = Future()
+        clockwork = self._loop.clockwork
+        self._free_at = max(clockwork.now, self._free_at) + self._seconds
+        context = copy_context()
+        clockwork.arrive(
+            self._loop.process, self._free_at, self._do, future, context, fn, args, kwargs
+        )
+        return future
+
+    def _do(
+        self,
+        future: Future[Any],
+        context: Context,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = context.run(fn, *args, **kwargs)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """See `Executor`: what was given before is still done."""
+        self._closed = True
+
+
+class VirtualMonitor:
+    """The trainer and the background take turns in one loop: there is nothing to lock."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._changed = loop.create_future()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def notify(self) -> None:
+        """See `Monitor`."""
+        if not self._changed.done():
+            self._changed.set_result(None)
+
+    async def wait(self, seconds: float) -> None:
+        """See `Monitor`."""
+        if self._changed.done():
+            self._changed = self._loop.create_future()
+        await asyncio.wait([self._changed], timeout=seconds)
+
+
+class _Beside:
+    def join(self, seconds: float) -> None:
+        """It runs in the caller's loop, and is awaited there."""
+
+
+class VirtualRuntime(Runtime):
+    """The surroundings of one life of a process."""
+
+    def __init__(self, loop: VirtualLoop, choices: Choices, disk: Disk) -> None:
+        super().__init__(disk)
+        self._loop = loop
+        self._choices = choices
+        self._random = random.Random(choices.fork("runtime").integer(0, 2**60))
+
+    def now(self) -> float:
+        """See `Runtime`."""
+        return self._loop.time()
+
+    def wall(self) -> float:
+        """See `Runtime`."""
+        return EPOCH + self._loop.clockwork.now
+
+    def process_id(self) -> int:
+        """See `Runtime`."""
+        return self._loop.process.life
+
+    def unique_id(self) -> str:
+        """See `Runtime`."""
+        return f"{self._random.getrandbits(128):032x}"
+
+    secret = unique_id
+
+    def rng(self) -> random.Random:
+        """See `Runtime`."""
+        return random.Random(self._random.getrandbits(64))
+
+    def worker(self, name: str) -> Executor:
+        """See `Runtime`."""
+        return VirtualWorker(self._loop)
+
+    def monitor(self) -> VirtualMonitor:
+        """See `Runtime`."""
+        return VirtualMonitor(self._loop)
+
+    def beside(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> _Beside:
+        """See `Runtime`."""
+        self._loop.create_task(main())
+        return _Beside()
+
+    def program_runs(self) -> bool:
+        """See `Runtime`."""
+        return True
+
+
+class VirtualProcess(Endpoint):
+    """A process in which real shells run; each life has a loop of its own.
+
+    Attributes:
+        ahead_seconds: How far its clock has leapt ahead of the world's.
+    """
+
+    def __init__(self, name: str, clockwork: Clockwork, choices: Choices, disk: Disk) -> None:
+        super().__init__(name)
+        self.clockwork = clockwork
+        self.choices = choices
+        self.disk = disk
+        self.ahead_seconds = 0.0
+        self.loop: VirtualLoop | None = None
+        self.graves: list[VirtualLoop] = []
+
+    def boot(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """A new life, whose main task is this."""
+        self.start()
+        context = Context()
+        loop = self.loop = VirtualLoop(self.clockwork, self, context)  # type: ignore[abstract]
+        self.graves.append(loop)
+        runtime = VirtualRuntime(loop, self.choices.fork(f"life-{self.life}"), self.disk)
+        context.run(CURRENT.set, runtime)
+        loop.call_soon(lambda: loop.create_task(main()))
+
+    def leap(self, seconds: float) -> None:
+        """Its clock leaps ahead, as after a sleep of its machine."""
+        self.ahead_seconds += seconds
+        if self.loop is not None:
+            self.loop.plan_anew()
