@@ -581,7 +581,7 @@ class Learner(_Participant):
                     logger.warning("%s leaves before the end: no shard is reachable", self.name)
                     return
                 if not self.over:
-                    await background.changed.wait(0.2)
+                    await background.changed.wait(1.0)
         await self._take_last()
 
     async def _take_last(self) -> None:
@@ -593,7 +593,7 @@ class Learner(_Participant):
                     return
                 if not any(shard.linked for shard in state.shards):
                     break
-                await self._background.changed.wait(0.2)
+                await self._background.changed.wait(1.0)
         self._boundary()
 
 

@@ -20,7 +20,16 @@ from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.simulate.choices import Choices
 
 Kind = Literal[
-    "folder", "create", "write", "truncate", "sync", "sync names", "open", "rename", "remove"
+    "folder",
+    "create",
+    "write",
+    "truncate",
+    "sync",
+    "sync names",
+    "open",
+    "rename",
+    "link",
+    "remove",
 ]
 
 Content = dict[Path, bytes | None]
@@ -110,7 +119,7 @@ class SimulatedDisk(Disk):
         file = super().open(path)
         if is_new:
             self._create(name)
-        self._open[file.fileno()] = self._files[name]
+        self._open[file.fileno()] = self._known(name)
         self._handles.append(file)
         return file
 
@@ -120,10 +129,20 @@ class SimulatedDisk(Disk):
             file.close()
         self._handles.clear()
 
-    def _create(self, name: Path) -> None:
+    def _known(self, name: Path) -> int:
+        """The number of a file; one that another process has made is taken to be safely there."""
+        if name not in self._files:
+            number = self._create(name)
+            self._did(Operation("write", name, number, 0, (self.root / name).read_bytes()))
+            self._did(Operation("sync", name, number))
+            self._did(Operation("sync names", name.parent))
+        return self._files[name]
+
+    def _create(self, name: Path) -> int:
         self._files[name] = self._next
         self._did(Operation("create", name, self._next))
         self._next += 1
+        return self._files[name]
 
     def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
         """See `Disk`; a full disk takes half of it."""
@@ -178,8 +197,31 @@ class SimulatedDisk(Disk):
     def remove(self, path: Path) -> None:
         """See `Disk`."""
         name = self._try("remove", path)
+        number = self._known(name) if path.exists() else 0
         super().remove(path)
-        self._did(Operation("remove", name, self._files.pop(name)))
+        del self._files[name]
+        self._did(Operation("remove", name, number))
+
+    def link(self, source: Path, target: Path) -> None:
+        """See `Disk`."""
+        name = self._try("link", target)
+        super().link(source, target)
+        self._files[name] = self._files[source.relative_to(self.root)]
+        self._did(Operation("link", name, self._files[name]))
+
+    def put(self, path: Path, content: bytes | memoryview) -> None:
+        """See `Disk`."""
+        path.parent.mkdir(parents=True, exist_ok=True)  # nobody relies on these
+        with self.open(path) as file:
+            self.truncate(file, 0)
+            self.write(file, content)
+
+    def remove_folder(self, path: Path) -> None:
+        """See `Disk`."""
+        for file in sorted(path.rglob("*")):
+            if file.is_file():
+                self.remove(file)
+        super().remove_folder(path)
 
 
 @dataclass(frozen=True)
@@ -236,7 +278,7 @@ class _Names:
                     del self.known[operation.path]
             case "rename" if self.known.get(operation.source) == operation.file:
                 del self.known[operation.source]
-        if operation.kind in ("create", "rename"):
+        if operation.kind in ("create", "rename", "link"):
             self.known[operation.path] = operation.file
 
 
@@ -270,7 +312,7 @@ def remains(before: Mapping[Path, bytes | None], log: Iterable[Operation], loss:
 
 def _happen(operation: Operation, names: _Names, files: dict[int, _File], loss: Loss) -> None:
     match operation.kind:
-        case "create" | "rename" | "remove" | "folder":
+        case "create" | "rename" | "link" | "remove" | "folder":
             names.unsynced.setdefault(operation.path.parent, []).append(operation)
             files.setdefault(operation.file, _File())
         case "write" | "truncate":
@@ -324,3 +366,20 @@ def write_folder(root: Path, content: Mapping[Path, bytes | None]) -> None:
 
 def _files_of(content: Mapping[Path, bytes | None]) -> list[Path]:
     return sorted(path for path, content_of in content.items() if content_of is not None)
+
+
+def lose_power(disk: SimulatedDisk, loss: Loss) -> None:
+    """Has the files that a process has touched be what a crash of its machine leaves of them."""
+    rest = remains(disk.before, disk.log, loss)
+    for operation in disk.log:
+        for name in {operation.path, operation.source} - {Path()}:
+            _put_back(disk.root / name, rest, name)
+
+
+def _put_back(path: Path, rest: Content, name: Path) -> None:
+    content = rest.get(name)
+    if content is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    elif path.is_file():
+        path.unlink()

@@ -18,8 +18,10 @@ from torch import nn
 from decoupled_diloco.errors import Error
 from decoupled_diloco.learner.keeper import Written
 from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.merge import digest
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime.disk import Disk
+from decoupled_diloco.simulate.disk import SimulatedDisk, lose_power
 from decoupled_diloco.simulate.learner_process import LearnerSpec
 from decoupled_diloco.simulate.network import Connection, Link, Way
 from decoupled_diloco.simulate.runtime import VirtualProcess
@@ -36,16 +38,26 @@ FAILED_SECONDS = 1.0
 class UnsyncedDisk(Disk):
     """The machine's own; nobody waits for it: a killed process loses nothing that is written.
 
-    Attributes:
-        full: There is no room for anything more.
+    Args:
+        is_full: Whether there is no room for anything more.
     """
 
-    full = False
+    def __init__(self, is_full: Callable[[], bool]) -> None:
+        self._is_full = is_full
+        self._handles: list[BinaryIO] = []
+
+    def close(self) -> None:
+        """Closes every file, as the end of a process does."""
+        for file in self._handles:
+            file.close()
+        self._handles.clear()
 
     def open(self, path: Path) -> BinaryIO:
         """See `Disk`."""
         self._take_room(path)
-        return super().open(path)
+        file = super().open(path)
+        self._handles.append(file)
+        return file
 
     def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
         """See `Disk`."""
@@ -63,7 +75,7 @@ class UnsyncedDisk(Disk):
         super().put(path, content)
 
     def _take_room(self, path: Path) -> None:
-        if self.full:
+        if self._is_full():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def sync_file(self, file: Any) -> None:
@@ -108,12 +120,12 @@ class Host(VirtualProcess):
     """A process that the launcher would start, and start again."""
 
     def __init__(self, system: System, name: str, link: Link) -> None:
-        self.files = UnsyncedDisk()
-        super().__init__(name, system.clockwork, system.choices.fork(name), self.files)
+        super().__init__(name, system.clockwork, system.choices.fork(name))
         self.system = system
         self.link = link
         self.place: Place = system.streets.settle(self)
         self.over = False
+        self.disk_is_full = False
         self.failures: list[str] = []
 
     # ---- lives
@@ -121,7 +133,12 @@ class Host(VirtualProcess):
     def begin(self) -> None:
         """A new life."""
         if not self.alive and not self.over:
-            self.boot(self._live)
+            self.boot(self._live, self._disk())
+
+    def _disk(self) -> Disk:
+        if self.system.power is None:
+            return UnsyncedDisk(lambda: self.disk_is_full)
+        return SimulatedDisk(self.system.folder, full=lambda _: self.disk_is_full)
 
     async def _live(self) -> None:
         try:
@@ -144,6 +161,10 @@ class Host(VirtualProcess):
         """The process is gone; ``silent``: with its machine, so that nobody is told."""
         if self.alive:
             self.crash()
+            assert isinstance(self.disk, UnsyncedDisk | SimulatedDisk)
+            self.disk.close()
+            if silent and self.system.power is not None and isinstance(self.disk, SimulatedDisk):
+                lose_power(self.disk, self.system.power)
             self.place.forget()
             self.system.network.crashed(self, silent=silent)
             requests, self.place.requests = self.place.requests, {}
@@ -170,15 +191,6 @@ class ShardHost(Host):
         super().__init__(system, f"shard-{shard}", Link())
         self.shard = shard
         self.process: Shard | None = None
-
-    @property
-    def disk_is_full(self) -> bool:
-        """Whether there is no room on its disk."""
-        return self.files.full
-
-    @disk_is_full.setter
-    def disk_is_full(self, full: bool) -> None:
-        self.files.full = full
 
     @property
     def machine(self) -> Any:
@@ -248,8 +260,8 @@ class LearnerHost(Host):
         super().__init__(system, spec.name, link)
         self.spec = spec
         self.slowness = 1.0
+        self.stands = False
         self.goes = asyncio.Event()
-        self.goes.set()
         self.loaded_steps = 0
         self.learner: VirtualLearner | None = None
 
@@ -259,14 +271,21 @@ class LearnerHost(Host):
         shared = None if self.learner is None else self.learner._background.shared
         return None if shared is None else shared.machine
 
+    def bits_of(self, fragment: int) -> str:
+        """The digest of a fragment's parameters as they are."""
+        assert self.learner is not None
+        tensors = self.learner._shared.tensors
+        return digest(tensors.store.read(tensors.plan.fragments[fragment]))
+
     # ---- what befalls it
 
     def stand_still(self) -> None:
         """Its loop stands; all else goes on."""
-        self.goes.clear()
+        self.stands = True
 
     def step_again(self) -> None:
         """Its loop goes on."""
+        self.stands = False
         self.goes.set()
 
     def choke(self, factor: float, way: Way) -> None:
@@ -312,7 +331,9 @@ class LearnerHost(Host):
         spec = self.spec
         seconds = max(0.1, rng.gauss(1.0, spec.variance)) * spec.step_seconds * self.slowness
         await asyncio.sleep(seconds)
-        await self.goes.wait()
+        while self.stands:
+            self.goes = asyncio.Event()
+            await self.goes.wait()
         with torch.no_grad():
             for vector in model.vectors:
                 vector.add_(rng.uniform(-0.01, 0.01))

@@ -26,10 +26,13 @@ from decoupled_diloco.protocol.events import (
     DurableCopy,
     Merged,
     MergeFailed,
+    Paused,
     Recovered,
     StepFinished,
+    Told,
+    Unlinked,
 )
-from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.protocol.messages import Asking, Outcome, Version
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.system import System
@@ -76,6 +79,9 @@ class Local:
         snapshot: Those that are in the snapshot.
         sent: Those that are in what was sent since.
         given_up: What was thrown away.
+        under_way: What was sent, and not answered yet.
+        parted: What was under way as the connection broke: nobody says what became of it, and it
+            counts as discarded, unless it is merged.
     """
 
     held: Version | None = None
@@ -83,15 +89,22 @@ class Local:
     snapshot: Steps = field(default_factory=dict)
     sent: Steps | None = None
     given_up: Steps = field(default_factory=dict)
+    under_way: dict[Asking, Steps] = field(default_factory=dict)
+    parted: Steps = field(default_factory=dict)
 
 
 @dataclass
 class Trainer:
-    """A learner's present life."""
+    """A learner's present life.
+
+    Attributes:
+        restored: The bits of each fragment in its checkpoint, until they are looked at.
+    """
 
     life: Life
     steps: int = 0
     fragments: list[Local] = field(default_factory=list)
+    restored: list[str] = field(default_factory=list)
 
 
 class Lineage:
@@ -100,12 +113,14 @@ class Lineage:
     def __init__(self, system: System) -> None:
         self.system = system
         self.contents: dict[tuple[int, Version], Steps] = {}
+        self.digests: dict[tuple[int, Version], str] = {}
         self.by_digest: dict[tuple[int, str], Steps] = {}
         self.trainers: dict[str, Trainer] = {}
         self.sent: dict[tuple[str, int, Asking], Steps] = {}
         self.folded: dict[tuple[str, int, int], Steps] = defaultdict(dict)
         self.merging: dict[tuple[str, int, int], tuple[Merge, Steps]] = {}
         self.kept: dict[tuple[str, int], list[Local]] = {}
+        self.bits: dict[tuple[str, int], list[str]] = {}
         system.recorders.append(self)
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
@@ -129,21 +144,42 @@ class Lineage:
     def checkpoint(self, who: str, steps: int) -> None:
         """A learner keeps what it has at this moment, after so many steps of all its lives."""
         trainer = self._trainer(who)
+        host = self.system.learners[who]
         self.kept[who, steps] = [Local(f.held, dict(f.own)) for f in trainer.fragments]
+        self.bits[who, steps] = [host.bits_of(p) for p in range(len(trainer.fragments))]
 
     def _learner(self, trainer: Trainer, event: Any, effects: Sequence[Any]) -> None:
         if isinstance(event, Began) and event.kept:
             loaded = self.system.learners[trainer.life[0]].loaded_steps
+            trainer.restored = self.bits[trainer.life[0], loaded]
             for part in event.kept:
                 local = trainer.fragments[part.fragment]
                 kept = self.kept[trainer.life[0], loaded][part.fragment]
                 assert (part.version, part.steps) == (kept.held, count(kept.own))
                 local.held, local.own = kept.held, dict(kept.own)
+        if isinstance(event, Paused) and trainer.restored:
+            host = self.system.learners[trainer.life[0]]
+            bits = [host.bits_of(p) for p in range(len(trainer.fragments))]
+            assert bits == trainer.restored, f"{host.name} is not what its checkpoint was"
+            trainer.restored = []
         if isinstance(event, StepFinished):
             trainer.steps += 1
             step = steps_of(trainer.life, trainer.steps - 1, trainer.steps)
             for local in trainer.fragments:
                 local.own = union(local.own, step)
+        elif isinstance(event, Unlinked):
+            for local in trainer.fragments[event.shard :: len(self.system.shards)]:
+                for sent in local.under_way.values():
+                    local.parted = union(local.parted, sent)
+                local.under_way.clear()
+        elif isinstance(event, Told) and isinstance(event.message, Outcome):
+            outcome = event.message
+            sent = trainer.fragments[outcome.fragment].under_way.pop(outcome.ask, {})
+            if outcome.verdict != "accepted":
+                local = trainer.fragments[outcome.fragment]
+                local.given_up = union(local.given_up, without(sent, local.own))
+                if local.sent == sent:
+                    local.sent = None
         for effect in effects:
             match effect:
                 case Snapshot(fragment, base):
@@ -154,7 +190,8 @@ class Lineage:
                     local = trainer.fragments[fragment]
                     assert base == local.held
                     assert steps == count(local.snapshot), f"{steps} steps are told"
-                    self.sent[trainer.life[0], fragment, ask] = local.sent = local.snapshot
+                    local.under_way[ask] = local.sent = local.snapshot
+                    self.sent[trainer.life[0], fragment, ask] = local.sent
                 case Apply(fragment, version, mode):
                     self._apply(trainer, trainer.fragments[fragment], fragment, version, mode)
                 case Relabel(fragment, version, _, staged):
@@ -223,6 +260,7 @@ class Lineage:
 
     def _content(self, fragment: int, version: Version, digest: str, content: Steps) -> None:
         self.contents[fragment, version] = content
+        self.digests[fragment, version] = digest
         self.by_digest[fragment, digest] = content
 
     @staticmethod
@@ -243,17 +281,9 @@ class Lineage:
                 assert local.held is not None
                 content = self.contents[fragment, local.held]
                 accounted = union(content, local.given_up)
-                missing = without(everything, union(accounted, self._gone(fragment, who)))
+                missing = without(everything, union(accounted, local.parted))
+                bits = self.system.learners[who].bits_of(fragment)
+                text = f"{who} ends with other bits than {local.held} of fragment {fragment}"
+                assert bits == self.digests[fragment, local.held], text
                 assert not local.own, f"{who} ends with {count(local.own)} steps in {fragment}"
-                bits = {life: bin(each) for life, each in missing.items()}
-                assert not missing, f"{count(missing)} steps of {who} not in {fragment}: {bits}"
-
-    def _gone(self, fragment: int, learner: str) -> Steps:
-        """What went with an earlier life of its shard, which had it and had not merged it."""
-        shard = fragment % len(self.system.shards)
-        term = self.system.shards[shard].machine.state.term
-        gone: Steps = {}
-        for (who, of, ask), steps in self.sent.items():
-            if (who, of) == (learner, fragment) and ask.term < term:
-                gone = union(gone, steps)
-        return gone
+                assert not missing, f"{count(missing)} steps of {who} are not in {fragment}"

@@ -8,13 +8,13 @@ their turns in one thread, from one queue (`clockwork`), so that a seed decides 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
+import warnings
 from asyncio import events
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from contextvars import Context, copy_context
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from decoupled_diloco.runtime import CURRENT, Runtime
 from decoupled_diloco.runtime.disk import Disk
@@ -24,6 +24,9 @@ from decoupled_diloco.simulate.network import Endpoint
 
 EPOCH = 1_767_225_600.0
 """When a virtual world begins, seconds since the Unix epoch: the first of January 2026."""
+
+LEVELS_MAX = 50
+"""So many times a coroutine may want to await something on its way out."""
 
 WORK_SECONDS = 0.002
 """How long a worker takes for a task."""
@@ -41,6 +44,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def __init__(self, clockwork: Clockwork, process: VirtualProcess, context: Context) -> None:
         self.clockwork = clockwork
         self.process = process
+        self.life = process.life
         self.context = context
         self.tasks: list[asyncio.Task[Any]] = []
         self.problems: list[str] = []
@@ -57,7 +61,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Handle:
         """Runs a callback in one of the next turns."""
         handle = asyncio.Handle(callback, args, self, self._context(context))
-        self.clockwork.arrive(self.process, self.clockwork.now, self._run, handle)
+        self.at(self.clockwork.now, False, self._run, handle)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -136,6 +140,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     # ---- running
 
+    def at(self, instant: float, timer: bool, function: Callable[..., None], *args: Any) -> None:
+        """Plans something in this life, however many the process has had since."""
+        self.clockwork.at(instant, self.process.run, self.life, timer, function, args)
+
     def _context(self, context: Context | None) -> Context:
         if context is not None:
             return context
@@ -143,7 +151,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _plan(self, handle: asyncio.TimerHandle) -> None:
         instant = handle.when() - self.process.ahead_seconds
-        self.clockwork.timer(self.process, instant, self._due, handle)
+        self.at(instant, True, self._due, handle)
 
     def _due(self, handle: asyncio.TimerHandle) -> None:
         if handle in self._timers:
@@ -172,9 +180,21 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def bury(self) -> None:
         """At the end of the world: what the tasks of dead processes held is let go."""
         for task in self.tasks:
-            with contextlib.suppress(BaseException):
-                self.run(cast("Any", task.get_coro()).close)
+            if not task.done():
+                self.run(_let_go, task.get_coro())
         self.tasks.clear()
+
+
+def _let_go(coroutine: Any) -> None:
+    """Closes a coroutine; what it still awaits on its way out is not waited for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(LEVELS_MAX):
+            try:
+                coroutine.close()
+            except BaseException:  # whatever a dead process would still do
+                continue
+            return
 
 
 class VirtualWorker(Executor):
@@ -194,9 +214,7 @@ class VirtualWorker(Executor):
         clockwork = self._loop.clockwork
         self._free_at = max(clockwork.now, self._free_at) + self._seconds
         context = copy_context()
-        clockwork.arrive(
-            self._loop.process, self._free_at, self._do, future, context, fn, args, kwargs
-        )
+        self._loop.at(self._free_at, False, self._do, future, context, fn, args, kwargs)
         return future
 
     def _do(
@@ -307,22 +325,23 @@ class VirtualProcess(Endpoint):
         ahead_seconds: How far its clock has leapt ahead of the world's.
     """
 
-    def __init__(self, name: str, clockwork: Clockwork, choices: Choices, disk: Disk) -> None:
+    def __init__(self, name: str, clockwork: Clockwork, choices: Choices) -> None:
         super().__init__(name)
         self.clockwork = clockwork
         self.choices = choices
-        self.disk = disk
+        self.disk: Disk | None = None
         self.ahead_seconds = 0.0
         self.loop: VirtualLoop | None = None
         self.graves: list[VirtualLoop] = []
 
-    def boot(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def boot(self, main: Callable[[], Coroutine[Any, Any, None]], disk: Disk) -> None:
         """A new life, whose main task is this."""
         self.start()
+        self.disk = disk
         context = Context()
         loop = self.loop = VirtualLoop(self.clockwork, self, context)  # type: ignore[abstract]
         self.graves.append(loop)
-        runtime = VirtualRuntime(loop, self.choices.fork(f"life-{self.life}"), self.disk)
+        runtime = VirtualRuntime(loop, self.choices.fork(f"life-{self.life}"), disk)
         context.run(CURRENT.set, runtime)
         loop.call_soon(lambda: loop.create_task(main()))
 

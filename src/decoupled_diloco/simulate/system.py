@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import options_of, public_text, read_public
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
+from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.hosts import Host, LearnerHost, ShardHost
 from decoupled_diloco.simulate.learner_process import LearnerSpec
 from decoupled_diloco.simulate.network import Network
@@ -26,6 +28,10 @@ class System:
         folder: The run folder.
         seed: Every random choice follows from it.
         sizes: Elements of each fragment.
+        checkpoint_seconds: How often learners keep checkpoints; 0: never.
+        power: What a machine that loses its power loses of what nobody waited for; ``None``:
+            nothing.
+        checks: Assert every invariant of a machine after each of its events.
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class System:
         seed: int | str = 0,
         sizes: Sequence[int] | None = None,
         checkpoint_seconds: float = 0.0,
+        power: Loss | None = None,
         checks: bool = True,
     ) -> None:
         self.config = config
@@ -44,11 +51,13 @@ class System:
         self.choices = Choices(seed)
         self.clockwork = Clockwork()
         self.network = Network(self.clockwork, self.choices.fork("network"))
-        self.streets = Streets(self.network)
+        self.streets = Streets(self.network, self.choices.fork("bodies"))
         self.sizes = list(sizes or [8] * config.sync.fragments)
         self.checkpoint_seconds = checkpoint_seconds
         self.checkpoints = folder / "checkpoints" if checkpoint_seconds else None
+        self.power = power
         self.checks = checks
+        self.options = options_of(read_public(public_text(config)))
         self.events = 0
         self.recorders: list[Recorder] = []
         self.error: BaseException | None = None
@@ -122,6 +131,14 @@ class System:
     def processes(self) -> list[Host]:
         """Every process, dead or alive."""
         return self.hosts
+
+    def acting(self, shard: int) -> ShardHost:
+        """Which process acts for a shard."""
+        return self.shards[shard]
+
+    def is_replaced(self, host: ShardHost) -> bool:
+        """Whether somebody else acts for its shard."""
+        return False
 
     def crash(self, host: Host, *, silent: bool = False) -> None:
         """SIGKILL; ``silent``: the machine is gone, so that nobody is told."""

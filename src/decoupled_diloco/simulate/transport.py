@@ -19,6 +19,7 @@ from yarl import URL
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.network import STALL_SECONDS, Connection, Network
 from decoupled_diloco.simulate.runtime import VirtualProcess
 from decoupled_diloco.transport.base import (
@@ -142,10 +143,17 @@ class Place:
 
 
 class Streets:
-    """Where the processes of a world are found by address."""
+    """Where the processes of a world are found by address.
 
-    def __init__(self, network: Network) -> None:
+    Attributes:
+        loss: That a piece of a body finds its connection broken.
+        corruption: That a piece of a body arrives with other bits.
+    """
+
+    def __init__(self, network: Network, choices: Choices) -> None:
         self.network = network
+        self.choices = choices
+        self.loss = self.corruption = 0.0
         self.places: dict[str, Place] = {}
         self.owners: dict[str, Place] = {}
         self._ports = itertools.count(40000)
@@ -158,6 +166,14 @@ class Streets:
     def address(self, name: str, port: int = 0) -> str:
         """An address at a process, of its own if no port is given."""
         return f"{SCHEME}://{name}:{port or next(self._ports)}"
+
+    def arrived(self, piece: memoryview) -> memoryview | bytes:
+        """A piece of a body as it is when it arrives."""
+        if not self.choices.chance(self.corruption):
+            return piece
+        bits = bytearray(piece)
+        bits[self.choices.integer(0, len(bits) - 1)] ^= 1 << self.choices.integer(0, 7)
+        return bytes(bits)
 
     def find(self, address: str) -> Place:
         """The process at an address.
@@ -316,6 +332,10 @@ class VirtualServer:
             self._serving.pop(channel, None)
             channel.shut(reason)
 
+    def arrived(self, piece: memoryview) -> memoryview | bytes:
+        """A piece of a body of this server as it is when it arrives."""
+        return self._place.world.arrived(piece)
+
     def handle(self, work: Coroutine[Any, Any, None]) -> None:
         """Has this process handle a request."""
         loop = self._place.process.loop
@@ -393,6 +413,10 @@ class Request:
 
     async def piece(self, nbytes: int, *, up: bool) -> bool:
         """Moves so many bytes from the client, or to it; whether they got there."""
+        streets = self.client.world
+        if streets.choices.chance(streets.loss):
+            self.fail("the connection was lost")
+            return False
         loop = self.target.process.loop
         assert loop is not None
         moved: asyncio.Future[bool] = loop.create_future()
@@ -545,7 +569,7 @@ class _Put:
                 for left, right in _pieces(start, stop):
                     if not await request.piece(right - left, up=True):
                         return
-                    stream.write(self._body[left:right])
+                    stream.write(server.arrived(self._body[left:right]))
                     self._client.stats.data_bytes_sent += right - left
                     server.stats.data_bytes_received += right - left
                 stream.finish()
@@ -600,7 +624,7 @@ class _Get:
                 for left, right in _pieces(start, stop):
                     if not await request.piece(right - left, up=False):
                         return
-                    self._out[left:right] = offer.body[left:right]
+                    self._out[left:right] = server.arrived(offer.body[left:right])
                     self._arrived.add(left, right)
                     download.sent(right - left)
                     server.stats.data_bytes_sent += right - left

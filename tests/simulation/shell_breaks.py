@@ -1,0 +1,169 @@
+"""The real shells, broken on purpose; see `breaks`."""
+
+from __future__ import annotations
+
+from decoupled_diloco.learner.background import Background
+from decoupled_diloco.learner.exchange import LearnerTensors
+from decoupled_diloco.learner.joining import CoordinatorLink as Joining
+from decoupled_diloco.learner.keeper import Keeper
+from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.storage import files
+from decoupled_diloco.syncer.coordinator import CoordinatorHost
+from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
+from decoupled_diloco.syncer.intake import Intake, Offers
+from decoupled_diloco.syncer.link import CoordinatorLink
+from decoupled_diloco.syncer.sessions import Sessions
+from decoupled_diloco.syncer.shard import Shard
+from decoupled_diloco.syncer.slices import Slices
+from simulation.breaks import Break
+
+LEARNERS = (
+    Break(
+        "a learner does not notice that its connection is gone",
+        Background,
+        "_converse",
+        "self._told(fact.Unlinked(shard))",
+        "pass",
+    ),
+    Break(
+        "an upload that has failed is told to nobody",
+        Background,
+        "_send_body",
+        "self._told(fact.UploadFailed(effect.fragment, effect.ask, str(error)))",
+        "pass",
+    ),
+    Break(
+        "a copy that could not be fetched is told to nobody",
+        Background,
+        "_fetch",
+        "self._told(fact.FetchFailed(fragment, effect.version, str(error)))",
+        "pass",
+    ),
+    Break(
+        "a learner is not woken at its deadlines",
+        Background,
+        "_arm",
+        "if deadline is not None:",
+        "if False:",
+    ),
+    Break(
+        "who has lost the coordinator does not join again",
+        Joining,
+        "stay",
+        "member = await self._join_again(client)",
+        "member = None",
+    ),
+    Break(
+        "what the model has is not brought back from its checkpoint",
+        Keeper,
+        "restore",
+        "self._model.load_state_dict(dict(checkpoint.model))",
+        "pass",
+    ),
+    Break(
+        "who has seen the end does not wait for its last copies",
+        Learner,
+        "_finish",
+        "while not self.over and background.failure is None:",
+        "while False:",
+    ),
+    Break(
+        "an applied copy is not what the next difference is added to",
+        LearnerTensors,
+        "apply",
+        "self.published[fragment], self.staged[fragment] = new, None",
+        "self.staged[fragment] = None",
+    ),
+)
+
+SHARDS = (
+    Break(
+        "a shard is not woken at its deadlines",
+        Shard,
+        "_arm",
+        "if deadline is not None and not self._stopping.is_set():",
+        "if False:",
+    ),
+    Break(
+        "a shard does not tell who was heard",
+        Shard,
+        "_hear",
+        "if heard:",
+        "if False:",
+    ),
+    Break(
+        "a merge that has failed is told to nobody",
+        Shard,
+        "_merge",
+        "self._handle(fact.MergeFailed(number, fragment, str(error)))",
+        "pass",
+    ),
+    Break(
+        "everybody hears of a version before the disk has it",
+        Shard,
+        "_merge",
+        "return disk.merge(fragment, effect.version, memory)",
+        "return tensors.merge(fragment)",
+    ),
+    Break(
+        "an older connection of the same id speaks on",
+        Sessions,
+        "_is_current",
+        "session is not None and session.connection == connection",
+        "session is not None",
+    ),
+    Break(
+        "orders overtake one another",
+        Slices,
+        "put",
+        "self._waiting.append(thing)",
+        "self._waiting.appendleft(thing)",
+    ),
+    Break(
+        "a body is taken in once it is announced, and never once it is here",
+        Intake,
+        "_ended",
+        "self._take_up(expected)",
+        "pass",
+    ),
+    Break(
+        "the whole copy of a version before is offered on under the new one's name",
+        Offers,
+        "offer",
+        "_view(published.whole), published.digest)",
+        "_view(published.whole * 0), published.digest)",
+    ),
+)
+
+COORDINATOR = (
+    Break(
+        "what the coordinator has said while a shard was being set up is lost",
+        CoordinatorLink,
+        "let_go",
+        "for message in waiting:",
+        "for message in ():",
+    ),
+    Break(
+        "orders are carried out before what they rest on is on the disk",
+        CoordinatorHost,
+        "_carry_out",
+        "while self._orders and not self._writing:",
+        "while self._orders:",
+    ),
+    Break(
+        "the coordinator forgets who has joined",
+        CoordinatorDisk,
+        "append",
+        '"".join(f"{line}\\n" for line in lines)',
+        '""',
+    ),
+    Break(
+        "the coordinator's state is not forced to the disk",
+        files,
+        "write_text",
+        "disk.sync_file(file)",
+        "pass",
+    ),
+)
+
+SHELLS = (*LEARNERS, *SHARDS, *COORDINATOR)

@@ -1,0 +1,41 @@
+"""Random worlds of real processes hold, repeat exactly, and notice what is broken on purpose."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import pytest
+
+from decoupled_diloco.simulate import worlds
+from simulation.breaks import Break
+from simulation.shell_breaks import SHELLS
+
+SEEDS = range(80)
+SEEDS_MAX = 60
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_world_holds(seed: int) -> None:
+    try:
+        report = worlds.run(seed)
+    except AssertionError as error:
+        command = worlds.COMMAND.format(seed=seed)
+        raise AssertionError(f"{error}\nrepeat it with: {command}") from error
+    assert report.events > 0
+
+
+def test_a_world_repeats_exactly() -> None:
+    def digest(seed: int) -> str:
+        seen = sha256()
+        worlds.run(seed, lambda *event: seen.update(repr(event).encode()))
+        return seen.hexdigest()
+
+    assert [digest(seed) for seed in range(3)] == [digest(seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("each", SHELLS, ids=[each.what for each in SHELLS])
+def test_a_broken_shell_is_caught(each: Break) -> None:
+    with each.broken():
+        caught = next((seed for seed in range(SEEDS_MAX) if worlds.failure(seed)), None)
+    assert caught is not None, f"nobody notices that {each.what}"
+    assert worlds.failure(caught) is None, "the shell itself holds"
