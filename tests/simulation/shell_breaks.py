@@ -7,7 +7,6 @@ from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.joining import CoordinatorLink as Joining
 from decoupled_diloco.learner.keeper import Keeper
 from decoupled_diloco.learner.learner import Learner
-from decoupled_diloco.storage import files
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
 from decoupled_diloco.syncer.intake import Intake, Offers
@@ -26,18 +25,18 @@ LEARNERS = (
         "pass",
     ),
     Break(
-        "an upload that has failed is told to nobody",
-        Background,
-        "_send_body",
-        "self._told(fact.UploadFailed(effect.fragment, effect.ask, str(error)))",
-        "pass",
-    ),
-    Break(
         "a copy that could not be fetched is told to nobody",
         Background,
         "_fetch",
         "self._told(fact.FetchFailed(fragment, effect.version, str(error)))",
         "pass",
+    ),
+    Break(
+        "a whole copy is taken whatever its digest",
+        Background,
+        "_fetch",
+        "values = verified(values_of(body, numel), fragment, effect.digest)",
+        "values = values_of(body, numel)",
     ),
     Break(
         "a learner is not woken at its deadlines",
@@ -137,6 +136,13 @@ SHARDS = (
 
 COORDINATOR = (
     Break(
+        "whoever asks for an id is thought to be a second process of it",
+        CoordinatorHost,
+        "_has_a_live_process",
+        "return False",
+        "return True",
+    ),
+    Break(
         "what the coordinator has said while a shard was being set up is lost",
         CoordinatorLink,
         "let_go",
@@ -156,13 +162,6 @@ COORDINATOR = (
         "append",
         '"".join(f"{line}\\n" for line in lines)',
         '""',
-    ),
-    Break(
-        "the coordinator's state is not forced to the disk",
-        files,
-        "write_text",
-        "disk.sync_file(file)",
-        "pass",
     ),
 )
 

@@ -263,6 +263,7 @@ class LearnerHost(Host):
         self.stands = False
         self.goes = asyncio.Event()
         self.loaded_steps = 0
+        self.waited_seconds: float | None = None
         self.learner: VirtualLearner | None = None
 
     @property
@@ -298,7 +299,7 @@ class LearnerHost(Host):
 
     async def main(self) -> None:
         """Trains until the run is over."""
-        self.learner = None
+        self.learner, self.waited_seconds = None, None
         system, name = self.system, self.name
         torch.manual_seed(0)
         model = Vectors(system.sizes)
@@ -312,7 +313,7 @@ class LearnerHost(Host):
             checkpoint=system.checkpoints,
             checkpoint_every_seconds=system.checkpoint_seconds,
             join_timeout=None,
-            client=lambda: VirtualClient(self.place),
+            client=lambda: VirtualClient(self.place, limits=system.limits),
             tape=tape,  # type: ignore[arg-type]
         )
         learner.on_checkpoint = partial(system.on_checkpoint, name)
@@ -324,7 +325,9 @@ class LearnerHost(Host):
             await self._train(model, rng)
             if not await learner.take_step(self.spec.tokens_per_step, 1.0):
                 break
+        stopped_at = self.clockwork.now
         await learner.end()
+        self.waited_seconds = self.clockwork.now - stopped_at
         await asyncio.sleep(1.0)  # until the background has said goodbye
 
     async def _train(self, model: Vectors, rng: random.Random) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from decoupled_diloco.learner.learner import FAREWELL_SECONDS
 from decoupled_diloco.protocol.effects import (
     Apply,
     Fold,
@@ -119,6 +120,7 @@ class Lineage:
         self.sent: dict[tuple[str, int, Asking], Steps] = {}
         self.folded: dict[tuple[str, int, int], Steps] = defaultdict(dict)
         self.merging: dict[tuple[str, int, int], tuple[Merge, Steps]] = {}
+        self.epochs: dict[tuple[str, int], int] = {}
         self.kept: dict[tuple[str, int], list[Local]] = {}
         self.bits: dict[tuple[str, int], list[str]] = {}
         system.recorders.append(self)
@@ -139,6 +141,9 @@ class Lineage:
             count = self.system.config.sync.fragments
             trainer = Trainer((who, host.life), 0, [Local() for _ in range(count)])
             self.trainers[who] = trainer
+            epoch = host.machine.epoch
+            other = self.epochs.setdefault((who, epoch), host.life)
+            assert other == host.life, f"two processes of {who} have epoch {epoch}"
         return trainer
 
     def checkpoint(self, who: str, steps: int) -> None:
@@ -275,6 +280,9 @@ class Lineage:
         for who, trainer in self.trainers.items():
             machine = self.system.learners[who].machine
             if machine is None or not machine.state.over:
+                waited = self.system.learners[who].waited_seconds
+                text = f"{who} has waited for the end for {waited} s only"
+                assert waited is None or waited >= FAREWELL_SECONDS, text
                 continue  # it has not seen the end
             everything = steps_of(trainer.life, 0, trainer.steps)
             for fragment, local in enumerate(trainer.fragments):

@@ -15,6 +15,7 @@ from decoupled_diloco.simulate.hosts import Host, LearnerHost, ShardHost
 from decoupled_diloco.simulate.learner_process import LearnerSpec
 from decoupled_diloco.simulate.network import Network
 from decoupled_diloco.simulate.transport import Streets
+from decoupled_diloco.transport.base import Limits
 
 Recorder = Callable[[str, float, Any, Sequence[Any]], None]
 
@@ -58,6 +59,7 @@ class System:
         self.power = power
         self.checks = checks
         self.options = options_of(read_public(public_text(config)))
+        self.limits = Limits()
         self.events = 0
         self.recorders: list[Recorder] = []
         self.error: BaseException | None = None

@@ -37,6 +37,7 @@ from decoupled_diloco.simulate.faults import Fault, random_faults, random_hardsh
 from decoupled_diloco.simulate.hosts import Host
 from decoupled_diloco.simulate.lineage import Lineage
 from decoupled_diloco.simulate.system import System
+from decoupled_diloco.transport.base import Limits
 
 COMMAND = "python -m decoupled_diloco.simulate.worlds --seed {seed}"
 
@@ -139,6 +140,7 @@ def draw(seed: int | str, folder: Path) -> Scene:
     )
     bodies = choices.fork("bodies")
     system.streets.loss = bodies.pick([0.0, 0.0, 0.02, 0.2])
+    system.limits = Limits(retries=bodies.pick([1, Limits.retries]))
     system.streets.corruption = bodies.pick([0.0, 0.0, 0.01])
     until = FAULTY_STEPS * step
     faults = _faults(choices, system, until)
