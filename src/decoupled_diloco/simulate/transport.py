@@ -41,7 +41,10 @@ from decoupled_diloco.transport.transfer import Slots, Transfer
 logger = logging.getLogger(__name__)
 
 PIECES = 4
-"""A range of a body is moved in so many pieces: what has arrived need not be sent again."""
+"""A range of a body is moved in so many pieces at least; what has arrived is not sent again."""
+
+PIECE_SECONDS = 1.0
+"""No piece takes the whole link for longer: bodies on one link share it, and none stands still."""
 
 SCHEME = "virtual"
 
@@ -146,8 +149,8 @@ class Streets:
     """Where the processes of a world are found by address.
 
     Attributes:
-        loss: That a piece of a body finds its connection broken.
-        corruption: That a piece of a body arrives with other bits.
+        loss: That a range of a body finds its connection broken on the way.
+        corruption: That a piece of it arrives with other bits.
     """
 
     def __init__(self, network: Network, choices: Choices) -> None:
@@ -157,6 +160,10 @@ class Streets:
         self.places: dict[str, Place] = {}
         self.owners: dict[str, Place] = {}
         self._ports = itertools.count(40000)
+
+    def be_sound(self) -> None:
+        """From now on bodies arrive whole."""
+        self.loss = self.corruption = 0.0
 
     def settle(self, process: VirtualProcess) -> Place:
         """Gives a process its sockets."""
@@ -411,10 +418,19 @@ class Request:
 
         client.run(self._life, False, here, ())
 
-    async def piece(self, nbytes: int, *, up: bool) -> bool:
-        """Moves so many bytes from the client, or to it; whether they got there."""
+    def rate(self, *, up: bool) -> float:
+        """What the links carry at present, bytes a second."""
+        sender, receiver = self._ends(up=up)
+        return min(sender.link.up_bytes_per_second, receiver.link.down_bytes_per_second)
+
+    def _ends(self, *, up: bool) -> tuple[VirtualProcess, VirtualProcess]:
+        client, target = self.client.process, self.target.process
+        return (client, target) if up else (target, client)
+
+    async def piece(self, nbytes: int, share: float, *, up: bool) -> bool:
+        """Moves so many bytes, a share of a range; whether they got there."""
         streets = self.client.world
-        if streets.choices.chance(streets.loss):
+        if streets.choices.chance(streets.loss * share):
             self.fail("the connection was lost")
             return False
         loop = self.target.process.loop
@@ -431,8 +447,9 @@ class Request:
             if not arrived:
                 self.fail("the connection was lost")
 
-        ends = (self.client.process, target) if up else (target, self.client.process)
-        self.client.network.transfer(*ends, nbytes, lambda: done(True), lambda: done(False))
+        self.client.network.transfer(
+            *self._ends(up=up), nbytes, lambda: done(True), lambda: done(False)
+        )
         return await moved
 
     def _carry(
@@ -538,8 +555,10 @@ class VirtualClient:
         return TransferStats(nbytes, seconds, count, transfer.retries, SCHEME, move.digest)
 
 
-def _pieces(start: int, stop: int) -> list[Range]:
+def _pieces(start: int, stop: int, rate: float) -> list[Range]:
     step = max(1, -(-(stop - start) // PIECES))
+    if step > rate * PIECE_SECONDS:
+        step = max(1, int(rate * PIECE_SECONDS))
     return [(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
@@ -566,8 +585,9 @@ class _Put:
             stream.on_abort = task.cancel
             try:
                 await stream.prepare()
-                for left, right in _pieces(start, stop):
-                    if not await request.piece(right - left, up=True):
+                for left, right in _pieces(start, stop, request.rate(up=True)):
+                    share = (right - left) / (stop - start)
+                    if not await request.piece(right - left, share, up=True):
                         return
                     stream.write(server.arrived(self._body[left:right]))
                     self._client.stats.data_bytes_sent += right - left
@@ -621,8 +641,9 @@ class _Get:
                 request.reply(refusal)
                 return
             try:
-                for left, right in _pieces(start, stop):
-                    if not await request.piece(right - left, up=False):
+                for left, right in _pieces(start, stop, request.rate(up=False)):
+                    share = (right - left) / (stop - start)
+                    if not await request.piece(right - left, share, up=False):
                         return
                     self._out[left:right] = server.arrived(offer.body[left:right])
                     self._arrived.add(left, right)

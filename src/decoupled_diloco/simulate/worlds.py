@@ -139,10 +139,11 @@ def draw(seed: int | str, folder: Path) -> Scene:
         power=_loss(power) if power.chance(0.4) else None,
     )
     bodies = choices.fork("bodies")
-    system.streets.loss = bodies.pick([0.0, 0.0, 0.02, 0.2])
+    system.streets.loss = bodies.pick([0.0, 0.0, 0.1, 0.5])
     system.limits = Limits(retries=bodies.pick([1, Limits.retries]))
     system.streets.corruption = bodies.pick([0.0, 0.0, 0.01])
     until = FAULTY_STEPS * step
+    system.clockwork.at(until, system.streets.be_sound)
     faults = _faults(choices, system, until)
     strike(system, faults)
     _strike_at_writes(system, choices.fork("writes"), until)
