@@ -286,6 +286,8 @@ class Lineage:
                 text = f"{who} has waited for the end for {waited} s only"
                 assert waited is None or waited >= FAREWELL_SECONDS, text
                 continue  # it has not seen the end
+            if not machine.state.ready:
+                continue  # it was joining as the run ended
             everything = steps_of(trainer.life, 0, trainer.steps)
             for fragment, local in enumerate(trainer.fragments):
                 assert local.held is not None
