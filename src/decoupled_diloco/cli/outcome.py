@@ -23,13 +23,13 @@ def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
     from decoupled_diloco.observe.summary import print_summary
 
     files = [folder / "report.html", folder / "report.png"]
-    history = write_report(folder, *files)
+    run = write_report(folder, *files)
     if weights is not None:
         files.append(weights)
-    print_summary(history, files, console)
-    if history.sample_text:
+    print_summary(run, files, console)
+    if run.sample_text:
         console.print("\nwhat the trained model writes:\n")
-        console.print(history.sample_text, markup=False, highlight=False)
+        console.print(run.sample_text, markup=False, highlight=False)
 
 
 def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str:

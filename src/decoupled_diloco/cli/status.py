@@ -22,18 +22,14 @@ def status(
     """How a run is doing: phase, clock, every learner and shard; live or from its tape."""
     import json
 
-    from decoupled_diloco.observe.accounts import account_for
-    from decoupled_diloco.observe.chronicle import Chronicle
-    from decoupled_diloco.observe.historian import build_history
+    from decoupled_diloco.observe.run_model import run_of
     from decoupled_diloco.observe.status import status_of
     from decoupled_diloco.observe.status_view import render_status
 
     opened = source_of(source or newest_run("ddiloco status runs/quickstart"), token_file)
-    chronicle = Chronicle(rounds_max=1)
-    records = opened.poll()
-    chronicle.take_all(records)
-    account = None if opened.live else account_for(build_history(records))
-    found = status_of(chronicle, opened.now(), opened.problems(), account)
+    run = run_of(opened.poll(), "now" if opened.live else "run")
+    account = None if opened.live else run.account
+    found = status_of(run, opened.now(), opened.problems(), account)
     if as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
         return

@@ -16,7 +16,7 @@ from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
-from decoupled_diloco.observe.progress import Progress
+from decoupled_diloco.observe.progress import ProgressDisplay
 
 
 def train_locally(
@@ -64,7 +64,10 @@ def carry_out(run: Run, config: RunConfig, console: Console) -> Outcome:
     """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left."""
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
-        with termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
+        with (
+            termination_as_interrupt(),
+            ProgressDisplay(run.path, *budget, console=console) as progress,
+        ):
             run.start()
             outcome = run.wait(progress.poll)
             progress.poll()
@@ -95,7 +98,7 @@ def serve_locally(
             with reader_may_be_gone():
                 _tell_how_to_join(config, run, console)
                 tell_beginning(config, run.path, run.folder.moved_to, console, here=False)
-            with Progress(run.path, *budget, console=console) as progress:
+            with ProgressDisplay(run.path, *budget, console=console) as progress:
                 outcome = run.wait(progress.poll)
                 progress.poll()
     except KeyboardInterrupt:

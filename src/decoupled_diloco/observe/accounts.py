@@ -49,16 +49,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from decoupled_diloco.observe.history import (
-    GAP_MEDIANS,
-    LearnerHistory,
-    Life,
-    Round,
-    RunHistory,
-)
 from decoupled_diloco.observe.ledger import GivenUp, Name, Open
+from decoupled_diloco.observe.run_data import GAP_MEDIANS, LearnerLog, ProcessLife, RoundLog
+
+if TYPE_CHECKING:
+    from decoupled_diloco.observe.run_model import RunModel
 
 NANO = 1_000_000_000
 
@@ -192,12 +189,12 @@ class RunAccount:
     uptime: float | None
 
 
-def account_for(history: RunHistory) -> RunAccount:
+def account_for(run: RunModel) -> RunAccount:
     """The accounts of a run; see the head of this file for what counts as what."""
-    fragments, folded = max(1, history.fragments), _folded(history)
-    span = history.training_span
+    fragments, folded = max(1, run.fragments), _folded(run)
+    span = run.training_span
     learners = {}
-    for name, learner in history.learners.items():
+    for name, learner in run.trained.items():
         tokens = _tokens(learner, fragments, folded.get(name, []))
         spans = () if span is None else tuple(_clipped(_spans(learner, span[1]), *span))
         learners[name] = LearnerAccount(name, _time(spans, tokens), tokens, spans)
@@ -227,7 +224,7 @@ def _time(spans: Iterable[Span], tokens: TokenAccount) -> TimeAccount:
     )
 
 
-def _spans(learner: LearnerHistory, until: float) -> Iterator[Span]:
+def _spans(learner: LearnerLog, until: float) -> Iterator[Span]:
     """What a learner did from its process's start to the end of the run or its own."""
     median = _median_step(learner)
     for index, life in enumerate(learner.lives):
@@ -243,7 +240,7 @@ def _spans(learner: LearnerHistory, until: float) -> Iterator[Span]:
             yield Span("down", end, max(end, until))
 
 
-def _spans_of_life(life: Life, end: float, median: float) -> Iterator[Span]:
+def _spans_of_life(life: ProcessLife, end: float, median: float) -> Iterator[Span]:
     limit = GAP_MEDIANS * median
     began = min(life.began_at, end)
     steps = life.steps_at
@@ -264,7 +261,7 @@ def _spans_of_life(life: Life, end: float, median: float) -> Iterator[Span]:
 
 
 def _step(
-    life: Life, begin: float, end: float, median: float, limit: float, idle: Doing
+    life: ProcessLife, begin: float, end: float, median: float, limit: float, idle: Doing
 ) -> Iterator[Span]:
     """From one step boundary to the next: held, standing still, then the step."""
     parts = list(_cut_by_holds(life, begin, end))
@@ -280,7 +277,9 @@ def _step(
         yield Span("stepping", cut, close)
 
 
-def _cut_by_holds(life: Life, begin: float, end: float) -> Iterator[tuple[float, float, bool]]:
+def _cut_by_holds(
+    life: ProcessLife, begin: float, end: float
+) -> Iterator[tuple[float, float, bool]]:
     """The time from ``begin`` to ``end`` in parts, each with whether the learner was held."""
     for hold_begin, hold_end in life.holds_between(begin, end):
         yield (begin, hold_begin, False)
@@ -289,7 +288,7 @@ def _cut_by_holds(life: Life, begin: float, end: float) -> Iterator[tuple[float,
     yield (begin, end, False)
 
 
-def _median_step(learner: LearnerHistory) -> float:
+def _median_step(learner: LearnerLog) -> float:
     """Median seconds of a step, holds taken off; 0 with fewer than two steps."""
     gaps = [
         sum(close - start for start, close, held in _cut_by_holds(life, a, b) if not held)
@@ -332,12 +331,12 @@ def _uptime(accounts: Iterable[LearnerAccount], span: tuple[float, float] | None
 # ---- tokens
 
 
-def _folded(history: RunHistory) -> dict[str, list[Folded]]:
+def _folded(run: RunModel) -> dict[str, list[Folded]]:
     """What the shards have merged of each learner."""
     found: dict[str, list[Folded]] = {}
-    restored = _restored(history)
-    for r in _merged(history):
-        result = r.result
+    restored = _restored(run)
+    for r in _merged(run):
+        result = r.outcome
         assert result.version is not None
         version = (result.version.term, result.version.counter)
         later = restored.get(result.fragment, {}).items()
@@ -353,28 +352,25 @@ def _folded(history: RunHistory) -> dict[str, list[Folded]]:
     return found
 
 
-def _merged(history: RunHistory) -> Iterator[Round]:
-    for shard in history.shards.values():
-        for r in shard.rounds:
-            if r.result.verdict == "merged" and r.result.version is not None:
-                yield r
+def _merged(run: RunModel) -> Iterator[RoundLog]:
+    return (r for r in run.rounds if r.merged and r.outcome.version is not None)
 
 
-def _restored(history: RunHistory) -> dict[int, dict[int, int]]:
+def _restored(run: RunModel) -> dict[int, dict[int, int]]:
     """By fragment and term, the counter that its shard went on from: the least of its bases.
 
     A shard that starts again gives what it has restored its new term and the old counter.
     """
     found: dict[int, dict[int, int]] = {}
-    for r in _merged(history):
-        base = r.result.base
+    for r in _merged(run):
+        base = r.outcome.base
         if base is not None:
-            counters = found.setdefault(r.result.fragment, {})
+            counters = found.setdefault(r.fragment, {})
             counters[base.term] = min(base.counter, counters.get(base.term, base.counter))
     return found
 
 
-def _tokens(learner: LearnerHistory, fragments: int, folded: list[Folded]) -> TokenAccount:
+def _tokens(learner: LearnerLog, fragments: int, folded: list[Folded]) -> TokenAccount:
     """One learner's tokens, all its lives together."""
     total = TokenAccount(fragments)
     begins = [-math.inf, *(life.started_at for life in learner.lives[1:]), math.inf]
@@ -401,7 +397,7 @@ class _Rest:
 
 
 def _tokens_of_life(
-    life: Life, fragments: int, folded: list[Folded]
+    life: ProcessLife, fragments: int, folded: list[Folded]
 ) -> tuple[TokenAccount, _Rest, dict[int, int]]:
     """One life's tokens but for its rest, that rest, and by fragment what earlier lives' is merged.
 
@@ -441,7 +437,7 @@ def _tokens_of_life(
 
 
 def _tokens_heard_of(
-    life: Life, overwritten: int, fragments: int, folded: list[Folded]
+    life: ProcessLife, overwritten: int, fragments: int, folded: list[Folded]
 ) -> tuple[TokenAccount, _Rest, dict[int, int]]:
     """As `_tokens_of_life`, of a life that only the shards tell of."""
     trained, folds = life.ledger.trained, Counter[int]()
@@ -473,7 +469,7 @@ def _hand_on(rests: list[_Rest], brought: dict[int, int]) -> int:
     return unknown
 
 
-def _fate_of_the_rest(life: Life) -> str:
+def _fate_of_the_rest(life: ProcessLife) -> str:
     """What becomes of tokens that a life has not delivered: only who still lives may do so."""
     if life.crashed:
         return "crashed"

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.observe import figures, tables
-from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
-from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import RunHistory
+from decoupled_diloco.observe.accounts import TIME_PARTS
 from decoupled_diloco.observe.report import (
     OVER,
     LossCharts,
@@ -20,10 +18,10 @@ from decoupled_diloco.observe.report import (
     page_maker,
     problems_of,
     settings_near,
-    settings_of,
     subtitle_of,
     write_page,
 )
+from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import Total, totals
 from decoupled_diloco.observe.tables import Cell, Table
@@ -35,12 +33,11 @@ class Side:
     """One of the two runs."""
 
     label: str
-    history: RunHistory
-    account: RunAccount
+    run: RunModel
     settings: Mapping[str, Any]
 
 
-def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunHistory, RunHistory]:
+def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunModel, RunModel]:
     """Writes two runs side by side.
 
     Args:
@@ -49,7 +46,7 @@ def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunHist
         out_html: The page.
 
     Returns:
-        Both histories.
+        Both runs.
 
     Raises:
         StorageError: A tape is missing, unreadable or of a newer schema, or the page cannot be
@@ -63,12 +60,12 @@ def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunHist
     sides = [_side(label, path) for label, path in zip(labels, (first, second), strict=True)]
     page = render_comparison(*sides)
     write_page(out_html, page)
-    return (sides[0].history, sides[1].history)
+    return (sides[0].run, sides[1].run)
 
 
 def render_comparison(first: Side, second: Side) -> str:
     """The page as text."""
-    runs = [(side.label, side.history) for side in (first, second)]
+    runs = [(side.label, side.run) for side in (first, second)]
     charts = [
         LossCharts(
             over, name, figures.evaluation_chart(runs, over), figures.mean_losses_chart(runs, over)
@@ -82,9 +79,9 @@ def render_comparison(first: Side, second: Side) -> str:
         sides=[
             {
                 "label": side.label,
-                "subtitle": subtitle_of(side.history),
-                "problems": problems_of(side.history),
-                "bars": tables.time_bars(side.account, _names(side.history)),
+                "subtitle": subtitle_of(side.run),
+                "problems": problems_of(side.run),
+                "bars": tables.time_bars(side.run.account, _names(side.run)),
             }
             for side in (first, second)
         ],
@@ -100,8 +97,8 @@ def render_comparison(first: Side, second: Side) -> str:
 
 def numbers_table(first: Side, second: Side) -> Table:
     """What is one number a run, of both, and by how much they differ."""
-    ours = {total.name: total for total in totals(first.history, first.account)}
-    theirs = {total.name: total for total in totals(second.history, second.account)}
+    ours = {total.name: total for total in totals(first.run)}
+    theirs = {total.name: total for total in totals(second.run)}
     rows = [
         [Cell(name), _number(ours.get(name)), _number(theirs.get(name)), difference]
         for name in [*ours, *(name for name in theirs if name not in ours)]
@@ -141,7 +138,7 @@ def _points(difference: float) -> str:
 
 def shares_table(first: Side, second: Side) -> Table:
     """Where the learner-time of both went."""
-    times = (first.account.time, second.account.time)
+    times = (first.run.account.time, second.run.account.time)
     rows = [
         [
             Cell(part),
@@ -187,21 +184,21 @@ def _number(total: Total | None) -> Cell:
     return Cell(ABSENT) if total is None else Cell(total.text, total.number)
 
 
-def _names(history: RunHistory) -> list[str]:
-    return [learner.name for learner in learners_in_order(history)]
+def _names(run: RunModel) -> list[str]:
+    return [learner.name for learner in learners_in_order(run)]
 
 
 def _side(label: str, path: Path) -> Side:
-    history = read_history(path)
-    return Side(label, history, account_for(history), _settings(history, path))
+    run = read_run(path)
+    return Side(label, run, _settings(run, path))
 
 
-def _settings(history: RunHistory, path: Path) -> Mapping[str, Any]:
+def _settings(run: RunModel, path: Path) -> Mapping[str, Any]:
     """Of the run folder, if there is one, else what the processes agreed on."""
     try:
-        return tomllib.loads(settings_near(path) or "") or settings_of(history)
+        return tomllib.loads(settings_near(path) or "") or run.settings
     except tomllib.TOMLDecodeError:
-        return settings_of(history)
+        return run.settings
 
 
 def _label(path: Path) -> str:

@@ -21,13 +21,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from decoupled_diloco.observe.history import (
-    GAP_MEDIANS,
-    LearnerHistory,
-    Outage,
-    RunHistory,
-    ShardHistory,
-)
+from decoupled_diloco.observe.run_data import GAP_MEDIANS, LearnerLog, Outage, ShardLog
+from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shapes import (
     averaged,
     learners_in_order,
@@ -79,21 +74,21 @@ LIGHT = Theme(
     abandoned="#D55E00",
     outage="#3a3f45",
 )
-Draw = Callable[[Axes, RunHistory, Theme], None]
+Draw = Callable[[Axes, RunModel, Theme], None]
 
 
-def save_png(history: RunHistory, path: str | Path) -> None:
+def save_png(run: RunModel, path: str | Path) -> None:
     """Writes the plots that the run has something for into one image on white.
 
     Raises:
         OSError: The file cannot be written.
     """
     plots: list[tuple[Draw, float]] = []
-    if history.evaluations:
+    if run.evaluations:
         plots.append((draw_evaluation, 2.6))
-    if any(learner.losses or learner.losses_not_finite for learner in history.learners.values()):
+    if any(learner.losses or learner.losses_not_finite for learner in run.trained.values()):
         plots.append((draw_losses, 3.2))
-    plots.append((draw_timeline, 1.2 + 0.42 * _lane_count(history)))
+    plots.append((draw_timeline, 1.2 + 0.42 * _lane_count(run)))
     heights = [height for _, height in plots]
     with matplotlib.rc_context(style_of(LIGHT)):
         figure = Figure(figsize=(10, sum(heights) + 1.2), layout="constrained")
@@ -101,22 +96,22 @@ def save_png(history: RunHistory, path: str | Path) -> None:
         grid = figure.subplots(len(plots), 1, sharex=True, squeeze=False, height_ratios=heights)
         axes: list[Axes] = list(grid[:, 0])
         for axis, (draw, _) in zip(axes, plots, strict=True):
-            draw(axis, history, LIGHT)
+            draw(axis, run, LIGHT)
         for axis in axes[:-1]:
             axis.set_xlabel("")
         figure.savefig(path, dpi=150, facecolor=LIGHT.page)
 
 
-def draw_evaluation(axes: Axes, history: RunHistory, theme: Theme) -> None:
+def draw_evaluation(axes: Axes, run: RunModel, theme: Theme) -> None:
     """The loss of the global weights on held-out data over wall-clock time."""
-    unit, name = time_unit(history.duration)
-    points = [(e.at / unit, e.loss) for e in history.evaluations if e.loss is not None]
-    _frame(axes, history, "Evaluation loss of the global weights", name)
+    unit, name = time_unit(run.duration)
+    points = [(e.at / unit, e.loss) for e in run.evaluations if e.loss is not None]
+    _frame(axes, run, "Evaluation loss of the global weights", name)
     axes.set_ylabel("mean loss per token")
     if not points:
         _say(axes, theme, "no evaluation was finite")
         return
-    _shade_outages(axes, history, theme, named=True)
+    _shade_outages(axes, run, theme, named=True)
     at, loss = zip(*points, strict=True)
     size = 4 if len(points) <= 60 else 0
     axes.plot(at, loss, color=theme.ink, marker="o", markersize=size, linewidth=1.6)
@@ -131,20 +126,20 @@ def draw_evaluation(axes: Axes, history: RunHistory, theme: Theme) -> None:
     axes.margins(y=0.15)
 
 
-def draw_losses(axes: Axes, history: RunHistory, theme: Theme) -> None:
+def draw_losses(axes: Axes, run: RunModel, theme: Theme) -> None:
     """Every learner's training loss, smoothed, over the faint raw values."""
-    unit, name = time_unit(history.duration)
-    _frame(axes, history, "Training loss of each learner", name)
+    unit, name = time_unit(run.duration)
+    _frame(axes, run, "Training loss of each learner", name)
     axes.set_ylabel("loss")
-    learners = [learner for learner in learners_in_order(history) if learner.losses]
+    learners = [learner for learner in learners_in_order(run) if learner.losses]
     if not learners:
         _say(axes, theme, "no training loss was finite")
         return
-    _shade_outages(axes, history, theme, named=False)
+    _shade_outages(axes, run, theme, named=False)
     smooth: list[float] = []
     most = _points_max(len(learners))
     for learner in learners:
-        color = _color(history, learner, theme)
+        color = _color(run, learner, theme)
         label: str | None = learner.name
         for part in losses_by_life(learner):
             at = averaged([loss.at / unit for loss in part], most)
@@ -160,30 +155,30 @@ def draw_losses(axes: Axes, history: RunHistory, theme: Theme) -> None:
         axes.legend(loc="upper right", frameon=False)
 
 
-def draw_timeline(axes: Axes, history: RunHistory, theme: Theme) -> None:
+def draw_timeline(axes: Axes, run: RunModel, theme: Theme) -> None:
     """One lane per learner and shard: steps, outages, rounds."""
-    _, name = time_unit(history.duration)
-    _frame(axes, history, "Who did what, when", name)
-    learners, shards = learners_in_order(history)[:LANES_MAX], shards_in_order(history)
-    members: list[LearnerHistory | ShardHistory] = [*learners, *shards]
+    _, name = time_unit(run.duration)
+    _frame(axes, run, "Who did what, when", name)
+    learners, shards = learners_in_order(run)[:LANES_MAX], shards_in_order(run)
+    members: list[LearnerLog | ShardLog] = [*learners, *shards]
     if not members:
         _say(axes, theme, "neither a learner nor a shard is on the tape")
         return
     fastest = max((rate_typical(learner) for learner in learners), default=0.0)
     for lane, learner in enumerate(learners):
-        _draw_steps(axes, history, learner, theme, lane, fastest)
+        _draw_steps(axes, run, learner, theme, lane, fastest)
     for lane, shard in enumerate(shards, start=len(learners)):
-        _draw_rounds(axes, history, shard, theme, lane)
+        _draw_rounds(axes, run, shard, theme, lane)
     for lane, member in enumerate(members):
         for outage in member.outages:
-            _draw_outage(axes, history, outage, theme, lane)
+            _draw_outage(axes, run, outage, theme, lane)
     axes.set_yticks(range(len(members)), [member.name for member in members])
     axes.set_ylim(len(members) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     if learners and shards:
         axes.axhline(len(learners) - 0.5, color=theme.grid, linewidth=1)
-    _legend_below(axes, history, theme)
+    _legend_below(axes, run, theme)
 
 
 # ---- lanes of the timeline
@@ -191,18 +186,18 @@ def draw_timeline(axes: Axes, history: RunHistory, theme: Theme) -> None:
 
 def _draw_steps(
     axes: Axes,
-    history: RunHistory,
-    learner: LearnerHistory,
+    run: RunModel,
+    learner: LearnerLog,
     theme: Theme,
     lane: int,
     fastest: float,
 ) -> None:
     """A bar from step to step; its height is the rate of stepping against the fastest learner's."""
-    unit, _ = time_unit(history.duration)
-    color = _color(history, learner, theme)
+    unit, _ = time_unit(run.duration)
+    color = _color(run, learner, theme)
     limit = GAP_MEDIANS * (learner.step_seconds_median or 0.0)
     bottom = lane + LANE_HALF
-    most = _points_max(len(history.learners))
+    most = _points_max(len(run.learners))
     for life in learner.lives:
         group = max(1, math.ceil(len(life.steps_at) / most))
         at = life.steps_at[::group]
@@ -217,11 +212,9 @@ def _draw_steps(
             axes.stairs(tops, edges, baseline=bottom, fill=True, color=color, alpha=0.8)
 
 
-def _draw_rounds(
-    axes: Axes, history: RunHistory, shard: ShardHistory, theme: Theme, lane: int
-) -> None:
+def _draw_rounds(axes: Axes, run: RunModel, shard: ShardLog, theme: Theme, lane: int) -> None:
     """A short bar from each round's opening to its end; rounds that overlap lie in rows."""
-    unit, _ = time_unit(history.duration)
+    unit, _ = time_unit(run.duration)
     rows = rows_of(shard.rounds)
     height = 2 * LANE_HALF / (max(rows, default=0) + 1)
     for fate, color, grow in (
@@ -246,9 +239,9 @@ def _draw_rounds(
             )
 
 
-def _draw_outage(axes: Axes, history: RunHistory, outage: Outage, theme: Theme, lane: int) -> None:
-    unit, _ = time_unit(history.duration)
-    until = history.duration if outage.back_at is None else outage.back_at
+def _draw_outage(axes: Axes, run: RunModel, outage: Outage, theme: Theme, lane: int) -> None:
+    unit, _ = time_unit(run.duration)
+    until = run.duration if outage.back_at is None else outage.back_at
     begin, width = outage.down_at / unit, (until - outage.down_at) / unit
     axes.broken_barh(
         [(begin, width)],
@@ -267,18 +260,18 @@ def _draw_outage(axes: Axes, history: RunHistory, outage: Outage, theme: Theme, 
 _MARK: dict[str, Any] = {"markersize": 8, "markeredgewidth": 0.6, "linestyle": "none"}
 
 
-def _legend_below(axes: Axes, history: RunHistory, theme: Theme) -> None:
+def _legend_below(axes: Axes, run: RunModel, theme: Theme) -> None:
     handles: list[Any] = []
-    if history.learners:
+    if run.learners:
         color = theme.faint
         handles.append(Patch(color=color, alpha=0.8, label="steps (height: rate)"))
-    if history.rounds_merged:
+    if run.rounds_merged:
         handles.append(Patch(color=theme.merged, label="round merged"))
-    if history.rounds_abandoned:
+    if run.rounds_abandoned:
         handles.append(Patch(color=theme.abandoned, label="round given up"))
-    if any(r.fate == "idle" for shard in history.shards.values() for r in shard.rounds):
+    if any(r.fate == "idle" for shard in run.shards.values() for r in shard.rounds):
         handles.append(Patch(color=theme.faint, label="nothing to merge"))
-    if history.outages:
+    if run.outages:
         down = Patch(facecolor="none", edgecolor=theme.outage, hatch="/////", label="down")
         ended = Line2D([], [], marker="X", color=theme.abandoned, label="ended", **_MARK)
         back = Line2D([], [], marker=">", color=theme.learners[2], label="back", **_MARK)
@@ -320,11 +313,11 @@ def style_of(theme: Theme) -> Any:
     }
 
 
-def _frame(axes: Axes, history: RunHistory, title: str, unit_name: str) -> None:
-    unit, _ = time_unit(history.duration)
+def _frame(axes: Axes, run: RunModel, title: str, unit_name: str) -> None:
+    unit, _ = time_unit(run.duration)
     axes.set_title(title)
-    axes.set_xlabel(f"{time_name(history)} [{unit_name}]")
-    axes.set_xlim(0, max(history.duration, 1e-9) / unit)
+    axes.set_xlabel(f"{time_name(run)} [{unit_name}]")
+    axes.set_xlim(0, max(run.duration, 1e-9) / unit)
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
@@ -334,17 +327,17 @@ def _say(axes: Axes, theme: Theme, text: str) -> None:
     axes.set_yticks([])
 
 
-def _shade_outages(axes: Axes, history: RunHistory, theme: Theme, *, named: bool) -> None:
-    unit, _ = time_unit(history.duration)
-    outages = history.outages
+def _shade_outages(axes: Axes, run: RunModel, theme: Theme, *, named: bool) -> None:
+    unit, _ = time_unit(run.duration)
+    outages = run.outages
     for index, outage in enumerate(outages):
-        until = history.duration if outage.back_at is None else outage.back_at
+        until = run.duration if outage.back_at is None else outage.back_at
         axes.axvspan(
             outage.down_at / unit, until / unit, color=theme.faint, alpha=0.16, linewidth=0
         )
         if not named or len(outages) > OUTAGE_LABELS_MAX:
             continue
-        late = outage.down_at > 0.7 * history.duration
+        late = outage.down_at > 0.7 * run.duration
         axes.text(
             (until if late else outage.down_at) / unit,
             0.98 - 0.08 * index,
@@ -357,12 +350,12 @@ def _shade_outages(axes: Axes, history: RunHistory, theme: Theme, *, named: bool
         )
 
 
-def _lane_count(history: RunHistory) -> int:
-    return max(2, min(len(history.learners), LANES_MAX) + len(history.shards))
+def _lane_count(run: RunModel) -> int:
+    return max(2, min(len(run.learners), LANES_MAX) + len(run.shards))
 
 
-def _color(history: RunHistory, learner: LearnerHistory, theme: Theme) -> str:
-    names = [other.name for other in learners_in_order(history)]
+def _color(run: RunModel, learner: LearnerLog, theme: Theme) -> str:
+    names = [other.name for other in learners_in_order(run)]
     return theme.learners[names.index(learner.name) % len(theme.learners)]
 
 

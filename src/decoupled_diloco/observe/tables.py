@@ -17,13 +17,17 @@ from decoupled_diloco.observe.accounts import (
 )
 from decoupled_diloco.observe.charts import stacked_bar
 from decoupled_diloco.observe.figures import ROUND_PARTS, round_parts
-from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
+from decoupled_diloco.observe.run_data import GAP_MEDIANS
+from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import learner_rows, shard_rows
 from decoupled_diloco.observe.words import percent
 from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.units import format_bytes, format_count, format_duration
+
+TOLD_ELSEWHERE = ("Evaluated", "Ready", "RestartScheduled", "StepFinished", "WeightsSaved")
+"""Remarks on these are not listed: charts and other tables show what they tell."""
 
 REMARKS_MAX = 200
 """The report lists no more lines of what happened than this."""
@@ -77,19 +81,19 @@ def _bar(name: str, time: TimeAccount) -> Markup:
     return stacked_bar(parts, f"Time of {name}: {told}.")
 
 
-def time_table(history: RunHistory, account: RunAccount) -> Table:
+def time_table(run: RunModel) -> Table:
     """Where learner-time went."""
     rows = [
-        _time_row(learner.name, account.learners[learner.name].time)
-        for learner in learners_in_order(history)
+        _time_row(learner.name, run.account.learners[learner.name].time)
+        for learner in learners_in_order(run)
     ]
     if len(rows) > 1:
-        rows.insert(0, _time_row("all learners", account.time))
+        rows.insert(0, _time_row("all learners", run.account.time))
     return Table(
         "time",
         "Learner-time and where it went",
         ["learner", "allocated", *TIME_PARTS],
-        rows if account.time.allocated else [],
+        rows if run.account.time.allocated else [],
         "Nobody took two steps, so there is no time to divide.",
         "Allocated: from the run's first step, or the learner's own start if that is later, to "
         "the run's last step. Useful: in steps whose training was not thrown away. Discarded: in "
@@ -106,14 +110,14 @@ def _time_row(name: str, time: TimeAccount) -> list[Cell]:
     return [Cell(name), Cell(format_duration(seconds), seconds), *shares]
 
 
-def token_table(history: RunHistory, account: RunAccount) -> Table:
+def token_table(run: RunModel) -> Table:
     """Where tokens went."""
     rows = [
-        _token_row(learner.name, account.learners[learner.name].tokens)
-        for learner in learners_in_order(history)
+        _token_row(learner.name, run.account.learners[learner.name].tokens)
+        for learner in learners_in_order(run)
     ]
     if len(rows) > 1:
-        rows.insert(0, _token_row("all learners", account.tokens))
+        rows.insert(0, _token_row("all learners", run.account.tokens))
     return Table(
         "tokens",
         "Tokens and what became of them",
@@ -135,12 +139,12 @@ def _token_row(name: str, tokens: TokenAccount) -> list[Cell]:
     return [Cell(name), *(Cell(format_count(part), part) for part in parts)]
 
 
-def bytes_table(history: RunHistory) -> Table:
+def bytes_table(run: RunModel) -> Table:
     """What every process has sent and received."""
-    names = [learner.name for learner in learners_in_order(history)]
-    names += [who for who in sorted(history.bytes_moved) if who not in names]
-    rows = [_bytes_row(n, history.bytes_moved[n]) for n in names if n in history.bytes_moved]
-    total = history.bytes_total
+    names = [learner.name for learner in learners_in_order(run)]
+    names += [who for who in sorted(run.bytes_moved) if who not in names]
+    rows = [_bytes_row(n, run.bytes_moved[n]) for n in names if n in run.bytes_moved]
+    total = run.bytes_total
     if total is not None and len(names) > 1:
         rows.insert(0, _bytes_row("all learners", total))
     return Table(
@@ -164,18 +168,17 @@ def _bytes_row(name: str, moved: BytesMoved) -> list[Cell]:
     return [Cell(name), *(Cell(format_bytes(count), count) for count in counts)]
 
 
-def participation_table(history: RunHistory) -> Table:
+def participation_table(run: RunModel) -> Table:
     """What became of every learner's contributions."""
-    states: dict[str, Counter[str]] = {name: Counter() for name in history.learners}
-    for shard in history.shards.values():
-        for r in shard.rounds:
-            for participant in r.result.participants:
-                verdict = "folded" if r.result.verdict == "merged" else "in a round given up"
-                state = verdict if participant.state == "folded" else participant.state
-                states.setdefault(participant.learner, Counter())[state] += 1
+    states: dict[str, Counter[str]] = {name: Counter() for name in run.trained}
+    for r in run.rounds:
+        for participant in r.outcome.participants:
+            verdict = "folded" if r.merged else "in a round given up"
+            state = verdict if participant.state == "folded" else participant.state
+            states.setdefault(participant.learner, Counter())[state] += 1
     known = ("folded", "in a round given up", "late", "declined", "refused", "gone", "waiting")
     shown = [state for state in known if any(count[state] for count in states.values())]
-    merged = history.rounds_merged
+    merged = run.rounds_merged
     rows = [
         [
             Cell(name),
@@ -184,7 +187,7 @@ def participation_table(history: RunHistory) -> Table:
             *(Cell(str(count[state]), count[state]) for state in shown),
         ]
         for name, count in (
-            (learner.name, states[learner.name]) for learner in learners_in_order(history)
+            (learner.name, states[learner.name]) for learner in learners_in_order(run)
         )
     ]
     return Table(
@@ -197,14 +200,9 @@ def participation_table(history: RunHistory) -> Table:
     )
 
 
-def round_parts_table(history: RunHistory) -> Table:
+def round_parts_table(run: RunModel) -> Table:
     """What the time of merged rounds went to."""
-    rounds = [
-        round_parts(r)
-        for shard in history.shards.values()
-        for r in shard.rounds
-        if r.result.verdict == "merged"
-    ]
+    rounds = [round_parts(r) for r in run.rounds if r.merged]
     columns = list(zip(*rounds, strict=True))
     names = [title for _, title in ROUND_PARTS]
     if columns:
@@ -232,9 +230,9 @@ def _verdict(result: RoundFinished) -> str:
     return "merged" if result.verdict == "merged" else "had nothing to merge"
 
 
-def verdict_table(history: RunHistory) -> Table:
+def verdict_table(run: RunModel) -> Table:
     """How rounds ended."""
-    results = [r.result for shard in history.shards.values() for r in shard.rounds]
+    results = [r.outcome for r in run.rounds]
     rounds = Counter((_verdict(result), result.reason) for result in results)
     rows = [
         [Cell(verdict), Cell(str(count), count), Cell("" if why == verdict else why)]
@@ -250,9 +248,9 @@ def verdict_table(history: RunHistory) -> Table:
     )
 
 
-def learner_table(history: RunHistory, account: RunAccount) -> Table:
+def learner_table(run: RunModel) -> Table:
     """Every learner in a row."""
-    header, *rows = learner_rows(history, account)
+    header, *rows = learner_rows(run)
     return Table(
         "learners",
         "Learners",
@@ -266,9 +264,9 @@ def learner_table(history: RunHistory, account: RunAccount) -> Table:
     )
 
 
-def shard_table(history: RunHistory) -> Table:
+def shard_table(run: RunModel) -> Table:
     """Every shard in a row."""
-    header, *rows = shard_rows(history)
+    header, *rows = shard_rows(run)
     return Table(
         "shards",
         "Syncer shards",
@@ -278,16 +276,16 @@ def shard_table(history: RunHistory) -> Table:
     )
 
 
-def corpus_table(history: RunHistory) -> Table:
+def corpus_table(run: RunModel) -> Table:
     """What was trained."""
-    rows = [[Cell(str(k)), Cell(str(v))] for k, v in (history.corpus or {}).items()]
+    rows = [[Cell(str(k)), Cell(str(v))] for k, v in (run.corpus or {}).items()]
     return Table("corpus", "Corpus", [], rows, "The tape does not say what was trained.", left=True)
 
 
-def version_table(history: RunHistory) -> Table:
+def version_table(run: RunModel) -> Table:
     """With which versions the run was made."""
-    named = {("decoupled-diloco", version) for version in history.versions.values()}
-    for header in history.headers.values():
+    named = {("decoupled-diloco", version) for version in run.releases.values()}
+    for header in run.headers.values():
         versions = header.get("versions")
         if isinstance(versions, dict):
             named |= {(str(name), str(version)) for name, version in versions.items()}
@@ -295,10 +293,9 @@ def version_table(history: RunHistory) -> Table:
     return Table("versions", "Versions", [], rows, "The tape does not name any.", left=True)
 
 
-def remark_table(history: RunHistory) -> Table:
+def remark_table(run: RunModel) -> Table:
     """What happened, in order."""
-    lines = [(remark.at, remark.who, remark.text) for remark in history.remarks]
-    lines += [(at, "fault", f"{fault.kind} {fault.target}") for at, fault in history.faults]
+    lines = [(r.at, r.who, r.text) for r in run.remarks if r.kind not in TOLD_ELSEWHERE]
     rows = [[Cell(f"{at:.1f} s", at), Cell(who), Cell(text)] for at, who, text in sorted(lines)]
     more = len(rows) - REMARKS_MAX
     caption = f"{len(rows)} notes" if more <= 0 else f"The first {REMARKS_MAX} of {len(rows)} notes"

@@ -1,0 +1,624 @@
+"""What a `RunModel` remembers of a run, as plain data.
+
+All instants are seconds since the run's first record. Two definitions that the numbers rest on:
+
+* An **outage** of a learner begins when its process ends (as the launcher saw it, else at the last
+  record of that life) and is over when it is **back**: when it holds all global weights again
+  (``Ready``), or, if that is not on the tape, at its next step.
+* **Lost steps**: a gap between two steps of one life that is longer than ``GAP_MEDIANS`` times the
+  learner's median step counts as the steps that would have fitted in, one less than the gap divided
+  by the median, rounded. Not what a fault on purpose kept it from itself: that is the fault.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from decoupled_diloco.observe.ledger import Ledger
+from decoupled_diloco.protocol.effects import Fold, Recovered, RoundFinished, RoundOpened
+from decoupled_diloco.protocol.messages import Asking, Hello, Version
+
+RECENT_ROUNDS = 50
+"""How many merged rounds the recent participation looks back."""
+
+RATE_SECONDS = 15.0
+"""Rates are those of this much time before the latest record."""
+
+RATE_POINTS_MIN = 5
+"""But of at least so many points, however far apart they are."""
+
+STANDING_INTERVALS = 3.0
+"""After so many of the usual intervals without a new point nothing comes any more."""
+
+GAP_MEDIANS = 3.0
+"""Gaps between steps longer than this many median steps count as standing still."""
+
+STEP_FAULTS = ("pause", "slow", "clock-jump")
+"""Faults on purpose that keep a learner from stepping."""
+
+TOOK_PART = "took part"
+LATE = "late"
+NOT_ASKED = "not asked"
+OUT_OF_REACH = "out of reach"
+AWAY = "away"
+"""Why a learner was (not) in a merged round; besides the states of `Participant`: *not asked* is a
+live learner that had no new step before the window closed, *out of reach* one that was live without
+a connection, *away* one that was not live."""
+
+Fate = Literal["merged", "abandoned", "idle"]
+
+
+class Rate:
+    """How much of something there is per second, over the last ``RATE_SECONDS``."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, float]] = deque()
+
+    def add(self, at: float, total: float) -> None:
+        """Notes the running total at an instant."""
+        self._points.append((at, total))
+        while len(self._points) > RATE_POINTS_MIN and self._points[1][0] < at - RATE_SECONDS:
+            self._points.popleft()
+
+    def clear(self) -> None:
+        """Forgets what was: the process has started anew."""
+        self._points.clear()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it rests on more than a process's first, slow steps."""
+        return len(self._points) >= RATE_POINTS_MIN
+
+    def per_second(self, now: float | None = None) -> float | None:
+        """The rate, ``None`` when there is too little to tell; 0 if nothing comes any more."""
+        if len(self._points) < 2 or self._points[-1][0] <= self._points[0][0]:
+            return None
+        (since, before), (until, after) = self._points[0], self._points[-1]
+        usual = (until - since) / (len(self._points) - 1)
+        if now is not None and now - until > max(RATE_SECONDS, STANDING_INTERVALS * usual):
+            return 0.0
+        return (after - before) / (until - since)
+
+
+@dataclass(frozen=True, slots=True)
+class LossPoint:
+    """A learner's training loss at one step."""
+
+    at: float
+    global_step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation of the global weights; ``loss`` is ``None`` when it was not finite.
+
+    ``metrics``: what else the workload measures, by name.
+    """
+
+    at: float
+    global_step: int
+    loss: float | None
+    tokens: int
+    metrics: tuple[tuple[str, float | None], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something worth a line.
+
+    Attributes:
+        who: The process that told it.
+        subject: The process that it is about; ``""``: none.
+        kind: The type of the record that it comes from.
+    """
+
+    at: float
+    who: str
+    subject: str
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class FaultLog:
+    """A fault on purpose: what, whom, from when to when; infinity: to the end."""
+
+    kind: str
+    target: str
+    processes: tuple[str, ...]
+    begin: float
+    end: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A process that died.
+
+    Attributes:
+        who: The process.
+        down_at: When it ended.
+        how: In words: ``killed (SIGKILL)``, ``ended with exit code 4``, ``fell silent``.
+        global_step: The run's global step at that time.
+        restarted_at: When its next process was started; ``None``: none was.
+        back_at: When it took part again; ``None``: it did not.
+        lost_steps: For each learner that lived: steps it lost between ``down_at`` and ``back_at``.
+    """
+
+    who: str
+    down_at: float
+    how: str
+    global_step: int
+    restarted_at: float | None
+    back_at: float | None
+    lost_steps: dict[str, int]
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it was away."""
+        return None if self.back_at is None else self.back_at - self.down_at
+
+    @property
+    def down_seconds(self) -> float | None:
+        """How long there was no process, before the next one that then had to join."""
+        return None if self.restarted_at is None else self.restarted_at - self.down_at
+
+    @property
+    def lost_steps_total(self) -> int:
+        """Steps that all the others together lost meanwhile."""
+        return sum(self.lost_steps.values())
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """A learner that lived and stepped on while shards did not hear of it.
+
+    Attributes:
+        who: The learner.
+        cut_at: When a shard had last heard of it.
+        back_at: When every shard counted on it again; ``None``: none did before its end.
+        steps: Its own steps meanwhile.
+        rounds_merged: The rounds that were merged meanwhile; ``rounds_missed``: without it.
+        lost_steps: For each other learner that lived: steps that it lost meanwhile.
+    """
+
+    who: str
+    cut_at: float
+    back_at: float | None
+    steps: int
+    rounds_merged: int
+    rounds_missed: int
+    lost_steps: dict[str, int]
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it was cut off; ``None``: to its end."""
+        return None if self.back_at is None else self.back_at - self.cut_at
+
+
+@dataclass(slots=True)
+class ProcessLife:
+    """One life of a process, from its start record to its last record.
+
+    Attributes:
+        steps_at: When it finished each step, ``step_tokens`` of how many tokens, and ``holds`` from
+            ``Hold`` to ``Release`` (infinity: never; synchronous baselines only): of a whole tape.
+        spawned_at: When the launcher started the process, before its first record.
+        ended_at: When the process ended, if that is on the tape.
+        crashed: It ended otherwise than at the end of the run or on purpose.
+        over: The run was over for it.
+        ledger: What became of the tokens that it was trained on.
+        steps: Its steps, and ``tokens`` of these, as far as its own tape tells.
+        told: The most steps and tokens of it that a shard heard of.
+        overwritten: Of a life that only the shards tell of, the fragment tokens that merged
+            fragments have overwritten; ``None``: ``ledger`` knows more.
+    """
+
+    started_at: float
+    last_at: float
+    steps_at: list[float] = field(default_factory=list)
+    ready_at: float | None = None
+    over: bool = False
+    spawned_at: float | None = None
+    ended_at: float | None = None
+    crashed: bool = False
+    step_tokens: list[int] = field(default_factory=list)
+    holds: list[tuple[float, float]] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+    steps: int = 0
+    tokens: int = 0
+    told: tuple[int, int] = (0, 0)
+    overwritten: int | None = None
+
+    @property
+    def began_at(self) -> float:
+        """When the process was started, as far as the tape says."""
+        return self.started_at if self.spawned_at is None else self.spawned_at
+
+    @property
+    def unrecorded(self) -> tuple[int, int]:
+        """Steps and tokens that shards heard of, and that it did not live to write down."""
+        return (max(0, self.told[0] - self.steps), max(0, self.told[1] - self.tokens))
+
+    def holds_between(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """The holds that reach into this time, cut off at its ends, in order."""
+        first = max(0, bisect.bisect_right(self.holds, (begin, math.inf)) - 1)
+        cut = []
+        for a, b in self.holds[first:]:
+            if a >= end:
+                break
+            if b > begin:
+                cut.append((max(a, begin), min(b, end)))
+        return cut
+
+
+@dataclass
+class LearnerLog:
+    """One learner, over all shards and lives.
+
+    Attributes:
+        lives: Of its own tape; as the shards heard of them where that is elsewhere.
+        epoch: Its newest life, counted by the coordinator.
+        process: What the launcher and its own tape say of its process: ``""`` (nothing),
+            ``joining``, ``training``, ``restarting``, ``down``, ``finished``.
+        down_at: When its process ended, until it is back.
+        left: What its newest life said when it left on purpose.
+        cut_from: The shards that no longer count on it, since ``cut_at``, while it is not down.
+        steps_of: Own steps of each epoch, as reported; `tokens_of` and `discarded_of` likewise.
+        discarded: Fragment-tokens discarded, by mode and reason, from its own tape.
+        recoveries: How each of its processes came by its state, from its own tape.
+        reasons: How many merged rounds it was in, or why not.
+        tokens_counted: Of its tokens, what the total of the run holds.
+        accepted: For each shard, how many rounds it had merged when this learner was last in one.
+        evictions: When which shard no longer counted on it, and why: of a whole tape.
+        disturbed: From when to when a fault on purpose kept it from stepping.
+    """
+
+    name: str
+    lives: list[ProcessLife] = field(default_factory=list)
+    epoch: int = 0
+    process: str = ""
+    has_tape: bool = False
+    down_at: float | None = None
+    left: str = ""
+    cut_from: set[str] = field(default_factory=set)
+    cut_at: float = 0.0
+    seen_at: float | None = None
+    stepped_at: float | None = None
+    steps_of: dict[int, int] = field(default_factory=dict)
+    tokens_of: dict[int, int] = field(default_factory=dict)
+    discarded_of: dict[int, int] = field(default_factory=dict)
+    life_of: dict[int, ProcessLife] = field(default_factory=dict)
+    rate: Rate = field(default_factory=Rate)
+    tokens_counted: int = 0
+    loss: float | None = None
+    losses: list[LossPoint] = field(default_factory=list)
+    losses_not_finite: int = 0
+    discarded: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes_up: int = 0
+    recoveries: list[Recovered] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
+    accepted_at: float | None = None
+    accepted_step: int | None = None
+    accepted: dict[str, int] = field(default_factory=dict)
+    evictions: list[tuple[float, str, str]] = field(default_factory=list)
+    outages: list[Outage] = field(default_factory=list)
+    cuts: list[CutOff] = field(default_factory=list)
+    disturbed: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def afar(self) -> bool:
+        """Whether its tape is not here, and all this is what the shards heard of it."""
+        return not self.has_tape
+
+    def count(self, reason: str) -> None:
+        """One more merged round."""
+        self.reasons[reason] += 1
+        self.recent.append(reason)
+
+    @property
+    def steps(self) -> int:
+        """Own steps of all lives, as far as the syncer or its own tape knows."""
+        own = sum(life.steps + life.unrecorded[0] for life in self.lives)
+        return max(sum(self.steps_of.values()), own)
+
+    @property
+    def steps_unrecorded(self) -> int:
+        """Those that only the shards have heard of: their process was killed."""
+        return sum(life.unrecorded[0] for life in self.lives)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all lives, as far as the syncer or its own tape knows."""
+        own = sum(life.tokens + life.unrecorded[1] for life in self.lives)
+        return max(sum(self.tokens_of.values()), own)
+
+    @property
+    def discarded_fragment_tokens(self) -> int:
+        """Tokens that were overwritten, summed over fragments: the run's P times too many."""
+        return max(sum(self.discarded_of.values()), sum(self.discarded.values()))
+
+    @property
+    def steps_at(self) -> list[float]:
+        """The instants at which steps were finished."""
+        return [at for life in self.lives for at in life.steps_at]
+
+    @cached_property
+    def step_seconds_median(self) -> float | None:
+        """Median seconds from one step to the next, once the tape is read."""
+        gaps = [b - a for a, b in self._gaps()]
+        return statistics.median(gaps) if gaps else None
+
+    @cached_property
+    def gap_seconds_longest(self) -> float | None:
+        """The longest time from one step to the next within a life: outages are not counted."""
+        return max((b - a for a, b in self._gaps()), default=None)
+
+    def lost_steps(self, since: float, until: float) -> int:
+        """Steps that are missing in gaps that reach into this time; see the head of this file."""
+        median = self.step_seconds_median
+        if not median:
+            return 0
+        gaps, latest_ends = self._long_gaps
+        first = bisect.bisect_right(latest_ends, since)
+        after = bisect.bisect_left(gaps, (until,))
+        found = [(a, b) for a, b in gaps[first:after] if b > since]
+        life = self.lives[-1]
+        last = life.steps_at[-1:]
+        until = until if life.ended_at is None else min(until, life.ended_at)  # it may have left
+        if last and last[0] < until and not life.over:
+            found.append((max(last[0], since), until))
+        found = [gap for gap in found if not self._was_disturbed(*gap)]
+        return sum(round((b - a) / median) - 1 for a, b in found if b - a > GAP_MEDIANS * median)
+
+    def _was_disturbed(self, begin: float, end: float) -> bool:
+        """Whether a gap is a fault of its own, or of the few steps in which that ends."""
+        settling = GAP_MEDIANS * (self.step_seconds_median or 0.0)
+        return any(a < end and begin < b + settling for a, b in self.disturbed)
+
+    @cached_property
+    def _long_gaps(self) -> tuple[list[tuple[float, float]], list[float]]:
+        """The gaps that lose steps, by their beginnings, and for each the latest end so far."""
+        limit = GAP_MEDIANS * (self.step_seconds_median or math.inf)
+        gaps = sorted((a, b) for a, b in self._gaps() if b - a > limit)
+        return gaps, list(accumulate((b for _, b in gaps), max))
+
+    def _gaps(self) -> Iterator[tuple[float, float]]:
+        for life in self.lives:
+            yield from pairwise(life.steps_at)
+
+
+@dataclass(slots=True)
+class Asked:
+    """One pull: when, its name, and why the learner qualified."""
+
+    at: float
+    name: Asking
+    why: str
+
+
+@dataclass(slots=True)
+class RoundLog:
+    """One round.
+
+    Attributes:
+        shard: Name of the shard.
+        life: Of the shard's process, from 1: each counts its rounds anew.
+        opened: What the shard said when it opened; ``None`` on tapes from before it did.
+        asks: The pulls of each learner, in order; a learner that connected anew is asked again.
+        folds: What was folded in, in fold order.
+        fallen: Who was given up before the end, when and why.
+        merging_at: When everything was in and the merge began.
+        finished_at: When it was over; infinity: it is not.
+        live: Who was live when its window closed and connected when it ended, and when each had
+            last reported a step.
+        unreachable: Who was live without a connection.
+        unasked: When those who were not asked reported while it was open.
+        late_reports: When those who were not asked reported their next step.
+        late_bodies: Bodies that came after the end.
+        held_at: When each learner held the new version.
+    """
+
+    shard: str
+    number: int
+    fragment: int
+    opened_at: float
+    opened: RoundOpened | None = None
+    asks: dict[str, list[Asked]] = field(default_factory=dict)
+    folds: dict[Asking, tuple[float, Fold]] = field(default_factory=dict)
+    fallen: dict[str, tuple[float, str]] = field(default_factory=dict)
+    merging_at: float | None = None
+    finished_at: float = math.inf
+    result: RoundFinished | None = None
+    live: dict[str, float | None] = field(default_factory=dict)
+    unreachable: tuple[str, ...] = ()
+    unasked: dict[str, list[float]] = field(default_factory=dict)
+    late_reports: dict[str, float] = field(default_factory=dict)
+    late_bodies: dict[str, float] = field(default_factory=dict)
+    held_at: dict[str, float] = field(default_factory=dict)
+    life: int = 1
+
+    @property
+    def tick(self) -> int | None:
+        """The global step at which it was due."""
+        if self.result is not None:
+            return self.result.tick
+        return None if self.opened is None else self.opened.tick
+
+    @property
+    def outcome(self) -> RoundFinished:
+        """Everything that the shard said of its end, once it is over."""
+        assert self.result is not None, f"round {self.number} of {self.shard} is not over"
+        return self.result
+
+    @property
+    def closed_at(self) -> float | None:
+        """When its window closed, once it is over."""
+        closed = self.outcome.closed_seconds
+        return None if closed is None else self.opened_at + closed
+
+    @property
+    def merged(self) -> bool:
+        """Whether it is over and gave a new version."""
+        return self.result is not None and self.result.verdict == "merged"
+
+    @property
+    def fate(self) -> Fate:
+        """How it ended: one in which nobody had anything new, as at the end, is not given up."""
+        if self.merged:
+            return "merged"
+        return "abandoned" if self.outcome.given_up else "idle"
+
+    def summed_up(self) -> RoundLog:
+        """The same without who was asked, live and late: for runs of thousands of learners."""
+        return RoundLog(
+            self.shard,
+            self.number,
+            self.fragment,
+            self.opened_at,
+            finished_at=self.finished_at,
+            result=self.result,
+            life=self.life,
+        )
+
+
+@dataclass(slots=True)
+class MemberLog:
+    """A live learner as one shard sees it."""
+
+    learner: str
+    epoch: int
+    since: float
+    connected: bool = True
+    step: int = 0
+    offset: int = 0
+    step_seconds: float = 0.0
+    reported_at: float | None = None
+    held: dict[int, Version] = field(default_factory=dict)
+
+    @property
+    def run_step(self) -> int:
+        """s_m: what the shard told it at join, and its own steps since."""
+        return self.offset + self.step
+
+
+@dataclass(slots=True)
+class Stay:
+    """From when to when a learner was live at a shard, and why it came and went."""
+
+    learner: str
+    epoch: int
+    since: float
+    why: str
+    until: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TickLog:
+    """The shard's clock has moved; ``setter`` is the learner whose report moved it.
+
+    ``before`` is ``None`` for the first tick of a shard that was started again: what clock its
+    learners have told it is not on the tape. ``life`` is that of `RoundLog`.
+    """
+
+    at: float
+    clock: int
+    before: int | None
+    live: int
+    setter: str
+    why: str
+    life: int = 1
+
+
+@dataclass
+class ShardLog:
+    """One shard of the syncer.
+
+    Attributes:
+        phase: Of its process and its part of the run.
+        terms: Those that it was granted, in order.
+        clock: As its present life tells; one that was started again may be behind.
+        clock_max: The furthest that any life told: what the coordinator counts of a budget.
+        reports: For each learner the run steps that it reported, and when.
+        greeting: The latest connection that was greeted, accepted or refused at once.
+        moved: Whose run steps the latest reports moved, from where to where; before it, the
+            number of the record that told them.
+        unreported: Finished rounds that wait for the next report of a learner not in them.
+        departed: Who left since the oldest round that is open began, and when.
+        rounds: Those that are over.
+        lost: Rounds that were open when the shard's process ended.
+        folds: By fragment, what was folded for its next version.
+    """
+
+    name: str
+    phase: str = "starting"
+    lives: list[ProcessLife] = field(default_factory=list)
+    terms: list[int] = field(default_factory=list)
+    clock: int = 0
+    clock_max: int = 0
+    heard_at: float | None = None
+    merged: int = 0
+    abandoned: int = 0
+    members: dict[str, MemberLog] = field(default_factory=dict)
+    departed: deque[tuple[float, MemberLog]] = field(default_factory=deque)
+    versions: dict[int, Version] = field(default_factory=dict)
+    open: dict[int, RoundLog] = field(default_factory=dict)
+    rounds: list[RoundLog] = field(default_factory=list)
+    lost: list[RoundLog] = field(default_factory=list)
+    ticks: list[TickLog] = field(default_factory=list)
+    stays: list[Stay] = field(default_factory=list)
+    reports: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    moved: tuple[int, list[tuple[str, int, int]]] = field(default_factory=lambda: (-1, []))
+    last_merged: dict[int, RoundLog] = field(default_factory=dict)
+    unreported: dict[str, list[RoundLog]] = field(default_factory=dict)
+    paths: dict[str, tuple[int, str]] = field(default_factory=dict)
+    folds: dict[int, dict[Asking, tuple[float, Fold]]] = field(default_factory=dict)
+    greeting: tuple[int, Hello] | None = None
+    outages: list[Outage] = field(default_factory=list)
+
+    @property
+    def index(self) -> int:
+        """Its number."""
+        number = self.name.rpartition("-")[2]
+        return int(number) if number.isdigit() else 0
+
+    @property
+    def life(self) -> int:
+        """The number of its present life, from 1."""
+        return max(1, len(self.lives))
+
+    def clock_by(self, at: float) -> int:
+        """Its global step at an instant."""
+        index = bisect.bisect_right(self.ticks, at, key=lambda tick: tick.at)
+        return self.ticks[index - 1].clock if index else 0
+
+    def ticks_of(self, life: int) -> list[TickLog]:
+        """How its clock moved in one of its lives."""
+        return [tick for tick in self.ticks if tick.life == life]
+
+    def clock_setter(self, cause: int | None, clock: int, quorum: int) -> str:
+        """Whose report moved the clock there: the K-th that reached it, if reports moved it."""
+        seq, moved = self.moved
+        reached_now = [name for name, before, step in moved if before < clock <= step]
+        if seq != cause or not reached_now:
+            return ""
+        reached = sum(member.run_step >= clock for member in self.members.values())
+        others = reached - sum(name in self.members for name in reached_now)
+        return reached_now[min(max(quorum - others, 1), len(reached_now)) - 1]
+
+    def reports_of(self, life: int, learner: str) -> list[tuple[int, float]]:
+        """What a learner reported to one of its lives."""
+        starts = [own.started_at for own in self.lives]
+        since = starts[life - 1] if 1 < life <= len(starts) else -math.inf
+        until = starts[life] if life < len(starts) else math.inf
+        return [(step, at) for step, at in self.reports.get(learner, []) if since <= at < until]
