@@ -40,10 +40,9 @@ from decoupled_diloco.observe.run_data import (
     FaultLog,
     LearnerLog,
     ProcessLife,
-    RoundLog,
-    ShardLog,
 )
 from decoupled_diloco.observe.run_model import RunModel, run_of
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.tape import FLUSH_SECONDS, TapeReader
 from decoupled_diloco.protocol.effects import NOTHING_NEW
 from decoupled_diloco.simulate.replay import replay_run

@@ -21,8 +21,8 @@ from decoupled_diloco.observe.run_data import (
     LearnerLog,
     Outage,
     ProcessLife,
-    ShardLog,
 )
+from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.observe.words import ending_in_words
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
 

@@ -52,7 +52,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 from decoupled_diloco.observe.ledger import GivenUp, Name, Open
-from decoupled_diloco.observe.run_data import GAP_MEDIANS, LearnerLog, ProcessLife, RoundLog
+from decoupled_diloco.observe.run_data import GAP_MEDIANS, LearnerLog, ProcessLife
+from decoupled_diloco.observe.shard_data import RoundLog
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.run_model import RunModel

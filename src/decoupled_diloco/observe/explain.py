@@ -9,8 +9,8 @@ from __future__ import annotations
 from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import token_weight
-from decoupled_diloco.observe.run_data import RoundLog, ShardLog
 from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.words import (
     BULLET,
     after,

@@ -23,10 +23,9 @@ from decoupled_diloco.observe.run_data import (
     OUT_OF_REACH,
     TOOK_PART,
     LearnerLog,
-    RoundLog,
-    Stay,
 )
 from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import RoundLog, Stay
 from decoupled_diloco.observe.words import BULLET, listing, many, natural, percent, when
 from decoupled_diloco.protocol.effects import Recovered
 from decoupled_diloco.units import format_bytes, format_count, format_duration

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.explain import name_of, options_in, shards_of
-from decoupled_diloco.observe.run_data import RoundLog, ShardLog, TickLog
 from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog, TickLog
 from decoupled_diloco.observe.words import BULLET, listing, many, natural, when
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.units import format_duration

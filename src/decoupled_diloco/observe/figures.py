@@ -9,32 +9,26 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from markupsafe import Markup
-
 from decoupled_diloco.observe.charts import (
     LETTER,
     Axis,
     Canvas,
+    Chart,
     Frame,
     framed,
-    in_both_widths,
     round_numbers,
 )
-from decoupled_diloco.observe.run_data import LearnerLog, RoundLog, ShardLog
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shapes import (
     averaged,
     learners_in_order,
     loss_limits,
     losses_by_life,
-    rate_typical,
-    rows_of,
-    shards_in_order,
     smoothed,
-    step_rates,
     time_name,
     time_unit,
 )
+from decoupled_diloco.observe.shard_data import RoundLog
 from decoupled_diloco.units import format_count, format_duration
 
 Over = Literal["time", "step", "tokens"]
@@ -44,16 +38,10 @@ COLORS = 6
 """So many learners have colours of their own, ``c0`` to ``c5``; then they begin again."""
 
 LANES_MAX = 64
-"""The timeline shows no more learners and shards than this, each."""
+"""The chart of participation shows no more learners than this."""
 
 RAW_LEARNERS_MAX = 6
 """Single steps are drawn behind the smoothed lines of so many learners."""
-
-ROUNDS_MAX = 1500
-"""A shard's lane shows no more rounds than this one by one; of more, as many evenly chosen."""
-
-ENDING_FAULTS = ("kill", "crash", "vanish")
-"""Faults that end a process: the timeline shows what follows from them."""
 
 ROUND_PARTS = (
     ("quorum", "until the quorum was there"),
@@ -123,7 +111,7 @@ def _last_step(run: RunModel) -> int:
     return max((run.global_step, *losses, *measured))
 
 
-def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Markup | None:
+def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart | None:
     """Losses of global weights on held-out data, of one run or several; ``None``: there are none.
 
     Args:
@@ -165,9 +153,7 @@ def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Markup
         f"in {len(points)} evaluations"
         for name, _, points in lines
     )
-    return in_both_widths(
-        f"Loss of the global weights over {widest.label}: {told}.", _loss_height, draw
-    )
+    return Chart(f"Loss of the global weights over {widest.label}: {told}.", _loss_height, draw)
 
 
 def _label_ends(
@@ -186,7 +172,7 @@ def _label_ends(
         canvas.text(x - 2, below if number else above, text, f"value {css}", "end")
 
 
-def learner_losses_chart(run: RunModel, over: Over) -> Markup | None:
+def learner_losses_chart(run: RunModel, over: Over) -> Chart | None:
     """Every learner's training loss; ``None``: there is none."""
     learners = [learner for learner in learners_in_order(run) if learner.losses]
     if not learners:
@@ -220,10 +206,10 @@ def learner_losses_chart(run: RunModel, over: Over) -> Markup | None:
 
     ends = ", ".join(f"{name} {line[-1]:.3f}" for (name, _), (_, _, line) in lines.items())
     label = f"Training loss of each learner over {place.label}; smoothed, at the end: {ends}."
-    return in_both_widths(label, _loss_height, draw)
+    return Chart(label, _loss_height, draw)
 
 
-def mean_losses_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Markup | None:
+def mean_losses_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart | None:
     """Training losses of several runs, each run's learners smoothed into one line."""
     lines = []
     for name, run in runs:
@@ -251,7 +237,7 @@ def mean_losses_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Marku
 
     told = ", ".join(f"{name} {line[-1]:.3f}" for name, _, _, line in lines)
     label = f"Training loss over {widest.label}, smoothed; at the end: {told}."
-    return in_both_widths(label, _loss_height, draw)
+    return Chart(label, _loss_height, draw)
 
 
 def _loss_height(narrow: bool) -> float:
@@ -285,157 +271,10 @@ def _shade_outages(canvas: Canvas, frame: Frame, run: RunModel) -> None:
         canvas.rect(begin, top, max(1.0, end - begin), bottom - top, "shade", title)
 
 
-# ---- who did what, when
-
-
-def timeline_chart(run: RunModel) -> Markup | None:
-    """One lane per learner and shard; ``None``: there is neither."""
-    learners = learners_in_order(run)[:LANES_MAX]
-    shards = shards_in_order(run)[:LANES_MAX]
-    members: list[LearnerLog | ShardLog] = [*learners, *shards]
-    count = len(learners) + len(shards)
-    if not count:
-        return None
-    lane_height = 28.0 if count <= 24 else 16.0
-    colors = colors_of(run)
-
-    def draw(canvas: Canvas) -> None:
-        letters = 10 if canvas.narrow else 15
-        longest = max(len(member.name) for member in members)
-        left = 10 + LETTER * min(letters, longest)
-        unit, name = time_unit(run.duration)
-        x = Axis(0.0, run.duration or 1.0, left, canvas.width - 12)
-        bottom = 10 + lane_height * count
-        for tick in round_numbers(0.0, run.duration / unit, 4 if canvas.narrow else 9):
-            canvas.add("path", d=f"M{x(tick * unit):.1f} 6V{bottom:.1f}", css="grid")
-            canvas.text(x(tick * unit), bottom + 16, f"{tick:g}", "tick", "middle")
-        label = f"{time_name(run)} [{name}]"
-        canvas.text((left + canvas.width - 12) / 2, bottom + 32, label, "name", "middle")
-        fastest = max(map(rate_typical, learners), default=0.0)
-        for lane, member in enumerate(members):
-            top = 10 + lane_height * lane + 3
-            shown = member.name if len(member.name) <= letters else member.name[: letters - 1] + "…"
-            canvas.text(left - 6, top + lane_height / 2 + 1, shown, "lane", "end")
-            at = _Lane(canvas, x, top, lane_height - 6)
-            if isinstance(member, LearnerLog):
-                color = colors[member.name]
-                _draw_learner(at, run, member, fastest, color)
-            else:
-                _draw_rounds(at, member)
-            _draw_outages(at, run, member)
-            _draw_faults(at, run, member.name)
-        for fault in run.faults:
-            if fault.target not in {member.name for member in members}:
-                title = f"{fault.kind} {fault.target} at {fault.begin:.1f} s"
-                down = f"M{x(fault.begin):.1f} 6V{bottom:.1f}"
-                canvas.add("path", title=title, d=down, css="befalls")
-
-    told = f"{len(run.trained)} learners and {len(run.shards)} shards"
-    faults = f"{len(run.outages)} outages" if run.outages else "no outage"
-    label = f"Who did what, when: {told} over {format_duration(run.duration)}, {faults}."
-    return in_both_widths(label, lambda _: 10 + lane_height * count + 38, draw)
-
-
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    canvas: Canvas
-    x: Axis
-    top: float
-    height: float
-
-    def rect(self, begin: float, end: float, css: str, title: str) -> None:
-        """From one instant to another, at least a pixel wide."""
-        a, b = self.x(begin), self.x(end)
-        self.canvas.rect(a, self.top, max(1.0, b - a), self.height, css, title)
-
-
-def _draw_learner(
-    lane: _Lane,
-    run: RunModel,
-    learner: LearnerLog,
-    fastest: float,
-    color: str,
-) -> None:
-    """The rate of stepping as a height; what else it did as a pattern."""
-    own = run.account.learners[learner.name]
-    for span in own.spans:
-        if span.doing in ("waiting", "joining"):
-            seconds = format_duration(span.end - span.begin)
-            lane.rect(span.begin, span.end, span.doing, f"{learner.name} {span.doing} {seconds}")
-    bins = max(1, round((lane.x.end - lane.x.begin) / 3))
-    edges = [run.duration * number / bins for number in range(bins + 1)]
-    base = lane.top + lane.height
-    outline: list[tuple[float, float]] = []
-    for (begin, end), rate in zip(pairwise(edges), step_rates(learner, edges), strict=True):
-        if rate:
-            height = lane.height * min(1.0, rate / fastest if fastest else 1.0)
-            outline += [(lane.x(begin), base - height), (lane.x(end), base - height)]
-        elif outline:
-            lane.canvas.area(_corners(outline), base, f"steps {color}")
-            outline = []
-    lane.canvas.area(_corners(outline), base, f"steps {color}")
-
-
-def _corners(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same outline without points that lie in the middle of a level stretch."""
-    return [
-        point
-        for index, point in enumerate(points)
-        if index in (0, len(points) - 1)
-        or abs(points[index - 1][1] - point[1]) > 0.05
-        or abs(points[index + 1][1] - point[1]) > 0.05
-    ]
-
-
-def _draw_rounds(lane: _Lane, shard: ShardLog) -> None:
-    """A short bar from each round's opening to its end; rounds that overlap lie in rows."""
-    step = max(1, -(-len(shard.rounds) // ROUNDS_MAX))
-    rounds = shard.rounds[::step]
-    rows = rows_of(rounds)
-    height = lane.height / (max(rows, default=0) + 1)
-    for fate in ("idle", "merged", "abandoned"):
-        bars = [
-            (
-                lane.x(r.opened_at),
-                lane.top + row * height + 0.5,
-                max(0.6, lane.x(r.finished_at) - lane.x(r.opened_at)),
-                height - 1,
-            )
-            for r, row in zip(rounds, rows, strict=True)
-            if r.fate == fate
-        ]
-        lane.canvas.rects(bars, fate)
-
-
-def _draw_outages(lane: _Lane, run: RunModel, member: LearnerLog | ShardLog) -> None:
-    middle = lane.top + lane.height / 2
-    for outage in member.outages:
-        up_at = outage.restarted_at if outage.restarted_at is not None else run.duration
-        title = f"{outage.who} {outage.how} at {outage.down_at:.1f} s"
-        lane.rect(outage.down_at, up_at, "down", title)
-        x = lane.x(outage.down_at)
-        lane.canvas.add("path", d=f"M{x - 4:.1f} {middle - 4:.1f}l8 8m0 -8l-8 8", css="cross")
-        if outage.back_at is not None:
-            x = lane.x(outage.back_at)
-            lane.canvas.add(
-                "path", d=f"M{x - 3:.1f} {middle - 5:.1f}l8 5l-8 5z", css="back", title="back"
-            )
-
-
-def _draw_faults(lane: _Lane, run: RunModel, name: str) -> None:
-    """Faults of a process that it lives through; others are outages."""
-    for fault in run.faults:
-        at = fault.begin
-        if fault.target == name and fault.kind not in ENDING_FAULTS:
-            path = f"M{lane.x(at) - 5:.1f} {lane.top - 1:.1f}h10l-5 8z"
-            title = f"{fault.kind} {name} at {at:.1f} s"
-            lane.canvas.add("path", title=title, d=path, css="fault")
-
-
 # ---- rounds
 
 
-def participation_chart(run: RunModel) -> Markup | None:
+def participation_chart(run: RunModel) -> Chart | None:
     """Which share of each stretch of merged rounds every learner was in; ``None``: no round."""
     rounds = _merged_in_order(run)
     learners = learners_in_order(run)[:LANES_MAX]
@@ -469,7 +308,7 @@ def participation_chart(run: RunModel) -> Markup | None:
 
     told = ", ".join(f"{a.name} {100 * (run.participation_of(a) or 0):.0f} %" for a in learners)
     label = f"Share of merged rounds that each learner took part in: {told}."
-    return in_both_widths(label, lambda _: 4 + height * len(learners) + 36, draw)
+    return Chart(label, lambda _: 4 + height * len(learners) + 36, draw)
 
 
 def level_of(share: float) -> int:
@@ -494,7 +333,7 @@ def round_parts(r: RoundLog) -> tuple[float, float, float, float]:
     return (parts[0], parts[1], parts[2], parts[3])
 
 
-def round_parts_chart(run: RunModel) -> Markup | None:
+def round_parts_chart(run: RunModel) -> Chart | None:
     """What the time of merged rounds went to, over the run; ``None``: no round was merged."""
     rounds = _merged_in_order(run)
     if not rounds:
@@ -525,7 +364,7 @@ def round_parts_chart(run: RunModel) -> Markup | None:
         for (name, _), mean in zip(ROUND_PARTS, means, strict=True)
     )
     label = f"Mean parts of {len(rounds)} merged rounds over the run: {told}."
-    return in_both_widths(label, lambda narrow: 230 if narrow else 260, draw)
+    return Chart(label, lambda narrow: 230 if narrow else 260, draw)
 
 
 def _mean_parts(

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe import figures, tables
 from decoupled_diloco.observe.accounts import TIME_PARTS
+from decoupled_diloco.observe.charts import DARK, LIGHT, Chart
 from decoupled_diloco.observe.records import FOLDER_NAME
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import absences, totals
+from decoupled_diloco.observe.timeline import TIMELINE_KEYS, timeline_chart
 from decoupled_diloco.observe.words import listing, natural
 
 LEGEND_MAX = 12
@@ -52,9 +53,9 @@ def write_report(
     """
     run = source if isinstance(source, RunModel) else read_run(source)
     if out_png is not None:
-        from decoupled_diloco.observe import plots  # matplotlib takes a second to import
+        from decoupled_diloco.observe.images import save_png  # matplotlib takes a second to import
 
-        write_whole(Path(out_png), lambda path: plots.save_png(run, path))
+        write_whole(Path(out_png), lambda path: save_png(run, path))
     if out_html is not None:
         folder = Path(out_html).parent if isinstance(source, RunModel) else Path(source)
         page = render_report(run, settings_near(folder))
@@ -83,7 +84,8 @@ def render_report(run: RunModel, settings: str | None = None) -> str:
             losses=_losses(run),
             legend=list(figures.colors_of(run).items())[:LEGEND_MAX],
             unnamed=max(0, len(names) - LEGEND_MAX),
-            timeline=figures.timeline_chart(run),
+            timeline=timeline_chart(run),
+            timeline_keys=TIMELINE_KEYS,
             bars=tables.time_bars(run.account, names),
             time_parts=TIME_PARTS,
             participation=figures.participation_chart(run),
@@ -99,13 +101,15 @@ def render_report(run: RunModel, settings: str | None = None) -> str:
 
 def page_maker() -> Environment:
     """Makes pages from the templates beside this file; whatever is put in is escaped."""
-    return Environment(
+    maker = Environment(
         loader=PackageLoader("decoupled_diloco.observe", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    maker.globals |= {"light": LIGHT, "dark": DARK}
+    return maker
 
 
 def name_of(run: RunModel) -> str:
@@ -119,8 +123,8 @@ class LossCharts:
 
     over: str
     name: str
-    evaluation: Markup | None
-    learners: Markup | None
+    evaluation: Chart | None
+    learners: Chart | None
 
 
 def _losses(run: RunModel) -> list[LossCharts]:

@@ -23,6 +23,7 @@ from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.observe.absences import find_absences
 from decoupled_diloco.observe.accounts import RunAccount, account_for
 from decoupled_diloco.observe.acting import Acting, is_learner, is_shard
+from decoupled_diloco.observe.learner_fold import LearnerFold
 from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
@@ -32,13 +33,10 @@ from decoupled_diloco.observe.run_data import (
     Evaluation,
     FaultLog,
     LearnerLog,
-    LossPoint,
     Outage,
     ProcessLife,
     Rate,
     Remark,
-    RoundLog,
-    ShardLog,
 )
 from decoupled_diloco.observe.samples import (
     BytesMoved,
@@ -47,7 +45,6 @@ from decoupled_diloco.observe.samples import (
     Evaluated,
     FaultEnded,
     FaultInjected,
-    LossMeasured,
     ProcessEnded,
     ProcessStarted,
     RestartScheduled,
@@ -56,10 +53,10 @@ from decoupled_diloco.observe.samples import (
     WeightsSaved,
     WentBack,
 )
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.shard_fold import ShardFold
 from decoupled_diloco.observe.words import ending_in_words, note_in_words, subjects_of
 from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.units import format_duration
 
@@ -134,13 +131,14 @@ class RunModel:
         self.left_out: Counter[str] = Counter()
         self.problems: list[str] = []
         self._bytes: dict[str, dict[int, BytesMoved]] = {}
-        self._fragments = 0
+        self.fragments_seen = 0
         self._acting = Acting()
         self._told: dict[str, float] = {}
         self._new: list[Remark] = []
         self._listener = listener
         self._looks_at = LOOKED_AT | (listener.looks_at if listener else frozenset())
-        self._shards = ShardFold(self)
+        self._learners = LearnerFold(self)
+        self._shards = ShardFold(self, self._learners)
 
     # ---- what follows from it
 
@@ -183,7 +181,7 @@ class RunModel:
     def fragments(self) -> int:
         """P, from the run's settings, or as far as learners have told; 0: it is not known."""
         told = self.settings_of("sync").get("fragments")
-        return max(told if isinstance(told, int) else 0, self._fragments)
+        return max(told if isinstance(told, int) else 0, self.fragments_seen)
 
     @property
     def rounds_merged(self) -> int:
@@ -294,7 +292,7 @@ class RunModel:
         if record.type in self._looks_at and _matters(record):
             self._decode(record, at, life)
         elif record.type == "SendBody" and life is not None and self.whole:
-            self._sent(life, record)
+            self._learners.sent(life, record)
         return self._new
 
     def _decode(self, record: Record, at: float, life: ProcessLife | None) -> None:
@@ -308,7 +306,7 @@ class RunModel:
         if is_shard(record.who):
             self._shards.take(self.shards[record.who], record, at, value)
         elif record.who in self.learners and life is not None:
-            self._learner_record(self.learners[record.who], life, record, at, value)
+            self._learners.take(self.learners[record.who], life, record, at, value)
         self._anybody(record, at, value)
 
     def leave_out(self, record: Record, at: float, why: str) -> None:
@@ -380,62 +378,6 @@ class RunModel:
         tokens = learner.tokens
         self.tokens += tokens - learner.tokens_counted
         learner.tokens_counted = tokens
-
-    # ---- the records of learners
-
-    def _learner_record(
-        self, learner: LearnerLog, life: ProcessLife, record: Record, at: float, value: Any
-    ) -> None:
-        match value:
-            case fact.StepFinished(tokens):
-                self._stepped(learner, life, at, tokens)
-            case LossMeasured(_, global_step, _, loss):
-                self.measured(learner, record, at, global_step, loss)
-            case do.Apply(fragment, _, mode, discarded, why):
-                self._fragments = max(self._fragments, fragment + 1)
-                if discarded:
-                    learner.discarded[(mode, why)] += discarded
-            case do.Ready():
-                life.ready_at = at if life.ready_at is None else life.ready_at
-                learner.process, learner.stepped_at = "training", at
-                self.tell_joined(learner, record, at)
-            case do.EndTraining() | do.RunOver():
-                life.over, learner.process = True, "finished"
-                if isinstance(value, do.EndTraining):
-                    self.remark(record, at, "", "the budget is spent: the closing rounds begin")
-            case do.Recovered():
-                learner.recoveries.append(value)
-        if self.whole:
-            _keep_books(life, at, value)
-
-    def _stepped(self, learner: LearnerLog, life: ProcessLife, at: float, tokens: int) -> None:
-        life.steps += 1
-        life.tokens += tokens
-        learner.stepped_at, learner.process = at, "training"
-        self.count_tokens(learner)
-        learner.rate.add(at, learner.tokens)
-        self.token_rate.add(self.duration, self.tokens)
-
-    def measured(
-        self, learner: LearnerLog, record: Record, at: float, step: int, loss: float | None
-    ) -> None:
-        """A learner's loss, ``None`` or huge if it is not finite."""
-        learner.loss = None if loss is None or abs(loss) >= LOSS_MAX else loss
-        if learner.loss is None:
-            learner.losses_not_finite += 1
-            text = f"the loss of {learner.name} is not finite: it has diverged"
-            self.remark(record, at, learner.name, text)
-        elif self.whole:
-            learner.losses.append(LossPoint(at, step, learner.loss))
-
-    def _sent(self, life: ProcessLife, record: Record) -> None:
-        """Of what was sent only this much matters."""
-        try:
-            ask = record.data["ask"]
-            name = (int(ask["term"]), int(ask["number"]))
-            life.ledger.sent(int(record.data["fragment"]), name, int(record.data["tokens"]))
-        except (KeyError, TypeError, ValueError) as error:
-            self.left_out[f"{record.who}: SendBody: {error!r}"] += 1
 
     # ---- the records of the launcher, and of anybody
 
@@ -556,17 +498,6 @@ class RunModel:
         subject = record.who if text.startswith("it ") else next(iter(names), "")
         self.remark(record, at, subject, note_in_words(record.who, text, why))
 
-    def tell_joined(self, learner: LearnerLog, record: Record, at: float) -> None:
-        """Says that a learner trains from now on."""
-        text, down_at = f"{learner.name} joined", learner.down_at
-        if down_at is not None:
-            away = format_duration(at - down_at)
-            text = f"{learner.name} is back, {away} after it went down"
-        elif learner.afar and len(learner.lives) > 1:
-            text = f"{learner.name} is back"
-        learner.down_at = None
-        self.remark(record, at, learner.name, text)
-
     def remark(self, record: Record, at: float, subject: str, text: str) -> None:
         """Notes what is worth a line, unless there is none or it was told just before."""
         if not text:
@@ -617,33 +548,6 @@ def run_of(
         for why, count in model.left_out.items()
     ]
     return model
-
-
-def _keep_books(life: ProcessLife, at: float, value: Any) -> None:
-    """What only a whole tape is read for: each step, and what became of its tokens."""
-    match value:
-        case fact.StepFinished(tokens):
-            life.steps_at.append(at)
-            life.step_tokens.append(tokens)
-            life.ledger.stepped(tokens)
-        case fact.Began(kept=kept):
-            for own in kept:
-                life.ledger.restored(own.fragment, _named(own.version), own.tokens)
-        case do.Apply(fragment, version, mode, discarded, why):
-            life.ledger.applied(fragment, mode, discarded, why)
-            life.ledger.holds(fragment, _named(version))
-        case do.Relabel(fragment, version, staged=staged):
-            life.ledger.renamed(fragment, staged=staged)
-            if not staged:
-                life.ledger.holds(fragment, _named(version))
-        case do.Hold():
-            life.holds.append((at, math.inf))
-        case do.Release() if life.holds:
-            life.holds[-1] = (life.holds[-1][0], at)
-
-
-def _named(version: Any) -> tuple[int, int]:
-    return (version.term, version.counter)
 
 
 def _matters(record: Record) -> bool:

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from decoupled_diloco.observe.run_data import LearnerLog, LossPoint, RoundLog, ShardLog
+from decoupled_diloco.observe.run_data import LearnerLog, LossPoint
 from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.words import natural
 
 SMOOTHING_STEPS_MIN = 12

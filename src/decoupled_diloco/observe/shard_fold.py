@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from decoupled_diloco.observe.learner_fold import LearnerFold
 from decoupled_diloco.observe.records import SECONDS_MAX, Record
 from decoupled_diloco.observe.run_data import (
     AWAY,
@@ -12,15 +13,10 @@ from decoupled_diloco.observe.run_data import (
     NOT_ASKED,
     OUT_OF_REACH,
     TOOK_PART,
-    Asked,
     LearnerLog,
-    MemberLog,
     ProcessLife,
-    RoundLog,
-    ShardLog,
-    Stay,
-    TickLog,
 )
+from decoupled_diloco.observe.shard_data import Asked, MemberLog, RoundLog, ShardLog, Stay, TickLog
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
@@ -46,14 +42,14 @@ LEFT_AT_THE_END = "left: the run is over"
 class ShardFold:
     """Takes in the records of shards."""
 
-    def __init__(self, model: RunModel) -> None:
-        self._model = model
+    def __init__(self, run: RunModel, learners: LearnerFold) -> None:
+        self._run, self._learners = run, learners
 
     def started(self, shard: ShardLog, at: float) -> None:
         """A new life: it knows nobody, and what was open is nobody's any more."""
         for member in shard.members.values():
             self._leave(shard, member, at, f"{shard.name} was started again")
-        for learner in self._model.learners.values():
+        for learner in self._run.learners.values():
             learner.cut_from.discard(shard.name)
         shard.lost += list(shard.open.values())
         self._forget(shard.lost)
@@ -63,7 +59,7 @@ class ShardFold:
         shard.folds.clear()
         shard.unreported.clear()
         shard.greeting, shard.moved, shard.phase = None, (-1, []), "starting"
-        self._model.clock_rate.clear()  # it may have to make up for what it has forgotten
+        self._run.clock_rate.clear()  # it may have to make up for what it has forgotten
 
     def take(self, shard: ShardLog, record: Record, at: float, value: Any) -> None:
         """Takes one record in."""
@@ -77,7 +73,7 @@ class ShardFold:
             case fact.Ordered(say.EndOrdered()):
                 shard.phase = "closing"
             case fact.Greeted(_, say.Hello(learner=name, role="observer")):
-                self._model.observe_only(name)
+                self._run.observe_only(name)
             case fact.Greeted(connection, hello):
                 shard.greeting = (connection, hello)
             case do.Accept(connection, name, epoch, why):
@@ -104,7 +100,7 @@ class ShardFold:
                 self._message(shard, record, at, value)
 
     def _message(self, shard: ShardLog, record: Record, at: float, value: Any) -> None:
-        learners = self._model.learners
+        learners = self._run.learners
         match value:
             case fact.Said(learner, say.Holding() | say.Leave()) if learner not in learners:
                 pass  # an observer
@@ -123,7 +119,7 @@ class ShardFold:
                 if self._of(shard, learner, at).epoch in (0, learners[learner].epoch):
                     learners[learner].left = reason
             case fact.BodyArrived(learner=learner, nbytes=nbytes):
-                self._model.learner(learner).bytes_up += nbytes
+                self._run.learner(learner).bytes_up += nbytes
                 self._seen(learner, at)
                 for round in shard.rounds[-LATE_REPORTS_MAX:]:
                     if any(p.ask == value.ask for p in round.outcome.participants):
@@ -145,7 +141,7 @@ class ShardFold:
         self, shard: ShardLog, record: Record, at: float, accept: tuple[int, str, int, str]
     ) -> None:
         connection, name, epoch, why = accept
-        if name in self._model.observers:
+        if name in self._run.observers:
             return
         hello = shard.greeting[1] if shard.greeting and shard.greeting[0] == connection else None
         self._seen(name, at)
@@ -156,7 +152,7 @@ class ShardFold:
         if member is None:
             member = shard.members[name] = MemberLog(name, epoch, at)
             shard.stays.append(Stay(name, epoch, at, why))
-        learner = self._model.learner(name)
+        learner = self._run.learner(name)
         if epoch > learner.epoch:
             learner.epoch, learner.left = epoch, ""
             learner.cut_from.clear()
@@ -179,16 +175,16 @@ class ShardFold:
             if not learner.cut_from and learner.process == "training":
                 away = format_duration(at - learner.cut_at)
                 text = f"{learner.name} is live again, {away} after it was not"
-                self._model.remark(record, at, learner.name, text)
+                self._run.remark(record, at, learner.name, text)
 
     def _evicted(self, shard: ShardLog, name: str, at: float, reason: str) -> None:
         member = shard.members.pop(name, None)
         if member is not None:
             self._leave(shard, member, at, reason)
-        learner = self._model.learners.get(name)
+        learner = self._run.learners.get(name)
         if learner is None:
             return
-        if self._model.whole:
+        if self._run.whole:
             learner.evictions.append((at, shard.name, reason))
         learner.cut_at = learner.cut_at if learner.cut_from else at
         learner.cut_from.add(shard.name)
@@ -198,7 +194,7 @@ class ShardFold:
     def _finished(self, shard: ShardLog) -> None:
         shard.phase = "finished"
         for name in shard.members:
-            _is_over(self._model.learner(name))
+            _is_over(self._run.learner(name))
 
     def _leave(self, shard: ShardLog, member: MemberLog, at: float, reason: str) -> None:
         oldest = min((round.opened_at for round in shard.open.values()), default=at)
@@ -209,11 +205,11 @@ class ShardFold:
             if stay.learner == member.learner and stay.until is None:
                 stay.until, stay.reason = at, reason
                 break
-        if not self._model.whole:
+        if not self._run.whole:
             shard.stays = [stay for stay in shard.stays if stay.until is None]
 
     def _seen(self, name: str, at: float) -> None:
-        learner = self._model.learner(name)
+        learner = self._run.learner(name)
         learner.seen_at = max(at, learner.seen_at or at)
 
     # ---- steps
@@ -233,15 +229,15 @@ class ShardFold:
             self._report(shard, record, at, member, report)
             moved.append((name, before, member.run_step))
         shard.moved = (record.seq, moved)
-        self._model.token_rate.add(self._model.duration, self._model.tokens)
+        self._run.token_rate.add(self._run.duration, self._run.tokens)
 
     def _report(
         self, shard: ShardLog, record: Record, at: float, member: MemberLog, report: say.StepReport
     ) -> None:
-        name, learner = member.learner, self._model.learner(member.learner)
+        name, learner = member.learner, self._run.learner(member.learner)
         member.step, member.reported_at = max(member.step, report.step), at
         member.step_seconds = report.seconds or member.step_seconds
-        if self._model.keep == "details":
+        if self._run.keep == "details":
             shard.reports.setdefault(name, []).append((member.run_step, at))
         self._seen(name, at)
         for table, value in (
@@ -255,7 +251,7 @@ class ShardFold:
         elif learner.lives:
             life = learner.lives[-1]
             life.told = (max(life.told[0], report.step), max(life.told[1], report.tokens))
-        self._model.count_tokens(learner)
+        self._run.count_tokens(learner)
         if learner.afar:
             learner.rate.add(at, learner.tokens)
         for round in shard.unreported.pop(name, ()):
@@ -281,16 +277,16 @@ class ShardFold:
         if life.ready_at is None:
             life.ready_at = at
             learner.process = "training"
-            self._model.tell_joined(learner, record, at)
+            self._learners.tell_joined(learner, record, at)
         if report.loss is not None:
-            step = self._model.global_step
-            self._model.measured(learner, record, at, step, report.loss)
+            step = self._run.global_step
+            self._learners.measured(learner, record, at, step, report.loss)
 
     def _note_steps(
         self, life: ProcessLife, at: float, steps: int, tokens: int, seconds: float
     ) -> None:
         life.last_at = at
-        if self._model.whole:
+        if self._run.whole:
             since = life.steps_at[-1] if life.steps_at else life.started_at
             if not life.steps_at:
                 since = max(since, at - steps * seconds)
@@ -304,7 +300,7 @@ class ShardFold:
     def _ticked(
         self, shard: ShardLog, record: Record, at: float, clock: int, live: int, why: str
     ) -> None:
-        quorum = int(self._model.settings_of("sync").get("quorum", 1))
+        quorum = int(self._run.settings_of("sync").get("quorum", 1))
         setter = shard.clock_setter(record.cause, clock, quorum)
         known = shard.life == 1 or any(tick.life == shard.life for tick in shard.ticks[-1:])
         before = shard.clock if known else None
@@ -313,13 +309,13 @@ class ShardFold:
         life = shard.lives[-1]
         life.ready_at = at if life.ready_at is None else life.ready_at
         shard.clock, shard.clock_max = clock, max(clock, shard.clock_max)
-        self._model.clock_rate.add(at, self._model.step)
+        self._run.clock_rate.add(at, self._run.step)
         if shard.phase not in ("closing", "finished"):
             shard.phase = "running"
 
     def _forget(self, logs: list[Any]) -> None:
         """All but the newest, if not all are to be kept."""
-        if not self._model.whole:
+        if not self._run.whole:
             del logs[:-ROUNDS_MAX]
 
     # ---- rounds
@@ -347,7 +343,7 @@ class ShardFold:
                     shard.open[number].merging_at = at
             case do.RoundFinished(finished_seconds=seconds):
                 if not 0 <= seconds < SECONDS_MAX:
-                    self._model.leave_out(record, at, f"a round of {seconds} s")
+                    self._run.leave_out(record, at, f"a round of {seconds} s")
                 else:
                     self._round_finished(shard, at, value)
 
@@ -361,7 +357,7 @@ class ShardFold:
         _note_who_is_live(shard, round)
         shard.rounds.append(round)
         self._forget(shard.rounds)
-        if self._model.keep == "run" and len(shard.rounds) > LATE_REPORTS_MAX:
+        if self._run.keep == "run" and len(shard.rounds) > LATE_REPORTS_MAX:
             shard.rounds[-LATE_REPORTS_MAX - 1] = shard.rounds[-LATE_REPORTS_MAX - 1].summed_up()
         _note_lateness(shard, round)
         if not round.merged:
@@ -379,7 +375,7 @@ class ShardFold:
         for participant in round.outcome.participants:  # what is folded comes first, and counts
             states.setdefault(participant.learner, participant.state)
         for name, state in states.items():
-            learner = self._model.learner(name)
+            learner = self._run.learner(name)
             if state == "folded":
                 learner.count(TOOK_PART)
                 learner.accepted_at, learner.accepted_step = at, round.outcome.tick
@@ -387,8 +383,8 @@ class ShardFold:
             else:
                 learner.count(LATE if state == "late" else state)
         for name in round.live.keys() - states.keys():
-            self._model.learner(name).count(NOT_ASKED)
-        for name, learner in self._model.learners.items():
+            self._run.learner(name).count(NOT_ASKED)
+        for name, learner in self._run.learners.items():
             if name not in states and name not in round.live:
                 learner.count(OUT_OF_REACH if name in round.unreachable else AWAY)
 

@@ -11,15 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoupled_diloco.observe.accounts import RunAccount
-from decoupled_diloco.observe.run_data import (
-    OUT_OF_REACH,
-    TOOK_PART,
-    LearnerLog,
-    MemberLog,
-    RoundLog,
-    ShardLog,
-)
+from decoupled_diloco.observe.run_data import OUT_OF_REACH, TOOK_PART, LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import MemberLog, RoundLog, ShardLog
 from decoupled_diloco.observe.words import natural
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
 

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount
 from decoupled_diloco.observe.progress import SteadyConsole
-from decoupled_diloco.observe.run_data import CutOff, LearnerLog, Outage, ShardLog
+from decoupled_diloco.observe.run_data import CutOff, LearnerLog, Outage
 from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.observe.words import ABSENT, natural, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 

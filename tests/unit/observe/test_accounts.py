@@ -15,8 +15,9 @@ from decoupled_diloco.observe.accounts import (
     account_for,
 )
 from decoupled_diloco.observe.ledger import MAY_BE_MERGED, TOOK_PART, Ledger
-from decoupled_diloco.observe.run_data import LearnerLog, ProcessLife, RoundLog, ShardLog
+from decoupled_diloco.observe.run_data import LearnerLog, ProcessLife
 from decoupled_diloco.observe.run_model import RunModel, read_run
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
 from decoupled_diloco.protocol.messages import Asking, Version
 from unit.observe.models import model_of

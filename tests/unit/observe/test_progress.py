@@ -7,7 +7,7 @@ from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.progress import ProgressDisplay, SteadyConsole
-from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, Rate, ShardLog
+from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, Rate
 from decoupled_diloco.observe.run_model import RunModel, read_run, run_of
 from decoupled_diloco.observe.samples import (
     Evaluated,
@@ -19,6 +19,7 @@ from decoupled_diloco.observe.samples import (
     RestartScheduled,
     WentBack,
 )
+from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.tape import TapeWriter, read_tape
 from decoupled_diloco.observe.words import note_in_words

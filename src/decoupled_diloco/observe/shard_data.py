@@ -1,0 +1,242 @@
+"""What a `RunModel` remembers of the shards of the syncer, as plain data; see `run_data`."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from decoupled_diloco.observe.run_data import Outage, ProcessLife
+from decoupled_diloco.protocol.effects import Fold, RoundFinished, RoundOpened
+from decoupled_diloco.protocol.messages import Asking, Hello, Version
+
+Fate = Literal["merged", "abandoned", "idle"]
+
+
+@dataclass(slots=True)
+class Asked:
+    """One pull: when, its name, and why the learner qualified."""
+
+    at: float
+    name: Asking
+    why: str
+
+
+@dataclass(slots=True)
+class RoundLog:
+    """One round.
+
+    Attributes:
+        shard: Name of the shard.
+        life: Of the shard's process, from 1: each counts its rounds anew.
+        opened: What the shard said when it opened; ``None`` on tapes from before it did.
+        asks: The pulls of each learner, in order; a learner that connected anew is asked again.
+        folds: What was folded in, in fold order.
+        fallen: Who was given up before the end, when and why.
+        merging_at: When everything was in and the merge began.
+        finished_at: When it was over; infinity: it is not.
+        live: Who was live when its window closed and connected when it ended, and when each had
+            last reported a step.
+        unreachable: Who was live without a connection.
+        unasked: When those who were not asked reported while it was open.
+        late_reports: When those who were not asked reported their next step.
+        late_bodies: Bodies that came after the end.
+        held_at: When each learner held the new version.
+    """
+
+    shard: str
+    number: int
+    fragment: int
+    opened_at: float
+    opened: RoundOpened | None = None
+    asks: dict[str, list[Asked]] = field(default_factory=dict)
+    folds: dict[Asking, tuple[float, Fold]] = field(default_factory=dict)
+    fallen: dict[str, tuple[float, str]] = field(default_factory=dict)
+    merging_at: float | None = None
+    finished_at: float = math.inf
+    result: RoundFinished | None = None
+    live: dict[str, float | None] = field(default_factory=dict)
+    unreachable: tuple[str, ...] = ()
+    unasked: dict[str, list[float]] = field(default_factory=dict)
+    late_reports: dict[str, float] = field(default_factory=dict)
+    late_bodies: dict[str, float] = field(default_factory=dict)
+    held_at: dict[str, float] = field(default_factory=dict)
+    life: int = 1
+
+    @property
+    def tick(self) -> int | None:
+        """The global step at which it was due."""
+        if self.result is not None:
+            return self.result.tick
+        return None if self.opened is None else self.opened.tick
+
+    @property
+    def outcome(self) -> RoundFinished:
+        """Everything that the shard said of its end, once it is over."""
+        assert self.result is not None, f"round {self.number} of {self.shard} is not over"
+        return self.result
+
+    @property
+    def closed_at(self) -> float | None:
+        """When its window closed, once it is over."""
+        closed = self.outcome.closed_seconds
+        return None if closed is None else self.opened_at + closed
+
+    @property
+    def merged(self) -> bool:
+        """Whether it is over and gave a new version."""
+        return self.result is not None and self.result.verdict == "merged"
+
+    @property
+    def fate(self) -> Fate:
+        """How it ended: one in which nobody had anything new, as at the end, is not given up."""
+        if self.merged:
+            return "merged"
+        return "abandoned" if self.outcome.given_up else "idle"
+
+    def summed_up(self) -> RoundLog:
+        """The same without who was asked, live and late: for runs of thousands of learners."""
+        return RoundLog(
+            self.shard,
+            self.number,
+            self.fragment,
+            self.opened_at,
+            finished_at=self.finished_at,
+            result=self.result,
+            life=self.life,
+        )
+
+
+@dataclass(slots=True)
+class MemberLog:
+    """A live learner as one shard sees it."""
+
+    learner: str
+    epoch: int
+    since: float
+    connected: bool = True
+    step: int = 0
+    offset: int = 0
+    step_seconds: float = 0.0
+    reported_at: float | None = None
+    held: dict[int, Version] = field(default_factory=dict)
+
+    @property
+    def run_step(self) -> int:
+        """s_m: what the shard told it at join, and its own steps since."""
+        return self.offset + self.step
+
+
+@dataclass(slots=True)
+class Stay:
+    """From when to when a learner was live at a shard, and why it came and went."""
+
+    learner: str
+    epoch: int
+    since: float
+    why: str
+    until: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TickLog:
+    """The shard's clock has moved; ``setter`` is the learner whose report moved it.
+
+    ``before`` is ``None`` for the first tick of a shard that was started again: what clock its
+    learners have told it is not on the tape. ``life`` is that of `RoundLog`.
+    """
+
+    at: float
+    clock: int
+    before: int | None
+    live: int
+    setter: str
+    why: str
+    life: int = 1
+
+
+@dataclass
+class ShardLog:
+    """One shard of the syncer.
+
+    Attributes:
+        phase: Of its process and its part of the run.
+        terms: Those that it was granted, in order.
+        clock: As its present life tells; one that was started again may be behind.
+        clock_max: The furthest that any life told: what the coordinator counts of a budget.
+        reports: For each learner the run steps that it reported, and when.
+        greeting: The latest connection that was greeted, accepted or refused at once.
+        moved: Whose run steps the latest reports moved, from where to where; before it, the
+            number of the record that told them.
+        unreported: Finished rounds that wait for the next report of a learner not in them.
+        departed: Who left since the oldest round that is open began, and when.
+        rounds: Those that are over.
+        lost: Rounds that were open when the shard's process ended.
+        folds: By fragment, what was folded for its next version.
+    """
+
+    name: str
+    phase: str = "starting"
+    lives: list[ProcessLife] = field(default_factory=list)
+    terms: list[int] = field(default_factory=list)
+    clock: int = 0
+    clock_max: int = 0
+    heard_at: float | None = None
+    merged: int = 0
+    abandoned: int = 0
+    members: dict[str, MemberLog] = field(default_factory=dict)
+    departed: deque[tuple[float, MemberLog]] = field(default_factory=deque)
+    versions: dict[int, Version] = field(default_factory=dict)
+    open: dict[int, RoundLog] = field(default_factory=dict)
+    rounds: list[RoundLog] = field(default_factory=list)
+    lost: list[RoundLog] = field(default_factory=list)
+    ticks: list[TickLog] = field(default_factory=list)
+    stays: list[Stay] = field(default_factory=list)
+    reports: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    moved: tuple[int, list[tuple[str, int, int]]] = field(default_factory=lambda: (-1, []))
+    last_merged: dict[int, RoundLog] = field(default_factory=dict)
+    unreported: dict[str, list[RoundLog]] = field(default_factory=dict)
+    paths: dict[str, tuple[int, str]] = field(default_factory=dict)
+    folds: dict[int, dict[Asking, tuple[float, Fold]]] = field(default_factory=dict)
+    greeting: tuple[int, Hello] | None = None
+    outages: list[Outage] = field(default_factory=list)
+
+    @property
+    def index(self) -> int:
+        """Its number."""
+        number = self.name.rpartition("-")[2]
+        return int(number) if number.isdigit() else 0
+
+    @property
+    def life(self) -> int:
+        """The number of its present life, from 1."""
+        return max(1, len(self.lives))
+
+    def clock_by(self, at: float) -> int:
+        """Its global step at an instant."""
+        index = bisect.bisect_right(self.ticks, at, key=lambda tick: tick.at)
+        return self.ticks[index - 1].clock if index else 0
+
+    def ticks_of(self, life: int) -> list[TickLog]:
+        """How its clock moved in one of its lives."""
+        return [tick for tick in self.ticks if tick.life == life]
+
+    def clock_setter(self, cause: int | None, clock: int, quorum: int) -> str:
+        """Whose report moved the clock there: the K-th that reached it, if reports moved it."""
+        seq, moved = self.moved
+        reached_now = [name for name, before, step in moved if before < clock <= step]
+        if seq != cause or not reached_now:
+            return ""
+        reached = sum(member.run_step >= clock for member in self.members.values())
+        others = reached - sum(name in self.members for name in reached_now)
+        return reached_now[min(max(quorum - others, 1), len(reached_now)) - 1]
+
+    def reports_of(self, life: int, learner: str) -> list[tuple[int, float]]:
+        """What a learner reported to one of its lives."""
+        starts = [own.started_at for own in self.lives]
+        since = starts[life - 1] if 1 < life <= len(starts) else -math.inf
+        until = starts[life] if life < len(starts) else math.inf
+        return [(step, at) for step, at in self.reports.get(learner, []) if since <= at < until]
