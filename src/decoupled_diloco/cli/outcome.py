@@ -7,14 +7,26 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from decoupled_diloco.config import RunConfig
 
+if TYPE_CHECKING:
+    from decoupled_diloco.observe.run_model import RunModel
 
-def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
+
+def tell_outcome(
+    folder: Path, weights: Path | None, console: Console, run: RunModel | None = None
+) -> None:
     """Writes the report of what is on the tape, and prints the summary.
+
+    Args:
+        folder: The run folder.
+        weights: What was trained, if it is written.
+        console: Where to print.
+        run: What the tape tells, if it has been read.
 
     Raises:
         StorageError: the report cannot be written.
@@ -23,7 +35,7 @@ def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
     from decoupled_diloco.observe.summary import print_summary
 
     files = [folder / "report.html", folder / "report.png"]
-    run = write_report(folder, *files)
+    run = write_report(run or folder, *files)
     if weights is not None:
         files.append(weights)
     print_summary(run, files, console)

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from decoupled_diloco.errors import Error
-from decoupled_diloco.observe.reader import Follower
+from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.status import RunStatus, status_of
 from decoupled_diloco.observe.status_view import position, render_training
@@ -59,7 +59,7 @@ class ProgressDisplay:
     It never ends a run: when it fails, it says so once and shows nothing more.
 
     Args:
-        run_folder: The run's folder; its tape need not exist yet.
+        source: A run's folder, whose tape need not exist yet; or a run that is followed.
         budget_steps: The run ends at this global step; ``None``: no limit.
         budget_tokens: The run ends after this many tokens; ``None``: no limit.
         console: Where to show it; a `SteadyConsole` on standard output by default.
@@ -69,24 +69,29 @@ class ProgressDisplay:
 
     def __init__(
         self,
-        run_folder: str | Path,
+        source: str | Path | FollowedRun,
         budget_steps: int | None = None,
         budget_tokens: int | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
         virtual: bool = False,
     ) -> None:
-        self.run = RunModel()
         self.budget = (budget_steps, budget_tokens)
         self.console = console or SteadyConsole()
         self._clock, self._since, self._virtual = clock, clock(), virtual
-        self._follower = Follower(run_folder)
+        self._followed = source if isinstance(source, FollowedRun) else FollowedRun(source)
+        self._records = 0
         self._live: Live | None = None
         self._line_at = clock() + LINE_SECONDS
         self._heard_at = clock()
         self._waiting: list[tuple[float, str]] = []
         self._problems_told = 0
         self._stopped = False
+
+    @property
+    def run(self) -> RunModel:
+        """What is known of the run."""
+        return self._followed.run
 
     def __enter__(self) -> ProgressDisplay:
         if self.console.is_terminal:
@@ -125,12 +130,11 @@ class ProgressDisplay:
             _log.error("%s", text)
 
     def _read(self) -> None:
-        records = self._follower.poll()
-        if records:
-            self._heard_at = self._clock()
-        for record in records:
-            self._waiting += [(remark.at, remark.text) for remark in self.run.take(record)]
-        problems = self._follower.problems[self._problems_told :]
+        self._followed.poll()
+        if self.run.records > self._records:
+            self._records, self._heard_at = self.run.records, self._clock()
+        self._waiting += [(r.at, r.text) for r in self._followed.take_remarks()]
+        problems = self._followed.problems[self._problems_told :]
         self._waiting += [(self.run.duration, problem) for problem in problems]
         self._problems_told += len(problems)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe import figures, tables
 from decoupled_diloco.observe.accounts import TIME_PARTS
 from decoupled_diloco.observe.charts import DARK, LIGHT, Chart
@@ -22,6 +19,7 @@ from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import absences, totals
 from decoupled_diloco.observe.timeline import TIMELINE_KEYS, timeline_chart
+from decoupled_diloco.observe.whole_files import write_whole
 from decoupled_diloco.observe.words import listing, natural
 
 LEGEND_MAX = 12
@@ -235,20 +233,3 @@ def write_page(path: Path, page: str) -> None:
         StorageError: It cannot be written.
     """
     write_whole(path, lambda torn: torn.write_text(page, encoding="utf-8", errors="replace"))
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file that is either whole or not there.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    torn = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(torn)
-        torn.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # what matters is the first error
-            torn.unlink()
-        raise StorageError(f"{path} cannot be written: {error.strerror}") from error

@@ -179,6 +179,26 @@ def test_reports_that_a_stopped_shard_read_late_make_no_gap(tmp_path: Path) -> N
         assert gap < 3.0
 
 
+def test_explain_invents_no_gap_while_the_syncer_stood_still(tmp_path: Path) -> None:
+    """It heard of twenty steps by one report, in which their number is told."""
+    write_world(tmp_path, until=60.0)
+    for path in sorted((tmp_path / "tape").glob("shard-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        first = lines[0]["at"]
+        kept = [
+            line
+            for line in lines
+            if not (
+                10.0 < line["at"] - first < 30.0
+                and line["data"].get("message", {}).get("type") == "StepReport"
+            )
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    run = read_run(without_learners_tapes(tmp_path), "details")
+    told = " ".join(explain_learner(run, "a", live=True))
+    assert "none more than 3 times that" in told
+
+
 def test_one_that_fell_silent_and_never_came_back_was_not_there_at_the_end(
     tmp_path: Path,
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.progress import ProgressDisplay, SteadyConsole
 from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, Rate
 from decoupled_diloco.observe.run_model import RunModel, read_run, run_of
@@ -21,6 +22,7 @@ from decoupled_diloco.observe.samples import (
 )
 from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.observe.status import status_of
+from decoupled_diloco.observe.status_view import render_status
 from decoupled_diloco.observe.tape import TapeWriter, read_tape
 from decoupled_diloco.observe.words import note_in_words
 from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
@@ -393,6 +395,91 @@ def test_no_storage_error_leaves_poll(tmp_path, monkeypatch):
     def full():
         raise StorageError("tape cannot be read: give it back")
 
-    monkeypatch.setattr(progress._follower, "poll", full)
+    monkeypatch.setattr(progress._followed, "poll", full)
     progress.poll()
     assert "goes on: tape cannot be read: give it back" in progress.console.file.getvalue()
+
+
+def test_lines_come_in_the_order_in_which_things_happened(tmp_path):
+    """A process that flushes its tape late does not make the display go back in time."""
+    seconds, out = [0.0], console()
+    early, late = writer(tmp_path / "tape", "learner-0"), writer(tmp_path / "tape", "launcher")
+    with ProgressDisplay(tmp_path, console=out, clock=lambda: seconds[0]) as progress:
+        late.sample(8.0, FaultInjected("cut", "pacific"))
+        late.flush()
+        progress.poll()
+        early.effects(7.5, early.event(7.5, Tick()), [Ready("held")])
+        early.flush()
+        seconds[0] = 0.3
+        progress.poll()
+        assert out.file.getvalue() == ""
+        seconds[0] = 2.0
+        progress.poll()
+        lines = out.file.getvalue().splitlines()
+    early.close()
+    late.close()
+    assert lines == ["00:07  learner-0 joined", "00:08  fault on purpose: cut pacific"]
+
+
+def test_a_line_on_a_run_that_stood_still_says_so(tmp_path):
+    """As after all processes were stopped and went on: its numbers are old ones."""
+    seconds, out = [0.0], console()
+    with writer(tmp_path / "tape", "learner-0") as tape:
+        tape.event(1.0, StepFinished(1))
+    with ProgressDisplay(tmp_path, 100, console=out, clock=lambda: seconds[0]) as progress:
+        progress.poll()
+        seconds[0] = 30.0
+        progress.poll()
+        assert out.file.getvalue().splitlines()[-1] == (
+            "00:31  step 0/100, 1 tokens, 1/1 learners, 0 rounds, nothing new for 30 s"
+        )
+
+
+def test_a_display_shares_what_somebody_else_reads(run_folder):
+    followed = FollowedRun(run_folder)
+    followed.poll()
+    records = followed.run.records
+    out = console()
+    with ProgressDisplay(followed, 120, console=out) as progress:
+        progress.poll()
+    assert progress.run is followed.run
+    assert followed.run.records == records
+    assert "learner-1 was killed (SIGKILL) at step 52" in out.file.getvalue()
+
+
+def test_the_first_slow_steps_promise_no_end(tmp_path):
+    """One step in 14 s of a budget of a hundred thousand would be 388 h."""
+    with writer(tmp_path / "tape", "shard-0") as tape:
+        for at, clock in ((1.0, 1), (15.0, 2), (15.1, 3), (15.2, 4), (15.3, 5)):
+            tape.effects(at, tape.event(at, Tick()), [ClockAdvanced(clock, 1, "x")])
+    display = ProgressDisplay(tmp_path, 100_000, console=console())
+    for record in list(read_tape(tmp_path))[:7]:
+        display.run.take(record)
+    assert display.run.step == 3
+    assert "left" not in display.line()
+    display.run.take_all(list(read_tape(tmp_path))[7:])
+    assert " left" in display.line()
+
+
+def test_nothing_is_promised_when_the_clock_stands_still(tmp_path):
+    with writer(tmp_path / "tape", "shard-0") as tape:
+        for at in range(1, 11):
+            tape.effects(at, tape.event(at, Tick()), [ClockAdvanced(at, 1, "x")])
+    run = run_of(read_tape(tmp_path), "now")
+    assert status_of(run, run.latest, budget=(100, None)).seconds_left == pytest.approx(90.0)
+    run.duration = 60.0
+    assert status_of(run, run.latest, budget=(100, None)).seconds_left is None
+
+
+def test_a_learner_that_left_leaves_the_table(run_folder):
+    progress = until(run_folder, 50.0)
+    for name in ("learner-1", "learner-2"):
+        progress.run.learners[name].left, progress.run.learners[name].process = "done", ""
+    text = text_of(progress.render())
+    assert "learner-0" in text
+    assert "learner-1" not in text
+    assert "… 2 left" in text
+    assert ", 2/2 learners, " in progress.line()
+    shown = text_of(render_status(progress.status()))
+    assert "learner-2" not in shown
+    assert "… 2 left" in shown

@@ -5,14 +5,23 @@ from html.parser import HTMLParser
 
 import pytest
 from markupsafe import Markup
+from matplotlib.image import imread
 
 from decoupled_diloco.errors import Error, StorageError
 from decoupled_diloco.observe import figures
 from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe.charts import LIGHT
 from decoupled_diloco.observe.comparison import write_comparison
 from decoupled_diloco.observe.images import save_png
 from decoupled_diloco.observe.report import problems_of, render_report, write_report
-from decoupled_diloco.observe.run_data import Evaluation, LearnerLog, LossPoint, ProcessLife
+from decoupled_diloco.observe.run_data import (
+    CutOff,
+    Evaluation,
+    FaultLog,
+    LearnerLog,
+    LossPoint,
+    ProcessLife,
+)
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.samples import SampleGenerated
 from decoupled_diloco.observe.shapes import averaged, rows_of, smoothed, step_rates
@@ -375,6 +384,31 @@ def test_the_axis_of_time_says_which_time_it_is(virtual, name):
     history.shards["shard-0"] = ShardLog("shard-0")
     assert f"{name} [s]" in Markup(figures.evaluation_chart([("a", history)], "time"))
     assert f"{name} [s]" in Markup(timeline_chart(history))
+
+
+def test_a_fault_of_many_is_drawn_with_its_name_from_when_to_when():
+    run = model_of(duration=100.0, faults=[FaultLog("cut", "pacific", ("a",), 40.0, 70.0)])
+    cut = CutOff("a", 40.0, 72.0, 30, 10, 9, {})
+    run.learners["a"] = LearnerLog("a", [ProcessLife(0.0, 100.0)], cuts=[cut])
+    chart = timeline_chart(run)
+    wide, _ = Markup(chart).split("</svg>")[:2]
+    assert ">cut pacific</text>" in wide
+    ((x, width),) = re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"[^>]*class="shade"', wide)
+    ((own, _),) = re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"[^>]*class="cutoff"', wide)
+    assert x == own
+    assert float(width) > 200
+
+
+def test_the_image_shows_what_the_page_shows(tmp_path):
+    """Colours of the patches of a learner that was cut off, in the pixels of the image."""
+    run = model_of(duration=100.0)
+    cut = CutOff("a", 40.0, 72.0, 30, 10, 9, {})
+    run.learners["a"] = LearnerLog("a", [ProcessLife(0.0, 100.0)], cuts=[cut])
+    save_png(run, tmp_path / "with.png")
+    pixels = imread(tmp_path / "with.png")[..., :3]
+    lanes = pixels[: pixels.shape[0] - 90]  # without the keys
+    color = [int(LIGHT["warn"][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    assert (abs(lanes - color) < 0.02).all(axis=2).sum() > 1000
 
 
 def test_two_runs_side_by_side(run_folder, tmp_path):
