@@ -51,7 +51,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
-from decoupled_diloco.observe.ledger import GivenUp, Name, Open
+from decoupled_diloco.observe.ledger import GivenUpTokens, Name, Open
 from decoupled_diloco.observe.run_data import GAP_MEDIANS, LearnerLog, ProcessLife
 from decoupled_diloco.observe.shard_data import RoundLog
 
@@ -76,7 +76,7 @@ class Folded:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Activity:
     """What a learner did from one instant to another, seconds since the run's first record."""
 
     doing: Doing
@@ -173,7 +173,7 @@ class LearnerAccount:
     name: str
     time: TimeAccount
     tokens: TokenAccount
-    spans: tuple[Span, ...]
+    spans: tuple[Activity, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def account_for(run: RunModel) -> RunAccount:
 # ---- time
 
 
-def _time(spans: Iterable[Span], tokens: TokenAccount) -> TimeAccount:
+def _time(spans: Iterable[Activity], tokens: TokenAccount) -> TimeAccount:
     nano = dict.fromkeys(get_args(Doing), 0)
     for span in spans:
         nano[span.doing] += round(span.end * NANO) - round(span.begin * NANO)
@@ -225,7 +225,7 @@ def _time(spans: Iterable[Span], tokens: TokenAccount) -> TimeAccount:
     )
 
 
-def _spans(learner: LearnerLog, until: float) -> Iterator[Span]:
+def _spans(learner: LearnerLog, until: float) -> Iterator[Activity]:
     """What a learner did from its process's start to the end of the run or its own."""
     median = _median_step(learner)
     for index, life in enumerate(learner.lives):
@@ -236,46 +236,46 @@ def _spans(learner: LearnerLog, until: float) -> Iterator[Span]:
             end = min(end, following.began_at)
         yield from _spans_of_life(life, end, median)
         if following is not None:
-            yield Span("down", end, following.began_at)
+            yield Activity("down", end, following.began_at)
         elif life.crashed:
-            yield Span("down", end, max(end, until))
+            yield Activity("down", end, max(end, until))
 
 
-def _spans_of_life(life: ProcessLife, end: float, median: float) -> Iterator[Span]:
+def _spans_of_life(life: ProcessLife, end: float, median: float) -> Iterator[Activity]:
     limit = GAP_MEDIANS * median
     began = min(life.began_at, end)
     steps = life.steps_at
     ready = life.ready_at if life.ready_at is not None else steps[0] if steps else end
     ready = min(ready, steps[0] if steps else end)
-    yield Span("joining", began, ready)
+    yield Activity("joining", began, ready)
     at = ready
     for index, step in enumerate(steps):
         idle: Doing = "waiting" if index else "joining"
         yield from _step(life, at, step, median, limit, idle)
         at = step
     if not steps:
-        yield Span("joining", at, end)
+        yield Activity("joining", at, end)
         return
     for begin, close, held in _cut_by_holds(life, at, end):
         standing = held or (not life.over and close - begin > limit)
-        yield Span("waiting" if standing else "other", begin, close)
+        yield Activity("waiting" if standing else "other", begin, close)
 
 
 def _step(
     life: ProcessLife, begin: float, end: float, median: float, limit: float, idle: Doing
-) -> Iterator[Span]:
+) -> Iterator[Activity]:
     """From one step boundary to the next: held, standing still, then the step."""
     parts = list(_cut_by_holds(life, begin, end))
     free = sum(close - start for start, close, held in parts if not held)
     standing = free - median if free > limit else 0.0
     for start, close, held in parts:
         if held:
-            yield Span("waiting", start, close)
+            yield Activity("waiting", start, close)
             continue
         cut = min(close, start + standing)
         standing -= cut - start
-        yield Span(idle, start, cut)
-        yield Span("stepping", cut, close)
+        yield Activity(idle, start, cut)
+        yield Activity("stepping", cut, close)
 
 
 def _cut_by_holds(
@@ -299,9 +299,9 @@ def _median_step(learner: LearnerLog) -> float:
     return statistics.median(gaps) if gaps else 0.0
 
 
-def _clipped(spans: Iterable[Span], begin: float, end: float) -> Iterator[Span]:
+def _clipped(spans: Iterable[Activity], begin: float, end: float) -> Iterator[Activity]:
     """The spans within the run's; neighbours that do the same are one, empty ones are left out."""
-    last: Span | None = None
+    last: Activity | None = None
     for span in spans:
         span = replace(span, begin=max(span.begin, begin), end=min(span.end, end))
         if span.end <= span.begin:
@@ -477,7 +477,7 @@ def _fate_of_the_rest(life: ProcessLife) -> str:
     return "left_behind" if life.over or life.ended_at is not None else "unsent"
 
 
-def _yet_merged(entry: GivenUp, folded: Iterable[Folded]) -> int:
+def _yet_merged(entry: GivenUpTokens, folded: Iterable[Folded]) -> int:
     """What the shards merged of tokens that the learner gave up."""
     sent = entry.sent
     known = sent and any((each.fragment, each.ask) == (sent.fragment, sent.ask) for each in folded)

@@ -24,7 +24,7 @@ from decoupled_diloco.observe.report import (
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import Total, totals
-from decoupled_diloco.observe.tables import Cell, Table
+from decoupled_diloco.observe.tables import Table, TableCell
 from decoupled_diloco.observe.words import ABSENT, percent
 
 
@@ -100,9 +100,9 @@ def numbers_table(first: Side, second: Side) -> Table:
     ours = {total.name: total for total in totals(first.run)}
     theirs = {total.name: total for total in totals(second.run)}
     rows = [
-        [Cell(name), _number(ours.get(name)), _number(theirs.get(name)), difference]
+        [TableCell(name), _number(ours.get(name)), _number(theirs.get(name)), difference]
         for name in [*ours, *(name for name in theirs if name not in ours)]
-        for difference in [Cell(difference_of(ours.get(name), theirs.get(name)))]
+        for difference in [TableCell(difference_of(ours.get(name), theirs.get(name)))]
     ]
     return Table(
         "numbers", "Summary", ["", first.label, second.label, "difference"], rows,
@@ -141,9 +141,9 @@ def shares_table(first: Side, second: Side) -> Table:
     times = (first.run.account.time, second.run.account.time)
     rows = [
         [
-            Cell(part),
-            *(Cell(percent(time.share(part)), time.share(part)) for time in times),
-            Cell(_points(times[1].share(part) - times[0].share(part))),
+            TableCell(part),
+            *(TableCell(percent(time.share(part)), time.share(part)) for time in times),
+            TableCell(_points(times[1].share(part) - times[0].share(part))),
         ]
         for part in TIME_PARTS
         if times[0].allocated or times[1].allocated
@@ -160,7 +160,7 @@ def settings_table(first: Side, second: Side, *, every: bool) -> Table:
     names = [*ours, *(name for name in theirs if name not in ours)]
     differing = [n for n in names if _shown(ours, n) != _shown(theirs, n)]
     rows = [
-        [Cell(name), Cell(_shown(ours, name)), Cell(_shown(theirs, name))]
+        [TableCell(name), TableCell(_shown(ours, name)), TableCell(_shown(theirs, name))]
         for name in (names if every else differing)
     ]
     if not (ours and theirs):
@@ -180,8 +180,8 @@ def _shown(settings: Mapping[str, Any], name: str) -> str:
     return json.dumps(settings[name], default=str) if name in settings else ABSENT
 
 
-def _number(total: Total | None) -> Cell:
-    return Cell(ABSENT) if total is None else Cell(total.text, total.number)
+def _number(total: Total | None) -> TableCell:
+    return TableCell(ABSENT) if total is None else TableCell(total.text, total.number)
 
 
 def _names(run: RunModel) -> list[str]:

@@ -114,8 +114,8 @@ class ProgressDisplay:
             return
         try:
             self._read()
-            self._tell_waiting(last)
             self._show()
+            self._tell_waiting(last)
         except Exception as error:  # a display that fails must not end hours of training
             self._stopped = True
             self._give_up(error)
@@ -155,7 +155,7 @@ class ProgressDisplay:
             self._live.update(self.render(), refresh=True)
         elif self._clock() >= self._line_at and self.run.records:
             self._line_at = self._clock() + LINE_SECONDS
-            self._tell(self.run.duration + self._silent, self.line())
+            self._waiting.append((self.run.duration + self._silent, self.line()))
 
     @property
     def _silent(self) -> float:

@@ -34,7 +34,7 @@ REMARKS_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """What a cell shows, and the exact number behind it."""
 
     text: str
@@ -52,7 +52,7 @@ class Table:
     id: str
     caption: str
     header: Sequence[str]
-    rows: Sequence[Sequence[Cell]] = field(default_factory=tuple)
+    rows: Sequence[Sequence[TableCell]] = field(default_factory=tuple)
     missing: str = ""
     note: str = ""
     left: bool = False
@@ -104,10 +104,10 @@ def time_table(run: RunModel) -> Table:
     )
 
 
-def _time_row(name: str, time: TimeAccount) -> list[Cell]:
+def _time_row(name: str, time: TimeAccount) -> list[TableCell]:
     seconds = time.seconds("allocated")
-    shares = [Cell(percent(time.share(part)), time.seconds(part)) for part in TIME_PARTS]
-    return [Cell(name), Cell(format_duration(seconds), seconds), *shares]
+    shares = [TableCell(percent(time.share(part)), time.seconds(part)) for part in TIME_PARTS]
+    return [TableCell(name), TableCell(format_duration(seconds), seconds), *shares]
 
 
 def token_table(run: RunModel) -> Table:
@@ -134,9 +134,9 @@ def token_table(run: RunModel) -> Table:
     )
 
 
-def _token_row(name: str, tokens: TokenAccount) -> list[Cell]:
+def _token_row(name: str, tokens: TokenAccount) -> list[TableCell]:
     parts = [tokens.tokens(part) for part in ("trained", *TOKEN_PARTS)]
-    return [Cell(name), *(Cell(format_count(part), part) for part in parts)]
+    return [TableCell(name), *(TableCell(format_count(part), part) for part in parts)]
 
 
 def bytes_table(run: RunModel) -> Table:
@@ -158,14 +158,14 @@ def bytes_table(run: RunModel) -> Table:
     )
 
 
-def _bytes_row(name: str, moved: BytesMoved) -> list[Cell]:
+def _bytes_row(name: str, moved: BytesMoved) -> list[TableCell]:
     counts = (
         moved.data_sent,
         moved.data_received,
         moved.control_sent,
         moved.control_received,
     )
-    return [Cell(name), *(Cell(format_bytes(count), count) for count in counts)]
+    return [TableCell(name), *(TableCell(format_bytes(count), count) for count in counts)]
 
 
 def participation_table(run: RunModel) -> Table:
@@ -181,10 +181,10 @@ def participation_table(run: RunModel) -> Table:
     merged = run.rounds_merged
     rows = [
         [
-            Cell(name),
-            Cell(percent(count["folded"] / merged if merged else None)),
-            Cell(str(count.total()), count.total()),
-            *(Cell(str(count[state]), count[state]) for state in shown),
+            TableCell(name),
+            TableCell(percent(count["folded"] / merged if merged else None)),
+            TableCell(str(count.total()), count.total()),
+            *(TableCell(str(count[state]), count[state]) for state in shown),
         ]
         for name, count in (
             (learner.name, states[learner.name]) for learner in learners_in_order(run)
@@ -212,16 +212,16 @@ def round_parts_table(run: RunModel) -> Table:
         "round-parts",
         "Parts of a merged round",
         ["part", "median", "95 %", "longest"],
-        [[Cell(n), *_quantiles(sorted(c))] for n, c in zip(names, columns, strict=False)],
+        [[TableCell(n), *_quantiles(sorted(c))] for n, c in zip(names, columns, strict=False)],
         "No round was merged.",
         "A round's parts follow each other. Uploads begin as soon as a learner is asked, so most "
         "of their time lies within the grace window.",
     )
 
 
-def _quantiles(values: Sequence[float]) -> list[Cell]:
+def _quantiles(values: Sequence[float]) -> list[TableCell]:
     chosen = (values[len(values) // 2], values[int(0.95 * (len(values) - 1))], values[-1])
-    return [Cell(format_duration(value), value) for value in chosen]
+    return [TableCell(format_duration(value), value) for value in chosen]
 
 
 def _verdict(result: RoundFinished) -> str:
@@ -235,7 +235,7 @@ def verdict_table(run: RunModel) -> Table:
     results = [r.outcome for r in run.rounds]
     rounds = Counter((_verdict(result), result.reason) for result in results)
     rows = [
-        [Cell(verdict), Cell(str(count), count), Cell("" if why == verdict else why)]
+        [TableCell(verdict), TableCell(str(count), count), TableCell("" if why == verdict else why)]
         for (verdict, why), count in rounds.most_common(12)
     ]
     return Table(
@@ -255,7 +255,7 @@ def learner_table(run: RunModel) -> Table:
         "learners",
         "Learners",
         ["learner", *header[1:]],
-        [list(map(Cell, row)) for row in rows],
+        [list(map(TableCell, row)) for row in rows],
         "No learner is on the tape.",
         "Last loss: mean of its last 20 steps. Away: from the end of its process until it held "
         "the global weights again, or cut off: without a shard that heard of it. Longest gap: "
@@ -271,14 +271,14 @@ def shard_table(run: RunModel) -> Table:
         "shards",
         "Syncer shards",
         ["shard", *header[1:]],
-        [list(map(Cell, row)) for row in rows],
+        [list(map(TableCell, row)) for row in rows],
         "No shard of the syncer is on the tape.",
     )
 
 
 def corpus_table(run: RunModel) -> Table:
     """What was trained."""
-    rows = [[Cell(str(k)), Cell(str(v))] for k, v in (run.corpus or {}).items()]
+    rows = [[TableCell(str(k)), TableCell(str(v))] for k, v in (run.corpus or {}).items()]
     return Table("corpus", "Corpus", [], rows, "The tape does not say what was trained.", left=True)
 
 
@@ -289,14 +289,17 @@ def version_table(run: RunModel) -> Table:
         versions = header.get("versions")
         if isinstance(versions, dict):
             named |= {(str(name), str(version)) for name, version in versions.items()}
-    rows = [[Cell(name), Cell(version)] for name, version in sorted(named)]
+    rows = [[TableCell(name), TableCell(version)] for name, version in sorted(named)]
     return Table("versions", "Versions", [], rows, "The tape does not name any.", left=True)
 
 
 def remark_table(run: RunModel) -> Table:
     """What happened, in order."""
     lines = [(r.at, r.who, r.text) for r in run.remarks if r.kind not in TOLD_ELSEWHERE]
-    rows = [[Cell(f"{at:.1f} s", at), Cell(who), Cell(text)] for at, who, text in sorted(lines)]
+    rows = [
+        [TableCell(f"{at:.1f} s", at), TableCell(who), TableCell(text)]
+        for at, who, text in sorted(lines)
+    ]
     more = len(rows) - REMARKS_MAX
     caption = f"{len(rows)} notes" if more <= 0 else f"The first {REMARKS_MAX} of {len(rows)} notes"
     header = ["time", "process", "what"]

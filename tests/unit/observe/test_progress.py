@@ -430,6 +430,8 @@ def test_a_line_on_a_run_that_stood_still_says_so(tmp_path):
         progress.poll()
         seconds[0] = 30.0
         progress.poll()
+        seconds[0] = 32.0
+        progress.poll()
         assert out.file.getvalue().splitlines()[-1] == (
             "00:31  step 0/100, 1 tokens, 1/1 learners, 0 rounds, nothing new for 30 s"
         )
