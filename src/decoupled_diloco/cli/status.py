@@ -62,6 +62,11 @@ def newest_run(example: str) -> str:
     begun = {path.parent: path.stat().st_mtime for path in Path("runs").glob("*/run.toml")}
     if not begun:
         raise ConfigError(f"there is no run in runs/ here: say which one, as in {example}")
-    newest = str(max(begun, key=lambda path: begun[path]))
+    newest = str(max(begun, key=lambda run: (_has_tape(run), begun[run])))
     typer.echo(f"of {newest}, the newest run here", err=True)
     return newest
+
+
+def _has_tape(run: Path) -> bool:
+    """Whether a shard has begun to write: a start that failed has left but a folder."""
+    return (run / "tape.jsonl").exists() or any(run.glob("tape/shard-*.jsonl"))

@@ -114,8 +114,9 @@ class ProgressDisplay:
             return
         try:
             self._read()
-            self._show()
             self._tell_waiting(last)
+            if self._live is not None:
+                self._live.update(self.render(), refresh=True)
         except Exception as error:  # a display that fails must not end hours of training
             self._stopped = True
             self._give_up(error)
@@ -140,6 +141,9 @@ class ProgressDisplay:
 
     def _tell_waiting(self, last: bool) -> None:
         """Tells what is old enough that nothing before it is still to come."""
+        if self._live is None and self._clock() >= self._line_at and self.run.records:
+            self._line_at = self._clock() + LINE_SECONDS
+            self._waiting.append((self.run.duration + self._silent, self.line()))
         silent = self._clock() - self._heard_at
         until = self.run.duration - LATE_SECONDS + (0.0 if self._virtual else silent)
         self._waiting.sort(key=lambda line: line[0])
@@ -149,13 +153,6 @@ class ProgressDisplay:
     def _tell(self, at: float, line: str) -> None:
         text = Text.assemble((clock_face(at), "dim"), "  ", line)
         self.console.print(text, soft_wrap=self._live is None)
-
-    def _show(self) -> None:
-        if self._live is not None:
-            self._live.update(self.render(), refresh=True)
-        elif self._clock() >= self._line_at and self.run.records:
-            self._line_at = self._clock() + LINE_SECONDS
-            self._waiting.append((self.run.duration + self._silent, self.line()))
 
     @property
     def _silent(self) -> float:
