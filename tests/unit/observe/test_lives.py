@@ -12,6 +12,7 @@ from decoupled_diloco.observe import shard_fold
 from decoupled_diloco.observe.explain import explain_round
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.explain_step import explain_step
+from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_model import RunModel, run_of
@@ -316,6 +317,37 @@ def test_a_watched_run_is_told_the_same_and_nothing_of_it_grows(records, monkeyp
         assert max(len(logs) for logs in kept) <= 3 < len(whole.shards[name].ticks)
         assert all(stay.until is None for stay in shard.stays)
         assert len(shard.stays) == len(shard.members)
+    for learner in watched.learners.values():
+        assert learner.losses == learner.evictions == []
+        assert not any(life.steps_at or life.step_tokens for life in learner.lives)
+
+
+def test_a_tape_that_grows_is_told_as_the_whole_one(folder, records, tmp_path):
+    """Read in pieces, as its processes flush them, and at once."""
+    followed = FollowedRun(tmp_path)
+    (tmp_path / "tape").mkdir()
+    files = {path.name: path.read_bytes() for path in sorted((folder / "tape").iterdir())}
+    pieces = 40
+    for number in range(pieces):
+        for name, whole in files.items():
+            begin, end = (200 * (n > 0) + len(whole) * n // pieces for n in (number, number + 1))
+            with (tmp_path / "tape" / name).open("ab") as file:
+                file.write(whole[begin:end])
+        followed.poll()
+    grown, whole = followed.run, run_of(records)
+    now = records[-1].wall
+    assert grown.records == whole.records
+    assert told(status_of(grown, now)) == told(status_of(whole, now))
+
+
+def told(status):
+    """All but what depends on who wrote first: pieces of two tapes may overlap in time."""
+    plain = status.to_json()
+    for learner in plain["learners"]:
+        learner["reasons_recent"] = sum(learner["reasons_recent"].values())
+        del learner["participation_recent"]
+    del plain["remarks"]
+    return plain
 
 
 def test_connections_that_were_refused_are_not_kept():
