@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.chaos.safety import SafetyChecker
-from decoupled_diloco.errors import Error
+from decoupled_diloco.errors import Error, ProtocolError
 from decoupled_diloco.observe.accounts import TokenAccount
 from decoupled_diloco.observe.run_data import (
     GAP_MEDIANS,
@@ -120,7 +120,10 @@ def judge(
     """
     reader = TapeReader(folder)
     checker = SafetyChecker()
-    judge = _Judge(run_of(reader, "run", checker), checker)
+    run = run_of(reader, "run", checker)
+    if run.left_out:
+        raise ProtocolError(f"the tape of {folder} cannot be judged: {next(iter(run.left_out))}")
+    judge = _Judge(run, checker)
     judge.steps()
     judge.survivors()
     judge.accepted(accepted_share, accepted_min)

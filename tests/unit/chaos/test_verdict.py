@@ -13,6 +13,7 @@ import pytest
 
 from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share, with_variance
 from decoupled_diloco.chaos.verdict import Verdict, judge, save_verdict
+from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import Scenario, load_scenario
@@ -296,6 +297,18 @@ def test_tokens_that_are_thrown_away(folder: Path, share: float) -> None:
 
     rewrite(folder, "learner-0", discard)
     assert "accepted tokens" in broken(folder, share)
+
+
+def test_a_tape_of_another_version_is_not_judged(folder: Path, share: float) -> None:
+    def renamed(records: Records) -> Iterator[dict[str, Any]]:
+        for record in records:
+            if is_merge(record):
+                record["data"]["outcome"] = record["data"].pop("verdict")
+            yield record
+
+    rewrite(folder, "shard-0", renamed)
+    with pytest.raises(ProtocolError, match="cannot be judged: shard-0: RoundFinished"):
+        judge(folder, accepted_share=share, finished=True)
 
 
 def test_a_run_that_does_not_end(folder: Path, share: float) -> None:
