@@ -21,7 +21,7 @@ from typing import Any
 from evidence import keep, spread
 
 from decoupled_diloco.chaos.verdict import FILE_NAME
-from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.run_model import read_run
 
 ESTIMATE = (
     "some learner always steps; 0 steps lost by survivors; accepted tokens 0.98 of a fault-free "
@@ -40,7 +40,7 @@ def main() -> None:
             command = [sys.executable, "-m", "decoupled_diloco.cli", "chaos", "chaos-long"]
             subprocess.run([*command, "--set", f"run.folder={folder}"], check=False)
         verdict: dict[str, Any] = json.loads((folder / FILE_NAME).read_text())
-        history = read_history(folder)
+        history = read_run(folder)
     numbers, faults = verdict["numbers"], verdict["faults"]
     away: dict[str, list[float]] = {}
     for outage in history.outages:

@@ -28,7 +28,7 @@ from decoupled_diloco.goodput.life import NEVER, Habits, Life
 from decoupled_diloco.goodput.settings import microseconds
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.observe.accounts import account_for
-from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.run_model import read_run
 
 ESTIMATE = (
     "within 2 points of goodput for one kill at a time; up to 5 too high where several learners "
@@ -69,7 +69,7 @@ def run(kills: tuple[tuple[float, int], ...], steps: int, step_seconds: float) -
         finally:
             local.close()
         assert outcome.finished, outcome.reason
-        history = read_history(config.run.folder)
+        history = read_run(config.run.folder)
         account = account_for(history)
     assert account.span is not None
     end = account.span[1]

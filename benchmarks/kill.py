@@ -19,7 +19,7 @@ from evidence import keep, spread
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import LocalRun
-from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.run_model import read_run
 
 ESTIMATE = (
     "0 steps lost by the others; their longest gap stays below 1.5 medians, but for the restart, "
@@ -49,7 +49,7 @@ def run(number: int, steps: int) -> dict[str, Any]:
         finally:
             local.close()
         assert outcome.finished, outcome.reason
-        history = read_history(config.run.folder)
+        history = read_run(config.run.folder)
     outage = next(o for o in history.outages if o.who.startswith("learner"))
     others = [learner for who, learner in history.learners.items() if who != outage.who]
     gaps: dict[str, dict[str, float]] = {}

@@ -23,7 +23,7 @@ from decoupled_diloco.chaos.reference import fault_free_share
 from decoupled_diloco.chaos.verdict import judge
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.observe.accounts import account_for
-from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.scenario import load_scenario
 
@@ -117,7 +117,7 @@ def carry_out(path: Path, folder: Path) -> dict[str, Any]:
         finished=outcome.finished,
         reason=outcome.reason,
     )
-    history = read_history(folder)
+    history = read_run(folder)
     tokens = account_for(history).tokens
     parts = ("merged", "in_flight", "missed", "given_up", "crashed", "left_behind", "unsent")
     ledger = {part: tokens.tokens(part) for part in parts}

@@ -19,9 +19,9 @@ from torch import nn
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import CheckpointFolder
-from decoupled_diloco.observe.chronicle import Chronicle
 from decoupled_diloco.observe.explain_learner import explain_learner
-from decoupled_diloco.observe.tape import TapeReader, read_tape
+from decoupled_diloco.observe.run_model import read_run
+from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.protocol.events import CutHeard
 from integration.system import (
     Model,
@@ -544,9 +544,6 @@ def test_how_a_learner_came_back_is_explained(make: Make, tmp_path: Path) -> Non
     first.die()
     Loop(system, tmp_path, seed=1).learner.close()
     system.stop()
-    chronicle = Chronicle()
-    for record in TapeReader(system.folder):
-        chronicle.take(record)
-    text = "\n".join(explain_learner(chronicle, None, "learner-0"))
+    text = "\n".join(explain_learner(read_run(system.folder, "details"), "learner-0"))
     assert "with the published copies and a fresh optimizer (it has no checkpoint of its" in text
     assert "from its own checkpoint of step 2, epoch 1: its progress went on in 4, and 0" in text

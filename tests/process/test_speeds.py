@@ -11,8 +11,7 @@ from statistics import median
 import pytest
 
 from decoupled_diloco.config import load_config
-from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import RunHistory
+from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.protocol.effects import Participant
 from process.runs import STEP_SECONDS_MAX, local_run, wait
 from replay import assert_replays
@@ -42,21 +41,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def history(folder: Path) -> RunHistory:
-    return read_history(folder)
+def history(folder: Path) -> RunModel:
+    return read_run(folder)
 
 
-def folded(history: RunHistory) -> Iterator[tuple[int, Participant]]:
+def folded(history: RunModel) -> Iterator[tuple[int, Participant]]:
     """Fragment and participant of every contribution that was merged."""
     for shard in history.shards.values():
         for round in shard.rounds:
-            if round.result.verdict == "merged":
+            if round.merged:
                 for participant in round.result.participants:
                     if participant.state == "folded":
                         yield round.result.fragment, participant
 
 
-def test_nobody_waits(history: RunHistory) -> None:
+def test_nobody_waits(history: RunModel) -> None:
     """Each learner keeps its own pace; a busy machine may delay a step, another learner may not."""
     assert not history.outages
     for name, pace in PACE.items():
@@ -67,7 +66,7 @@ def test_nobody_waits(history: RunHistory) -> None:
         assert len(gaps) > 0.9 * (life.steps_at[-1] - life.steps_at[0]) / pace
 
 
-def test_every_fragment_hears_every_learner(history: RunHistory) -> None:
+def test_every_fragment_hears_every_learner(history: RunModel) -> None:
     heard = defaultdict(set)
     for fragment, participant in folded(history):
         heard[fragment].add(participant.learner)
@@ -75,7 +74,7 @@ def test_every_fragment_hears_every_learner(history: RunHistory) -> None:
     assert all(learners == PACE.keys() for learners in heard.values()), heard
 
 
-def test_weights_follow_the_tokens_of_each_learner(history: RunHistory) -> None:
+def test_weights_follow_the_tokens_of_each_learner(history: RunModel) -> None:
     """All train equal batches, so that tokens by steps is the same, and tokens are what differs."""
     tokens, rates = defaultdict(list), set()
     for _, participant in folded(history):

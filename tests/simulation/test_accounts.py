@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.observe.accounts import TIME_PARTS, TOKEN_PARTS, RunAccount, account_for
-from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import RunHistory
+from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.simulate import fuzz
 from decoupled_diloco.simulate.shard_process import ShardProcess
@@ -25,14 +24,14 @@ life's tokens; a shard's disk has lied and what was merged is open again."""
 BATCHES = 4
 
 
-def recorded(seed: int, folder: Path) -> tuple[RunHistory, RunAccount, fuzz.Scenario]:
+def recorded(seed: int, folder: Path) -> tuple[RunModel, RunAccount, fuzz.Scenario]:
     """A random world's tape, read, up to the end of its faults."""
     scenario = fuzz.draw(seed)
     settings = {"sync": {"fragments": scenario.options.fragments}}
     tapes = VirtualTapes(folder, scenario.world, settings)
     scenario.world.run(until=scenario.faulty_seconds)
     tapes.close()
-    history = read_history(folder)
+    history = read_run(folder)
     return history, account_for(history), scenario
 
 
@@ -60,7 +59,7 @@ def test_nothing_is_left_over(batch: int, tmp_path: Path) -> None:
 
 
 def compare_with_shards(
-    seed: int, history: RunHistory, account: RunAccount, scenario: fuzz.Scenario
+    seed: int, history: RunModel, account: RunAccount, scenario: fuzz.Scenario
 ) -> bool:
     """What learners count as merged is what shards have folded, whoever died meanwhile.
 
@@ -75,7 +74,7 @@ def compare_with_shards(
     return folded > 0
 
 
-def by_fragment(history: RunHistory) -> dict[int, dict[tuple[int, int], RoundFinished]]:
+def by_fragment(history: RunModel) -> dict[int, dict[tuple[int, int], RoundFinished]]:
     """What was merged, by its version."""
     found: dict[int, dict[tuple[int, int], RoundFinished]] = defaultdict(dict)
     for shard in history.shards.values():

@@ -137,6 +137,7 @@ class RealRun:
         dial = None if self._links is None else self._links.dial
         self.local = LocalRun(paced_config(scenario), dial=dial, absent=absent)
         self.path: Path = self.local.path
+        self.followed = self.local.followed
         self._disks = Disks(self.path, full)
         shaper = None
         if _limited(scenario):

@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.accounts import account_for
-from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import Scenario
 
@@ -27,7 +26,7 @@ def accepted_share_of(folder: Path) -> float:
         StorageError: There is no tape.
         ConfigError: Nothing was trained in it.
     """
-    tokens = account_for(read_history(folder)).tokens
+    tokens = read_run(folder).account.tokens
     if not tokens.trained:
         raise ConfigError(f"{folder} is no reference: nothing was trained in it")
     return tokens.merged / tokens.trained

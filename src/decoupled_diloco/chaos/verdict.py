@@ -31,19 +31,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.chaos.facts import Facts, Struck, read_facts
-from decoupled_diloco.errors import Error
-from decoupled_diloco.observe.accounts import TokenAccount, account_for
-from decoupled_diloco.observe.historian import build_history
-from decoupled_diloco.observe.history import (
+from decoupled_diloco.chaos.safety import SafetyChecker
+from decoupled_diloco.errors import Error, ProtocolError
+from decoupled_diloco.observe.accounts import TokenAccount
+from decoupled_diloco.observe.run_data import (
     GAP_MEDIANS,
     STEP_FAULTS,
-    LearnerHistory,
-    Life,
-    Round,
-    RunHistory,
-    ShardHistory,
+    FaultLog,
+    LearnerLog,
+    ProcessLife,
 )
+from decoupled_diloco.observe.run_model import RunModel, run_of
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.tape import FLUSH_SECONDS, TapeReader
 from decoupled_diloco.protocol.effects import NOTHING_NEW
 from decoupled_diloco.simulate.replay import replay_run
@@ -120,8 +119,11 @@ def judge(
         ProtocolError: It is of another version.
     """
     reader = TapeReader(folder)
-    history = build_history(reader)
-    judge = _Judge(history, read_facts(TapeReader(folder)))
+    checker = SafetyChecker()
+    run = run_of(reader, "run", checker)
+    if run.left_out:
+        raise ProtocolError(f"the tape of {folder} cannot be judged: {next(iter(run.left_out))}")
+    judge = _Judge(run, checker)
     judge.steps()
     judge.survivors()
     judge.accepted(accepted_share, accepted_min)
@@ -129,7 +131,7 @@ def judge(
     judge.safety()
     judge.replays(folder, reader.problems)
     judge.end(finished, reason)
-    kinds = Counter(struck.kind for struck in judge.facts.faults)
+    kinds = Counter(struck.kind for struck in judge.run.faults)
     return Verdict(tuple(judge.checks), dict(sorted(kinds.items())), judge.numbers)
 
 
@@ -151,8 +153,8 @@ def save_verdict(folder: Path, verdict: Verdict) -> Path:
 
 
 class _Judge:
-    def __init__(self, history: RunHistory, facts: Facts) -> None:
-        self.history, self.facts = history, facts
+    def __init__(self, run: RunModel, checker: SafetyChecker) -> None:
+        self.run, self.checker = run, checker
         self.checks: list[Check] = []
         self.numbers: dict[str, Any] = {}
 
@@ -165,7 +167,7 @@ class _Judge:
 
     def steps(self) -> None:
         """Somebody steps at every moment, but where everybody was struck."""
-        learners = self.history.learners.values()
+        learners = self.run.trained.values()
         instants = sorted(at for learner in learners for at in learner.steps_at)
         medians = [m for x in learners if (m := x.step_seconds_median)]
         if len(instants) < 2 or not medians:
@@ -189,17 +191,17 @@ class _Judge:
         )
 
     def _everybody_struck(self, begin: float, end: float) -> bool:
-        learners = self.history.learners.values()
+        learners = self.run.trained.values()
         return all(self._struck_during(learner, begin, end) for learner in learners)
 
-    def _struck_during(self, learner: LearnerHistory, begin: float, end: float) -> bool:
+    def _struck_during(self, learner: LearnerLog, begin: float, end: float) -> bool:
         there = any(_began(life) <= begin and end <= _ended(life) for life in learner.lives)
         return not there or _overlaps(self._disturbances(learner.name, STEP_FAULTS), begin, end)
 
     def _disturbances(self, name: str, kinds: Iterable[str], settle: float = 0.0) -> list[_Span]:
         return [
             (struck.begin, struck.end + settle if _lasts(struck) else struck.begin + settle)
-            for struck in self.facts.faults
+            for struck in self.run.faults
             if struck.kind in kinds and name in struck.processes
         ]
 
@@ -207,7 +209,7 @@ class _Judge:
         """Nobody loses a step because of somebody else's fault."""
         lost: dict[str, int] = {}
         details = []
-        for name, learner in self.history.learners.items():
+        for name, learner in self.run.trained.items():
             median = learner.step_seconds_median
             own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * (median or 0.0))
             lost[name] = 0
@@ -228,16 +230,16 @@ class _Judge:
             details,
         )
 
-    def _gaps(self, learner: LearnerHistory) -> Iterator[_Span]:
+    def _gaps(self, learner: LearnerLog) -> Iterator[_Span]:
         """The time between steps, and from a life's last step to its end, if it was not its own."""
-        told = self.facts.told_to_end[learner.name]
+        told = self.run.orders.get(learner.name, [])
         for life in learner.lives:
             yield from pairwise(life.steps_at)
             if life.steps_at and not life.over:
                 last = life.steps_at[-1]
                 # What a killed process had not written yet is missing on its tape.
                 unwritten = 2 * FLUSH_SECONDS if life.crashed else 0.0
-                end = min(_ended(life), self.history.duration) - unwritten
+                end = min(_ended(life), self.run.duration) - unwritten
                 end = min([end, *(max(at, last) for at in told if at >= life.started_at)])
                 if end > last:
                     yield last, end
@@ -245,7 +247,7 @@ class _Judge:
     def _longest_gap(self) -> float:
         """In medians, of whom nothing disturbed."""
         longest = 0.0
-        for name, learner in self.history.learners.items():
+        for name, learner in self.run.trained.items():
             median = learner.step_seconds_median
             own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * (median or 0.0))
             for life in learner.lives if median else ():
@@ -255,7 +257,7 @@ class _Judge:
         return longest
 
     def _struck_near(self, begin: float, end: float) -> str:
-        near = [s for s in self.facts.faults if begin - 5.0 <= s.begin <= end]
+        near = [s for s in self.run.faults if begin - 5.0 <= s.begin <= end]
         told = ", ".join(f"{s.kind} {s.target} at {s.begin:.1f} s" for s in near)
         return f" (then: {told})" if told else ""
 
@@ -263,10 +265,10 @@ class _Judge:
 
     def accepted(self, share: float, least: float) -> None:
         """What was merged, over what a fault-free run would have merged in the same alive time."""
-        accounts = account_for(self.history)
+        accounts = self.run.account
         merged = trained = expected = died = 0.0
         alive: dict[str, float] = {}
-        for name, learner in self.history.learners.items():
+        for name, learner in self.run.trained.items():
             median = learner.step_seconds_median
             if not median or not learner.steps:
                 continue
@@ -306,7 +308,7 @@ class _Judge:
                 yield f"{count:.0f} tokens: {part.replace('_', ' ')}"
         away = [
             outage.seconds
-            for shard in self.history.shards.values()
+            for shard in self.run.shards.values()
             for outage in shard.outages
             if outage.seconds is not None
         ]
@@ -317,31 +319,31 @@ class _Judge:
                 "A machine that starts processes faster loses less"
             )
 
-    def _is_killed(self, name: str, life: Life) -> bool:
+    def _is_killed(self, name: str, life: ProcessLife) -> bool:
         """Whether a life was ended on purpose; what dies with any other is our own loss."""
         ended = _ended(life) + SETTLE_SECONDS
         return any(
             struck.kind == "kill"
             and name in struck.processes
             and life.started_at <= struck.begin <= ended
-            for struck in self.facts.faults
+            for struck in self.run.faults
         )
 
-    def _alive_seconds(self, name: str, life: Life, median: float) -> float:
+    def _alive_seconds(self, name: str, life: ProcessLife, median: float) -> float:
         if life.ready_at is None:
             return 0.0
         begin, end = life.ready_at, _ended(life)
         if life.over and life.steps_at:
             end = life.steps_at[-1]
-        end = min(end, self.history.duration)
+        end = min(end, self.run.duration)
         seconds = max(0.0, end - begin)
-        for struck in self.facts.faults:
+        for struck in self.run.faults:
             if struck.kind in ("pause", "slow") and name in struck.processes:
                 seconds -= self._idle_seconds(struck, life, begin, end, median)
         return max(0.0, seconds)
 
     def _idle_seconds(
-        self, struck: Struck, life: Life, begin: float, end: float, median: float
+        self, struck: FaultLog, life: ProcessLife, begin: float, end: float, median: float
     ) -> float:
         """How long a pause or slowness kept a learner from stepping, within its life."""
         a, b = max(begin, struck.begin), min(end, struck.end)
@@ -356,7 +358,7 @@ class _Judge:
         shares: dict[str, float] = {}
         details = []
         rounds = list(self._rounds())
-        for name, learner in self.history.learners.items():
+        for name, learner in self.run.trained.items():
             eligible = took = 0
             missed: Counter[str] = Counter()
             for shard, each, since in rounds:
@@ -379,27 +381,27 @@ class _Judge:
             details,
         )
 
-    def _rounds(self) -> Iterator[tuple[ShardHistory, Round, float]]:
+    def _rounds(self) -> Iterator[tuple[ShardLog, RoundLog, float]]:
         """Merged rounds, each with when the tick before its own was."""
-        for shard in self.history.shards.values():
+        for shard in self.run.shards.values():
             for each in shard.rounds:
-                if each.result.verdict == "merged":
+                if each.merged:
                     yield shard, each, _tick_before(shard, each)
 
     def _part(
-        self, shard: ShardHistory, each: Round, since: float, learner: LearnerHistory
+        self, shard: ShardLog, each: RoundLog, since: float, learner: LearnerLog
     ) -> str | None:
         """What became of a learner in a round; ``None``: it was not eligible."""
         name = learner.name
         begin, end = each.opened_at, each.finished_at
-        mine = [p for p in each.result.participants if p.learner == name]
+        mine = [p for p in each.outcome.participants if p.learner == name]
         if mine and mine[0].state == "folded":
             return "folded"
         if mine and mine[0].reason == NOTHING_NEW:
             return None
         life = next((x for x in learner.lives if _ready(x) <= since and end <= _ended(x)), None)
         stepped = life is not None and _steps_between(life, since, begin) > 0
-        if not stepped or not self.facts.member_during(shard.name, name, since, end):
+        if not stepped or not self.checker.member_during(shard.name, name, since, end):
             return None
         for who in (name, shard.name):
             kinds = (*STEP_FAULTS, *LINK_KINDS)
@@ -410,14 +412,14 @@ class _Judge:
     # ---- safety, replay, end
 
     def safety(self) -> None:
-        """Versions, epochs, terms, and what was merged; see `chaos.facts`."""
-        broken = self.facts.broken
-        merges = sum(self.facts.merges.values())
-        self.numbers |= {"merges": merges, "contributions": self.facts.contributions}
+        """Versions, epochs, terms, and what was merged; see `chaos.safety`."""
+        broken = self.checker.broken
+        merges = sum(self.checker.merges.values())
+        self.numbers |= {"merges": merges, "contributions": self.checker.contributions}
         self._say(
             "versions and merges",
             not broken,
-            f"{len(broken)} rules broken in {merges} merges of {self.facts.contributions} "
+            f"{len(broken)} rules broken in {merges} merges of {self.checker.contributions} "
             "contributions",
             "0: none goes back, none twice, none of an old epoch",
             broken,
@@ -425,7 +427,7 @@ class _Judge:
 
     def replays(self, folder: Path, problems: list[str]) -> None:
         """Every process's tape gives itself again."""
-        killed = sum(len(member.outages) for member in self.history.members)
+        killed = sum(len(member.outages) for member in self.run.members)
         try:
             results, _ = replay_run(folder)
         except (Error, AssertionError) as error:
@@ -451,8 +453,8 @@ class _Judge:
 
     def end(self, finished: bool, reason: str) -> None:
         """It is over as it should be, with every fragment merged."""
-        fragments = self.history.fragments
-        missing = [p for p in range(fragments) if not self.facts.merges[p]]
+        fragments = self.run.fragments
+        missing = [p for p in range(fragments) if not self.checker.merges[p]]
         self._say(
             "the run ends with all fragments",
             finished and not missing and fragments > 0,
@@ -462,26 +464,26 @@ class _Judge:
         )
 
 
-def _steps_between(life: Life, begin: float, end: float) -> int:
+def _steps_between(life: ProcessLife, begin: float, end: float) -> int:
     """How many steps were finished after the one instant and not after the other."""
     steps = life.steps_at
     return bisect.bisect_right(steps, end) - bisect.bisect_right(steps, begin)
 
 
-def _lasts(struck: Struck) -> bool:
+def _lasts(struck: FaultLog) -> bool:
     return struck.kind not in ("break", "clock-jump", "vanish")
 
 
-def _began(life: Life) -> float:
+def _began(life: ProcessLife) -> float:
     return life.ready_at if life.ready_at is not None else math.inf
 
 
-def _ready(life: Life) -> float:
+def _ready(life: ProcessLife) -> float:
     """When it had taken its first step with the global weights."""
     return life.steps_at[0] if life.steps_at else math.inf
 
 
-def _ended(life: Life) -> float:
+def _ended(life: ProcessLife) -> float:
     return math.inf if life.ended_at is None else life.ended_at
 
 
@@ -489,9 +491,10 @@ def _overlaps(spans: Iterable[_Span], begin: float, end: float) -> bool:
     return any(a < end and begin < b for a, b in spans)
 
 
-def _tick_before(shard: ShardHistory, each: Round) -> float:
+def _tick_before(shard: ShardLog, each: RoundLog) -> float:
     """When the shard's clock was at the tick before a round's."""
-    index = bisect.bisect_right(shard.clock_at, each.opened_at) - 1
-    while index >= 0 and shard.clock[index] >= each.result.tick:
+    ticks = shard.ticks
+    index = bisect.bisect_right(ticks, each.opened_at, key=lambda tick: tick.at) - 1
+    while index >= 0 and ticks[index].clock >= each.outcome.tick:
         index -= 1
-    return shard.clock_at[index] if index >= 0 else 0.0
+    return ticks[index].at if index >= 0 else 0.0

@@ -149,7 +149,7 @@ def _really(scenario: Scenario, console: Console) -> tuple[int, bool, str]:
         tell_beginning(config, run.path, run.local.folder.moved_to, console)
     outcome = carry_out(run, config, console)
     with reader_may_be_gone():
-        tell_outcome(run.path, outcome.weights, console)
+        tell_outcome(run.path, outcome.weights, console, run.local.model)
         for missed in run.engine.missed:
             console.print(
                 f"did not happen: {missed.kind} {missed.target.name} at step {missed.at_step}, "

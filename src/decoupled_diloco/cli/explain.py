@@ -51,29 +51,25 @@ def explain(
 
     ddiloco explain round 118 --of runs/quickstart
     """
-    from decoupled_diloco.observe.chronicle import Chronicle
     from decoupled_diloco.observe.explain import explain_round
     from decoupled_diloco.observe.explain_learner import explain_learner
     from decoupled_diloco.observe.explain_step import explain_step
-    from decoupled_diloco.observe.historian import build_history
+    from decoupled_diloco.observe.run_model import run_of
     from decoupled_diloco.observe.words import wrapped
 
     if what not in list(What):
         raise ConfigError(f"{what!r} cannot be explained: choose one of {', '.join(What)}")
     of = of or newest_run(f"ddiloco explain {what} {which} --of runs/quickstart")
     source = source_of(of, token_file, detail=True)
-    chronicle = Chronicle(keep_steps=True)
-    records = source.poll()
-    chronicle.take_all(records)
-    if chronicle.began is None:
+    run = run_of(source.poll(), "details")
+    if not run.records:
         raise ConfigError(f"nothing is on the tape of {of} yet: there is nothing to explain")
     if what == What.LEARNER:
-        history = None if source.live else build_history(records)
-        lines = explain_learner(chronicle, history, which, live=source.live)
+        lines = explain_learner(run, which, live=source.live)
     elif what == What.ROUND:
-        lines = explain_round(chronicle, _number(which), shard)
+        lines = explain_round(run, _number(which), shard)
     else:
-        lines = explain_step(chronicle, _number(which), shard)
+        lines = explain_step(run, _number(which), shard)
     lines += [f"The tape is not whole: {problem}" for problem in source.problems()]
     console = make_console()
     typer.echo(wrapped(lines, min(WIDTH_MAX, console.width)))

@@ -7,14 +7,26 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from decoupled_diloco.config import RunConfig
 
+if TYPE_CHECKING:
+    from decoupled_diloco.observe.run_model import RunModel
 
-def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
+
+def tell_outcome(
+    folder: Path, weights: Path | None, console: Console, run: RunModel | None = None
+) -> None:
     """Writes the report of what is on the tape, and prints the summary.
+
+    Args:
+        folder: The run folder.
+        weights: What was trained, if it is written.
+        console: Where to print.
+        run: What the tape tells, if it has been read.
 
     Raises:
         StorageError: the report cannot be written.
@@ -23,13 +35,13 @@ def tell_outcome(folder: Path, weights: Path | None, console: Console) -> None:
     from decoupled_diloco.observe.summary import print_summary
 
     files = [folder / "report.html", folder / "report.png"]
-    history = write_report(folder, *files)
+    run = write_report(run or folder, *files)
     if weights is not None:
         files.append(weights)
-    print_summary(history, files, console)
-    if history.sample_text:
+    print_summary(run, files, console)
+    if run.sample_text:
         console.print("\nwhat the trained model writes:\n")
-        console.print(history.sample_text, markup=False, highlight=False)
+        console.print(run.sample_text, markup=False, highlight=False)
 
 
 def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str:

@@ -12,7 +12,7 @@ from decoupled_diloco.cli.options import fail, make_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from decoupled_diloco.observe.history import RunHistory
+    from decoupled_diloco.observe.run_model import RunModel
 
 TapePath = Annotated[
     Path, typer.Argument(metavar="TAPE", help="A run folder, its tape folder, or a tape file.")
@@ -53,8 +53,8 @@ def report(
     else:
         from decoupled_diloco.observe.comparison import write_comparison
 
-        for path, history in zip((tape, other), write_comparison(tape, other, page), strict=True):
-            _say_problems(console, path, history)
+        for path, run in zip((tape, other), write_comparison(tape, other, page), strict=True):
+            _say_problems(console, path, run)
     for file in filter(None, (page, png)):
         console.print(f"written: {file}", soft_wrap=True, markup=False, highlight=False)
 
@@ -78,9 +78,9 @@ def _check_ending(path: Path, option: str, endings: tuple[str, ...]) -> None:
         fail(f"{option} {path} is a folder: give a file in it")
 
 
-def _say_problems(console: Console, tape: Path, history: RunHistory) -> None:
+def _say_problems(console: Console, tape: Path, run: RunModel) -> None:
     """What is missing in the page because it is missing on the tape."""
     from decoupled_diloco.observe.report import problems_of
 
-    for problem in problems_of(history):
+    for problem in problems_of(run):
         console.print(f"note: {tape}: {problem}", soft_wrap=True, markup=False, highlight=False)

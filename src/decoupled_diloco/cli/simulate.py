@@ -117,7 +117,7 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
     """Simulates with tensors; returns the exit code."""
     from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
     from decoupled_diloco.launch.folder import RunFolder
-    from decoupled_diloco.observe.progress import Progress
+    from decoupled_diloco.observe.progress import ProgressDisplay
     from decoupled_diloco.simulate.simulation import Simulation, trained_in
 
     config = scenario.config
@@ -130,7 +130,7 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
         budget = (config.run.budget_steps, config.run.budget_tokens)
         weights: Path | None = None
         try:
-            with Progress(folder.path, *budget, console=console, virtual=True) as progress:
+            with ProgressDisplay(folder.path, *budget, console=console, virtual=True) as progress:
                 poll = _now_and_then(progress.poll, simulation.tapes.flush)
                 while not interrupted() and simulation.advance():
                     poll()
@@ -231,7 +231,7 @@ def _now_and_then(*functions: Callable[[], object]) -> Callable[[], None]:
 def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: Console) -> None:
     """Lets it go on, and says how far it is every few seconds."""
     from decoupled_diloco.cli.outcome import reader_may_be_gone
-    from decoupled_diloco.observe.progress import clock_face
+    from decoupled_diloco.observe.words import clock_face
 
     budget = run.scenario.config.run.budget_steps
     line_at = time.monotonic() + LINE_SECONDS

@@ -22,18 +22,14 @@ def status(
     """How a run is doing: phase, clock, every learner and shard; live or from its tape."""
     import json
 
-    from decoupled_diloco.observe.accounts import account_for
-    from decoupled_diloco.observe.chronicle import Chronicle
-    from decoupled_diloco.observe.historian import build_history
+    from decoupled_diloco.observe.run_model import run_of
     from decoupled_diloco.observe.status import status_of
     from decoupled_diloco.observe.status_view import render_status
 
     opened = source_of(source or newest_run("ddiloco status runs/quickstart"), token_file)
-    chronicle = Chronicle(rounds_max=1)
-    records = opened.poll()
-    chronicle.take_all(records)
-    account = None if opened.live else account_for(build_history(records))
-    found = status_of(chronicle, opened.now(), opened.problems(), account)
+    run = run_of(opened.poll(), "now" if opened.live else "run")
+    account = None if opened.live else run.account
+    found = status_of(run, opened.now(), opened.problems(), account)
     if as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
         return
@@ -66,6 +62,11 @@ def newest_run(example: str) -> str:
     begun = {path.parent: path.stat().st_mtime for path in Path("runs").glob("*/run.toml")}
     if not begun:
         raise ConfigError(f"there is no run in runs/ here: say which one, as in {example}")
-    newest = str(max(begun, key=lambda path: begun[path]))
+    newest = str(max(begun, key=lambda run: (_has_tape(run), begun[run])))
     typer.echo(f"of {newest}, the newest run here", err=True)
     return newest
+
+
+def _has_tape(run: Path) -> bool:
+    """Whether a shard has begun to write: a start that failed has left but a folder."""
+    return (run / "tape.jsonl").exists() or any(run.glob("tape/shard-*.jsonl"))

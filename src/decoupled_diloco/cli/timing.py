@@ -35,8 +35,8 @@ def timing(
     from decoupled_diloco.config import load_config
     from decoupled_diloco.config.shipped import find_shipped
     from decoupled_diloco.launch.timing import intervals
-    from decoupled_diloco.observe.chronicle import Chronicle
     from decoupled_diloco.observe.explain import options_in
+    from decoupled_diloco.observe.run_model import RunModel
 
     if not run.startswith(("http://", "https://")) and (
         run.endswith(".toml") or not Path(run).exists()
@@ -47,12 +47,12 @@ def timing(
     if settings:
         fail("--set changes a configuration, and this is a run that has one: leave it out")
     source = source_of(run, token_file)
-    chronicle = Chronicle()
-    chronicle.take_all(source.poll())
-    found = options_in(chronicle)
+    measured = RunModel()
+    measured.take_all(source.poll())
+    found = options_in(measured)
     if found is None:
         fail(f"the tape of {run} does not tell the run's settings (yet): give its run.toml")
-    print_intervals(intervals(found, chronicle=chronicle), make_console())
+    print_intervals(intervals(found, run=measured), make_console())
 
 
 def print_essential(config: RunConfig, folder: Path, console: Console) -> None:

@@ -16,7 +16,8 @@ from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
-from decoupled_diloco.observe.progress import Progress
+from decoupled_diloco.observe.following import FollowedRun
+from decoupled_diloco.observe.progress import ProgressDisplay
 
 
 def train_locally(
@@ -30,7 +31,7 @@ def train_locally(
         tell_beginning(config, run.path, run.folder.moved_to, console)
     outcome = carry_out(run, config, console)
     with reader_may_be_gone():
-        tell_outcome(run.path, outcome.weights, console)
+        tell_outcome(run.path, outcome.weights, console, run.model)
         if not outcome.finished:
             console.print(f"the run did not finish: {outcome.reason}", style="bold red")
             console.print(what_remains(run.path, config), soft_wrap=True)
@@ -45,6 +46,11 @@ class Run(Protocol):
     @property
     def path(self) -> Path:
         """Its folder."""
+        ...
+
+    @property
+    def followed(self) -> FollowedRun:
+        """What its tape tells while it goes on."""
         ...
 
     def start(self) -> None:
@@ -64,7 +70,10 @@ def carry_out(run: Run, config: RunConfig, console: Console) -> Outcome:
     """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left."""
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
-        with termination_as_interrupt(), Progress(run.path, *budget, console=console) as progress:
+        with (
+            termination_as_interrupt(),
+            ProgressDisplay(run.followed, *budget, console=console) as progress,
+        ):
             run.start()
             outcome = run.wait(progress.poll)
             progress.poll()
@@ -95,7 +104,7 @@ def serve_locally(
             with reader_may_be_gone():
                 _tell_how_to_join(config, run, console)
                 tell_beginning(config, run.path, run.folder.moved_to, console, here=False)
-            with Progress(run.path, *budget, console=console) as progress:
+            with ProgressDisplay(run.followed, *budget, console=console) as progress:
                 outcome = run.wait(progress.poll)
                 progress.poll()
     except KeyboardInterrupt:
@@ -105,7 +114,7 @@ def serve_locally(
             run.close()
     remains = outcome.weights or what_remains(run.path, config, "syncer")
     with reader_may_be_gone():
-        tell_outcome(run.path, outcome.weights, console)
+        tell_outcome(run.path, outcome.weights, console, run.model)
         console.print(f"\n{outcome.reason}; {remains}", soft_wrap=True)
     if outcome.finished:
         return 0

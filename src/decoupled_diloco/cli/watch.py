@@ -69,7 +69,7 @@ class Reader(threading.Thread):
 
     def __init__(self, source: Source, every: float) -> None:
         super().__init__(name="reader", daemon=True)
-        from decoupled_diloco.observe.chronicle import Chronicle
+        from decoupled_diloco.observe.run_model import RunModel
 
         self.status: RunStatus | None = None
         self.trouble: tuple[float, str] | None = None
@@ -77,7 +77,7 @@ class Reader(threading.Thread):
         self.stopping = threading.Event()
         self._source = source
         self._every = every
-        self._chronicle = Chronicle(rounds_max=100)
+        self._run = RunModel()
         self._generation = source.generation
         self._look()  # what is wrong from the start is told at once
 
@@ -98,17 +98,17 @@ class Reader(threading.Thread):
                 return
 
     def _look(self) -> None:
-        from decoupled_diloco.observe.chronicle import Chronicle
+        from decoupled_diloco.observe.run_model import RunModel
         from decoupled_diloco.observe.status import status_of
 
         source = self._source
         records = source.poll()
         if source.generation != self._generation:
             self._generation = source.generation
-            self._chronicle = Chronicle(rounds_max=100)
+            self._run = RunModel()
             records = records or source.poll()
-        self._chronicle.take_all(records)
-        self.status = status_of(self._chronicle, source.now(), source.problems())
+        self._run.take_all(records)
+        self.status = status_of(self._run, source.now(), source.problems())
 
     @property
     def over(self) -> bool:

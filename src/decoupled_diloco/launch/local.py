@@ -20,8 +20,9 @@ from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresse
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of
 from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
+from decoupled_diloco.observe.following import FollowedRun
+from decoupled_diloco.observe.run_model import RunModel, merge_and_read
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
-from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.storage.files import write_text
 
@@ -107,11 +108,12 @@ class LocalRun:
         self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
         if self.went_back:
             self.tell(WentBack(self.went_back))
-        self._follower: Follower = follow(self.path)
+        self._followed = FollowedRun(self.path)
         self._faults = sorted(config.faults, key=lambda fault: fault.at)
         if self.standing is not None:
             del self._faults[: self.standing.faults]
-        self._clock = self._tokens = 0
+        self.model: RunModel | None = None
+        self._clock = 0
         self.addresses: tuple[str, ...] = ()
         self._listen_on: list[int] = []
 
@@ -263,12 +265,8 @@ class LocalRun:
         return [child for name, child in self.supervisor.children.items() if name in names]
 
     def _follow(self) -> None:
-        for record in self._follower.poll():
-            if record.kind == "effect" and record.type == "Tell":
-                message = record.data["message"]
-                if message["type"] == "Progress":
-                    self._clock = max(self._clock, message["clock"])
-                    self._tokens = max(self._tokens, message["tokens"])
+        self._followed.poll()
+        self._clock = max(self._clock, self._followed.run.global_step)
         while self._faults and self.used_budget() >= self._faults[0].at and self._clock > 0:
             fault = self._faults.pop(0)
             if self.supervisor.kill(fault.kill, restart=fault.restart):
@@ -282,6 +280,11 @@ class LocalRun:
             port: process_of(number % shards, standby=number >= shards)
             for number, port in enumerate(self._listen_on)
         }
+
+    @property
+    def followed(self) -> FollowedRun:
+        """What its tape tells while it goes on."""
+        return self._followed
 
     @property
     def global_step(self) -> int:
@@ -300,7 +303,7 @@ class LocalRun:
         if run.budget_steps:
             shares.append(self._clock / run.budget_steps)
         if run.budget_tokens:
-            shares.append(self._tokens / run.budget_tokens)
+            shares.append(self._followed.run.tokens / run.budget_tokens)
         return min(1.0, max(shares))
 
     def _finish(self, on_poll: Callable[[], None]) -> Outcome:
@@ -327,7 +330,7 @@ class LocalRun:
         try:
             self.stop()
             self._tape.close()
-            merge_tapes(self.path)
+            self.model = merge_and_read(self.path)
         except StorageError as error:
             logger.error("%s", error)
         finally:

@@ -14,7 +14,7 @@ from decoupled_diloco.launch import local, roles, supervisor
 from decoupled_diloco.learner import background, donations, joining, trouble
 from decoupled_diloco.learner import learner as learner_process
 from decoupled_diloco.observe import writer
-from decoupled_diloco.observe.chronicle import Chronicle
+from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.protocol import (
     donating,
     grace,
@@ -62,7 +62,7 @@ def intervals(
     *,
     give_up_seconds: float | None = None,
     lease_seconds: float | None = None,
-    chronicle: Chronicle | None = None,
+    run: RunModel | None = None,
 ) -> list[Interval]:
     """The table.
 
@@ -70,11 +70,11 @@ def intervals(
         options: The run's settings of the method.
         give_up_seconds: The learners' own setting: after so long alone they end.
         lease_seconds: A shard's setting, if the shards have standbys.
-        chronicle: What is measured; default: nothing yet.
+        run: What is measured; default: nothing yet.
     """
     return [
         *_liveness(give_up_seconds),
-        *_rounds(options, chronicle),
+        *_rounds(options, run),
         *_transfers(),
         *_begin_and_end(),
         *_recovery(),
@@ -196,8 +196,8 @@ def _liveness(give_up_seconds: float | None) -> list[Interval]:
 # ---- rounds
 
 
-def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
-    row, step = partial(Interval, "a round"), _step_seconds(chronicle)
+def _rounds(options: Options, run: RunModel | None) -> list[Interval]:
+    row, step = partial(Interval, "a round"), _step_seconds(run)
     pause, longest = syncer_rounds.MERGE_PAUSE_SECONDS
     margin = options.grace_margin
     formula = f"{margin:g} ({options.overlap} ξ_step − ξ_quorum − ξ_sync)"
@@ -205,14 +205,14 @@ def _rounds(options: Options, chronicle: Chronicle | None) -> list[Interval]:
         row(
             "grace window",
             formula if margin else "grace_margin = 0",
-            _grace(chronicle) if margin else "none",
+            _grace(run) if margin else "none",
             (),
             _grace_in_words(options),
         ),
         row(
             "ξ_step, ξ_quorum, …",
             f"averages, {grace.SMOOTHING:g} the newest; sync: merge, broadcast",
-            _averages(chronicle),
+            _averages(run),
             ("protocol.grace.SMOOTHING",),
         ),
         row(
@@ -258,39 +258,39 @@ def _grace_in_words(options: Options) -> str:
     return f"{100 * options.grace_margin:.0f} % of the spare time, for more than a quorum"
 
 
-def _step_seconds(chronicle: Chronicle | None) -> float | None:
+def _step_seconds(run: RunModel | None) -> float | None:
     """ξ_step: that of the fastest learner that is live."""
     known = [
         member.step_seconds
-        for log in (chronicle.shards.values() if chronicle else ())
+        for log in (run.shards.values() if run else ())
         for member in log.members.values()
         if member.step_seconds > 0
     ]
     if known:
         return min(known)
-    last = [o.step_seconds for o in _openings(chronicle) if o.step_seconds > 0]
+    last = [o.step_seconds for o in _openings(run) if o.step_seconds > 0]
     return last[-1] if last else None
 
 
-def _openings(chronicle: Chronicle | None) -> list[RoundOpened]:
+def _openings(run: RunModel | None) -> list[RoundOpened]:
     """The newest opening of an ordinary round at each shard."""
     found = []
-    for log in chronicle.shards.values() if chronicle else ():
-        rounds = (*log.finished, *log.open.values())
+    for log in run.shards.values() if run else ():
+        rounds = (*log.rounds, *log.open.values())
         opened = [r.opened for r in rounds if r.opened is not None and not r.opened.closing]
         found += opened[-1:]
     return found
 
 
-def _grace(chronicle: Chronicle | None) -> str:
-    windows = [opened.grace_seconds for opened in _openings(chronicle)]
+def _grace(run: RunModel | None) -> str:
+    windows = [opened.grace_seconds for opened in _openings(run)]
     if not windows:
         return "not measured yet"
     return _span(windows)
 
 
-def _averages(chronicle: Chronicle | None) -> str:
-    openings = _openings(chronicle)
+def _averages(run: RunModel | None) -> str:
+    openings = _openings(run)
     if not openings:
         return "not measured yet"
     newest = openings[0]

@@ -49,16 +49,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from decoupled_diloco.observe.history import (
-    GAP_MEDIANS,
-    LearnerHistory,
-    Life,
-    Round,
-    RunHistory,
-)
-from decoupled_diloco.observe.ledger import GivenUp, Name, Open
+from decoupled_diloco.observe.ledger import GivenUpTokens, Name, Open
+from decoupled_diloco.observe.run_data import GAP_MEDIANS, LearnerLog, ProcessLife
+from decoupled_diloco.observe.shard_data import RoundLog
+
+if TYPE_CHECKING:
+    from decoupled_diloco.observe.run_model import RunModel
 
 NANO = 1_000_000_000
 
@@ -78,7 +76,7 @@ class Folded:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Activity:
     """What a learner did from one instant to another, seconds since the run's first record."""
 
     doing: Doing
@@ -175,7 +173,7 @@ class LearnerAccount:
     name: str
     time: TimeAccount
     tokens: TokenAccount
-    spans: tuple[Span, ...]
+    spans: tuple[Activity, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +190,12 @@ class RunAccount:
     uptime: float | None
 
 
-def account_for(history: RunHistory) -> RunAccount:
+def account_for(run: RunModel) -> RunAccount:
     """The accounts of a run; see the head of this file for what counts as what."""
-    fragments, folded = max(1, history.fragments), _folded(history)
-    span = history.training_span
+    fragments, folded = max(1, run.fragments), _folded(run)
+    span = run.training_span
     learners = {}
-    for name, learner in history.learners.items():
+    for name, learner in run.trained.items():
         tokens = _tokens(learner, fragments, folded.get(name, []))
         spans = () if span is None else tuple(_clipped(_spans(learner, span[1]), *span))
         learners[name] = LearnerAccount(name, _time(spans, tokens), tokens, spans)
@@ -213,7 +211,7 @@ def account_for(history: RunHistory) -> RunAccount:
 # ---- time
 
 
-def _time(spans: Iterable[Span], tokens: TokenAccount) -> TimeAccount:
+def _time(spans: Iterable[Activity], tokens: TokenAccount) -> TimeAccount:
     nano = dict.fromkeys(get_args(Doing), 0)
     for span in spans:
         nano[span.doing] += round(span.end * NANO) - round(span.begin * NANO)
@@ -227,7 +225,7 @@ def _time(spans: Iterable[Span], tokens: TokenAccount) -> TimeAccount:
     )
 
 
-def _spans(learner: LearnerHistory, until: float) -> Iterator[Span]:
+def _spans(learner: LearnerLog, until: float) -> Iterator[Activity]:
     """What a learner did from its process's start to the end of the run or its own."""
     median = _median_step(learner)
     for index, life in enumerate(learner.lives):
@@ -238,49 +236,51 @@ def _spans(learner: LearnerHistory, until: float) -> Iterator[Span]:
             end = min(end, following.began_at)
         yield from _spans_of_life(life, end, median)
         if following is not None:
-            yield Span("down", end, following.began_at)
+            yield Activity("down", end, following.began_at)
         elif life.crashed:
-            yield Span("down", end, max(end, until))
+            yield Activity("down", end, max(end, until))
 
 
-def _spans_of_life(life: Life, end: float, median: float) -> Iterator[Span]:
+def _spans_of_life(life: ProcessLife, end: float, median: float) -> Iterator[Activity]:
     limit = GAP_MEDIANS * median
     began = min(life.began_at, end)
     steps = life.steps_at
     ready = life.ready_at if life.ready_at is not None else steps[0] if steps else end
     ready = min(ready, steps[0] if steps else end)
-    yield Span("joining", began, ready)
+    yield Activity("joining", began, ready)
     at = ready
     for index, step in enumerate(steps):
         idle: Doing = "waiting" if index else "joining"
         yield from _step(life, at, step, median, limit, idle)
         at = step
     if not steps:
-        yield Span("joining", at, end)
+        yield Activity("joining", at, end)
         return
     for begin, close, held in _cut_by_holds(life, at, end):
         standing = held or (not life.over and close - begin > limit)
-        yield Span("waiting" if standing else "other", begin, close)
+        yield Activity("waiting" if standing else "other", begin, close)
 
 
 def _step(
-    life: Life, begin: float, end: float, median: float, limit: float, idle: Doing
-) -> Iterator[Span]:
+    life: ProcessLife, begin: float, end: float, median: float, limit: float, idle: Doing
+) -> Iterator[Activity]:
     """From one step boundary to the next: held, standing still, then the step."""
     parts = list(_cut_by_holds(life, begin, end))
     free = sum(close - start for start, close, held in parts if not held)
     standing = free - median if free > limit else 0.0
     for start, close, held in parts:
         if held:
-            yield Span("waiting", start, close)
+            yield Activity("waiting", start, close)
             continue
         cut = min(close, start + standing)
         standing -= cut - start
-        yield Span(idle, start, cut)
-        yield Span("stepping", cut, close)
+        yield Activity(idle, start, cut)
+        yield Activity("stepping", cut, close)
 
 
-def _cut_by_holds(life: Life, begin: float, end: float) -> Iterator[tuple[float, float, bool]]:
+def _cut_by_holds(
+    life: ProcessLife, begin: float, end: float
+) -> Iterator[tuple[float, float, bool]]:
     """The time from ``begin`` to ``end`` in parts, each with whether the learner was held."""
     for hold_begin, hold_end in life.holds_between(begin, end):
         yield (begin, hold_begin, False)
@@ -289,7 +289,7 @@ def _cut_by_holds(life: Life, begin: float, end: float) -> Iterator[tuple[float,
     yield (begin, end, False)
 
 
-def _median_step(learner: LearnerHistory) -> float:
+def _median_step(learner: LearnerLog) -> float:
     """Median seconds of a step, holds taken off; 0 with fewer than two steps."""
     gaps = [
         sum(close - start for start, close, held in _cut_by_holds(life, a, b) if not held)
@@ -299,9 +299,9 @@ def _median_step(learner: LearnerHistory) -> float:
     return statistics.median(gaps) if gaps else 0.0
 
 
-def _clipped(spans: Iterable[Span], begin: float, end: float) -> Iterator[Span]:
+def _clipped(spans: Iterable[Activity], begin: float, end: float) -> Iterator[Activity]:
     """The spans within the run's; neighbours that do the same are one, empty ones are left out."""
-    last: Span | None = None
+    last: Activity | None = None
     for span in spans:
         span = replace(span, begin=max(span.begin, begin), end=min(span.end, end))
         if span.end <= span.begin:
@@ -332,12 +332,12 @@ def _uptime(accounts: Iterable[LearnerAccount], span: tuple[float, float] | None
 # ---- tokens
 
 
-def _folded(history: RunHistory) -> dict[str, list[Folded]]:
+def _folded(run: RunModel) -> dict[str, list[Folded]]:
     """What the shards have merged of each learner."""
     found: dict[str, list[Folded]] = {}
-    restored = _restored(history)
-    for r in _merged(history):
-        result = r.result
+    restored = _restored(run)
+    for r in _merged(run):
+        result = r.outcome
         assert result.version is not None
         version = (result.version.term, result.version.counter)
         later = restored.get(result.fragment, {}).items()
@@ -353,28 +353,25 @@ def _folded(history: RunHistory) -> dict[str, list[Folded]]:
     return found
 
 
-def _merged(history: RunHistory) -> Iterator[Round]:
-    for shard in history.shards.values():
-        for r in shard.rounds:
-            if r.result.verdict == "merged" and r.result.version is not None:
-                yield r
+def _merged(run: RunModel) -> Iterator[RoundLog]:
+    return (r for r in run.rounds if r.merged and r.outcome.version is not None)
 
 
-def _restored(history: RunHistory) -> dict[int, dict[int, int]]:
+def _restored(run: RunModel) -> dict[int, dict[int, int]]:
     """By fragment and term, the counter that its shard went on from: the least of its bases.
 
     A shard that starts again gives what it has restored its new term and the old counter.
     """
     found: dict[int, dict[int, int]] = {}
-    for r in _merged(history):
-        base = r.result.base
+    for r in _merged(run):
+        base = r.outcome.base
         if base is not None:
-            counters = found.setdefault(r.result.fragment, {})
+            counters = found.setdefault(r.fragment, {})
             counters[base.term] = min(base.counter, counters.get(base.term, base.counter))
     return found
 
 
-def _tokens(learner: LearnerHistory, fragments: int, folded: list[Folded]) -> TokenAccount:
+def _tokens(learner: LearnerLog, fragments: int, folded: list[Folded]) -> TokenAccount:
     """One learner's tokens, all its lives together."""
     total = TokenAccount(fragments)
     begins = [-math.inf, *(life.started_at for life in learner.lives[1:]), math.inf]
@@ -401,7 +398,7 @@ class _Rest:
 
 
 def _tokens_of_life(
-    life: Life, fragments: int, folded: list[Folded]
+    life: ProcessLife, fragments: int, folded: list[Folded]
 ) -> tuple[TokenAccount, _Rest, dict[int, int]]:
     """One life's tokens but for its rest, that rest, and by fragment what earlier lives' is merged.
 
@@ -441,7 +438,7 @@ def _tokens_of_life(
 
 
 def _tokens_heard_of(
-    life: Life, overwritten: int, fragments: int, folded: list[Folded]
+    life: ProcessLife, overwritten: int, fragments: int, folded: list[Folded]
 ) -> tuple[TokenAccount, _Rest, dict[int, int]]:
     """As `_tokens_of_life`, of a life that only the shards tell of."""
     trained, folds = life.ledger.trained, Counter[int]()
@@ -473,14 +470,14 @@ def _hand_on(rests: list[_Rest], brought: dict[int, int]) -> int:
     return unknown
 
 
-def _fate_of_the_rest(life: Life) -> str:
+def _fate_of_the_rest(life: ProcessLife) -> str:
     """What becomes of tokens that a life has not delivered: only who still lives may do so."""
     if life.crashed:
         return "crashed"
     return "left_behind" if life.over or life.ended_at is not None else "unsent"
 
 
-def _yet_merged(entry: GivenUp, folded: Iterable[Folded]) -> int:
+def _yet_merged(entry: GivenUpTokens, folded: Iterable[Folded]) -> int:
     """What the shards merged of tokens that the learner gave up."""
     sent = entry.sent
     known = sent and any((each.fragment, each.ask) == (sent.fragment, sent.ask) for each in folded)

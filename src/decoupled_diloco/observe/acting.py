@@ -7,11 +7,24 @@ import re
 from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.units import format_duration
 
+OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
+"""Processes that are neither learners nor shards."""
+
 OF_A_SHARD = "shard-"
 """How the name of a shard begins, and of every process and tape of it."""
 
 SHARD = re.compile(r"shard-\d+")
 """The name of a shard, which is also that of the process that is meant to act for it."""
+
+
+def is_shard(who: str) -> bool:
+    """Whether a process is a shard of the syncer, by its name."""
+    return SHARD.fullmatch(who) is not None
+
+
+def is_learner(who: str) -> bool:
+    """Whether a process is a learner, by its name."""
+    return who not in OTHERS and not who.startswith(OF_A_SHARD)
 
 
 class Acting:

@@ -1,15 +1,16 @@
-"""Charts as SVG text, for pages that fetch nothing and run no script.
+"""Charts that are drawn once, for pages that fetch nothing and run no script, and for images.
 
-A chart names classes, never colours: the page's style gives them for light and for dark. Each chart
-is drawn twice, for a phone and for a wide window; the style shows one, so that letters stay as
-large as those of the page.
+A chart names classes, never colours: the page's style gives them for light and for dark, and
+`decoupled_diloco.observe.images` the light ones. On a page each chart is drawn twice, for a phone
+and for a wide window; the style shows one, so that letters stay as large as those of the page.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -19,36 +20,108 @@ WIDTHS = {"wide": 1040, "narrow": 400}
 LETTER = 7.0
 """About the width of a letter of a chart."""
 
+LIGHT = {
+    "page": "#ffffff", "card": "#f6f7f9", "ink": "#1a1e23", "faint": "#5b6169", "line": "#dfe2e6",
+    "accent": "#0067a5", "warn": "#a8420a", "warn-page": "#fff4ea", "shade": "#0b0d1017",
+    "edge": "#0b0d1030", "c0": "#0072b2", "c1": "#d08a00", "c2": "#009e73", "c3": "#c0649a",
+    "c4": "#3f9fd8", "c5": "#7a5c00", "useful": "#1f8a5b", "discarded": "#e0a030",
+    "waiting": "#9a6bc0", "down": "#cc4125", "joining": "#2f80c0", "other": "#a9b0b8",
+    "merged": "#0a7d8c", "abandoned": "#d55e00", "idle": "#a9b0b8", "second": "#b36b00",
+    "quorum": "#9aa3af", "grace": "#e0b93a", "upload": "#0072b2", "merge": "#009e73",
+    "heat": "#0a7d8c", "none": "#eceef1",
+}  # fmt: skip
+DARK = {
+    "page": "#101215", "card": "#181b1f", "ink": "#edeef0", "faint": "#a9afb7", "line": "#343a41",
+    "accent": "#6cb4ea", "warn": "#ffb074", "warn-page": "#2b1d10", "shade": "#ffffff1c",
+    "edge": "#ffffff38", "c0": "#56a8e0", "c1": "#e69f00", "c2": "#2fc79a", "c3": "#e29bc4",
+    "c4": "#9bd4f5", "c5": "#d9c26a", "useful": "#2f9e6e", "discarded": "#d99a2b",
+    "waiting": "#b98bd9", "down": "#f2705a", "joining": "#56a8e0", "other": "#6b727b",
+    "merged": "#3fb8c6", "abandoned": "#ff8a3d", "idle": "#6b727b", "second": "#e69f00",
+    "quorum": "#8a93a0", "grace": "#d9c26a", "upload": "#56a8e0", "merge": "#2fc79a",
+    "heat": "#3fb8c6", "none": "#262b31",
+}  # fmt: skip
+"""Colours by name; those of learners are near Okabe's and Ito's, for colour-blind eyes."""
+
 Point = tuple[float, float]
-Draw = Callable[["Canvas"], None]
 
 
-def in_both_widths(label: str, height: Callable[[bool], float], draw: Draw) -> Markup:
-    """One chart for wide windows and one for phones.
+class Canvas(ABC):
+    """Something that is drawn on; y grows downwards. ``title``: what shows under a pointer."""
 
-    Args:
+    def __init__(self, width: float, height: float, *, narrow: bool = False) -> None:
+        self.width, self.height, self.narrow = width, height, narrow
+
+    @abstractmethod
+    def rect(
+        self, x: float, y: float, width: float, height: float, css: str, title: str = ""
+    ) -> None:
+        """A rectangle."""
+
+    @abstractmethod
+    def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
+        """Many rectangles (x, y, width, height) of one kind."""
+
+    @abstractmethod
+    def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None:
+        """A line through points."""
+
+    @abstractmethod
+    def shape(self, points: Sequence[Point], css: str, title: str = "") -> None:
+        """What lies within a closed line."""
+
+    @abstractmethod
+    def dot(self, point: Point, css: str, title: str = "") -> None:
+        """A dot."""
+
+    @abstractmethod
+    def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
+        """A line of text; ``y`` is its baseline."""
+
+    def line(self, points: Sequence[Point], css: str, title: str = "") -> None:
+        """A line of data; a single point is a dot."""
+        if len(points) == 1:
+            self.dot(points[0], css, title)
+        elif points:
+            self.stroke(points, f"line {css}", title)
+
+    def area(self, points: Sequence[Point], base: float, css: str) -> None:
+        """What lies between a line and the height ``base``."""
+        if points:
+            self.shape([(points[0][0], base), *points, (points[-1][0], base)], css)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart that can be drawn on any canvas.
+
+    Attributes:
         label: What it shows, in a sentence, for those who do not see it.
         height: Its height, given whether it is narrow.
         draw: Draws it.
     """
-    drawings = []
-    for name, width in WIDTHS.items():
-        canvas = Canvas(width, height(name == "narrow"), narrow=name == "narrow")
-        draw(canvas)
-        drawings.append(canvas.svg(label, name))
-    return Markup("").join(drawings)
+
+    label: str
+    height: Callable[[bool], float]
+    draw: Callable[[Canvas], None]
+
+    def __html__(self) -> Markup:
+        """For wide windows and for phones."""
+        drawings = []
+        for name, width in WIDTHS.items():
+            canvas = SvgCanvas(width, self.height(name == "narrow"), narrow=name == "narrow")
+            self.draw(canvas)
+            drawings.append(canvas.svg(self.label, name))
+        return Markup("").join(drawings)
 
 
-@dataclass(slots=True)
-class Canvas:
-    """An SVG picture that is being drawn; y grows downwards."""
+class SvgCanvas(Canvas):
+    """An SVG picture that is being drawn, as text."""
 
-    width: float
-    height: float
-    narrow: bool
-    _parts: list[Markup] = field(default_factory=list)
+    def __init__(self, width: float, height: float, *, narrow: bool = False) -> None:
+        super().__init__(width, height, narrow=narrow)
+        self._parts: list[Markup] = []
 
-    def add(self, element: str, text: str = "", title: str = "", **attributes: object) -> None:
+    def _add(self, element: str, text: str = "", title: str = "", **attributes: object) -> None:
         """One element; of attribute names ``_`` becomes ``-``, and ``css`` is the class."""
         names = {"css": "class"}
         told = Markup("").join(
@@ -69,44 +142,35 @@ class Canvas:
     def rect(
         self, x: float, y: float, width: float, height: float, css: str, title: str = ""
     ) -> None:
-        """A rectangle."""
-        self.add("rect", title=title, x=x, y=y, width=width, height=height, css=css)
+        """See `Canvas`."""
+        self._add("rect", title=title, x=x, y=y, width=width, height=height, css=css)
 
     def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
-        """Many rectangles (x, y, width, height) of one kind, in one element."""
+        """See `Canvas`; they are one element."""
         path = "".join(
             f"M{_short(x)} {_short(y)}h{_short(w)}v{_short(h)}h{_short(-w)}z"
             for x, y, w, h in rects
         )
         if path:
-            self.add("path", d=path, css=css)
+            self._add("path", d=path, css=css)
 
-    def line(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        """A line through points; a single one is a dot."""
-        if len(points) == 1:
-            self.dot(points[0], css, title)
-        elif points:
-            path = " ".join(f"{_short(x)},{_short(y)}" for x, y in points)
-            self.add("polyline", title=title, points=path, css=f"line {css}")
+    def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None:
+        """See `Canvas`."""
+        path = " ".join(f"{_short(x)},{_short(y)}" for x, y in points)
+        self._add("polyline", title=title, points=path, css=css)
 
-    def area(self, points: Sequence[Point], base: float, css: str) -> None:
-        """What lies between a line and the height ``base``."""
-        if points:
-            path = "L".join(f"{_short(x)} {_short(y)}" for x, y in points)
-            first, last = points[0][0], points[-1][0]
-            self.add(
-                "path",
-                d=f"M{_short(first)} {_short(base)}L{path}L{_short(last)} {_short(base)}z",
-                css=css,
-            )
+    def shape(self, points: Sequence[Point], css: str, title: str = "") -> None:
+        """See `Canvas`."""
+        path = "L".join(f"{_short(x)} {_short(y)}" for x, y in points)
+        self._add("path", title=title, d=f"M{path}z", css=css)
 
     def dot(self, point: Point, css: str, title: str = "") -> None:
-        """A dot."""
-        self.add("circle", title=title, cx=point[0], cy=point[1], r=3.0, css=f"dot {css}")
+        """See `Canvas`."""
+        self._add("circle", title=title, cx=point[0], cy=point[1], r=3.0, css=f"dot {css}")
 
     def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
-        """A line of text; ``y`` is its baseline."""
-        self.add("text", text, x=x, y=y, text_anchor=anchor, css=css)
+        """See `Canvas`."""
+        self._add("text", text, x=x, y=y, text_anchor=anchor, css=css)
 
     def svg(self, label: str, css: str) -> Markup:
         """The picture."""
@@ -159,13 +223,11 @@ def framed(
     frame = Frame(Axis(*x[:2], left, canvas.width - 12, x[2]), Axis(*y[:2], bottom, top, y[2]))
     for tick in frame.y.ticks(6):
         at = frame.y(tick)
-        canvas.add(
-            "path", d=f"M{_short(left)} {_short(at)}H{_short(canvas.width - 12)}", css="grid"
-        )
+        canvas.stroke([(left, at), (canvas.width - 12, at)], "grid")
         canvas.text(left - 6, at + 4, f"{tick:g}", "tick", "end")
     for tick in frame.x.ticks(4 if canvas.narrow else 9):
         at = frame.x(tick)
-        canvas.add("path", d=f"M{_short(at)} {_short(bottom)}v4", css="grid")
+        canvas.stroke([(at, bottom), (at, bottom + 4)], "grid")
         canvas.text(at, bottom + 17, show_x(tick), "tick", "middle")
     canvas.text((left + canvas.width - 12) / 2, canvas.height - 4, x[2], "name", "middle")
     canvas.text(2, 12, y[2], "name")

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.observe import figures, tables
-from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
-from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import RunHistory
+from decoupled_diloco.observe.accounts import TIME_PARTS
 from decoupled_diloco.observe.report import (
     OVER,
     LossCharts,
@@ -20,13 +18,13 @@ from decoupled_diloco.observe.report import (
     page_maker,
     problems_of,
     settings_near,
-    settings_of,
     subtitle_of,
     write_page,
 )
+from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import Total, totals
-from decoupled_diloco.observe.tables import Cell, Table
+from decoupled_diloco.observe.tables import Table, TableCell
 from decoupled_diloco.observe.words import ABSENT, percent
 
 
@@ -35,12 +33,11 @@ class Side:
     """One of the two runs."""
 
     label: str
-    history: RunHistory
-    account: RunAccount
+    run: RunModel
     settings: Mapping[str, Any]
 
 
-def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunHistory, RunHistory]:
+def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunModel, RunModel]:
     """Writes two runs side by side.
 
     Args:
@@ -49,7 +46,7 @@ def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunHist
         out_html: The page.
 
     Returns:
-        Both histories.
+        Both runs.
 
     Raises:
         StorageError: A tape is missing, unreadable or of a newer schema, or the page cannot be
@@ -63,12 +60,12 @@ def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunHist
     sides = [_side(label, path) for label, path in zip(labels, (first, second), strict=True)]
     page = render_comparison(*sides)
     write_page(out_html, page)
-    return (sides[0].history, sides[1].history)
+    return (sides[0].run, sides[1].run)
 
 
 def render_comparison(first: Side, second: Side) -> str:
     """The page as text."""
-    runs = [(side.label, side.history) for side in (first, second)]
+    runs = [(side.label, side.run) for side in (first, second)]
     charts = [
         LossCharts(
             over, name, figures.evaluation_chart(runs, over), figures.mean_losses_chart(runs, over)
@@ -82,9 +79,9 @@ def render_comparison(first: Side, second: Side) -> str:
         sides=[
             {
                 "label": side.label,
-                "subtitle": subtitle_of(side.history),
-                "problems": problems_of(side.history),
-                "bars": tables.time_bars(side.account, _names(side.history)),
+                "subtitle": subtitle_of(side.run),
+                "problems": problems_of(side.run),
+                "bars": tables.time_bars(side.run.account, _names(side.run)),
             }
             for side in (first, second)
         ],
@@ -100,12 +97,12 @@ def render_comparison(first: Side, second: Side) -> str:
 
 def numbers_table(first: Side, second: Side) -> Table:
     """What is one number a run, of both, and by how much they differ."""
-    ours = {total.name: total for total in totals(first.history, first.account)}
-    theirs = {total.name: total for total in totals(second.history, second.account)}
+    ours = {total.name: total for total in totals(first.run)}
+    theirs = {total.name: total for total in totals(second.run)}
     rows = [
-        [Cell(name), _number(ours.get(name)), _number(theirs.get(name)), difference]
+        [TableCell(name), _number(ours.get(name)), _number(theirs.get(name)), difference]
         for name in [*ours, *(name for name in theirs if name not in ours)]
-        for difference in [Cell(difference_of(ours.get(name), theirs.get(name)))]
+        for difference in [TableCell(difference_of(ours.get(name), theirs.get(name)))]
     ]
     return Table(
         "numbers", "Summary", ["", first.label, second.label, "difference"], rows,
@@ -141,12 +138,12 @@ def _points(difference: float) -> str:
 
 def shares_table(first: Side, second: Side) -> Table:
     """Where the learner-time of both went."""
-    times = (first.account.time, second.account.time)
+    times = (first.run.account.time, second.run.account.time)
     rows = [
         [
-            Cell(part),
-            *(Cell(percent(time.share(part)), time.share(part)) for time in times),
-            Cell(_points(times[1].share(part) - times[0].share(part))),
+            TableCell(part),
+            *(TableCell(percent(time.share(part)), time.share(part)) for time in times),
+            TableCell(_points(times[1].share(part) - times[0].share(part))),
         ]
         for part in TIME_PARTS
         if times[0].allocated or times[1].allocated
@@ -163,7 +160,7 @@ def settings_table(first: Side, second: Side, *, every: bool) -> Table:
     names = [*ours, *(name for name in theirs if name not in ours)]
     differing = [n for n in names if _shown(ours, n) != _shown(theirs, n)]
     rows = [
-        [Cell(name), Cell(_shown(ours, name)), Cell(_shown(theirs, name))]
+        [TableCell(name), TableCell(_shown(ours, name)), TableCell(_shown(theirs, name))]
         for name in (names if every else differing)
     ]
     if not (ours and theirs):
@@ -183,25 +180,25 @@ def _shown(settings: Mapping[str, Any], name: str) -> str:
     return json.dumps(settings[name], default=str) if name in settings else ABSENT
 
 
-def _number(total: Total | None) -> Cell:
-    return Cell(ABSENT) if total is None else Cell(total.text, total.number)
+def _number(total: Total | None) -> TableCell:
+    return TableCell(ABSENT) if total is None else TableCell(total.text, total.number)
 
 
-def _names(history: RunHistory) -> list[str]:
-    return [learner.name for learner in learners_in_order(history)]
+def _names(run: RunModel) -> list[str]:
+    return [learner.name for learner in learners_in_order(run)]
 
 
 def _side(label: str, path: Path) -> Side:
-    history = read_history(path)
-    return Side(label, history, account_for(history), _settings(history, path))
+    run = read_run(path)
+    return Side(label, run, _settings(run, path))
 
 
-def _settings(history: RunHistory, path: Path) -> Mapping[str, Any]:
+def _settings(run: RunModel, path: Path) -> Mapping[str, Any]:
     """Of the run folder, if there is one, else what the processes agreed on."""
     try:
-        return tomllib.loads(settings_near(path) or "") or settings_of(history)
+        return tomllib.loads(settings_near(path) or "") or run.settings
     except tomllib.TOMLDecodeError:
-        return settings_of(history)
+        return run.settings
 
 
 def _label(path: Path) -> str:

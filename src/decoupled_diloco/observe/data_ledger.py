@@ -28,7 +28,7 @@ Standing = Literal["durable", "training", "returned"]
 
 
 @dataclass(slots=True)
-class Span:
+class LeasedSpan:
     """What one lease contributed to its part: batches ``first`` to before ``end``.
 
     ``end`` is ``None`` while the lease is in force.
@@ -46,7 +46,7 @@ class PartAccount:
     """One part in one pass: who trained it, in order, and where it stands."""
 
     part: int
-    spans: list[Span] = field(default_factory=list)
+    spans: list[LeasedSpan] = field(default_factory=list)
     standing: Standing = "training"
 
     @property
@@ -193,7 +193,7 @@ class _Bookkeeping:
             self._wrong(f"{name}: batches {part.batches} to {entry.start - 1} are skipped")
         elif entry.start < part.batches:
             self._wrong(f"{name}: batches {entry.start} to {part.batches - 1} are durable twice")
-        part.spans.append(Span(entry.lease, entry.learner, entry.epoch, entry.start))
+        part.spans.append(LeasedSpan(entry.lease, entry.learner, entry.epoch, entry.start))
         part.standing = "training"
 
     def _ended(self, lease: int, end: int, standing: Standing) -> Leased | None:

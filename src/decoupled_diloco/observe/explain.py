@@ -9,21 +9,29 @@ from __future__ import annotations
 from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import token_weight
-from decoupled_diloco.observe.chronicle import Chronicle, settings_fields
-from decoupled_diloco.observe.chronicle_data import RoundLog, ShardLog
-from decoupled_diloco.observe.progress import natural
-from decoupled_diloco.observe.words import BULLET, after, listing, many, numbers, percent, when
+from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
+from decoupled_diloco.observe.words import (
+    BULLET,
+    after,
+    listing,
+    many,
+    natural,
+    numbers,
+    percent,
+    when,
+)
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
 from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.units import format_count, format_duration
 
 
-def explain_round(chronicle: Chronicle, number: int, shard: int | None = None) -> list[str]:
+def explain_round(run: RunModel, number: int, shard: int | None = None) -> list[str]:
     """What happened in a round, and why.
 
     Args:
-        chronicle: What is known of the run.
+        run: What is known of the run.
         number: The round's number; every shard counts its own.
         shard: Of this shard only; default: of all.
 
@@ -33,27 +41,25 @@ def explain_round(chronicle: Chronicle, number: int, shard: int | None = None) -
     Raises:
         ConfigError: There is no such round; the message says which there are.
     """
-    shards = shards_of(chronicle, shard)
+    shards = shards_of(run, shard)
     lines: list[str] = []
     for log in shards:
-        for round in sorted((*log.finished, *log.open.values(), *log.lost), key=_age):
+        for round in sorted((*log.rounds, *log.open.values(), *log.lost), key=_age):
             if round.number == number:
-                lines += (
-                    ["", *_round(chronicle, log, round)] if lines else _round(chronicle, log, round)
-                )
+                lines += ["", *_round(run, log, round)] if lines else _round(run, log, round)
     if not lines:
         known = [
-            f"{log.name}: {numbers(r.number for r in (*log.finished, *log.open.values()))}"
+            f"{log.name}: {numbers(r.number for r in (*log.rounds, *log.open.values()))}"
             for log in shards
         ]
         raise ConfigError(f"there is no round {number}; there are {'; '.join(known) or 'none'}")
     return lines
 
 
-def options_in(chronicle: Chronicle) -> Options | None:
+def options_in(run: RunModel) -> Options | None:
     """The run's settings of the method; ``None`` if the tape does not tell them."""
     try:
-        return options_of(chronicle.settings)
+        return options_of(run.settings)
     except (KeyError, TypeError, ValueError, ConfigError):
         return None
 
@@ -62,13 +68,13 @@ def _age(round: RoundLog) -> tuple[int, float]:
     return (round.life, round.opened_at)
 
 
-def shards_of(chronicle: Chronicle, shard: int | None) -> list[ShardLog]:
+def shards_of(run: RunModel, shard: int | None) -> list[ShardLog]:
     """The shard of this number, or all.
 
     Raises:
         ConfigError: There is none of this number; the message names those there are.
     """
-    logs = list(chronicle.shards.values())
+    logs = list(run.shards.values())
     if shard is None:
         return logs
     chosen = [log for log in logs if log.index == shard]
@@ -78,13 +84,13 @@ def shards_of(chronicle: Chronicle, shard: int | None) -> list[ShardLog]:
     return chosen
 
 
-def _round(chronicle: Chronicle, shard: ShardLog, round: RoundLog) -> list[str]:
-    options = options_in(chronicle)
+def _round(run: RunModel, shard: ShardLog, round: RoundLog) -> list[str]:
+    options = options_in(run)
     result = round.result
-    lines = [_title(shard, round), "", _opening(chronicle, shard, round, options)]
-    lines += ["", "Who took part:", *_participants(chronicle, shard, round)]
+    lines = [_title(shard, round), "", _opening(run, shard, round, options)]
+    lines += ["", "Who took part:", *_participants(run, shard, round)]
     if result is None:
-        return [*lines, "", _unfinished(chronicle, shard, round)]
+        return [*lines, "", _unfinished(run, shard, round)]
     lines += ["", _quorum(result, options), _grace(round, result, options)]
     lines += [_closing(result, options), _durations(round, result)]
     return [*lines, _outcome(shard, round, result)]
@@ -106,10 +112,8 @@ def name_of(shard: ShardLog, life: int) -> str:
     return f"{shard.name} in life {life} of {lives}" if lives > 1 else shard.name
 
 
-def _opening(
-    chronicle: Chronicle, shard: ShardLog, round: RoundLog, options: Options | None
-) -> str:
-    text = f"It opened {when(round.opened_at, chronicle.began)} into the run"
+def _opening(run: RunModel, shard: ShardLog, round: RoundLog, options: Options | None) -> str:
+    text = f"It opened {when(round.opened_at)} into the run"
     if round.opened is not None and round.opened.closing:
         return text + ", in the closing sweep, in which every fragment gets one last round."
     tick = round.tick
@@ -139,22 +143,22 @@ def _due_steps(options: Options, fragment: int, tick: int) -> set[int]:
 # ---- who was in
 
 
-def _participants(chronicle: Chronicle, shard: ShardLog, round: RoundLog) -> list[str]:
+def _participants(run: RunModel, shard: ShardLog, round: RoundLog) -> list[str]:
     result = round.result
     if result is None:
-        return [*_asked_so_far(round), *_others(chronicle, shard, round)] or [BULLET + "nobody"]
-    weights = token_weights(chronicle, round)
+        return [*_asked_so_far(round), *_others(run, shard, round)] or [BULLET + "nobody"]
+    weights = token_weights(run, round)
     total = sum(weights.values())
     lines = []
     for participant in result.participants:
         share = weights.get(participant.ask, 0.0) / total if total else None
         lines.append(BULLET + _participant(round, participant, share))
-    return [*lines, *_others(chronicle, shard, round)] or [BULLET + "nobody"]
+    return [*lines, *_others(run, shard, round)] or [BULLET + "nobody"]
 
 
-def token_weights(chronicle: Chronicle, round: RoundLog) -> dict[Asking, float]:
+def token_weights(run: RunModel, round: RoundLog) -> dict[Asking, float]:
     """The weight of every contribution, from the counters that were folded and the run's rule."""
-    uniform = settings_fields(chronicle, "sync").get("weighting") == "uniform"
+    uniform = run.settings_of("sync").get("weighting") == "uniform"
     return {
         name: fold.discount * (1.0 if uniform else token_weight(fold.tokens, fold.steps))
         for name, (_, fold) in round.folds.items()
@@ -200,7 +204,7 @@ def _participant(round: RoundLog, participant: Participant, share: float | None)
 
 def _came(round: RoundLog, participant: Participant) -> str:
     late = round.late_bodies.get(participant.learner)
-    if late is None or round.finished_at is None:
+    if late is None or round.result is None:
         return ""
     return f"; its body came {format_duration(late - round.finished_at)} after the end"
 
@@ -220,21 +224,20 @@ def _asked_so_far(round: RoundLog) -> list[str]:
     return lines
 
 
-def _others(chronicle: Chronicle, shard: ShardLog, round: RoundLog) -> list[str]:
+def _others(run: RunModel, shard: ShardLog, round: RoundLog) -> list[str]:
     """Those that were not asked: without a new step in time, out of reach, or not live."""
     asked = set(round.asks)
     if round.result is not None:
         asked |= {participant.learner for participant in round.result.participants}
     lines = []
-    for name in sorted(chronicle.learners, key=natural):
-        if name not in asked and (text := _absent(chronicle, shard, round, name)):
+    for name in sorted(run.learners, key=natural):
+        if name not in asked and (text := _absent(run, shard, round, name)):
             lines.append(f"{BULLET}{name}: {text}.")
     return lines
 
 
-def _absent(chronicle: Chronicle, shard: ShardLog, round: RoundLog, name: str) -> str:
-    result, began = round.result, chronicle.began
-    until = round.finished_at or chronicle.latest
+def _absent(run: RunModel, shard: ShardLog, round: RoundLog, name: str) -> str:
+    result, until = round.result, min(round.finished_at, run.duration)
     if result is None or name in round.live:
         present = [s for s in shard.stays if s.learner == name and s.since <= until]
         if result is None and not (present and present[-1].until is None):
@@ -249,7 +252,7 @@ def _absent(chronicle: Chronicle, shard: ShardLog, round: RoundLog, name: str) -
         return f"not live: {gone[-1].reason}, {ago} before the round ended"
     later = [s for s in stays if s.since > until]
     if later:
-        return f"not live yet: it joined {when(later[0].since, began)} into the run"
+        return f"not live yet: it joined {when(later[0].since)} into the run"
     return "not live: it has never joined this shard"
 
 
@@ -331,7 +334,7 @@ def _durations(round: RoundLog, result: RoundFinished) -> str:
     if result.uploaded_seconds is not None:
         merge = format_duration(result.finished_seconds - result.uploaded_seconds)
         parts.append(f"everything was in {after(result.uploaded_seconds)}, the merge took {merge}")
-    if round.held_at and round.finished_at is not None:
+    if round.held_at:
         held = sorted((at - round.finished_at, name) for name, at in round.held_at.items())
         times = [f"{name} {after(max(0.0, seconds))}" for seconds, name in held]
         parts.append(f"who held the new copy: {', '.join(times)}")
@@ -346,14 +349,14 @@ def _outcome(shard: ShardLog, round: RoundLog, result: RoundFinished) -> str:
         return f"Merged: fragment {round.fragment} went{before} to version {result.version}."
     text = f"Given up: {result.reason}. The fragment stayed as it was"
     text += "" if result.base is None else f" (version {result.base})"
-    following = [r for r in shard.finished if r.life == round.life]
+    following = [r for r in shard.rounds if r.life == round.life]
     own = [r.number for r in following if r.fragment == round.fragment]
     later = [number for number in own if number > round.number]
     return text + (f"; its next round was round {min(later)}." if later else ".")
 
 
-def _unfinished(chronicle: Chronicle, shard: ShardLog, round: RoundLog) -> str:
-    age = format_duration(max(0.0, chronicle.latest - round.opened_at))
+def _unfinished(run: RunModel, shard: ShardLog, round: RoundLog) -> str:
+    age = format_duration(max(0.0, run.duration - round.opened_at))
     if round in shard.lost:
         return f"It was open when {shard.name}'s process ended, and went with it."
     waiting = [

@@ -13,29 +13,28 @@ from decoupled_diloco.observe.accounts import (
     TIME_PARTS,
     TOKEN_PARTS,
     LearnerAccount,
-    account_for,
 )
-from decoupled_diloco.observe.afar import evenly
-from decoupled_diloco.observe.chronicle import Chronicle
-from decoupled_diloco.observe.chronicle_data import (
+from decoupled_diloco.observe.acting import is_shard
+from decoupled_diloco.observe.run_data import (
     AWAY,
+    GAP_MEDIANS,
     LATE,
     NOT_ASKED,
     OUT_OF_REACH,
     TOOK_PART,
     LearnerLog,
-    RoundLog,
-    Stay,
 )
-from decoupled_diloco.observe.historian import is_shard
-from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
-from decoupled_diloco.observe.progress import natural
-from decoupled_diloco.observe.words import BULLET, listing, many, percent, when
+from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import RoundLog, Stay
+from decoupled_diloco.observe.words import BULLET, listing, many, natural, percent, when
 from decoupled_diloco.protocol.effects import Recovered
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 GAPS_MAX = 5
 """Gaps that are told, the longest."""
+
+_CAUSES = frozenset({"EndRequested", "FaultInjected", "Note", "ProcessEnded", "TookOver"})
+"""What a remark must come from to say why there was a gap."""
 
 _TIME = {
     "useful": "useful: stepping, and what it trained is in the result or on the way",
@@ -68,31 +67,26 @@ _REASONS = {
 }
 
 
-def explain_learner(
-    chronicle: Chronicle, history: RunHistory | None, name: str, *, live: bool = False
-) -> list[str]:
+def explain_learner(run: RunModel, name: str, *, live: bool = False) -> list[str]:
     """What a learner did.
 
     Args:
-        chronicle: What the shards saw.
-        history: The run's history, where a whole tape is at hand.
+        run: What is known of the run.
         name: The learner.
         live: The source is a running syncer, which does not have the learners' tapes.
 
     Raises:
         ConfigError: There is no such learner; the message names those there are.
     """
-    learner = chronicle.learners.get(name)
+    learner = run.learners.get(name)
     if learner is None:
-        names = listing(sorted(chronicle.learners, key=natural))
+        names = listing(sorted(run.learners, key=natural))
         raise ConfigError(f"there is no learner {name!r} on this tape; there is {names}")
-    account = None
-    if history is not None and name in history.learners:
-        account = account_for(history).learners[name]
-    lines = [_title(learner), "", "Its lives:", *_lives(chronicle, learner)]
-    lines += ["", *_time(account, live), "", *_tokens(learner, account, chronicle, live)]
-    lines += ["", *_participation(chronicle, learner)]
-    return [*lines, "", *_gaps(chronicle, history, learner)]
+    account = None if live else run.account.learners.get(name)
+    lines = [_title(learner), "", "Its lives:", *_lives(run, learner)]
+    lines += ["", *_time(account, live), "", *_tokens(learner, account, run, live)]
+    lines += ["", *_participation(run, learner)]
+    return [*lines, "", *_gaps(run, learner)]
 
 
 def _title(learner: LearnerLog) -> str:
@@ -106,17 +100,17 @@ def _title(learner: LearnerLog) -> str:
 # ---- lives
 
 
-def _lives(chronicle: Chronicle, learner: LearnerLog) -> list[str]:
+def _lives(run: RunModel, learner: LearnerLog) -> list[str]:
     lines = []
-    for epoch, stays in sorted(_stays(chronicle, learner.name).items()):
+    for epoch, stays in sorted(_stays(run, learner.name).items()):
         steps = learner.steps_of.get(epoch, 0)
         told = []
         for first, last in _unbroken(stays):
-            text = f"live from {when(first.since, chronicle.began)} ({first.why})"
+            text = f"live from {when(first.since)} ({first.why})"
             if last.until is None:
                 text += ", and still is"
             else:
-                text += f" to {when(last.until, chronicle.began)} ({last.reason})"
+                text += f" to {when(last.until)} ({last.reason})"
             told.append(text)
         text = f"epoch {epoch}: {', then again '.join(told)}"
         lines.append(f"{BULLET}{text}; {many(steps, 'step')} reported.")
@@ -156,10 +150,10 @@ def _until(stay: Stay) -> float:
     return math.inf if stay.until is None else stay.until
 
 
-def _stays(chronicle: Chronicle, name: str) -> dict[int, list[Stay]]:
+def _stays(run: RunModel, name: str) -> dict[int, list[Stay]]:
     """Its stays at all shards, by epoch."""
     found: dict[int, list[Stay]] = {}
-    for shard in chronicle.shards.values():
+    for shard in run.shards.values():
         for stay in shard.stays:
             if stay.learner == name:
                 found.setdefault(stay.epoch, []).append(stay)
@@ -184,10 +178,10 @@ def _time(account: LearnerAccount | None, live: bool) -> list[str]:
 
 
 def _tokens(
-    learner: LearnerLog, account: LearnerAccount | None, chronicle: Chronicle, live: bool
+    learner: LearnerLog, account: LearnerAccount | None, run: RunModel, live: bool
 ) -> list[str]:
     if account is None:
-        discarded = learner.discarded_fragment_tokens / (chronicle.fragments or 1)
+        discarded = learner.discarded_fragment_tokens / (run.fragments or 1)
         text = f"Of {format_count(learner.tokens)} tokens it says that {format_count(discarded)} "
         where = "not known at the syncer" if live else "not on this tape"
         return [f"{text}were overwritten; for which cause is {where}: its own tape tells."]
@@ -204,8 +198,8 @@ def _tokens(
 # ---- participation
 
 
-def _participation(chronicle: Chronicle, learner: LearnerLog) -> list[str]:
-    merged = chronicle.merged
+def _participation(run: RunModel, learner: LearnerLog) -> list[str]:
+    merged = run.rounds_merged
     if not merged:
         return ["No round has been merged yet."]
     took = learner.reasons[TOOK_PART]
@@ -216,7 +210,7 @@ def _participation(chronicle: Chronicle, learner: LearnerLog) -> list[str]:
     reasons = Counter(learner.reasons)
     early = merged - sum(reasons.values())
     lines = [
-        f"{BULLET}{count}: {_REASONS.get(reason, reason)}{_examples(chronicle, learner, reason)}"
+        f"{BULLET}{count}: {_REASONS.get(reason, reason)}{_examples(run, learner, reason)}"
         for reason, count in reasons.most_common()
     ]
     if early > 0:
@@ -224,11 +218,11 @@ def _participation(chronicle: Chronicle, learner: LearnerLog) -> list[str]:
     return [head, *lines]
 
 
-def _examples(chronicle: Chronicle, learner: LearnerLog, reason: str) -> str:
+def _examples(run: RunModel, learner: LearnerLog, reason: str) -> str:
     """The last rounds that it was not in, to ask about."""
     if reason == TOOK_PART:
         return ""
-    found = [round for round in chronicle.rounds() if _reason(round, learner.name) == reason]
+    found = [round for round in run.rounds if _reason(round, learner.name) == reason]
     if not found:
         return ""
     last = max(found, key=lambda round: round.opened_at)
@@ -237,7 +231,7 @@ def _examples(chronicle: Chronicle, learner: LearnerLog, reason: str) -> str:
 
 def _reason(round: RoundLog, name: str) -> str:
     result = round.result
-    if result is None or result.verdict != "merged":
+    if result is None or not round.merged:
         return ""
     for participant in result.participants:
         if participant.learner == name:
@@ -250,9 +244,8 @@ def _reason(round: RoundLog, name: str) -> str:
 # ---- gaps
 
 
-def _gaps(chronicle: Chronicle, history: RunHistory | None, learner: LearnerLog) -> list[str]:
-    steps = _steps_at(chronicle, history, learner)
-    spans = [(b - a, a, b) for a, b in pairwise(steps)]
+def _gaps(run: RunModel, learner: LearnerLog) -> list[str]:
+    spans = [(b - a, a, b) for a, b in pairwise(learner.steps_at)]
     if not spans:
         return ["It has taken too few steps to speak of gaps."]
     middle = median(seconds for seconds, _, _ in spans)
@@ -265,33 +258,23 @@ def _gaps(chronicle: Chronicle, history: RunHistory | None, learner: LearnerLog)
         ]
     lines = [f"Its median step took {format_duration(middle)}. Its longest gaps between two steps:"]
     for seconds, a, b in sorted(long, reverse=True)[:GAPS_MAX]:
-        cause = _cause(chronicle, learner, a, b)
-        at = when(a, chronicle.began)
+        cause = _cause(run, learner, a, b)
+        at = when(a)
         lines.append(f"{BULLET}{format_duration(seconds)}, from {at} on: {cause}")
     return lines
 
 
-def _steps_at(chronicle: Chronicle, history: RunHistory | None, learner: LearnerLog) -> list[float]:
-    """When its steps were finished: from its own tape, else when they were reported."""
-    if history is not None and learner.name in history.learners:
-        own = history.learners[learner.name].steps_at
-        if own:
-            return [history.started_wall + at for at in own]
-    reports = [shard.reports.get(learner.name, []) for shard in chronicle.shards.values()]
-    return evenly([at for _, at in max(reports, key=len, default=[])])
-
-
-def _cause(chronicle: Chronicle, learner: LearnerLog, begin: float, end: float) -> str:
+def _cause(run: RunModel, learner: LearnerLog, begin: float, end: float) -> str:
     """What is known to have happened in a gap."""
-    told = [remark for remark in chronicle.remarks if begin <= remark.at <= end]
+    told = [r for r in run.remarks if begin <= r.at <= end and r.kind in _CAUSES]
     own = [remark.text for remark in told if remark.subject == learner.name]
     ends = [
         f"it was no longer live: {stay.reason}"
-        for stays in _stays(chronicle, learner.name).values()
+        for stays in _stays(run, learner.name).values()
         for stay in stays
         if stay.until is not None and begin <= stay.until <= end and stay.reason
     ]
-    known = any("no longer live" in text for text in own)
+    known = any("no longer live" in text or " left: " in text for text in own)
     found = list(_once([*own, *([] if known else ends)]))
     shards = [remark.text for remark in told if is_shard(remark.subject)]
     found += list(_once(shards))

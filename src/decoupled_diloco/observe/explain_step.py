@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.chronicle import Chronicle
-from decoupled_diloco.observe.chronicle_data import RoundLog, ShardLog, TickLog
 from decoupled_diloco.observe.explain import name_of, options_in, shards_of
-from decoupled_diloco.observe.progress import natural
-from decoupled_diloco.observe.words import BULLET, listing, many, when
+from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog, TickLog
+from decoupled_diloco.observe.words import BULLET, listing, many, natural, when
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.units import format_duration
 
 
-def explain_step(chronicle: Chronicle, step: int, shard: int | None = None) -> list[str]:
+def explain_step(run: RunModel, step: int, shard: int | None = None) -> list[str]:
     """What happened at a global step, at every shard: each has a clock of its own.
 
     Raises:
         ConfigError: No shard's clock has been there; the message says how far they are.
     """
-    logs = shards_of(chronicle, shard)
+    logs = shards_of(run, shard)
     reached = [(log, tick) for log in logs for tick in _ticks(log, step)]
     if step < 1 or not reached:
         clocks = ", ".join(f"{log.name} at {log.clock_max}" for log in logs)
         raise ConfigError(
             f"no clock on this tape has been at step {step}; they are: {clocks or 'none'}"
         )
-    options = options_in(chronicle)
+    options = options_in(run)
     lines = [f"Global step {step}"]
     for log, tick in reached:
-        lines += ["", _clock(chronicle, log, tick, step, options)]
-        lines += _reports(chronicle, log, tick, step)
+        lines += ["", _clock(run, log, tick, step, options)]
+        lines += _reports(run, log, tick, step)
         lines += _rounds(log, tick, step, options)
     return lines
 
@@ -50,10 +49,10 @@ def _ticks(shard: ShardLog, step: int) -> list[TickLog]:
 
 
 def _clock(
-    chronicle: Chronicle, shard: ShardLog, tick: TickLog, step: int, options: Options | None
+    run: RunModel, shard: ShardLog, tick: TickLog, step: int, options: Options | None
 ) -> str:
     text = f"{name_of(shard, tick.life)}: its clock came to step {step} "
-    text += f"{when(tick.at, chronicle.began)} into the run"
+    text += f"{when(tick.at)} into the run"
     if tick.before is None and tick.clock > step:
         text += f", or before: it was at {tick.clock} when it was first heard of in this life"
     elif tick.before is not None and tick.clock > tick.before + 1:
@@ -73,9 +72,9 @@ def _kth(quorum: int, live: int) -> str:
     return f"the clock is the {quorum}. largest run step of the {live} that were live"
 
 
-def _reports(chronicle: Chronicle, shard: ShardLog, tick: TickLog, step: int) -> list[str]:
+def _reports(run: RunModel, shard: ShardLog, tick: TickLog, step: int) -> list[str]:
     lines = []
-    for name in sorted(chronicle.learners, key=natural):
+    for name in sorted(run.learners, key=natural):
         reports = shard.reports_of(tick.life, name)
         at = next((at for own, at in reports if own >= step), None)
         if at is None:
@@ -93,7 +92,7 @@ def _reports(chronicle: Chronicle, shard: ShardLog, tick: TickLog, step: int) ->
 
 
 def _rounds(shard: ShardLog, tick: TickLog, step: int, options: Options | None) -> list[str]:
-    rounds = [*shard.finished, *shard.open.values(), *shard.lost]
+    rounds = [*shard.rounds, *shard.open.values(), *shard.lost]
     lines = []
     due = [r for r in rounds if r.tick == step and r.life == tick.life]
     if options is not None:
@@ -106,9 +105,7 @@ def _rounds(shard: ShardLog, tick: TickLog, step: int, options: Options | None) 
     at_once = [
         r
         for r in rounds
-        if r.opened_at <= tick.at < (r.finished_at or float("inf"))
-        and r.life == tick.life
-        and r not in due
+        if r.opened_at <= tick.at < r.finished_at and r.life == tick.life and r not in due
     ]
     if at_once:
         told = listing([f"{r.number} (fragment {r.fragment}, step {r.tick})" for r in at_once])

@@ -9,32 +9,26 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from markupsafe import Markup
-
-from decoupled_diloco.observe.accounts import RunAccount
 from decoupled_diloco.observe.charts import (
     LETTER,
     Axis,
     Canvas,
+    Chart,
     Frame,
     framed,
-    in_both_widths,
     round_numbers,
 )
-from decoupled_diloco.observe.history import LearnerHistory, Round, RunHistory, ShardHistory
+from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shapes import (
     averaged,
     learners_in_order,
     loss_limits,
     losses_by_life,
-    rate_typical,
-    rows_of,
-    shards_in_order,
     smoothed,
-    step_rates,
     time_name,
     time_unit,
 )
+from decoupled_diloco.observe.shard_data import RoundLog
 from decoupled_diloco.units import format_count, format_duration
 
 Over = Literal["time", "step", "tokens"]
@@ -44,16 +38,10 @@ COLORS = 6
 """So many learners have colours of their own, ``c0`` to ``c5``; then they begin again."""
 
 LANES_MAX = 64
-"""The timeline shows no more learners and shards than this, each."""
+"""The chart of participation shows no more learners than this."""
 
 RAW_LEARNERS_MAX = 6
 """Single steps are drawn behind the smoothed lines of so many learners."""
-
-ROUNDS_MAX = 1500
-"""A shard's lane shows no more rounds than this one by one; of more, as many evenly chosen."""
-
-ENDING_FAULTS = ("kill", "crash", "vanish")
-"""Faults that end a process: the timeline shows what follows from them."""
 
 ROUND_PARTS = (
     ("quorum", "until the quorum was there"),
@@ -64,9 +52,9 @@ ROUND_PARTS = (
 """The parts of a round's time, one after the other."""
 
 
-def colors_of(history: RunHistory) -> dict[str, str]:
+def colors_of(run: RunModel) -> dict[str, str]:
     """The class of each learner's colour, by its name, in the order in which people count."""
-    names = (learner.name for learner in learners_in_order(history))
+    names = (learner.name for learner in learners_in_order(run))
     return {name: f"c{number % COLORS}" for number, name in enumerate(names)}
 
 
@@ -98,43 +86,43 @@ class Place:
         return format_count(value) if self.over == "tokens" else f"{value:g}"
 
 
-def place_over(history: RunHistory, over: Over) -> Place:
+def place_over(run: RunModel, over: Over) -> Place:
     """The axis that losses are drawn over: wall-clock time, global step or the run's tokens."""
-    unit, name = time_unit(history.duration)
+    unit, name = time_unit(run.duration)
     steps = sorted(
         step
-        for learner in history.learners.values()
+        for learner in run.learners.values()
         for life in learner.lives
         for step in zip(life.steps_at, life.step_tokens, strict=False)
     )
     tokens_at = (tuple(at for at, _ in steps), tuple(accumulate(tokens for _, tokens in steps)))
     label, high = {
-        "time": (f"{time_name(history)} [{name}]", history.duration / unit),
-        "step": ("global step", float(_last_step(history))),
-        "tokens": ("tokens, all learners together", float(history.tokens)),
+        "time": (f"{time_name(run)} [{name}]", run.duration / unit),
+        "step": ("global step", float(_last_step(run))),
+        "tokens": ("tokens, all learners together", float(run.tokens)),
     }[over]
     return Place(over, unit if over == "time" else 1.0, label, high or 1.0, tokens_at)
 
 
-def _last_step(history: RunHistory) -> int:
+def _last_step(run: RunModel) -> int:
     """The last global step of anybody: a learner's can be ahead of what the shards have counted."""
-    losses = (loss.global_step for one in history.learners.values() for loss in one.losses)
-    measured = (evaluation.global_step for evaluation in history.evaluations)
-    return max((history.global_step, *losses, *measured))
+    losses = (loss.global_step for one in run.learners.values() for loss in one.losses)
+    measured = (evaluation.global_step for evaluation in run.evaluations)
+    return max((run.global_step, *losses, *measured))
 
 
-def evaluation_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Markup | None:
+def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart | None:
     """Losses of global weights on held-out data, of one run or several; ``None``: there are none.
 
     Args:
-        runs: Name and history; the first is drawn in the colour of letters.
+        runs: Name and run; the first is drawn in the colour of letters.
         over: What they are drawn over.
     """
     lines = []
-    for name, history in runs:
-        place = place_over(history, over)
+    for name, run in runs:
+        place = place_over(run, over)
         points = [
-            (place(e.at, e.global_step), e.loss) for e in history.evaluations if e.loss is not None
+            (place(e.at, e.global_step), e.loss) for e in run.evaluations if e.loss is not None
         ]
         if points:
             lines.append((name, place, points))
@@ -165,9 +153,7 @@ def evaluation_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Mark
         f"in {len(points)} evaluations"
         for name, _, points in lines
     )
-    return in_both_widths(
-        f"Loss of the global weights over {widest.label}: {told}.", _loss_height, draw
-    )
+    return Chart(f"Loss of the global weights over {widest.label}: {told}.", _loss_height, draw)
 
 
 def _label_ends(
@@ -186,12 +172,12 @@ def _label_ends(
         canvas.text(x - 2, below if number else above, text, f"value {css}", "end")
 
 
-def learner_losses_chart(history: RunHistory, over: Over) -> Markup | None:
+def learner_losses_chart(run: RunModel, over: Over) -> Chart | None:
     """Every learner's training loss; ``None``: there is none."""
-    learners = [learner for learner in learners_in_order(history) if learner.losses]
+    learners = [learner for learner in learners_in_order(run) if learner.losses]
     if not learners:
         return None
-    place = place_over(history, over)
+    place = place_over(run, over)
     raw = [loss.loss for learner in learners for loss in learner.losses]
     lines = {
         (learner.name, number): (
@@ -203,12 +189,12 @@ def learner_losses_chart(history: RunHistory, over: Over) -> Markup | None:
         for number, part in enumerate(losses_by_life(learner))
     }
     limits = loss_limits(raw, [value for _, _, line in lines.values() for value in line])
-    colors = colors_of(history)
+    colors = colors_of(run)
 
     def draw(canvas: Canvas) -> None:
         frame = _loss_frame(canvas, place, limits)
         if over == "time":
-            _shade_outages(canvas, frame, history)
+            _shade_outages(canvas, frame, run)
         most = _points_of_line(canvas, len(learners))
         if len(learners) <= RAW_LEARNERS_MAX and not canvas.narrow:
             for (name, _), (xs, values, _) in lines.items():
@@ -220,17 +206,17 @@ def learner_losses_chart(history: RunHistory, over: Over) -> Markup | None:
 
     ends = ", ".join(f"{name} {line[-1]:.3f}" for (name, _), (_, _, line) in lines.items())
     label = f"Training loss of each learner over {place.label}; smoothed, at the end: {ends}."
-    return in_both_widths(label, _loss_height, draw)
+    return Chart(label, _loss_height, draw)
 
 
-def mean_losses_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Markup | None:
+def mean_losses_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart | None:
     """Training losses of several runs, each run's learners smoothed into one line."""
     lines = []
-    for name, history in runs:
-        place = place_over(history, over)
+    for name, run in runs:
+        place = place_over(run, over)
         points = sorted(
             (place(loss.at, loss.global_step), loss.loss)
-            for learner in history.learners.values()
+            for learner in run.learners.values()
             for loss in learner.losses
         )
         if points:
@@ -251,7 +237,7 @@ def mean_losses_chart(runs: Sequence[tuple[str, RunHistory]], over: Over) -> Mar
 
     told = ", ".join(f"{name} {line[-1]:.3f}" for name, _, _, line in lines)
     label = f"Training loss over {widest.label}, smoothed; at the end: {told}."
-    return in_both_widths(label, _loss_height, draw)
+    return Chart(label, _loss_height, draw)
 
 
 def _loss_height(narrow: bool) -> float:
@@ -275,174 +261,27 @@ def _within(frame: Frame, points: Sequence[tuple[float, float]]) -> list[tuple[f
     return frame.points((x, min(high, max(low, y))) for x, y in points)
 
 
-def _shade_outages(canvas: Canvas, frame: Frame, history: RunHistory) -> None:
-    unit, _ = time_unit(history.duration)
+def _shade_outages(canvas: Canvas, frame: Frame, run: RunModel) -> None:
+    unit, _ = time_unit(run.duration)
     top, bottom = frame.y.end, frame.y.begin
-    for outage in history.outages:
-        until = history.duration if outage.back_at is None else outage.back_at
+    for outage in run.outages:
+        until = run.duration if outage.back_at is None else outage.back_at
         begin, end = frame.x(outage.down_at / unit), frame.x(until / unit)
         title = f"{outage.who} down: {outage.how}"
         canvas.rect(begin, top, max(1.0, end - begin), bottom - top, "shade", title)
 
 
-# ---- who did what, when
-
-
-def timeline_chart(history: RunHistory, account: RunAccount) -> Markup | None:
-    """One lane per learner and shard; ``None``: there is neither."""
-    learners = learners_in_order(history)[:LANES_MAX]
-    shards = shards_in_order(history)[:LANES_MAX]
-    members: list[LearnerHistory | ShardHistory] = [*learners, *shards]
-    count = len(learners) + len(shards)
-    if not count:
-        return None
-    lane_height = 28.0 if count <= 24 else 16.0
-    colors = colors_of(history)
-
-    def draw(canvas: Canvas) -> None:
-        letters = 10 if canvas.narrow else 15
-        longest = max(len(member.name) for member in members)
-        left = 10 + LETTER * min(letters, longest)
-        unit, name = time_unit(history.duration)
-        x = Axis(0.0, history.duration or 1.0, left, canvas.width - 12)
-        bottom = 10 + lane_height * count
-        for tick in round_numbers(0.0, history.duration / unit, 4 if canvas.narrow else 9):
-            canvas.add("path", d=f"M{x(tick * unit):.1f} 6V{bottom:.1f}", css="grid")
-            canvas.text(x(tick * unit), bottom + 16, f"{tick:g}", "tick", "middle")
-        label = f"{time_name(history)} [{name}]"
-        canvas.text((left + canvas.width - 12) / 2, bottom + 32, label, "name", "middle")
-        fastest = max(map(rate_typical, learners), default=0.0)
-        for lane, member in enumerate(members):
-            top = 10 + lane_height * lane + 3
-            shown = member.name if len(member.name) <= letters else member.name[: letters - 1] + "…"
-            canvas.text(left - 6, top + lane_height / 2 + 1, shown, "lane", "end")
-            at = _Lane(canvas, x, top, lane_height - 6)
-            if isinstance(member, LearnerHistory):
-                color = colors[member.name]
-                _draw_learner(at, history.duration, account, member, fastest, color)
-            else:
-                _draw_rounds(at, member)
-            _draw_outages(at, history, member)
-            _draw_faults(at, history, member.name)
-        for instant, fault in history.faults:
-            if fault.target not in {member.name for member in members}:
-                title = f"{fault.kind} {fault.target} at {instant:.1f} s"
-                down = f"M{x(instant):.1f} 6V{bottom:.1f}"
-                canvas.add("path", title=title, d=down, css="befalls")
-
-    told = f"{len(history.learners)} learners and {len(history.shards)} shards"
-    faults = f"{len(history.outages)} outages" if history.outages else "no outage"
-    label = f"Who did what, when: {told} over {format_duration(history.duration)}, {faults}."
-    return in_both_widths(label, lambda _: 10 + lane_height * count + 38, draw)
-
-
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    canvas: Canvas
-    x: Axis
-    top: float
-    height: float
-
-    def rect(self, begin: float, end: float, css: str, title: str) -> None:
-        """From one instant to another, at least a pixel wide."""
-        a, b = self.x(begin), self.x(end)
-        self.canvas.rect(a, self.top, max(1.0, b - a), self.height, css, title)
-
-
-def _draw_learner(
-    lane: _Lane,
-    duration: float,
-    account: RunAccount,
-    learner: LearnerHistory,
-    fastest: float,
-    color: str,
-) -> None:
-    """The rate of stepping as a height; what else it did as a pattern."""
-    own = account.learners[learner.name]
-    for span in own.spans:
-        if span.doing in ("waiting", "joining"):
-            seconds = format_duration(span.end - span.begin)
-            lane.rect(span.begin, span.end, span.doing, f"{learner.name} {span.doing} {seconds}")
-    bins = max(1, round((lane.x.end - lane.x.begin) / 3))
-    edges = [duration * number / bins for number in range(bins + 1)]
-    base = lane.top + lane.height
-    run: list[tuple[float, float]] = []
-    for (begin, end), rate in zip(pairwise(edges), step_rates(learner, edges), strict=True):
-        if rate:
-            height = lane.height * min(1.0, rate / fastest if fastest else 1.0)
-            run += [(lane.x(begin), base - height), (lane.x(end), base - height)]
-        elif run:
-            lane.canvas.area(_corners(run), base, f"steps {color}")
-            run = []
-    lane.canvas.area(_corners(run), base, f"steps {color}")
-
-
-def _corners(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same outline without points that lie in the middle of a level stretch."""
-    return [
-        point
-        for index, point in enumerate(points)
-        if index in (0, len(points) - 1)
-        or abs(points[index - 1][1] - point[1]) > 0.05
-        or abs(points[index + 1][1] - point[1]) > 0.05
-    ]
-
-
-def _draw_rounds(lane: _Lane, shard: ShardHistory) -> None:
-    """A short bar from each round's opening to its end; rounds that overlap lie in rows."""
-    step = max(1, -(-len(shard.rounds) // ROUNDS_MAX))
-    rounds = shard.rounds[::step]
-    rows = rows_of(rounds)
-    height = lane.height / (max(rows, default=0) + 1)
-    for fate in ("idle", "merged", "abandoned"):
-        bars = [
-            (
-                lane.x(r.opened_at),
-                lane.top + row * height + 0.5,
-                max(0.6, lane.x(r.finished_at) - lane.x(r.opened_at)),
-                height - 1,
-            )
-            for r, row in zip(rounds, rows, strict=True)
-            if r.fate == fate
-        ]
-        lane.canvas.rects(bars, fate)
-
-
-def _draw_outages(lane: _Lane, history: RunHistory, member: LearnerHistory | ShardHistory) -> None:
-    middle = lane.top + lane.height / 2
-    for outage in member.outages:
-        up_at = outage.restarted_at if outage.restarted_at is not None else history.duration
-        title = f"{outage.who} {outage.how} at {outage.down_at:.1f} s"
-        lane.rect(outage.down_at, up_at, "down", title)
-        x = lane.x(outage.down_at)
-        lane.canvas.add("path", d=f"M{x - 4:.1f} {middle - 4:.1f}l8 8m0 -8l-8 8", css="cross")
-        if outage.back_at is not None:
-            x = lane.x(outage.back_at)
-            lane.canvas.add(
-                "path", d=f"M{x - 3:.1f} {middle - 5:.1f}l8 5l-8 5z", css="back", title="back"
-            )
-
-
-def _draw_faults(lane: _Lane, history: RunHistory, name: str) -> None:
-    """Faults of a process that it lives through; others are outages."""
-    for at, fault in history.faults:
-        if fault.target == name and fault.kind not in ENDING_FAULTS:
-            path = f"M{lane.x(at) - 5:.1f} {lane.top - 1:.1f}h10l-5 8z"
-            title = f"{fault.kind} {name} at {at:.1f} s"
-            lane.canvas.add("path", title=title, d=path, css="fault")
-
-
 # ---- rounds
 
 
-def participation_chart(history: RunHistory) -> Markup | None:
+def participation_chart(run: RunModel) -> Chart | None:
     """Which share of each stretch of merged rounds every learner was in; ``None``: no round."""
-    rounds = _merged_in_order(history)
-    learners = learners_in_order(history)[:LANES_MAX]
+    rounds = _merged_in_order(run)
+    learners = learners_in_order(run)[:LANES_MAX]
     if not rounds or not learners:
         return None
     height = 22.0 if len(learners) <= 16 else 12.0
-    folded = [{p.learner for p in r.result.participants if p.state == "folded"} for r in rounds]
+    folded = [{p.learner for p in r.outcome.participants if p.state == "folded"} for r in rounds]
 
     def draw(canvas: Canvas) -> None:
         letters = 10 if canvas.narrow else 15
@@ -467,9 +306,9 @@ def participation_chart(history: RunHistory) -> Markup | None:
         middle = (left + canvas.width - 12) / 2
         canvas.text(middle, bottom + 31, "merged rounds, in order", "name", "middle")
 
-    told = ", ".join(f"{a.name} {100 * (a.participation or 0):.0f} %" for a in learners)
+    told = ", ".join(f"{a.name} {100 * (run.participation_of(a) or 0):.0f} %" for a in learners)
     label = f"Share of merged rounds that each learner took part in: {told}."
-    return in_both_widths(label, lambda _: 4 + height * len(learners) + 36, draw)
+    return Chart(label, lambda _: 4 + height * len(learners) + 36, draw)
 
 
 def level_of(share: float) -> int:
@@ -481,9 +320,9 @@ def level_of(share: float) -> int:
     return 4 if share >= 1 else 3 if share >= 0.8 else 2 if share >= 0.5 else 1 if share else 0
 
 
-def round_parts(r: Round) -> tuple[float, float, float, float]:
+def round_parts(r: RoundLog) -> tuple[float, float, float, float]:
     """Seconds of a merged round: to the quorum, grace beyond it, uploads left then, merging."""
-    result = r.result
+    result = r.outcome
     end = result.finished_seconds
     marks = [result.quorum_seconds, result.closed_seconds, result.uploaded_seconds]
     at, parts = 0.0, []
@@ -494,20 +333,20 @@ def round_parts(r: Round) -> tuple[float, float, float, float]:
     return (parts[0], parts[1], parts[2], parts[3])
 
 
-def round_parts_chart(history: RunHistory) -> Markup | None:
+def round_parts_chart(run: RunModel) -> Chart | None:
     """What the time of merged rounds went to, over the run; ``None``: no round was merged."""
-    rounds = _merged_in_order(history)
+    rounds = _merged_in_order(run)
     if not rounds:
         return None
     means = [statistics.fmean(part) for part in zip(*map(round_parts, rounds), strict=True)]
 
     def draw(canvas: Canvas) -> None:
         bins = 36 if canvas.narrow else 90
-        stacks = _mean_parts(rounds, history.duration, bins)
+        stacks = _mean_parts(rounds, run.duration, bins)
         high = max((sum(parts) for parts in stacks if parts), default=0.0) or 1.0
         factor, unit = (1000.0, "ms") if high < 1 else (1.0, "s")
-        seconds, name = time_unit(history.duration)
-        x_axis = (0.0, history.duration / seconds or 1.0, f"{time_name(history)} [{name}]")
+        seconds, name = time_unit(run.duration)
+        x_axis = (0.0, run.duration / seconds or 1.0, f"{time_name(run)} [{name}]")
         frame = framed(canvas, x_axis, (0.0, 1.05 * high * factor, f"mean round [{unit}]"))
         width = (frame.x.end - frame.x.begin) / bins
         for part, (css, _) in enumerate(ROUND_PARTS):
@@ -525,11 +364,11 @@ def round_parts_chart(history: RunHistory) -> Markup | None:
         for (name, _), mean in zip(ROUND_PARTS, means, strict=True)
     )
     label = f"Mean parts of {len(rounds)} merged rounds over the run: {told}."
-    return in_both_widths(label, lambda narrow: 230 if narrow else 260, draw)
+    return Chart(label, lambda narrow: 230 if narrow else 260, draw)
 
 
 def _mean_parts(
-    rounds: Sequence[Round], duration: float, bins: int
+    rounds: Sequence[RoundLog], duration: float, bins: int
 ) -> list[tuple[float, ...] | None]:
     """The mean of each part over the rounds that ended in each of equal stretches of time."""
     ended: list[list[tuple[float, ...]]] = [[] for _ in range(bins)]
@@ -541,6 +380,5 @@ def _mean_parts(
     ]
 
 
-def _merged_in_order(history: RunHistory) -> list[Round]:
-    rounds = [r for shard in history.shards.values() for r in shard.rounds]
-    return sorted((r for r in rounds if r.result.verdict == "merged"), key=lambda r: r.finished_at)
+def _merged_in_order(run: RunModel) -> list[RoundLog]:
+    return sorted((r for r in run.rounds if r.merged), key=lambda r: r.finished_at)

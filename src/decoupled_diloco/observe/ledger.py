@@ -28,7 +28,7 @@ Name = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentTokens:
     """A contribution that went out, and which asking it answers."""
 
     fragment: int
@@ -37,7 +37,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenUp:
+class GivenUpTokens:
     """``tokens`` that were thrown away although ``sent``, a part of them, may have been merged.
 
     Of what was sent, ``carried`` were an earlier life's; they are not among ``tokens``.
@@ -45,7 +45,7 @@ class GivenUp:
     """
 
     tokens: int
-    sent: Sent | None
+    sent: SentTokens | None
     carried: int = 0
     fragment: int = 0
     under_way: bool = False
@@ -83,11 +83,11 @@ class Ledger:
     merged: int = 0
     in_flight: int = 0
     missed: int = 0
-    given_up: list[GivenUp] = field(default_factory=list)
+    given_up: list[GivenUpTokens] = field(default_factory=list)
     brought: dict[int, int] = field(default_factory=dict)
     _carried: dict[int, int] = field(default_factory=dict)
     _since: dict[int, int] = field(default_factory=dict)
-    _sent: dict[int, Sent] = field(default_factory=dict)
+    _sent: dict[int, SentTokens] = field(default_factory=dict)
     _held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def stepped(self, tokens: int) -> None:
@@ -96,7 +96,7 @@ class Ledger:
 
     def sent(self, fragment: int, ask: Name, tokens: int) -> None:
         """A snapshot with this many tokens went out."""
-        self._sent[fragment] = Sent(fragment, ask, tokens)
+        self._sent[fragment] = SentTokens(fragment, ask, tokens)
 
     def restored(self, fragment: int, version: tuple[int, int], tokens: int) -> None:
         """A checkpoint was taken up, with this many tokens since this version."""
@@ -134,12 +134,12 @@ class Ledger:
             discarded = min(discarded, closed)
             self.in_flight += discarded
             late = closed - discarded
-            self.given_up.append(GivenUp(late, sent, carried, fragment, under_way=True))
+            self.given_up.append(GivenUpTokens(late, sent, carried, fragment, under_way=True))
         else:
             discarded = min(max(0, discarded - carried), closed)
             self.merged += closed - discarded
             if why.startswith(MAY_BE_MERGED):
-                self.given_up.append(GivenUp(discarded, sent, carried, fragment))
+                self.given_up.append(GivenUpTokens(discarded, sent, carried, fragment))
             else:
                 self.missed += discarded
         self._since[fragment] = since + closed

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
-from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe import figures, tables
-from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
-from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import RunHistory
-from decoupled_diloco.observe.progress import natural
+from decoupled_diloco.observe.accounts import TIME_PARTS
+from decoupled_diloco.observe.charts import DARK, LIGHT, Chart
 from decoupled_diloco.observe.records import FOLDER_NAME
+from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import absences, totals
-from decoupled_diloco.observe.words import listing
+from decoupled_diloco.observe.timeline import TIMELINE_KEYS, timeline_chart
+from decoupled_diloco.observe.whole_files import write_whole
+from decoupled_diloco.observe.words import listing, natural
 
 LEGEND_MAX = 12
 """More learners than this are not named beside the plot of their losses."""
@@ -37,66 +34,64 @@ OVER: tuple[tuple[figures.Over, str], ...] = (
 
 
 def write_report(
-    source: str | Path | RunHistory, out_html: str | Path | None, out_png: str | Path | None
-) -> RunHistory:
+    source: str | Path | RunModel, out_html: str | Path | None, out_png: str | Path | None
+) -> RunModel:
     """Writes the report of a run, also of one that went wrong: what there is, is shown.
 
     Args:
-        source: The run folder, its tape folder, a tape file, or a history that has been read.
+        source: The run folder, its tape folder, a tape file, or a run that has been read.
         out_html: The self-contained page; ``None``: none is written.
         out_png: The plots as one image; ``None``: none is written.
 
     Returns:
-        The history that the report tells.
+        The run that the report tells.
 
     Raises:
         StorageError: There is no tape, it is of a newer schema, or a file cannot be written.
     """
-    history = source if isinstance(source, RunHistory) else read_history(source)
+    run = source if isinstance(source, RunModel) else read_run(source)
     if out_png is not None:
-        from decoupled_diloco.observe import plots  # matplotlib takes a second to import
+        from decoupled_diloco.observe.images import save_png  # matplotlib takes a second to import
 
-        write_whole(Path(out_png), lambda path: plots.save_png(history, path))
+        write_whole(Path(out_png), lambda path: save_png(run, path))
     if out_html is not None:
-        folder = Path(out_html).parent if isinstance(source, RunHistory) else Path(source)
-        page = render_report(history, settings_near(folder))
+        folder = Path(out_html).parent if isinstance(source, RunModel) else Path(source)
+        page = render_report(run, settings_near(folder))
         write_page(Path(out_html), page)
-    return history
+    return run
 
 
-def render_report(history: RunHistory, settings: str | None = None) -> str:
+def render_report(run: RunModel, settings: str | None = None) -> str:
     """The page as text.
 
     Args:
-        history: The run.
+        run: The run.
         settings: Its resolved configuration, to be shown as it is; ``None``: what the start
             records say.
     """
-    account = account_for(history)
-    names = [learner.name for learner in learners_in_order(history)]
+    names = [learner.name for learner in learners_in_order(run)]
     return (
         page_maker()
         .get_template("report.html.j2")
         .render(
-            title=f"Decoupled DiLoCo: {name_of(history)}"
-            if name_of(history)
-            else "Decoupled DiLoCo run",
-            subtitle=subtitle_of(history),
-            problems=problems_of(history),
-            outages=absences(history),
-            totals=totals(history, account),
-            losses=_losses(history),
-            legend=list(figures.colors_of(history).items())[:LEGEND_MAX],
+            title=f"Decoupled DiLoCo: {name_of(run)}" if name_of(run) else "Decoupled DiLoCo run",
+            subtitle=subtitle_of(run),
+            problems=problems_of(run),
+            outages=absences(run),
+            totals=totals(run),
+            losses=_losses(run),
+            legend=list(figures.colors_of(run).items())[:LEGEND_MAX],
             unnamed=max(0, len(names) - LEGEND_MAX),
-            timeline=figures.timeline_chart(history, account),
-            bars=tables.time_bars(account, names),
+            timeline=timeline_chart(run),
+            timeline_keys=TIMELINE_KEYS,
+            bars=tables.time_bars(run.account, names),
             time_parts=TIME_PARTS,
-            participation=figures.participation_chart(history),
-            round_parts=figures.round_parts_chart(history),
+            participation=figures.participation_chart(run),
+            round_parts=figures.round_parts_chart(run),
             round_part_names=figures.ROUND_PARTS,
-            tables=_tables(history, account),
-            sample_text=history.sample_text,
-            settings=settings if settings is not None else _told_settings(history),
+            tables=_tables(run),
+            sample_text=run.sample_text,
+            settings=settings if settings is not None else _told_settings(run),
             settings_told=settings is None,
         )
     )
@@ -104,29 +99,20 @@ def render_report(history: RunHistory, settings: str | None = None) -> str:
 
 def page_maker() -> Environment:
     """Makes pages from the templates beside this file; whatever is put in is escaped."""
-    return Environment(
+    maker = Environment(
         loader=PackageLoader("decoupled_diloco.observe", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    maker.globals |= {"light": LIGHT, "dark": DARK}
+    return maker
 
 
-def name_of(history: RunHistory) -> str:
+def name_of(run: RunModel) -> str:
     """The run's name by its settings; empty: no start record has one."""
-    run = settings_of(history).get("run")
-    name = run.get("name") if isinstance(run, Mapping) else None
-    return str(name) if name else ""
-
-
-def settings_of(history: RunHistory) -> dict[str, Any]:
-    """The run's public settings, as the first start record that has any tells them."""
-    for header in history.headers.values():
-        settings = header.get("settings")
-        if isinstance(settings, dict) and settings:
-            return settings
-    return {}
+    return str(run.settings_of("run").get("name") or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,49 +121,49 @@ class LossCharts:
 
     over: str
     name: str
-    evaluation: Markup | None
-    learners: Markup | None
+    evaluation: Chart | None
+    learners: Chart | None
 
 
-def _losses(history: RunHistory) -> list[LossCharts]:
+def _losses(run: RunModel) -> list[LossCharts]:
     charts = [
         LossCharts(
             over,
             name,
-            figures.evaluation_chart([("", history)], over),
-            figures.learner_losses_chart(history, over),
+            figures.evaluation_chart([("", run)], over),
+            figures.learner_losses_chart(run, over),
         )
         for over, name in OVER
     ]
     return charts if charts[0].evaluation or charts[0].learners else []
 
 
-def _tables(history: RunHistory, account: RunAccount) -> dict[str, tables.Table]:
+def _tables(run: RunModel) -> dict[str, tables.Table]:
     every = (
-        tables.time_table(history, account),
-        tables.token_table(history, account),
-        tables.bytes_table(history),
-        tables.participation_table(history),
-        tables.round_parts_table(history),
-        tables.verdict_table(history),
-        tables.learner_table(history, account),
-        tables.shard_table(history),
-        tables.corpus_table(history),
-        tables.version_table(history),
-        tables.remark_table(history),
+        tables.time_table(run),
+        tables.token_table(run),
+        tables.bytes_table(run),
+        tables.participation_table(run),
+        tables.round_parts_table(run),
+        tables.verdict_table(run),
+        tables.learner_table(run),
+        tables.shard_table(run),
+        tables.corpus_table(run),
+        tables.version_table(run),
+        tables.remark_table(run),
     )
     return {table.id: table for table in every}
 
 
-def subtitle_of(history: RunHistory) -> str:
+def subtitle_of(run: RunModel) -> str:
     """How many took part, and when it began."""
-    learners = _counted(len(history.learners), "learner")
-    shards = _counted(len(history.shards), "syncer shard")
-    if not history.records:
+    learners = _counted(len(run.trained), "learner")
+    shards = _counted(len(run.shards), "syncer shard")
+    if not run.records:
         return f"{learners}, {shards}"
-    if any(header.get("virtual") for header in history.headers.values()):
+    if run.virtual:
         return f"{learners}, {shards}, in virtual time"
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(history.started_wall))
+    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.started_wall))
     return f"{learners}, {shards}, began {began}"
 
 
@@ -185,24 +171,24 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def problems_of(history: RunHistory) -> list[str]:
+def problems_of(run: RunModel) -> list[str]:
     """What the reader of a report should know before its numbers, one sentence each."""
-    problems = list(history.problems)
-    afar = sorted(history.afar, key=natural)
+    problems = list(run.problems)
+    afar = sorted(run.afar, key=natural)
     if afar:
         problems.append(
             f"The tapes of {listing(afar)} are not here: what is told of them is what the syncer "
             "has heard."
         )
-    elif not history.learners:
+    elif not run.trained:
         problems.append("No learner is on the tape: none got as far as its first record.")
-    if history.learners and not any(learner.steps for learner in history.learners.values()):
+    if run.trained and not any(learner.steps for learner in run.trained.values()):
         problems.append("No step is on the tape: no learner got as far as training.")
-    if history.shards and not any(shard.rounds for shard in history.shards.values()):
+    if run.shards and not any(shard.rounds for shard in run.shards.values()):
         problems.append("No round was finished: the learners trained on their own, unmerged.")
-    if history.learners and not history.shards:
+    if run.trained and not run.shards:
         problems.append("No shard of the syncer is on the tape: what it decided is not known.")
-    for learner in history.learners.values():
+    for learner in run.trained.values():
         if learner.losses_not_finite:
             problems.append(
                 f"{learner.name} had {learner.losses_not_finite} losses that are not finite: its "
@@ -211,8 +197,8 @@ def problems_of(history: RunHistory) -> list[str]:
     return problems
 
 
-def _told_settings(history: RunHistory) -> str | None:
-    lines = [f"{name} = {json.dumps(value)}" for name, value in flattened(settings_of(history))]
+def _told_settings(run: RunModel) -> str | None:
+    lines = [f"{name} = {json.dumps(value)}" for name, value in flattened(run.settings)]
     return "\n".join(lines) or None
 
 
@@ -247,20 +233,3 @@ def write_page(path: Path, page: str) -> None:
         StorageError: It cannot be written.
     """
     write_whole(path, lambda torn: torn.write_text(page, encoding="utf-8", errors="replace"))
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file that is either whole or not there.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    torn = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(torn)
-        torn.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # what matters is the first error
-            torn.unlink()
-        raise StorageError(f"{path} cannot be written: {error.strerror}") from error

@@ -8,14 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from decoupled_diloco.observe.history import (
-    LearnerHistory,
-    Loss,
-    Round,
-    RunHistory,
-    ShardHistory,
-)
-from decoupled_diloco.observe.progress import natural
+from decoupled_diloco.observe.run_data import LearnerLog, LossPoint
+from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
+from decoupled_diloco.observe.words import natural
 
 SMOOTHING_STEPS_MIN = 12
 SMOOTHING_SHARE = 1 / 60
@@ -25,14 +21,14 @@ of its steps before and after it, or of so many steps if that is more: the mean 
 both ends. Of few steps it is the largest share: one line through all of them says nothing."""
 
 
-def learners_in_order(history: RunHistory) -> list[LearnerHistory]:
+def learners_in_order(run: RunModel) -> list[LearnerLog]:
     """The learners as people count."""
-    return sorted(history.learners.values(), key=lambda learner: natural(learner.name))
+    return sorted(run.trained.values(), key=lambda learner: natural(learner.name))
 
 
-def shards_in_order(history: RunHistory) -> list[ShardHistory]:
+def shards_in_order(run: RunModel) -> list[ShardLog]:
     """The shards as people count."""
-    return sorted(history.shards.values(), key=lambda shard: natural(shard.name))
+    return sorted(run.shards.values(), key=lambda shard: natural(shard.name))
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -46,13 +42,12 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return (60.0, "min") if seconds < 3 * 3600 else (3600.0, "h")
 
 
-def time_name(history: RunHistory) -> str:
+def time_name(run: RunModel) -> str:
     """Which time the run's seconds are of."""
-    virtual = any(header.get("virtual") for header in history.headers.values())
-    return "virtual time" if virtual else "wall-clock time"
+    return "virtual time" if run.virtual else "wall-clock time"
 
 
-def losses_by_life(learner: LearnerHistory) -> Iterator[list[Loss]]:
+def losses_by_life(learner: LearnerLog) -> Iterator[list[LossPoint]]:
     """The losses of each life, so that no line is drawn across an outage."""
     ends = [life.started_at for life in learner.lives[1:]] + [math.inf]
     rest = list(learner.losses)
@@ -100,7 +95,7 @@ def loss_limits(raw: Sequence[float], lines: Sequence[float]) -> tuple[float, fl
     return (low - margin, high + margin)
 
 
-def step_rates(learner: LearnerHistory, edges: Sequence[float]) -> list[float]:
+def step_rates(learner: LearnerLog, edges: Sequence[float]) -> list[float]:
     """Steps per second between each two of these instants."""
     at: list[float] = []
     done: list[int] = []
@@ -119,13 +114,13 @@ def step_rates(learner: LearnerHistory, edges: Sequence[float]) -> list[float]:
     ]
 
 
-def rate_typical(learner: LearnerHistory) -> float:
+def rate_typical(learner: LearnerLog) -> float:
     """Steps per second by the median step; 0 with fewer than two steps."""
     median = learner.step_seconds_median
     return 1.0 / median if median else 0.0
 
 
-def rows_of(rounds: Sequence[Round]) -> list[int]:
+def rows_of(rounds: Sequence[RoundLog]) -> list[int]:
     """For each round the first row that is free when it opens.
 
     Four rows at most, and no row for less than one in fifty: the closing sweep, with all its rounds

@@ -1,4 +1,4 @@
-"""How a run is doing at one instant: a pure function of its `Chronicle`; rendering is apart.
+"""How a run is doing at one instant: a pure function of its `RunModel`; rendering is apart.
 
 Seconds are ages: how long ago something was, as of ``RunStatus.as_of``.
 """
@@ -6,22 +6,25 @@ Seconds are ages: how long ago something was, as of ``RunStatus.as_of``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from decoupled_diloco.observe.accounts import RunAccount
-from decoupled_diloco.observe.chronicle import Chronicle, settings_fields
-from decoupled_diloco.observe.chronicle_data import (
-    TOOK_PART,
-    LearnerLog,
-    Member,
-    RoundLog,
-    ShardLog,
-)
-from decoupled_diloco.observe.live import CUT_OFF
-from decoupled_diloco.observe.progress import natural
+from decoupled_diloco.observe.run_data import OUT_OF_REACH, TOOK_PART, LearnerLog
+from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import MemberLog, RoundLog, ShardLog
+from decoupled_diloco.observe.words import natural
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
+
+CUT_OFF = "cut off"
+"""The state of a learner that steps on while no shard can be heard."""
+
+ROUTINE = ("Evaluated", "WeightsSaved")
+"""Remarks on these are not shown: other numbers tell it."""
+
+Budget = tuple[int | None, int | None]
+"""Steps and tokens that end a run; ``None``: no limit."""
 
 QUIET_STEPS = 5.0
 """A live learner without a report for so many of its own steps, and a lease, is quiet."""
@@ -158,6 +161,7 @@ class RunStatus:
     discarded_tokens: float
     discarded_whole: bool
     evaluation_loss: float | None
+    evaluation_step: int | None
     learners: tuple[LearnerStatus, ...]
     shards: tuple[ShardStatus, ...]
     cut: CutStatus | None
@@ -173,132 +177,112 @@ class RunStatus:
 
 
 def status_of(
-    chronicle: Chronicle,
+    run: RunModel,
     now: float,
     problems: Iterable[str] = (),
     account: RunAccount | None = None,
+    budget: Budget | None = None,
 ) -> RunStatus:
     """How a run is doing.
 
     Args:
-        chronicle: What is known of it.
+        run: What is known of it.
         now: Wall-clock seconds. A run that nothing has been heard of for longer than a lease is
             looked at as it was at its latest record.
         problems: What could not be read or reached, one sentence each.
         account: What became of all tokens, where a whole tape is at hand. Without it only those
             count that learners have told to be overwritten: a lower bound.
+        budget: Steps and tokens that end the run; default: as its settings say.
     """
-    if account is not None and chronicle.learners.keys() - account.learners.keys():
+    if account is not None and run.learners.keys() - account.learners.keys():
         account = None
-    shards = list(chronicle.shards.values())
-    silent = max(0.0, now - chronicle.latest) if chronicle.began is not None else 0.0
-    over = chronicle.finished
-    going = not over and not chronicle.interrupted and silent <= LEASE_SECONDS
-    as_of = now if going else chronicle.latest
-    run = settings_fields(chronicle, "run")
-    budget_steps, budget_tokens = run.get("budget_steps"), run.get("budget_tokens")
-    steps_rate = chronicle.clock_rate.per_second() if going else None
-    tokens_rate = chronicle.token_rate.per_second() if going else None
-    left, left_by = _left(chronicle, budget_steps, budget_tokens, steps_rate, tokens_rate)
-    up, down, bytes_of = _bytes(chronicle)
-    learners = sorted(chronicle.learners.values(), key=lambda learner: natural(learner.name))
+    silent = max(0.0, now - run.latest) if run.records else 0.0
+    over = run.finished
+    going = not over and not run.interrupted and silent <= LEASE_SECONDS
+    as_of = now - run.started_wall if going and run.records else run.duration
+    settings = run.settings_of("run")
+    budget = budget or (settings.get("budget_steps"), settings.get("budget_tokens"))
+    left, left_by = _left(run, budget, as_of) if going else (None, "")
+    up, down, bytes_of = _bytes(run)
     statuses = tuple(
-        _with_account(_learner(chronicle, learner, as_of, over, going), account)
-        for learner in learners
+        _with_account(_learner(run, learner, as_of, over, going), account)
+        for learner in sorted(run.learners.values(), key=lambda learner: natural(learner.name))
     )
-    began = chronicle.began
     return RunStatus(
-        name=str(run.get("name", "")),
-        phase=_phase(chronicle, silent),
-        virtual=chronicle.virtual,
-        as_of=as_of,
-        began=began,
-        elapsed_seconds=0.0 if began is None else max(0.0, as_of - began),
+        name=str(settings.get("name", "")),
+        phase=_phase(run, silent),
+        virtual=run.virtual,
+        as_of=run.started_wall + as_of,
+        began=run.started_wall if run.records else None,
+        elapsed_seconds=max(0.0, as_of),
         silent_seconds=silent,
-        step=chronicle.step,
-        budget_steps=budget_steps,
-        tokens=chronicle.tokens,
-        budget_tokens=budget_tokens,
-        steps_per_second=steps_rate,
-        tokens_per_second=tokens_rate,
+        step=run.step,
+        budget_steps=budget[0],
+        tokens=run.tokens,
+        budget_tokens=budget[1],
+        steps_per_second=run.clock_rate.per_second(as_of) if going else None,
+        tokens_per_second=run.token_rate.per_second(as_of) if going else None,
         seconds_left=left,
         left_by=left_by,
-        rounds_merged=chronicle.merged,
-        rounds_abandoned=sum(shard.abandoned for shard in shards),
+        rounds_merged=run.rounds_merged,
+        rounds_abandoned=run.rounds_abandoned,
         bytes_up=up,
         bytes_down=down,
         bytes_of=bytes_of,
         discarded_tokens=sum(learner.discarded_tokens for learner in statuses),
         discarded_whole=account is not None,
-        evaluation_loss=chronicle.evaluation.loss if chronicle.evaluation else None,
+        evaluation_loss=run.evaluations[-1].loss if run.evaluations else None,
+        evaluation_step=run.evaluations[-1].global_step if run.evaluations else None,
         learners=statuses,
-        shards=tuple(_shard(chronicle, shard, as_of) for shard in shards),
-        cut=_cut(chronicle, as_of),
-        remarks=tuple((r.at - (began or r.at), r.text) for r in chronicle.remarks[-20:]),
-        problems=(*problems, *(f"{n} records left out: {why}" for why, n in _left_out(chronicle))),
+        shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),
+        cut=_cut(run, as_of),
+        remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
+        problems=(*problems, *(f"{n} records left out: {why}" for why, n in run.left_out.items())),
     )
 
 
-def _cut(chronicle: Chronicle, as_of: float) -> CutStatus | None:
-    if chronicle.cut is None:
+def _cut(run: RunModel, as_of: float) -> CutStatus | None:
+    if run.cut is None:
         return None
-    at, cut = chronicle.cut
+    at, cut = run.cut
     nbytes = sum(part.nbytes for part in (*cut.shards, *cut.learners))
     return CutStatus(cut.number, max(0.0, as_of - at), nbytes, cut.missing)
 
 
-def _left_out(chronicle: Chronicle) -> list[tuple[str, int]]:
-    return list(chronicle.left_out.items())
-
-
-def _phase(chronicle: Chronicle, silent: float) -> str:
-    if chronicle.began is None:
+def _phase(run: RunModel, silent: float) -> str:
+    if not run.records:
         return "empty"
-    if chronicle.finished:
+    if run.finished:
         return "finished"
-    if chronicle.interrupted:
+    if run.interrupted:
         return "interrupted"
     if silent > LEASE_SECONDS:
         return "silent"
     order = ("starting", "restoring", "waiting for learners", "running", "closing", "finished")
-    phases = [shard.phase for shard in chronicle.shards.values() if shard.phase in order]
+    phases = [shard.phase for shard in run.shards.values() if shard.phase in order]
     return min(phases, key=order.index, default="starting")
 
 
-def _left(
-    chronicle: Chronicle,
-    budget_steps: int | None,
-    budget_tokens: int | None,
-    steps_rate: float | None,
-    tokens_rate: float | None,
-) -> tuple[float | None, str]:
-    """How long the budget lasts, and which one ends the run."""
+def _left(run: RunModel, budget: Budget, as_of: float) -> tuple[float | None, str]:
+    """How long the budget lasts, and which one ends the run; the first few steps tell nothing."""
     found = []
-    for name, budget, spent, rate in (
-        ("steps", budget_steps, chronicle.step, steps_rate),
-        ("tokens", budget_tokens, chronicle.tokens, tokens_rate),
+    for name, limit, spent, rate in (
+        ("steps", budget[0], run.step, run.clock_rate),
+        ("tokens", budget[1], run.tokens, run.token_rate),
     ):
-        if budget and rate is not None and rate > 0.0:
-            found.append((max(0.0, (budget - spent) / rate), name))
+        per_second = rate.per_second(as_of)
+        if limit and per_second and rate.settled:
+            found.append((max(0.0, (limit - spent) / per_second), name))
     return min(found, default=(None, ""))
 
 
-def _bytes(chronicle: Chronicle) -> tuple[int | None, int | None, str]:
+def _bytes(run: RunModel) -> tuple[int | None, int | None, str]:
     """Up and down as the syncer counts them, else as the learners' own tapes do."""
-    at_shards = [s.bytes_moved for s in chronicle.shards.values() if s.bytes_moved is not None]
-    if at_shards:
-        return (
-            sum(b.data_received + b.control_received for b in at_shards),
-            sum(b.data_sent + b.control_sent for b in at_shards),
-            "syncer",
-        )
-    own = [b for learner in chronicle.learners.values() for b in learner.bytes_moved.values()]
-    if own:
-        return (
-            sum(b.data_sent + b.control_sent for b in own),
-            sum(b.data_received + b.control_received for b in own),
-            "learners",
-        )
+    for counted_by, syncer in (("syncer", True), ("learners", False)):
+        moved = run.bytes_of(syncer=syncer)
+        if moved is not None:
+            up, down = moved.data_sent + moved.control_sent, moved.data_received
+            return up, down + moved.control_received, counted_by
     return None, None, ""
 
 
@@ -306,21 +290,20 @@ def _bytes(chronicle: Chronicle) -> tuple[int | None, int | None, str]:
 
 
 def _learner(
-    chronicle: Chronicle, learner: LearnerLog, as_of: float, over: bool, going: bool
+    run: RunModel, learner: LearnerLog, as_of: float, over: bool, going: bool
 ) -> LearnerStatus:
     members = [
         (shard, shard.members[learner.name])
-        for shard in chronicle.shards.values()
+        for shard in run.shards.values()
         if learner.name in shard.members
     ]
     state = "finished" if over else _learner_state(learner, [m for _, m in members], as_of)
-    if chronicle.interrupted and state != "finished":
-        state = "ended" if learner.name in chronicle.told_to_end else "out of reach"
+    if run.interrupted and state != "finished":
+        state = "ended" if learner.name in run.told_to_end else OUT_OF_REACH
     total, recent = sum(learner.reasons.values()), len(learner.recent)
-    merged = chronicle.merged
+    merged = run.rounds_merged
     tally = {reason: learner.recent.count(reason) for reason in sorted(set(learner.recent))}
-    rate = learner.own_rate if learner.has_tape else learner.rate
-    fragments = chronicle.fragments or 1
+    fragments = run.fragments or 1
     why = {
         f"{mode}, {reason}": tokens / fragments
         for (mode, reason), tokens in learner.discarded.most_common()
@@ -331,14 +314,14 @@ def _learner(
         epoch=learner.epoch,
         steps=learner.steps,
         tokens=learner.tokens,
-        tokens_per_second=rate.per_second() if state == "stepping" and going else None,
+        tokens_per_second=learner.rate.per_second(as_of) if state == "stepping" and going else None,
         participation=learner.reasons[TOOK_PART] / merged if merged else None,
         participation_recent=tally.get(TOOK_PART, 0) / recent if recent else None,
         reasons_recent=tally,
-        rounds_behind=_rounds_behind(chronicle, learner) if total else None,
+        rounds_behind=_rounds_behind(run, learner) if total else None,
         steps_behind=None
         if learner.accepted_step is None
-        else max(0, chronicle.step - learner.accepted_step),
+        else max(0, run.step - learner.accepted_step),
         accepted_seconds=None
         if learner.accepted_at is None
         else max(0.0, as_of - learner.accepted_at),
@@ -359,20 +342,22 @@ def _with_account(learner: LearnerStatus, account: RunAccount | None) -> Learner
     return dataclasses.replace(learner, discarded_tokens=tokens)
 
 
-def _learner_state(learner: LearnerLog, members: list[Member], as_of: float) -> str:
+def _learner_state(learner: LearnerLog, members: list[MemberLog], as_of: float) -> str:
     """What it does now: as the syncer sees it, and its own tape where that knows better."""
     if learner.process in ("restarting", "finished"):
         return learner.process
+    if not members and learner.left:
+        return "left"
+    if learner.process == "down":
+        return "down"
+    if not members and not learner.epoch and learner.process == "training":
+        return "stepping" if _steps(learner, as_of) else "quiet"  # no shard tells of anybody
     if not members:
-        if learner.left:
-            return "left"
         if _steps(learner, as_of):
             return CUT_OFF
         return "joining" if learner.process == "joining" or not learner.epoch else "down"
-    if learner.process == "down":
-        return "down"
     if not any(member.connected for member in members):
-        return CUT_OFF if _steps(learner, as_of) else "out of reach"
+        return CUT_OFF if _steps(learner, as_of) else OUT_OF_REACH
     reported = [member.reported_at for member in members if member.reported_at is not None]
     if not reported:
         return "joining"
@@ -388,13 +373,11 @@ def _steps(learner: LearnerLog, as_of: float) -> bool:
     return as_of - learner.stepped_at <= LEASE_SECONDS
 
 
-def _rounds_behind(chronicle: Chronicle, learner: LearnerLog) -> int:
-    return sum(
-        shard.merged - learner.accepted.get(shard.name, 0) for shard in chronicle.shards.values()
-    )
+def _rounds_behind(run: RunModel, learner: LearnerLog) -> int:
+    return sum(shard.merged - learner.accepted.get(shard.name, 0) for shard in run.shards.values())
 
 
-def _versions_behind(members: list[tuple[ShardLog, Member]]) -> int:
+def _versions_behind(members: list[tuple[ShardLog, MemberLog]]) -> int:
     return sum(
         member.held.get(fragment) != version
         for shard, member in members
@@ -405,23 +388,31 @@ def _versions_behind(members: list[tuple[ShardLog, Member]]) -> int:
 # ---- shards
 
 
-def _shard(chronicle: Chronicle, shard: ShardLog, as_of: float) -> ShardStatus:
-    quorum = int(settings_fields(chronicle, "sync").get("quorum", 1))
+def _shard(run: RunModel, shard: ShardLog, as_of: float) -> ShardStatus:
+    quorum = int(run.settings_of("sync").get("quorum", 1))
     rounds = sorted(shard.open.values(), key=lambda round: round.opened_at)
-    opened = [r.opened for r in (*shard.finished[-1:], *rounds) if r.opened is not None]
     return ShardStatus(
         name=shard.name,
         state=shard.phase,
-        term=shard.term,
+        term=shard.terms[-1] if shard.terms else 0,
         clock=shard.clock,
         live=len(shard.members),
         merged=shard.merged,
         abandoned=shard.abandoned,
         open_rounds=tuple(_open(shard, round, quorum, as_of) for round in rounds),
         versions={p: str(version) for p, version in sorted(shard.versions.items())},
-        grace_seconds=opened[-1].grace_seconds if opened else None,
+        grace_seconds=_grace_seconds(shard, rounds),
         seen_seconds=None if shard.heard_at is None else max(0.0, as_of - shard.heard_at),
     )
+
+
+def _grace_seconds(shard: ShardLog, rounds: Sequence[RoundLog]) -> float | None:
+    """That of the newest round."""
+    for round in (*reversed(rounds), *shard.rounds[-1:]):
+        told = round.opened or round.result
+        if told is not None:
+            return told.grace_seconds
+    return None
 
 
 def _open(shard: ShardLog, round: RoundLog, quorum: int, as_of: float) -> OpenRound:

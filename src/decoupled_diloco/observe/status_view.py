@@ -1,17 +1,16 @@
-"""A `RunStatus` for people: the same picture for ``ddiloco status`` and ``ddiloco watch``."""
+"""A `RunStatus` for people, as ``ddiloco status``, ``watch`` and ``train`` show it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from decoupled_diloco.observe.progress import clock_face
 from decoupled_diloco.observe.status import LearnerStatus, OpenRound, RunStatus, ShardStatus
-from decoupled_diloco.observe.words import ABSENT, percent
+from decoupled_diloco.observe.words import ABSENT, clock_face, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 _STYLES = {
@@ -29,6 +28,9 @@ _STYLES = {
 
 HEADER_LINES = 3
 """An empty line and two of headers go before a table's rows."""
+
+LEARNERS_MAX = 17
+"""Rows of learners that `ddiloco train` shows; more are summed up in the last one."""
 
 REMARKS_MAX = 3
 """Remarks that are shown where nothing else says how many."""
@@ -51,9 +53,10 @@ def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None
     room = len(status.learners) if rows is None else max(2, rows - used)
     used += min(room, len(status.learners))
     if status.learners:
-        parts += [Text(""), _learner_table(status, width, room)]
+        columns = _LEARNERS_NARROW if width < 56 else _LEARNERS if width < 80 else _LEARNERS_WIDE
+        parts += [Text(""), _learner_table(status, columns, room)]
     if status.shards:
-        parts += [Text(""), _shard_table(status, width)]
+        parts += [Text(""), _shard_table(status, _SHARDS if width >= 60 else _SHARDS_NARROW)]
     told = [*map(_problem, status.problems), *(_dim(line) for line in _open_lines(status))]
     count = REMARKS_MAX if rows is None else max(0, rows - used - len(told) - 1)
     told += _remarks(status, count)
@@ -62,6 +65,24 @@ def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None
         for line in told:  # one line each: the terminal has no more
             line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*parts, *([Text("")] if told else []), *told)
+
+
+def render_training(status: RunStatus, left: str) -> RenderableType:
+    """What `ddiloco train` shows below its lines; fits 80 columns.
+
+    Args:
+        status: The run.
+        left: How long it will take, in words.
+    """
+    parts: list[RenderableType] = [Text(""), _budget_bar(status, 80, left)]
+    if status.learners:
+        parts += [Text(""), _learner_table(status, _LEARNERS_TRAINING, LEARNERS_MAX)]
+    if status.shards:
+        parts += [Text(""), _shard_table(status, _SHARDS_TRAINING)]
+    if status.evaluation_loss is not None:
+        loss, where = f"{status.evaluation_loss:.4f}", f" (step {status.evaluation_step})"
+        parts += [Text(""), Text.assemble("evaluation loss ", (loss, "bold"), (where, "dim"))]
+    return Group(*parts)
 
 
 def _problem(text: str) -> Text:
@@ -100,49 +121,53 @@ def headline(status: RunStatus) -> str:
 def _head(status: RunStatus, width: int) -> list[RenderableType]:
     style = _STYLES.get(status.phase, "yellow")
     name = status.name or "(no name yet)"
-    lines: list[RenderableType] = [
-        Text.assemble((name, "bold"), "  ", (headline(status), style)),
-    ]
+    line = Text.assemble((name, "bold"), "  ", (headline(status), style))
     if status.phase == "empty":
-        return lines
-    grid = Table.grid(padding=(0, 2))
-    cells: list[RenderableType] = [Text(_position(status))]
-    share = _share(status)
-    if share is not None and width >= 60:
-        done = "cyan"
-        cells.append(
-            ProgressBar(
-                total=1.0,
-                completed=share,
-                width=min(24, width // 4),
-                style="grey37",
-                complete_style=done,
-                finished_style=done,
-            )
-        )
-    if share is not None:
-        cells.append(Text(percent(share)))
-    cells.append(Text(clock_face(status.elapsed_seconds)))
+        return [line]
+    left = ""
     if status.seconds_left is not None:
         rate = (
             f"{status.steps_per_second or 0:.3g}/s"
             if status.left_by == "steps"
             else f"{format_count(status.tokens_per_second or 0)} tok/s"
         )
+        left = f"{format_duration(status.seconds_left)} left, {rate}"
+    return [line, _budget_bar(status, width, left)]
+
+
+def _budget_bar(status: RunStatus, width: int, left: str) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    cells: list[RenderableType] = [Text(position(status))]
+    share = budget_share(status)
+    if share is not None and width >= 60:
         cells.append(
-            Text(f"{format_duration(status.seconds_left)} left, {rate}", style="dim", no_wrap=True)
+            ProgressBar(
+                total=1.0,
+                completed=share,
+                width=min(24, width // 4),
+                style="grey37",
+                complete_style="cyan",
+                finished_style="cyan",
+            )
         )
+    if share is not None:
+        cells.append(Text(percent(share)))
+    cells.append(Text(clock_face(status.elapsed_seconds)))
+    if left:
+        cells.append(Text(left, style="dim", no_wrap=True))
     grid.add_row(*cells)
-    return [*lines, grid]
+    return grid
 
 
-def _position(status: RunStatus) -> str:
+def position(status: RunStatus) -> str:
+    """How far it is, and of how much if that is known."""
     if status.budget_steps:
         return f"step {status.step}/{status.budget_steps}"
     return f"step {status.step}"
 
 
-def _share(status: RunStatus) -> float | None:
+def budget_share(status: RunStatus) -> float | None:
+    """How much of the budget is spent, 0 to 1; the budget that ends the run first counts."""
     shares = []
     if status.budget_steps:
         shares.append(status.step / status.budget_steps)
@@ -189,21 +214,27 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
 
 # ---- learners
 
+_LEARNERS_NARROW = ("learner", "state", "steps", "tok/s", "took\npart", "lately")
+_LEARNERS = (*_LEARNERS_NARROW, "rounds\nbehind", "silent")
+_LEARNERS_WIDE = (*_LEARNERS[:-1], "stale\ncopies", "discarded", "silent")
+_LEARNERS_TRAINING = ("learner", "state", "steps", "tok/s", "loss", "took part")
 
-def _learner_table(status: RunStatus, width: int, room: int) -> Table:
-    wide, narrow = width >= 80, width < 56
-    names = ["learner", "state", "steps", "tok/s", "took\npart", "lately"]
-    if wide:
-        names += ["rounds\nbehind", "stale\ncopies", "discarded", "silent"]
-    elif not narrow:
-        names += ["rounds\nbehind", "silent"]
-    table = _table(names)
-    learners = list(status.learners)
+
+def _learner_table(status: RunStatus, columns: Sequence[str], room: int) -> Table:
+    """Those that are there; who has left is counted."""
+    table = _table(columns)
+    learners = [learner for learner in status.learners if learner.state != "left"]
+    left = len(status.learners) - len(learners)
+    room -= bool(left)
     shown = learners if len(learners) <= room else _most_interesting(learners, room - 1)
     for learner in shown:
-        table.add_row(*_learner_row(learner, wide, narrow))
+        cells = _learner_cells(learner)
+        table.add_row(*(cells[column] for column in columns))
+    rest = [""] * (len(columns) - 1)
     if len(shown) < len(learners):
-        table.add_row(f"… {len(learners) - len(shown)} more", *[""] * (len(names) - 1))
+        table.add_row(f"… {len(learners) - len(shown)} more", *rest)
+    if left:
+        table.add_row(Text(f"… {left} left", style="dim"), *rest)
     return table
 
 
@@ -217,24 +248,29 @@ def _most_interesting(learners: list[LearnerStatus], room: int) -> list[LearnerS
     return [learner for learner in learners if learner.name in worst]
 
 
-def _learner_row(learner: LearnerStatus, wide: bool, narrow: bool) -> Iterable[RenderableType]:
-    yield Text(learner.name)
-    yield Text(learner.state, style=_STYLES.get(learner.state, "yellow"))
-    yield Text(str(learner.steps))
-    rate = learner.tokens_per_second
-    yield Text(ABSENT if rate is None else format_count(rate))
-    yield Text(percent(learner.participation))
-    recent = learner.participation_recent
+def _learner_cells(learner: LearnerStatus) -> dict[str, Text]:
+    rate, recent = learner.tokens_per_second, learner.participation_recent
     absent = learner.state == "stepping" and recent is not None and recent < 0.5
-    yield Text(percent(recent), style="bold yellow" if absent else "")
-    if not narrow:
-        yield Text(_number(learner.rounds_behind))
-    if wide:
-        yield Text(_number(learner.versions_behind))
-        lost = learner.discarded_tokens / learner.tokens if learner.tokens else None
-        yield Text(percent(lost))
-    if not narrow:
-        yield Text(_ago(learner.seen_seconds))
+    lost = learner.discarded_tokens / learner.tokens if learner.tokens else None
+    took_part = Text(percent(learner.participation))
+    return {
+        "learner": Text(learner.name),
+        "state": _state(learner.state),
+        "steps": Text(str(learner.steps)),
+        "tok/s": Text(ABSENT if rate is None else format_count(rate)),
+        "loss": Text(ABSENT if learner.loss is None else f"{learner.loss:.3f}"),
+        "took part": took_part,
+        "took\npart": took_part,
+        "lately": Text(percent(recent), style="bold yellow" if absent else ""),
+        "rounds\nbehind": Text(_number(learner.rounds_behind)),
+        "stale\ncopies": Text(_number(learner.versions_behind)),
+        "discarded": Text(percent(lost)),
+        "silent": Text(_ago(learner.seen_seconds)),
+    }
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=_STYLES.get(state, "yellow"))
 
 
 def _number(value: int | None) -> str:
@@ -249,31 +285,35 @@ def _ago(seconds: float | None) -> str:
 
 # ---- shards
 
+_SHARDS_NARROW = ("syncer", "state", "term", "clock", "merged", "given\nup", "open")
+_SHARDS = (*_SHARDS_NARROW[:-1], "live", "open", "grace", "versions")
+_SHARDS_TRAINING = ("syncer", "state", "clock", "merged", "given up", "open", "grace")
 
-def _shard_table(status: RunStatus, width: int) -> Table:
-    wide = width >= 60
-    names = ["syncer", "state", "term", "clock", "merged", "given\nup"]
-    names += ["live", "open", "grace", "versions"] if wide else ["open"]
-    table = _table(names)
+
+def _shard_table(status: RunStatus, columns: Sequence[str]) -> Table:
+    table = _table(columns)
     for shard in status.shards:
-        table.add_row(*_shard_row(shard, wide))
+        cells = _shard_cells(shard)
+        table.add_row(*(cells[column] for column in columns))
     return table
 
 
-def _shard_row(shard: ShardStatus, wide: bool) -> Iterable[RenderableType]:
-    yield Text(shard.name)
-    yield Text(shard.state, style=_STYLES.get(shard.state, "yellow"))
-    yield Text(str(shard.term))
-    yield Text(str(shard.clock))
-    yield Text(str(shard.merged))
-    yield Text(str(shard.abandoned), style="yellow" if shard.abandoned else "")
-    if wide:
-        yield Text(str(shard.live))
-    yield Text(str(len(shard.open_rounds)))
-    if wide:
-        grace = shard.grace_seconds
-        yield Text(ABSENT if grace is None else format_duration(grace) if grace else "0")
-        yield Text(_versions(shard))
+def _shard_cells(shard: ShardStatus) -> dict[str, Text]:
+    grace = shard.grace_seconds
+    given_up = Text(str(shard.abandoned), style="yellow" if shard.abandoned else "")
+    return {
+        "syncer": Text(shard.name),
+        "state": _state(shard.state),
+        "term": Text(str(shard.term)),
+        "clock": Text(str(shard.clock)),
+        "merged": Text(str(shard.merged)),
+        "given up": given_up,
+        "given\nup": given_up,
+        "live": Text(str(shard.live)),
+        "open": Text(str(len(shard.open_rounds))),
+        "grace": Text(ABSENT if grace is None else format_duration(grace) if grace else "0"),
+        "versions": Text(_versions(shard)),
+    }
 
 
 def _versions(shard: ShardStatus) -> str:
@@ -315,7 +355,7 @@ def open_line(round: OpenRound) -> str:
             return text + f"the upload of {whom}"
 
 
-def _table(columns: list[str]) -> Table:
+def _table(columns: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount, account_for
-from decoupled_diloco.observe.history import Cut, LearnerHistory, Outage, RunHistory, ShardHistory
-from decoupled_diloco.observe.progress import SteadyConsole, natural
-from decoupled_diloco.observe.words import ABSENT, percent
+from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount
+from decoupled_diloco.observe.progress import SteadyConsole
+from decoupled_diloco.observe.run_data import CutOff, LearnerLog, Outage
+from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.observe.shard_data import ShardLog
+from decoupled_diloco.observe.words import ABSENT, natural, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 LINES_MAX = 24
@@ -25,31 +27,30 @@ NOT_FINITE = "not finite"
 
 
 def print_summary(
-    history: RunHistory, files: Sequence[str | Path] = (), console: Console | None = None
+    run: RunModel, files: Sequence[str | Path] = (), console: Console | None = None
 ) -> None:
     """Prints what became of a run: totals, every learner and shard, outages, files written."""
     console = console or SteadyConsole()
-    account = account_for(history)
     pairs = [
         (total.name, f"{total.text}, {total.detail}" if total.detail else total.text)
-        for total in totals(history, account)
+        for total in totals(run)
     ]
     _print_pairs(console, pairs)
-    tables = (("learners", learner_rows(history, account)), ("syncer", shard_rows(history)))
+    tables = (("learners", learner_rows(run)), ("syncer", shard_rows(run)))
     for title, rows in tables:
         if len(rows) > 1:
             console.print()
             console.print(_table(title, rows[: 1 + LINES_MAX]))
         if len(rows) > 1 + LINES_MAX:
             console.print(f"… and {len(rows) - 1 - LINES_MAX} more: the report has them")
-    lines = absences(history)
+    lines = absences(run)
     if len(lines) > LINES_MAX:
         lines = [
             *lines[:LINES_MAX],
             f"… and {len(lines) - LINES_MAX} more absences: the report has them",
         ]
-    lines += [line for learner in history.learners.values() for line in unrecorded_line(learner)]
-    lines += [f"the tape is not whole: {problem}" for problem in history.problems]
+    lines += [line for learner in run.learners.values() for line in unrecorded_line(learner)]
+    lines += [f"the tape is not whole: {problem}" for problem in run.problems]
     for line in lines:
         console.print()
         console.print(Text(line), soft_wrap=True)
@@ -77,25 +78,26 @@ class Total:
     show: Callable[[float], str] = "{:g}".format
 
 
-def totals(history: RunHistory, account: RunAccount) -> list[Total]:
+def totals(run: RunModel) -> list[Total]:
     """Everything that is one number a run."""
+    account = run.account
     rows = [
-        _total("duration", history.duration, format_duration),
-        _total("global steps", history.global_step, "{:.0f}".format),
-        _total("tokens", history.tokens, format_count, _rate(history)),
-        *_evaluation_totals(history),
+        _total("duration", run.duration, format_duration),
+        _total("global steps", run.global_step, "{:.0f}".format),
+        _total("tokens", run.tokens, format_count, _rate(run)),
+        *_evaluation_totals(run),
         _total(
             "rounds merged",
-            history.rounds_merged,
+            run.rounds_merged,
             "{:.0f}".format,
-            f"{history.rounds_abandoned} given up",
+            f"{run.rounds_abandoned} given up",
         ),
         _total("goodput", account.time.goodput, percent, rest_in_words(account)),
         _total("time in steps", account.time.stepping, percent, "goodput, as the paper counts"),
         _total("anybody stepping", account.uptime, percent, "share of the time"),
         _total("tokens discarded", *_discarded(account)),
     ]
-    moved = history.bytes_total
+    moved = run.bytes_total
     if moved is not None:
         received = f"received {format_bytes(moved.data_received)}"
         control = moved.control_sent + moved.control_received
@@ -112,23 +114,23 @@ def _total(
     return Total(name, ABSENT if number is None else show(number), detail, number, show)
 
 
-def _evaluation_totals(history: RunHistory) -> list[Total]:
+def _evaluation_totals(run: RunModel) -> list[Total]:
     """The loss of the global weights, and what else the last evaluation measured."""
-    text, detail = _evaluations(history)
-    losses = [e.loss for e in history.evaluations if e.loss is not None]
+    text, detail = _evaluations(run)
+    losses = [e.loss for e in run.evaluations if e.loss is not None]
     number = losses[-1] if losses else None
     rows = [Total("evaluation loss", text, detail, number, "{:.4f}".format)]
-    for name, value in history.evaluations[-1].metrics if history.evaluations else ():
+    for name, value in run.evaluations[-1].metrics if run.evaluations else ():
         measured = math.nan if value is None else value  # the tape has no word for such a number
         rows.append(_total(name, measured, "{:.4f}".format, "last evaluation"))
     return rows
 
 
-def _evaluations(history: RunHistory) -> tuple[str, str]:
+def _evaluations(run: RunModel) -> tuple[str, str]:
     """The first and the last evaluation of the global weights."""
-    losses = [e for e in history.evaluations if e.loss is not None]
+    losses = [e for e in run.evaluations if e.loss is not None]
     if not losses:
-        return (NOT_FINITE, "it diverged") if history.evaluations else (ABSENT, "none was made")
+        return (NOT_FINITE, "it diverged") if run.evaluations else (ABSENT, "none was made")
     first, last = losses[0], losses[-1]
     if first is last:
         return (f"{last.loss:.4f}", f"step {last.global_step}")
@@ -141,8 +143,7 @@ def _evaluations(history: RunHistory) -> tuple[str, str]:
 def rest_in_words(account: RunAccount) -> str:
     """Where the learner-time went that was not goodput, the largest part first.
 
-    >>> from decoupled_diloco.observe.history import RunHistory
-    >>> rest_in_words(account_for(RunHistory()))
+    >>> rest_in_words(RunModel().account)
     'nobody took two steps'
     """
     time = account.time
@@ -160,14 +161,14 @@ def _discarded(account: RunAccount) -> tuple[float, Callable[[float], str], str]
     return (tokens.tokens("discarded"), format_count, share)
 
 
-def absences(history: RunHistory) -> list[str]:
+def absences(run: RunModel) -> list[str]:
     """Who was away, down or cut off, a sentence each, in order of time."""
-    told = [(outage.down_at, outage_line(history, outage)) for outage in history.outages]
-    told += [(cut.cut_at, cut_line(history, cut)) for cut in history.cuts]
+    told = [(outage.down_at, outage_line(run, outage)) for outage in run.outages]
+    told += [(cut.cut_at, cut_line(run, cut)) for cut in run.cuts]
     return [line for _, line in sorted(told, key=lambda entry: entry[0])]
 
 
-def unrecorded_line(learner: LearnerHistory) -> list[str]:
+def unrecorded_line(learner: LearnerLog) -> list[str]:
     """Where a number of steps is from that its own tape does not have, in a sentence; or none."""
     steps = learner.steps_unrecorded
     if not steps:
@@ -179,11 +180,11 @@ def unrecorded_line(learner: LearnerHistory) -> list[str]:
     ]
 
 
-def cut_line(history: RunHistory, cut: Cut) -> str:
+def cut_line(run: RunModel, cut: CutOff) -> str:
     """What it meant that a learner was cut off, in one sentence."""
     until = "the end" if cut.back_at is None else f"{cut.back_at:.1f} s"
     line = f"{cut.who} was cut off from {cut.cut_at:.1f} s (step "
-    line += f"{history.global_step_by(cut.cut_at)}) to {until}, trained on alone for "
+    line += f"{run.global_step_by(cut.cut_at)}) to {until}, trained on alone for "
     line += f"{cut.steps} steps and missed {cut.rounds_missed} of {cut.rounds_merged} merged rounds"
     if not cut.lost_steps:
         return line
@@ -192,7 +193,7 @@ def cut_line(history: RunHistory, cut: Cut) -> str:
     return line + (f" ({', '.join(losers)})" if losers else "")
 
 
-def outage_line(history: RunHistory, outage: Outage) -> str:
+def outage_line(run: RunModel, outage: Outage) -> str:
     """What an outage did, in one sentence."""
     was = "was " if outage.how.startswith("killed") else ""
     how = outage.how.removesuffix(" (SIGKILL)")
@@ -200,7 +201,7 @@ def outage_line(history: RunHistory, outage: Outage) -> str:
     if outage.seconds is not None:
         line += f", back after {outage.seconds:.1f} s"
         if outage.down_seconds is not None:
-            then = "starting" if outage.who in history.shards else "joining"
+            then = "starting" if outage.who in run.shards else "joining"
             rest = format_duration(max(0.0, outage.seconds - outage.down_seconds))
             line += f" (down {format_duration(outage.down_seconds)}, {then} {rest})"
     elif outage.restarted_at is not None:
@@ -209,34 +210,34 @@ def outage_line(history: RunHistory, outage: Outage) -> str:
         line += ", not started again"
     if not outage.lost_steps:
         return line
-    whose = "the others" if outage.who in history.learners else "the learners"
+    whose = "the others" if outage.who in run.learners else "the learners"
     line += f"; steps lost by {whose}: {outage.lost_steps_total}"
     losers = [f"{name} {count}" for name, count in outage.lost_steps.items() if count]
     return line + (f" ({', '.join(losers)})" if losers else "")
 
 
-def learner_rows(history: RunHistory, account: RunAccount) -> list[list[str]]:
+def learner_rows(run: RunModel) -> list[list[str]]:
     """A table of the learners: the header, then one row each."""
     header = ["", "steps", "tokens", "last loss", "took part", "discarded", "away"]
     header += ["longest gap", "median step"]
-    learners = sorted(history.learners.values(), key=lambda learner: natural(learner.name))
-    return [header, *(_learner_row(learner, account) for learner in learners)]
+    learners = sorted(run.trained.values(), key=lambda learner: natural(learner.name))
+    return [header, *(_learner_row(run, learner) for learner in learners)]
 
 
-def shard_rows(history: RunHistory) -> list[list[str]]:
+def shard_rows(run: RunModel) -> list[list[str]]:
     """A table of the shards: the header, then one row each."""
     header = ["", "clock", "merged", "given up", "median round", "median grace", "terms"]
-    shards = sorted(history.shards.values(), key=lambda shard: natural(shard.name))
+    shards = sorted(run.shards.values(), key=lambda shard: natural(shard.name))
     return [header, *(_shard_row(shard) for shard in shards)]
 
 
-def last_loss(learner: LearnerHistory) -> float | None:
+def last_loss(learner: LearnerLog) -> float | None:
     """The mean of a learner's last 20 losses: one batch alone says little."""
     losses = [loss.loss for loss in learner.losses[-20:]]
     return sum(losses) / len(losses) if losses else None
 
 
-def _learner_row(learner: LearnerHistory, account: RunAccount) -> list[str]:
+def _learner_row(run: RunModel, learner: LearnerLog) -> list[str]:
     loss = last_loss(learner)
     not_finite = f" ({learner.losses_not_finite} not finite)" if learner.losses_not_finite else ""
     return [
@@ -244,27 +245,31 @@ def _learner_row(learner: LearnerHistory, account: RunAccount) -> list[str]:
         str(learner.steps),
         format_count(learner.tokens),
         (ABSENT if loss is None else f"{loss:.3f}") + not_finite,
-        percent(learner.participation),
-        percent(account.learners[learner.name].tokens.discarded_share if learner.tokens else None),
+        percent(run.participation_of(learner)),
+        percent(_share_discarded(run, learner)),
         _away([*learner.outages, *learner.cuts]),
         _seconds(learner.gap_seconds_longest),
         _seconds(learner.step_seconds_median),
     ]
 
 
-def _shard_row(shard: ShardHistory) -> list[str]:
+def _share_discarded(run: RunModel, learner: LearnerLog) -> float | None:
+    return run.account.learners[learner.name].tokens.discarded_share if learner.tokens else None
+
+
+def _shard_row(shard: ShardLog) -> list[str]:
     return [
         shard.name,
-        str(shard.clock[-1] if shard.clock else 0),
+        str(shard.clock),
         str(shard.merged),
         str(shard.abandoned),
-        _seconds(_median([r.result.finished_seconds for r in shard.rounds])),
-        _seconds(_median([r.result.grace_seconds for r in shard.rounds])),
+        _seconds(_median([r.outcome.finished_seconds for r in shard.rounds])),
+        _seconds(_median([r.outcome.grace_seconds for r in shard.rounds])),
         ", ".join(map(str, shard.terms)) or ABSENT,
     ]
 
 
-def _away(times: Sequence[Outage | Cut]) -> str:
+def _away(times: Sequence[Outage | CutOff]) -> str:
     """How often and how long it was down or cut off, or that it never came back."""
     if not times:
         return ABSENT
@@ -281,11 +286,11 @@ def _seconds(value: float | None) -> str:
     return ABSENT if value is None else format_duration(value)
 
 
-def _rate(history: RunHistory) -> str:
-    span = history.training_span
+def _rate(run: RunModel) -> str:
+    span = run.training_span
     if span is None or span[1] <= span[0]:
         return ""
-    return f"{format_count(history.tokens / (span[1] - span[0]))}/s"
+    return f"{format_count(run.tokens / (span[1] - span[0]))}/s"
 
 
 def _print_pairs(console: Console, pairs: Sequence[tuple[str, str]]) -> None:

@@ -17,7 +17,8 @@ from decoupled_diloco.observe.accounts import (
 )
 from decoupled_diloco.observe.charts import stacked_bar
 from decoupled_diloco.observe.figures import ROUND_PARTS, round_parts
-from decoupled_diloco.observe.history import GAP_MEDIANS, RunHistory
+from decoupled_diloco.observe.run_data import GAP_MEDIANS
+from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import learner_rows, shard_rows
@@ -25,12 +26,15 @@ from decoupled_diloco.observe.words import percent
 from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
+TOLD_ELSEWHERE = ("Evaluated", "Ready", "RestartScheduled", "StepFinished", "WeightsSaved")
+"""Remarks on these are not listed: charts and other tables show what they tell."""
+
 REMARKS_MAX = 200
 """The report lists no more lines of what happened than this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """What a cell shows, and the exact number behind it."""
 
     text: str
@@ -48,7 +52,7 @@ class Table:
     id: str
     caption: str
     header: Sequence[str]
-    rows: Sequence[Sequence[Cell]] = field(default_factory=tuple)
+    rows: Sequence[Sequence[TableCell]] = field(default_factory=tuple)
     missing: str = ""
     note: str = ""
     left: bool = False
@@ -77,19 +81,19 @@ def _bar(name: str, time: TimeAccount) -> Markup:
     return stacked_bar(parts, f"Time of {name}: {told}.")
 
 
-def time_table(history: RunHistory, account: RunAccount) -> Table:
+def time_table(run: RunModel) -> Table:
     """Where learner-time went."""
     rows = [
-        _time_row(learner.name, account.learners[learner.name].time)
-        for learner in learners_in_order(history)
+        _time_row(learner.name, run.account.learners[learner.name].time)
+        for learner in learners_in_order(run)
     ]
     if len(rows) > 1:
-        rows.insert(0, _time_row("all learners", account.time))
+        rows.insert(0, _time_row("all learners", run.account.time))
     return Table(
         "time",
         "Learner-time and where it went",
         ["learner", "allocated", *TIME_PARTS],
-        rows if account.time.allocated else [],
+        rows if run.account.time.allocated else [],
         "Nobody took two steps, so there is no time to divide.",
         "Allocated: from the run's first step, or the learner's own start if that is later, to "
         "the run's last step. Useful: in steps whose training was not thrown away. Discarded: in "
@@ -100,20 +104,20 @@ def time_table(history: RunHistory, account: RunAccount) -> Table:
     )
 
 
-def _time_row(name: str, time: TimeAccount) -> list[Cell]:
+def _time_row(name: str, time: TimeAccount) -> list[TableCell]:
     seconds = time.seconds("allocated")
-    shares = [Cell(percent(time.share(part)), time.seconds(part)) for part in TIME_PARTS]
-    return [Cell(name), Cell(format_duration(seconds), seconds), *shares]
+    shares = [TableCell(percent(time.share(part)), time.seconds(part)) for part in TIME_PARTS]
+    return [TableCell(name), TableCell(format_duration(seconds), seconds), *shares]
 
 
-def token_table(history: RunHistory, account: RunAccount) -> Table:
+def token_table(run: RunModel) -> Table:
     """Where tokens went."""
     rows = [
-        _token_row(learner.name, account.learners[learner.name].tokens)
-        for learner in learners_in_order(history)
+        _token_row(learner.name, run.account.learners[learner.name].tokens)
+        for learner in learners_in_order(run)
     ]
     if len(rows) > 1:
-        rows.insert(0, _token_row("all learners", account.tokens))
+        rows.insert(0, _token_row("all learners", run.account.tokens))
     return Table(
         "tokens",
         "Tokens and what became of them",
@@ -130,17 +134,17 @@ def token_table(history: RunHistory, account: RunAccount) -> Table:
     )
 
 
-def _token_row(name: str, tokens: TokenAccount) -> list[Cell]:
+def _token_row(name: str, tokens: TokenAccount) -> list[TableCell]:
     parts = [tokens.tokens(part) for part in ("trained", *TOKEN_PARTS)]
-    return [Cell(name), *(Cell(format_count(part), part) for part in parts)]
+    return [TableCell(name), *(TableCell(format_count(part), part) for part in parts)]
 
 
-def bytes_table(history: RunHistory) -> Table:
+def bytes_table(run: RunModel) -> Table:
     """What every process has sent and received."""
-    names = [learner.name for learner in learners_in_order(history)]
-    names += [who for who in sorted(history.bytes_moved) if who not in names]
-    rows = [_bytes_row(n, history.bytes_moved[n]) for n in names if n in history.bytes_moved]
-    total = history.bytes_total
+    names = [learner.name for learner in learners_in_order(run)]
+    names += [who for who in sorted(run.bytes_moved) if who not in names]
+    rows = [_bytes_row(n, run.bytes_moved[n]) for n in names if n in run.bytes_moved]
+    total = run.bytes_total
     if total is not None and len(names) > 1:
         rows.insert(0, _bytes_row("all learners", total))
     return Table(
@@ -154,37 +158,36 @@ def bytes_table(history: RunHistory) -> Table:
     )
 
 
-def _bytes_row(name: str, moved: BytesMoved) -> list[Cell]:
+def _bytes_row(name: str, moved: BytesMoved) -> list[TableCell]:
     counts = (
         moved.data_sent,
         moved.data_received,
         moved.control_sent,
         moved.control_received,
     )
-    return [Cell(name), *(Cell(format_bytes(count), count) for count in counts)]
+    return [TableCell(name), *(TableCell(format_bytes(count), count) for count in counts)]
 
 
-def participation_table(history: RunHistory) -> Table:
+def participation_table(run: RunModel) -> Table:
     """What became of every learner's contributions."""
-    states: dict[str, Counter[str]] = {name: Counter() for name in history.learners}
-    for shard in history.shards.values():
-        for r in shard.rounds:
-            for participant in r.result.participants:
-                verdict = "folded" if r.result.verdict == "merged" else "in a round given up"
-                state = verdict if participant.state == "folded" else participant.state
-                states.setdefault(participant.learner, Counter())[state] += 1
+    states: dict[str, Counter[str]] = {name: Counter() for name in run.trained}
+    for r in run.rounds:
+        for participant in r.outcome.participants:
+            verdict = "folded" if r.merged else "in a round given up"
+            state = verdict if participant.state == "folded" else participant.state
+            states.setdefault(participant.learner, Counter())[state] += 1
     known = ("folded", "in a round given up", "late", "declined", "refused", "gone", "waiting")
     shown = [state for state in known if any(count[state] for count in states.values())]
-    merged = history.rounds_merged
+    merged = run.rounds_merged
     rows = [
         [
-            Cell(name),
-            Cell(percent(count["folded"] / merged if merged else None)),
-            Cell(str(count.total()), count.total()),
-            *(Cell(str(count[state]), count[state]) for state in shown),
+            TableCell(name),
+            TableCell(percent(count["folded"] / merged if merged else None)),
+            TableCell(str(count.total()), count.total()),
+            *(TableCell(str(count[state]), count[state]) for state in shown),
         ]
         for name, count in (
-            (learner.name, states[learner.name]) for learner in learners_in_order(history)
+            (learner.name, states[learner.name]) for learner in learners_in_order(run)
         )
     ]
     return Table(
@@ -197,14 +200,9 @@ def participation_table(history: RunHistory) -> Table:
     )
 
 
-def round_parts_table(history: RunHistory) -> Table:
+def round_parts_table(run: RunModel) -> Table:
     """What the time of merged rounds went to."""
-    rounds = [
-        round_parts(r)
-        for shard in history.shards.values()
-        for r in shard.rounds
-        if r.result.verdict == "merged"
-    ]
+    rounds = [round_parts(r) for r in run.rounds if r.merged]
     columns = list(zip(*rounds, strict=True))
     names = [title for _, title in ROUND_PARTS]
     if columns:
@@ -214,16 +212,16 @@ def round_parts_table(history: RunHistory) -> Table:
         "round-parts",
         "Parts of a merged round",
         ["part", "median", "95 %", "longest"],
-        [[Cell(n), *_quantiles(sorted(c))] for n, c in zip(names, columns, strict=False)],
+        [[TableCell(n), *_quantiles(sorted(c))] for n, c in zip(names, columns, strict=False)],
         "No round was merged.",
         "A round's parts follow each other. Uploads begin as soon as a learner is asked, so most "
         "of their time lies within the grace window.",
     )
 
 
-def _quantiles(values: Sequence[float]) -> list[Cell]:
+def _quantiles(values: Sequence[float]) -> list[TableCell]:
     chosen = (values[len(values) // 2], values[int(0.95 * (len(values) - 1))], values[-1])
-    return [Cell(format_duration(value), value) for value in chosen]
+    return [TableCell(format_duration(value), value) for value in chosen]
 
 
 def _verdict(result: RoundFinished) -> str:
@@ -232,12 +230,12 @@ def _verdict(result: RoundFinished) -> str:
     return "merged" if result.verdict == "merged" else "had nothing to merge"
 
 
-def verdict_table(history: RunHistory) -> Table:
+def verdict_table(run: RunModel) -> Table:
     """How rounds ended."""
-    results = [r.result for shard in history.shards.values() for r in shard.rounds]
+    results = [r.outcome for r in run.rounds]
     rounds = Counter((_verdict(result), result.reason) for result in results)
     rows = [
-        [Cell(verdict), Cell(str(count), count), Cell("" if why == verdict else why)]
+        [TableCell(verdict), TableCell(str(count), count), TableCell("" if why == verdict else why)]
         for (verdict, why), count in rounds.most_common(12)
     ]
     return Table(
@@ -250,14 +248,14 @@ def verdict_table(history: RunHistory) -> Table:
     )
 
 
-def learner_table(history: RunHistory, account: RunAccount) -> Table:
+def learner_table(run: RunModel) -> Table:
     """Every learner in a row."""
-    header, *rows = learner_rows(history, account)
+    header, *rows = learner_rows(run)
     return Table(
         "learners",
         "Learners",
         ["learner", *header[1:]],
-        [list(map(Cell, row)) for row in rows],
+        [list(map(TableCell, row)) for row in rows],
         "No learner is on the tape.",
         "Last loss: mean of its last 20 steps. Away: from the end of its process until it held "
         "the global weights again, or cut off: without a shard that heard of it. Longest gap: "
@@ -266,40 +264,42 @@ def learner_table(history: RunHistory, account: RunAccount) -> Table:
     )
 
 
-def shard_table(history: RunHistory) -> Table:
+def shard_table(run: RunModel) -> Table:
     """Every shard in a row."""
-    header, *rows = shard_rows(history)
+    header, *rows = shard_rows(run)
     return Table(
         "shards",
         "Syncer shards",
         ["shard", *header[1:]],
-        [list(map(Cell, row)) for row in rows],
+        [list(map(TableCell, row)) for row in rows],
         "No shard of the syncer is on the tape.",
     )
 
 
-def corpus_table(history: RunHistory) -> Table:
+def corpus_table(run: RunModel) -> Table:
     """What was trained."""
-    rows = [[Cell(str(k)), Cell(str(v))] for k, v in (history.corpus or {}).items()]
+    rows = [[TableCell(str(k)), TableCell(str(v))] for k, v in (run.corpus or {}).items()]
     return Table("corpus", "Corpus", [], rows, "The tape does not say what was trained.", left=True)
 
 
-def version_table(history: RunHistory) -> Table:
+def version_table(run: RunModel) -> Table:
     """With which versions the run was made."""
-    named = {("decoupled-diloco", version) for version in history.versions.values()}
-    for header in history.headers.values():
+    named = {("decoupled-diloco", version) for version in run.releases.values()}
+    for header in run.headers.values():
         versions = header.get("versions")
         if isinstance(versions, dict):
             named |= {(str(name), str(version)) for name, version in versions.items()}
-    rows = [[Cell(name), Cell(version)] for name, version in sorted(named)]
+    rows = [[TableCell(name), TableCell(version)] for name, version in sorted(named)]
     return Table("versions", "Versions", [], rows, "The tape does not name any.", left=True)
 
 
-def remark_table(history: RunHistory) -> Table:
+def remark_table(run: RunModel) -> Table:
     """What happened, in order."""
-    lines = [(remark.at, remark.who, remark.text) for remark in history.remarks]
-    lines += [(at, "fault", f"{fault.kind} {fault.target}") for at, fault in history.faults]
-    rows = [[Cell(f"{at:.1f} s", at), Cell(who), Cell(text)] for at, who, text in sorted(lines)]
+    lines = [(r.at, r.who, r.text) for r in run.remarks if r.kind not in TOLD_ELSEWHERE]
+    rows = [
+        [TableCell(f"{at:.1f} s", at), TableCell(who), TableCell(text)]
+        for at, who, text in sorted(lines)
+    ]
     more = len(rows) - REMARKS_MAX
     caption = f"{len(rows)} notes" if more <= 0 else f"The first {REMARKS_MAX} of {len(rows)} notes"
     header = ["time", "process", "what"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -82,9 +83,9 @@ def after(seconds: float) -> str:
     return "at once" if seconds < 5e-4 else f"after {format_duration(seconds)}"
 
 
-def when(at: float, began: float | None) -> str:
+def when(at: float) -> str:
     """An instant of the run in seconds since its first record."""
-    return f"{at - (began or 0.0):.2f} s"
+    return f"{at:.2f} s"
 
 
 def percent(share: float | None) -> str:
@@ -100,6 +101,27 @@ def percent(share: float | None) -> str:
     return f"{100 * share:.0f} %" if share == 1 or share < 0.99 else f"{int(1000 * share) / 10} %"
 
 
+def natural(name: str) -> tuple[str, int]:
+    """A key that sorts ``learner-10`` behind ``learner-9``.
+
+    >>> sorted(["learner-10", "learner-9"], key=natural)
+    ['learner-9', 'learner-10']
+    """
+    stem, _, number = name.rpartition("-")
+    return (stem, int(number)) if number.isdigit() else (name, -1)
+
+
+def clock_face(seconds: float) -> str:
+    """Seconds as minutes and seconds.
+
+    >>> clock_face(75.4), clock_face(3675)
+    ('01:15', '1:01:15')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
 def named(who: str, note: str) -> str:
     """A remark of the protocol, with the name of who makes it about itself.
 
@@ -109,6 +131,36 @@ def named(who: str, note: str) -> str:
     'cut 3 is given up, without learner-0'
     """
     return f"{who}{note.removeprefix('it')}" if note.startswith("it ") else note
+
+
+def note_in_words(who: str, note: str, why: str) -> str:
+    """A remark of the protocol for whoever watches the run; nothing if no harm was done.
+
+    >>> note_in_words("shard-0", "learner-2 (epoch 1) is no longer live", "left: goodbye")
+    'learner-2 left: goodbye'
+    """
+    learner, _, left = note.partition(" (epoch ")
+    if left.endswith("is no longer live") and why.startswith("left: "):
+        reason = why.removeprefix("left: ")
+        return f"{learner} is done" if reason == "the run is over" else f"{learner} left: {reason}"
+    if note.endswith("could not be had"):
+        # A newer copy was there before this one was fetched, or it is fetched again.
+        return f"{who} takes a copy again that came spoilt: {why}" if "digest" in why else ""
+    return "" if why == "the run has only begun" else f"{named(who, note)}: {why}"
+
+
+def ending_in_words(code: int | None, signal_number: int | None) -> str:
+    """How a process ended.
+
+    >>> ending_in_words(None, 9), ending_in_words(4, None)
+    ('killed (SIGKILL)', 'ended with exit code 4')
+    """
+    if signal_number is not None:
+        try:
+            return f"killed ({signal.Signals(signal_number).name})"
+        except ValueError:
+            return f"killed (signal {signal_number})"
+    return f"ended with exit code {code}"
 
 
 def subjects_of(note: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -11,11 +12,31 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from decoupled_diloco.observe.plots import LIGHT, style_of
 from decoupled_diloco.plan import measured
 
 Points = Sequence[tuple[float, float]]
 
+INK, FAINT, GRID = "#1c2024", "#60646c", "#e0e2e6"
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.labelcolor": FAINT,
+    "axes.edgecolor": GRID,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "legend.fontsize": 9,
+}
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v")
 COLORS = ("#000000", "#D55E00", "#009E73", "#0072B2", "#7a5c00")
@@ -41,7 +62,7 @@ def save_curves(
     Raises:
         OSError: the file cannot be written.
     """
-    with rc_context(style_of(LIGHT)):
+    with rc_context(STYLE):
         figure = Figure(figsize=(8.4, 4.6), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()

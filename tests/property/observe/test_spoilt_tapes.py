@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.historian import read_history
 from decoupled_diloco.observe.report import render_report
+from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.summary import print_summary
 from decoupled_diloco.simulate import fuzz
 from decoupled_diloco.simulate.tapes import VirtualTapes
@@ -77,7 +77,7 @@ def test_a_spoilt_tape_is_told_not_choked_on(lines: list[str], tmp_path: Path, s
     path = tmp_path / "tape.jsonl"
     path.write_bytes(b"\n".join(raw)[: rng.choice([None, -7])])
     try:
-        history = read_history(path)
+        history = read_run(path)
     except StorageError as error:
         if "event tape of schema" not in str(error):  # a spoilt version is a version
             raise

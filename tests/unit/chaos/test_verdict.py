@@ -13,7 +13,8 @@ import pytest
 
 from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share, with_variance
 from decoupled_diloco.chaos.verdict import Verdict, judge, save_verdict
-from decoupled_diloco.observe.historian import read_history
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import Scenario, load_scenario
 
@@ -120,7 +121,7 @@ def test_what_dies_with_a_learner_that_nobody_killed_is_a_loss(folder: Path, sha
 def test_the_summary_counts_no_step_that_the_verdict_does_not(folder: Path, share: float) -> None:
     """The pause of learner-2 is its own fault, not something that it lost by another's."""
     assert set(verdict(folder, share).numbers["lost_steps"].values()) == {0}
-    history = read_history(folder)
+    history = read_run(folder)
     learner = history.learners["learner-2"]
     assert learner.gap_seconds_longest is not None
     assert learner.gap_seconds_longest > 10.0
@@ -296,6 +297,18 @@ def test_tokens_that_are_thrown_away(folder: Path, share: float) -> None:
 
     rewrite(folder, "learner-0", discard)
     assert "accepted tokens" in broken(folder, share)
+
+
+def test_a_tape_of_another_version_is_not_judged(folder: Path, share: float) -> None:
+    def renamed(records: Records) -> Iterator[dict[str, Any]]:
+        for record in records:
+            if is_merge(record):
+                record["data"]["outcome"] = record["data"].pop("verdict")
+            yield record
+
+    rewrite(folder, "shard-0", renamed)
+    with pytest.raises(ProtocolError, match="cannot be judged: shard-0: RoundFinished"):
+        judge(folder, accepted_share=share, finished=True)
 
 
 def test_a_run_that_does_not_end(folder: Path, share: float) -> None:

@@ -82,3 +82,17 @@ def test_noise_is_no_tape(tmp_path: Path) -> None:
         assert text.startswith(f"{noise} is no event tape: none of its lines can be read, the fir")
         assert "line 1 is torn and was left out" in text
         assert text.endswith(" bytes, not text)")
+
+
+def test_a_start_that_failed_is_not_the_newest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("trained", "failed")):
+        (tmp_path / "runs" / name / "tape").mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.toml").touch()
+        os.utime(tmp_path / "runs" / name / "run.toml", (number, number))
+        (tmp_path / "runs" / name / "tape" / "launcher.jsonl").touch()
+    (tmp_path / "runs" / "trained" / "tape" / "shard-0.jsonl").touch()
+    result = CliRunner().invoke(app, ["status"])
+    assert "of runs/trained, the newest run here" in result.output

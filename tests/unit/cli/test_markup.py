@@ -13,6 +13,7 @@ from decoupled_diloco.cli import train
 from decoupled_diloco.cli.options import make_console
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import Outcome
+from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.progress import SteadyConsole
 
 SOURCE = Path(__file__).parents[3] / "src" / "decoupled_diloco"
@@ -27,6 +28,7 @@ class Served:
         self.folder = SimpleNamespace(moved_to=Path("runs/a[b].1"), resumed=resume)
         self.addresses = ("http://127.0.0.1:7070",)
         self.secret_file = Path(config.run.folder) / "token"
+        self.followed, self.model = FollowedRun(config.run.folder), None
 
     def start(self) -> None: ...
     def wait_for_shards(self) -> None: ...

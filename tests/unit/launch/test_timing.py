@@ -12,9 +12,9 @@ import decoupled_diloco
 from decoupled_diloco.cli.timing import print_essential
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.timing import intervals
-from decoupled_diloco.observe.chronicle import chronicle_of
 from decoupled_diloco.observe.progress import SteadyConsole
 from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.run_model import run_of
 from decoupled_diloco.protocol import syncer_fill
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.transport import backoff
@@ -112,8 +112,8 @@ def test_the_start_of_a_run_takes_six_lines_of_a_small_terminal():
 
 def test_a_run_tells_the_measured_values(tmp_path):
     world = write_world(tmp_path, until=60.0)
-    chronicle = chronicle_of(TapeReader(tmp_path))
+    chronicle = run_of(TapeReader(tmp_path))
     options = world.options
-    rows = intervals(options, chronicle=chronicle)
+    rows = intervals(options, run=chronicle)
     assert row(rows, "delivery window").value == "2 s"
     assert "not measured" not in row(rows, "ξ_step, ξ_quorum, …").value

@@ -14,11 +14,13 @@ from decoupled_diloco.observe.accounts import (
     RunAccount,
     account_for,
 )
-from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import LearnerHistory, Life, Round, RunHistory, ShardHistory
 from decoupled_diloco.observe.ledger import MAY_BE_MERGED, TOOK_PART, Ledger
+from decoupled_diloco.observe.run_data import LearnerLog, ProcessLife
+from decoupled_diloco.observe.run_model import RunModel, read_run
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
 from decoupled_diloco.protocol.messages import Asking, Version
+from unit.observe.models import model_of
 
 
 def assert_whole(account: RunAccount) -> None:
@@ -29,25 +31,25 @@ def assert_whole(account: RunAccount) -> None:
         assert min(dataclasses.astuple(time)) >= 0 <= min(dataclasses.astuple(tokens))
 
 
-def run_of(*lives: Life, fragments: int = 1, **others: list[Life]) -> RunHistory:
+def run_of(*lives: ProcessLife, fragments: int = 1, **others: list[ProcessLife]) -> RunModel:
     """A run in which learner ``a`` had these lives."""
-    history = RunHistory(fragments=fragments)
+    history = model_of(fragments)
     for name, own in {"a": list(lives), **others}.items():
-        history.learners[name] = LearnerHistory(name, lives=own)
+        history.learners[name] = LearnerLog(name, lives=own)
     return history
 
 
-def steps(begin: float, end: float, seconds: float = 1.0, **fields: object) -> Life:
+def steps(begin: float, end: float, seconds: float = 1.0, **fields: object) -> ProcessLife:
     """A life that joins half a second before its first step begins, and steps without a pause."""
     count = round((end - begin) / seconds)
     at = [begin + seconds * number for number in range(1, count + 1)]
-    life = Life(begin - 0.5, end, at, ready_at=begin, **fields)  # type: ignore[arg-type]
+    life = ProcessLife(begin - 0.5, end, at, ready_at=begin, **fields)  # type: ignore[arg-type]
     for _ in at:
         life.ledger.stepped(10)
     return life
 
 
-def only(history: RunHistory) -> LearnerAccount:
+def only(history: RunModel) -> LearnerAccount:
     account = account_for(history)
     assert_whole(account)
     return account.learners["a"]
@@ -59,7 +61,7 @@ def seconds_of(account: LearnerAccount) -> dict[str, float]:
 
 
 def test_a_made_up_run(run_folder):
-    account = account_for(read_history(run_folder))
+    account = account_for(read_run(run_folder))
     assert_whole(account)
     assert account.span == pytest.approx((4.5, 64.0))
     assert account.uptime == pytest.approx(1.0)
@@ -150,7 +152,7 @@ def test_nobody_steps_for_a_while():
 
 
 def test_no_steps_and_one_step():
-    account = account_for(RunHistory())
+    account = account_for(model_of())
     assert_whole(account)
     assert (account.span, account.uptime, account.time.goodput) == (None, None, None)
     account = account_for(run_of(steps(0, 1)))
@@ -161,8 +163,8 @@ def test_no_steps_and_one_step():
 # ---- tokens
 
 
-def life_with(ledger: Ledger, **fields: object) -> Life:
-    return Life(0.0, 9.0, ledger=ledger, **fields)  # type: ignore[arg-type]
+def life_with(ledger: Ledger, **fields: object) -> ProcessLife:
+    return ProcessLife(0.0, 9.0, ledger=ledger, **fields)  # type: ignore[arg-type]
 
 
 def merged_round(fragment: int, version: tuple[int, int], tokens: int, state: str = "folded"):
@@ -184,11 +186,11 @@ def merged_round(fragment: int, version: tuple[int, int], tokens: int, state: st
         slack_seconds=0.0,
         why="",
     )
-    return Round(0.0, 0.0, 0.2, result)
+    return RoundLog("shard-0", 3, fragment, 0.0, finished_at=0.2, result=result)
 
 
-def with_rounds(history: RunHistory, *rounds: Round) -> RunHistory:
-    history.shards["shard-0"] = ShardHistory("shard-0", rounds=list(rounds))
+def with_rounds(history: RunModel, *rounds: RoundLog) -> RunModel:
+    history.shards["shard-0"] = ShardLog("shard-0", rounds=list(rounds))
     return history
 
 
@@ -274,7 +276,7 @@ def test_what_a_later_life_delivered_is_not_the_earlier_ones():
         ledger.stepped(20)
         ledger.holds(0, (1, 1))
         ledger.sent(0, (1, 1), 20)
-        lives.append(Life(started_at, started_at + 9, ledger=ledger, crashed=not started_at))
+        lives.append(ProcessLife(started_at, started_at + 9, ledger=ledger, crashed=not started_at))
     round_ = dataclasses.replace(merged_round(0, (1, 2), 20), opened_at=25.0, finished_at=25.2)
     tokens = only(with_rounds(run_of(*lives), round_)).tokens
     assert (tokens.merged, tokens.crashed, tokens.unsent) == (20, 20, 0)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.observe.chronicle import chronicle_of
-from decoupled_diloco.observe.historian import is_learner, is_shard, read_history
-from decoupled_diloco.observe.live import LiveView
+from decoupled_diloco.observe.acting import is_learner, is_shard
+from decoupled_diloco.observe.run_model import RunModel, read_run, run_of
 from decoupled_diloco.observe.samples import (
     ProcessEnded,
     ProcessStarted,
@@ -58,9 +57,9 @@ def test_only_the_shard_itself_is_one() -> None:
 
 
 def test_the_history_has_one_shard_that_was_away_once(run: Path) -> None:
-    history = read_history(run)
+    history = read_run(run)
     assert list(history.shards) == [FIRST]
-    assert not history.learners
+    assert not history.trained
     lives = history.shards[FIRST].lives
     assert [life.started_at for life in lives] == [1.0, 15.5]
     [outage] = history.outages
@@ -72,17 +71,17 @@ def test_the_history_has_one_shard_that_was_away_once(run: Path) -> None:
 
 
 def test_the_status_is_that_of_who_acts(run: Path) -> None:
-    chronicle = chronicle_of(TapeReader(run))
+    chronicle = run_of(TapeReader(run))
     assert list(chronicle.shards) == [FIRST]
     assert chronicle.shards[FIRST].phase not in ("down", "finished"), "another one acts"
     write(run, "more", "launcher", (40.0, ProcessEnded(STANDBY, None, 9)))
-    assert chronicle_of(TapeReader(run)).shards[FIRST].phase == "down"
+    assert run_of(TapeReader(run)).shards[FIRST].phase == "down"
 
 
 def test_the_display_tells_of_the_takeover(run: Path) -> None:
-    view, lines = LiveView(), list[str]()
+    view, lines = RunModel(), list[str]()
     for record in TapeReader(run):
-        lines += [line for _, line in view.take(record)]
+        lines += [remark.text for remark in view.take(record)]
     assert "shard-1-standby acts for shard 1 by claim 2" in "\n".join(lines)
     assert list(view.shards) == [FIRST]
-    assert view.shards[FIRST].state != "down"
+    assert view.shards[FIRST].phase != "down"

@@ -12,15 +12,12 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.observe.accounts import TOKEN_PARTS, account_for
-from decoupled_diloco.observe.chronicle import chronicle_of
 from decoupled_diloco.observe.explain_learner import explain_learner
-from decoupled_diloco.observe.historian import build_history, read_history
-from decoupled_diloco.observe.history import RunHistory
-from decoupled_diloco.observe.live import LiveView
-from decoupled_diloco.observe.progress import Progress, SteadyConsole
+from decoupled_diloco.observe.progress import ProgressDisplay, SteadyConsole
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.report import problems_of, render_report
+from decoupled_diloco.observe.run_model import RunModel, read_run, run_of
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.summary import learner_rows, totals
 from decoupled_diloco.observe.words import percent
@@ -54,8 +51,8 @@ def syncers(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_learners_tapes(folder)
 
 
-def both(whole: Path, syncers: Path) -> tuple[RunHistory, RunHistory]:
-    return read_history(whole), read_history(syncers)
+def both(whole: Path, syncers: Path) -> tuple[RunModel, RunModel]:
+    return read_run(whole), read_run(syncers)
 
 
 def test_steps_tokens_and_participation_are_those_of_the_learners_tapes(
@@ -68,7 +65,7 @@ def test_steps_tokens_and_participation_are_those_of_the_learners_tapes(
         own = near.learners[name]
         assert abs(learner.steps - own.steps) <= 1, name  # what it took last, nobody heard of
         assert learner.tokens == pytest.approx(own.tokens, rel=0.02)
-        assert learner.participation == own.participation
+        assert far.participation_of(learner) == near.participation_of(own)
         assert learner.step_seconds_median == pytest.approx(own.step_seconds_median, rel=0.05)
         assert len(learner.lives) == len(own.lives)
     assert far.global_step == near.global_step
@@ -87,12 +84,12 @@ def test_tokens_are_accounted_for_without_remainder(whole: Path, syncers: Path) 
 
 def test_status_report_and_explanation_tell_the_same(syncers: Path) -> None:
     records = list(TapeReader(syncers))
-    far, chronicle = build_history(records), chronicle_of(records)
+    far, chronicle = run_of(records), run_of(records)
     account = account_for(far)
     status = status_of(chronicle, chronicle.latest, (), account)
     assert status.discarded_whole
     assert status.discarded_tokens == pytest.approx(account.tokens.tokens("discarded"))
-    told = " ".join(explain_learner(chronicle, far, "c"))
+    told = " ".join(explain_learner(chronicle, "c"))
     assert f"{percent(account.learners['c'].time.share('down'))}: down" in told
     assert "overwritten: by merged copies; in which way, its own tape tells" in told
 
@@ -105,7 +102,7 @@ def test_time_is_accounted_for(whole: Path, syncers: Path) -> None:
 
 
 def test_who_died_and_who_was_cut_off_is_told(syncers: Path) -> None:
-    far = read_history(syncers)
+    far = read_run(syncers)
     (outage,) = far.outages
     assert outage.who == "c"
     assert KILLED_AT - 2.0 < outage.down_at <= KILLED_AT
@@ -117,15 +114,15 @@ def test_who_died_and_who_was_cut_off_is_told(syncers: Path) -> None:
 
 
 def test_the_report_says_whose_tapes_are_missing_and_shows_the_rest(syncers: Path) -> None:
-    far = read_history(syncers)
+    far = read_run(syncers)
     assert problems_of(far) == [
         "The tapes of a, b, c and d are not here: what is told of them is what the syncer has "
         "heard."
     ]
     page = render_report(far)
     assert "4 learners, 2 syncer shards" in page
-    assert [row[0] for row in learner_rows(far, account_for(far))] == ["", *LEARNERS]
-    shown = {total.name: total.text for total in totals(far, account_for(far))}
+    assert [row[0] for row in learner_rows(far)] == ["", *LEARNERS]
+    shown = {total.name: total.text for total in totals(far)}
     assert shown["tokens"] != "0"
 
 
@@ -140,14 +137,14 @@ def with_losses(records: Iterator[Record], loss: float) -> Iterator[Record]:
 
 
 def test_losses_come_with_the_reports(syncers: Path) -> None:
-    far = build_history(with_losses(iter(TapeReader(syncers)), 2.5))
+    far = run_of(with_losses(iter(TapeReader(syncers)), 2.5))
     for learner in far.learners.values():
         assert {loss.loss for loss in learner.losses} == {2.5}
         assert len(learner.losses) == pytest.approx(learner.steps, abs=10)
         steps = [loss.global_step for loss in learner.losses]
         assert steps == sorted(steps)
         assert steps[-1] > 60
-    view, chronicle = LiveView(), chronicle_of(with_losses(iter(TapeReader(syncers)), 2.5))
+    view, chronicle = RunModel(), run_of(with_losses(iter(TapeReader(syncers)), 2.5))
     for record in with_losses(iter(TapeReader(syncers)), 2.5):
         view.take(record)
     assert {learner.loss for learner in view.learners.values()} == {2.5}
@@ -156,11 +153,11 @@ def test_losses_come_with_the_reports(syncers: Path) -> None:
 
 def test_a_loss_that_is_no_number_is_told_as_such(syncers: Path) -> None:
     spoilt = list(with_losses(iter(TapeReader(syncers)), LOSS_MAX))
-    far = build_history(spoilt)
+    far = run_of(spoilt)
     assert all(learner.losses == [] for learner in far.learners.values())
     assert "a had" in " ".join(problems_of(far))
-    view = LiveView()
-    lines = [line for record in spoilt for _, line in view.take(record)]
+    view = RunModel()
+    lines = [remark.text for record in spoilt for remark in view.take(record)]
     assert lines.count("the loss of a is not finite: it has diverged") == 1
     assert view.learners["a"].loss is None
 
@@ -175,18 +172,38 @@ def test_reports_that_a_stopped_shard_read_late_make_no_gap(tmp_path: Path) -> N
             if 10.0 < line["at"] - first < 30.0:
                 line["at"] = first + 30.0
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    far = read_history(without_learners_tapes(tmp_path))
+    far = read_run(without_learners_tapes(tmp_path))
     for name in ("a", "d"):
         gap = far.learners[name].gap_seconds_longest
         assert gap is not None
         assert gap < 3.0
 
 
+def test_explain_invents_no_gap_while_the_syncer_stood_still(tmp_path: Path) -> None:
+    """It heard of twenty steps by one report, in which their number is told."""
+    write_world(tmp_path, until=60.0)
+    for path in sorted((tmp_path / "tape").glob("shard-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        first = lines[0]["at"]
+        kept = [
+            line
+            for line in lines
+            if not (
+                10.0 < line["at"] - first < 30.0
+                and line["data"].get("message", {}).get("type") == "StepReport"
+            )
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    run = read_run(without_learners_tapes(tmp_path), "details")
+    told = " ".join(explain_learner(run, "a", live=True))
+    assert "none more than 3 times that" in told
+
+
 def test_one_that_fell_silent_and_never_came_back_was_not_there_at_the_end(
     tmp_path: Path,
 ) -> None:
     write_world(tmp_path, faults=[Fault(60.0, "crash", "d", 1000.0)])
-    far = read_history(without_learners_tapes(tmp_path))
+    far = read_run(without_learners_tapes(tmp_path))
     (outage,) = far.learners["d"].outages
     assert outage.how == "fell silent"
     assert outage.restarted_at is None
@@ -196,16 +213,16 @@ def test_one_that_fell_silent_and_never_came_back_was_not_there_at_the_end(
 
 def test_the_line_counts_who_steps_now(tmp_path: Path) -> None:
     write_world(tmp_path, faults=[Fault(60.0, "crash", "d", 1000.0)], until=75.0)
-    progress = Progress(tmp_path, console=SteadyConsole(file=io.StringIO()))
+    progress = ProgressDisplay(tmp_path, console=SteadyConsole(file=io.StringIO()))
     told, states = {}, {}
     losses = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 9.0}
     for record in TapeReader(without_learners_tapes(tmp_path)):
-        progress.view.take(record)
-        for name, learner in progress.view.learners.items():
+        progress.run.take(record)
+        for name, learner in progress.run.learners.items():
             learner.loss = losses[name]
-            if name == "d":
-                states[int(progress.view.elapsed)] = progress.view.state_of(learner)
-        told[int(progress.view.elapsed)] = progress.line()
+        now = int(progress.run.duration)
+        states[now] = {learner.name: learner.state for learner in progress.status().learners}
+        told[now] = progress.line()
     assert ", loss 3.750, 4/4 learners, " in told[55]
     assert ", loss 2.000, 3/4 learners, " in told[74]
-    assert (states[55], states[66], states[74][:11]) == ("stepping", "out of reach", "quiet for 1")
+    assert [states[at]["d"] for at in (55, 61, 74)] == ["stepping", "out of reach", "down"]

@@ -8,12 +8,11 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe import explain_learner as explain_learner_module
 from decoupled_diloco.observe.accounts import account_for
-from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
 from decoupled_diloco.observe.explain import explain_round, token_weights
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.explain_step import explain_step
-from decoupled_diloco.observe.historian import build_history
 from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.run_model import RunModel, run_of
 from decoupled_diloco.observe.words import percent, wrapped
 from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.simulate.faults import Fault
@@ -35,7 +34,7 @@ def records(folder):
 
 @pytest.fixture(scope="module")
 def chronicle(records):
-    return chronicle_of(records)
+    return run_of(records)
 
 
 def asking(data):
@@ -100,7 +99,7 @@ def test_weights_are_those_of_the_counters_that_were_folded(folder, chronicle):
     for shard in (0, 1):
         tape = lines_of(folder / "tape" / f"shard-{shard}.jsonl")
         folds = {asking(r["data"]["ask"]): r["data"] for r in tape if r["type"] == "Fold"}
-        rounds = {round.number: round for round in chronicle.shards[f"shard-{shard}"].finished}
+        rounds = {round.number: round for round in chronicle.shards[f"shard-{shard}"].rounds}
         for data in finished(folder, shard):
             if data["verdict"] != "merged":
                 continue
@@ -119,7 +118,7 @@ def test_weights_are_those_of_the_counters_that_were_folded(folder, chronicle):
 
 def test_counters_that_were_capped_are_told(tmp_path):
     write_world(tmp_path, faults=[Fault(50.0, "cut", "b", 22.0)])
-    chronicle = chronicle_of(list(TapeReader(tmp_path)))
+    chronicle = run_of(list(TapeReader(tmp_path)))
     capped = [each for each in rounds_with(tmp_path, "folded") if each[2]["steps"] > 16]
     assert capped, "nobody in the world was away for long"
     for shard, data, p in capped:
@@ -202,7 +201,7 @@ def test_the_grace_window_comes_from_what_the_tape_says(folder, chronicle):
 
 def test_a_window_that_was_open_is_told_with_its_length(tmp_path):
     write_world(tmp_path, quorum=1, overlap=3)
-    chronicle = chronicle_of(TapeReader(tmp_path))
+    chronicle = run_of(TapeReader(tmp_path))
     windows = [
         (shard, data)
         for shard in (0, 1)
@@ -224,7 +223,7 @@ def test_who_declined_says_why(folder, chronicle):
 def test_a_round_that_is_not_over(records):
     told = []
     for seconds in range(3, 30):
-        chronicle = Chronicle()
+        chronicle = RunModel()
         chronicle.take_all(r for r in records if r.wall <= records[0].wall + seconds)
         for number, round in chronicle.shards["shard-0"].open.items():
             text = said(explain_round(chronicle, number, 0))
@@ -251,18 +250,18 @@ def test_unknown_things_are_answered_with_what_there_is(folder, chronicle):
     with pytest.raises(ConfigError, match="shard-0 and shard-1"):
         explain_round(chronicle, 1, 7)
     with pytest.raises(ConfigError, match="a, b, c and d"):
-        explain_learner(chronicle, None, "nobody")
+        explain_learner(chronicle, "nobody")
     for step in (0, 10_000):
         with pytest.raises(ConfigError, match="shard-0 at 80"):
             explain_step(chronicle, step)
     with pytest.raises(ConfigError, match="there are none"):
-        explain_round(Chronicle(), 1)
+        explain_round(RunModel(), 1)
 
 
 def test_a_learners_time_and_tokens_are_those_of_the_accounts(records, chronicle):
-    history = build_history(records)
+    history = run_of(records)
     account = account_for(history).learners["c"]
-    text = said(explain_learner(chronicle, history, "c"))
+    text = said(explain_learner(history, "c"))
     assert f"Of {format_duration(account.time.seconds('allocated'))}" in text
     assert f"{format_duration(account.time.seconds('down'))}, " in text
     for part in ("merged", "missed", "crashed"):
@@ -275,7 +274,7 @@ def test_a_learners_time_and_tokens_are_those_of_the_accounts(records, chronicle
 def test_the_lives_of_a_learner_that_was_cut_off_have_a_gap(tmp_path):
     write_world(tmp_path, faults=[Fault(50.0, "cut", "a", 25.0)])
     records = list(TapeReader(tmp_path))
-    lines = explain_learner(chronicle_of(records), None, "a")
+    lines = explain_learner(run_of(records), "a")
     [life] = [line for line in lines if "epoch 1:" in line]
     began = records[0].wall
     times = {"Accept": [], "Evict": []}
@@ -292,7 +291,7 @@ def test_the_lives_of_a_learner_that_was_cut_off_have_a_gap(tmp_path):
 def test_a_learners_participation_adds_up(folder, chronicle):
     merged = [d for s in (0, 1) for d in finished(folder, s) if d["verdict"] == "merged"]
     for name in "abcd":
-        text = said(explain_learner(chronicle, None, name))
+        text = said(explain_learner(chronicle, name))
         took = sum(
             any(p["learner"] == name and p["state"] == "folded" for p in d["participants"])
             for d in merged
@@ -308,8 +307,8 @@ def test_parts_have_the_names_that_the_report_gives_them():
 
 
 def test_the_syncer_does_not_know_a_learners_time(records):
-    shards = chronicle_of(r for r in records if r.who.startswith("shard-"))
-    text = said(explain_learner(shards, None, "c", live=True))
+    shards = run_of(r for r in records if r.who.startswith("shard-"))
+    text = said(explain_learner(shards, "c", live=True))
     assert "not known at the syncer" in text
     assert "longest gaps" in text
 
@@ -344,7 +343,7 @@ def reports_in(record):
 
 
 def test_reports_that_came_at_once_are_each_heard(together):
-    chronicle = chronicle_of(r for r in TapeReader(together) if r.who.startswith("shard-"))
+    chronicle = run_of(r for r in TapeReader(together) if r.who.startswith("shard-"))
     for shard in (0, 1):
         tape = lines_of(together / "tape" / f"shard-{shard}.jsonl")
         batches = [r for r in tape if r["type"] == "Reported"]
@@ -361,7 +360,7 @@ def test_reports_that_came_at_once_are_each_heard(together):
 
 def test_who_set_the_clock_of_reports_that_came_at_once(together):
     """The second that reached it, in the order of the reports, by a count on the raw tape."""
-    chronicle = chronicle_of(TapeReader(together))
+    chronicle = run_of(TapeReader(together))
     tape = lines_of(together / "tape" / "shard-0.jsonl")
     steps, told = {}, 0
     for record in tape:

@@ -7,10 +7,9 @@ import pytest
 from rich.console import Console
 
 from decoupled_diloco.observe.accounts import account_for
-from decoupled_diloco.observe.chronicle import chronicle_of
-from decoupled_diloco.observe.historian import ending_in_words, read_history
-from decoupled_diloco.observe.history import LearnerHistory, Life
 from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, ProcessLife
+from decoupled_diloco.observe.run_model import read_run, run_of
 from decoupled_diloco.observe.samples import (
     EndRequested,
     LossMeasured,
@@ -20,6 +19,7 @@ from decoupled_diloco.observe.samples import (
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.summary import absences, print_summary
 from decoupled_diloco.observe.tape import TapeWriter, merge_tapes
+from decoupled_diloco.observe.words import ending_in_words
 from decoupled_diloco.protocol.effects import Accept, Ready
 from decoupled_diloco.protocol.events import Reported, Said, StepFinished, Tick
 from decoupled_diloco.protocol.messages import StepReport
@@ -29,7 +29,7 @@ from unit.observe.worlds import lines_of, write_world
 
 @pytest.fixture(scope="module")
 def history(run_folder):
-    return read_history(run_folder)
+    return read_run(run_folder)
 
 
 def test_run_totals(history):
@@ -63,18 +63,16 @@ def test_learner_numbers(history, name, steps, median):
     assert learner.step_seconds_median == pytest.approx(median)
     assert learner.gap_seconds_longest == pytest.approx(median)
     applied = 13 + 14 if name == "learner-1" else steps // 4
-    assert learner.applied == {"overwrite": applied, "carry": 24}
     assert history.fragments == 24
-    assert learner.discarded_tokens == pytest.approx(128 * applied / 24)
+    assert learner.discarded_fragment_tokens == 128 * applied
 
 
 def test_participation_counts_merged_rounds_only(history):
-    assert history.learners["learner-0"].participation == 1.0
-    assert history.learners["learner-0"].rounds_asked == 240
+    assert history.participation_of(history.learners["learner-0"]) == 1.0
     # Of 120 ticks every third has no learner-3; 40, 80 and 120 are abandoned on both shards.
-    assert history.learners["learner-3"].rounds_folded == 2 * (80 - 2)
+    assert history.learners["learner-3"].reasons[TOOK_PART] == 2 * (80 - 2)
     # learner-1 misses the ticks from 30.0 s to 36.0 s, 13 of them, none a multiple of 40.
-    assert history.learners["learner-1"].rounds_folded == 2 * (117 - 13)
+    assert history.learners["learner-1"].reasons[TOOK_PART] == 2 * (117 - 13)
 
 
 def test_outage(history):
@@ -87,7 +85,8 @@ def test_outage(history):
     assert outage.seconds == pytest.approx(5.8)
     assert outage.global_step == 52
     assert outage.lost_steps == {"learner-0": 0, "learner-2": 0, "learner-3": 0}
-    assert history.learners["learner-1"].joins_at == pytest.approx([4.0, 36.0])
+    joined = [life.ready_at for life in history.learners["learner-1"].lives]
+    assert joined == pytest.approx([4.0, 36.0])
 
 
 def test_bytes_are_summed_over_lives(history):
@@ -98,7 +97,7 @@ def test_bytes_are_summed_over_lives(history):
 
 def test_a_single_merged_file_tells_the_same(run_folder, history, tmp_path):
     shutil.copytree(run_folder / "tape", tmp_path / "tape")
-    again = read_history(merge_tapes(tmp_path))
+    again = read_run(merge_tapes(tmp_path))
     assert again.outages == history.outages
     assert again.tokens == history.tokens
 
@@ -116,13 +115,13 @@ def test_gaps_of_survivors_count_as_lost_steps(tmp_path):
     write_steps(tmp_path, "learner-2", steps)
     with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
         tape.sample(10.5, ProcessEnded("learner-1", 3, None))
-    (outage,) = read_history(tmp_path).outages
+    (outage,) = read_run(tmp_path).outages
     assert outage.how == "ended with exit code 3"
     assert outage.back_at is None
     assert outage.seconds is None
     assert outage.lost_steps == {"learner-0": 5, "learner-2": 0}
     assert outage.lost_steps_total == 5
-    assert read_history(tmp_path).learners["learner-0"].gap_seconds_longest == 6.0
+    assert read_run(tmp_path).learners["learner-0"].gap_seconds_longest == 6.0
 
 
 def test_lost_steps_are_those_of_every_long_gap_that_reaches_into_the_time():
@@ -131,10 +130,10 @@ def test_lost_steps_are_those_of_every_long_gap_that_reaches_into_the_time():
     for _ in range(3):
         gaps = [rng.choice([1.0, 1.0, 1.0, 1.0, 4.5, 9.0]) for _ in range(60)]
         steps = list(accumulate(gaps, initial=begin))
-        lives.append(Life(begin, steps[-1], steps))
+        lives.append(ProcessLife(begin, steps[-1], steps))
         begin = steps[-1] + 20.0
     lives[-1].over = True
-    learner = LearnerHistory("learner-0", lives)
+    learner = LearnerLog("learner-0", lives)
     every = [gap for life in lives for gap in pairwise(life.steps_at)]
     for _ in range(200):
         since = rng.uniform(-5.0, begin)
@@ -151,7 +150,7 @@ def test_a_process_that_came_too_late_to_write_anything_was_started_again(tmp_pa
         tape.sample(11.0, ProcessEnded("learner-0", None, 9))
         tape.sample(20.0, ProcessStarted("learner-0", 2))
         tape.sample(35.0, ProcessEnded("learner-0", None, 9))
-    history = read_history(tmp_path)
+    history = read_run(tmp_path)
     (outage,) = history.outages  # that it was ended after the run is none
     assert (outage.restarted_at, outage.back_at) == (20.0, None)
     time = account_for(history).learners["learner-0"].time
@@ -168,7 +167,7 @@ def test_who_was_told_to_end_has_not_crashed(tmp_path):
         tape.sample(10.6, ProcessEnded("learner-0", 130, None))
         tape.sample(10.7, ProcessEnded("learner-1", None, 15))
         tape.sample(13.5, ProcessEnded("shard-0", None, 9))
-    history = read_history(tmp_path)
+    history = read_run(tmp_path)
     assert [outage.who for outage in history.outages] == ["learner-2"]
     assert [learner.lives[-1].crashed for learner in history.learners.values()] == [
         name == "learner-2" for name in history.learners
@@ -185,7 +184,7 @@ def test_two_learners_down_at_once_lose_nothing_for_each_other(tmp_path):
     with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
         tape.sample(10.5, ProcessEnded("learner-1", None, 9))
         tape.sample(10.6, ProcessEnded("learner-0", None, 9))
-    for outage in read_history(tmp_path).outages:
+    for outage in read_run(tmp_path).outages:
         assert outage.lost_steps == {"learner-2": 0}
 
 
@@ -199,7 +198,7 @@ def test_an_outage_is_down_only_until_the_next_process_is_started(tmp_path):
     with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
         tape.sample(3.5, ProcessEnded("learner-0", None, 9))
         tape.sample(4.0, ProcessStarted("learner-0", 2))
-    history = read_history(tmp_path)
+    history = read_run(tmp_path)
     (outage,) = history.outages
     assert (outage.down_at, outage.restarted_at, outage.back_at) == (3.5, 4.0, 15.0)
     time = account_for(history).learners["learner-0"].time
@@ -231,7 +230,7 @@ def write_steps_from(folder, name, began, instants):
 
 
 def test_steps_that_a_killed_process_did_not_write_down_are_counted(killed):
-    history = read_history(killed)
+    history = read_run(killed)
     learner = history.learners["learner-0"]
     assert (learner.steps, learner.steps_unrecorded) == (7, 2)
     assert learner.tokens == 50 + 20
@@ -244,7 +243,7 @@ def test_steps_that_a_killed_process_did_not_write_down_are_counted(killed):
 
 
 def test_status_counts_the_steps_of_a_killed_process_as_the_summary_does(killed):
-    (learner,) = status_of(chronicle_of(TapeReader(killed)), 1014.0).learners
+    (learner,) = status_of(run_of(TapeReader(killed)), 1014.0).learners
     assert (learner.steps, learner.tokens) == (7, 70)
 
 
@@ -252,7 +251,7 @@ def test_restart_without_a_launcher_is_an_outage_since_the_last_record(tmp_path)
     write_steps(tmp_path, "learner-0", [1.0, 2.0, 3.0])
     with TapeWriter(tmp_path, "learner-0", clock=lambda: 50.0, wall=lambda: 1010.0) as tape:
         tape.event(52.0, StepFinished(1))
-    (outage,) = read_history(tmp_path).outages
+    (outage,) = read_run(tmp_path).outages
     assert (outage.down_at, outage.restarted_at, outage.back_at) == (3.0, 10.0, 12.0)
     assert outage.how == "fell silent"
 
@@ -261,14 +260,14 @@ def test_a_run_that_ends_properly_has_no_outage(tmp_path):
     write_steps(tmp_path, "learner-0", [1.0, 2.0])
     with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
         tape.sample(3.0, ProcessEnded("learner-0", 0, None))
-    assert read_history(tmp_path).outages == []
+    assert read_run(tmp_path).outages == []
 
 
 def test_losses_that_are_not_finite_are_counted_apart(tmp_path):
     with TapeWriter(tmp_path, "learner-0") as tape:
         tape.sample(1.0, LossMeasured(1, 1, 1, float("nan")))
         tape.sample(2.0, LossMeasured(2, 2, 2, 1.5))
-    learner = read_history(tmp_path).learners["learner-0"]
+    learner = read_run(tmp_path).learners["learner-0"]
     assert learner.losses_not_finite == 1
     assert [loss.loss for loss in learner.losses] == [1.5]
 
@@ -279,7 +278,7 @@ def test_records_of_another_version_are_left_out_and_told(tmp_path):
         tape.event(2.0, StepFinished(1))
     path = tmp_path / "learner-0.jsonl"
     path.write_text(path.read_text().replace('"tokens":1', '"words":1'))
-    history = read_history(tmp_path)
+    history = read_run(tmp_path)
     assert history.learners["learner-0"].steps == 0
     assert history.problems == [
         "2 records that this version cannot read were left out: learner-0: StepFinished: unknown "
@@ -292,7 +291,7 @@ def cut(tmp_path_factory):
     """The learner `a` steps a second and is cut off from 50.3 s to 75.3 s."""
     folder = tmp_path_factory.mktemp("cut")
     write_world(folder, faults=[Fault(50.3, "cut", "a", 25.0)])
-    return folder, read_history(folder)
+    return folder, read_run(folder)
 
 
 def test_who_is_cut_off_trains_on_and_misses_rounds(cut):

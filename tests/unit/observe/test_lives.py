@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
+from decoupled_diloco.observe import shard_fold
 from decoupled_diloco.observe.explain import explain_round
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.explain_step import explain_step
-from decoupled_diloco.observe.live import LiveView
+from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.run_model import RunModel, run_of
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import Accept, Evict, Note, Reject
@@ -37,7 +38,7 @@ def records(folder):
 
 @pytest.fixture(scope="module")
 def chronicle(records):
-    return chronicle_of(records)
+    return run_of(records)
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +134,8 @@ def test_a_life_that_goes_on_from_a_later_step_is_not_said_to_have_jumped(chroni
 
 def test_reports_of_another_life_are_not_late_ones(chronicle):
     shard = chronicle.shards["shard-1"]
-    back = chronicle.began + SHARD_BACK_AT
-    for round in shard.finished:
+    back = SHARD_BACK_AT
+    for round in shard.rounds:
         late = [*round.late_reports.values(), *round.late_bodies.values()]
         assert all((at >= back) is (round.life == 2) for at in late)
 
@@ -165,7 +166,7 @@ def a_clock_that_goes_back():
 
 
 def test_the_budget_is_measured_by_the_furthest_clock():
-    chronicle = chronicle_of(a_clock_that_goes_back())
+    chronicle = run_of(a_clock_that_goes_back())
     status = status_of(chronicle, 1e9 + 63.0)
     assert (status.step, status.shards[0].clock) == (57, 7)
     assert (status.seconds_left, status.left_by) == (None, "")
@@ -175,19 +176,18 @@ def test_the_budget_is_measured_by_the_furthest_clock():
 
 
 def test_a_clock_that_goes_back_ends_no_run():
-    before = chronicle_of(list(a_clock_that_goes_back())[:40])
+    before = run_of(list(a_clock_that_goes_back())[:40])
     assert status_of(before, 1e9 + 39.0).seconds_left == pytest.approx(21.0)
     for count in range(2, 64):
-        chronicle = chronicle_of(list(a_clock_that_goes_back())[:count])
+        chronicle = run_of(list(a_clock_that_goes_back())[:count])
         status = status_of(chronicle, chronicle.latest)
         assert status.steps_per_second is None or status.steps_per_second >= 0.0
         assert status.seconds_left is None or status.seconds_left >= 3.0
 
 
 def test_the_progress_of_a_run_does_not_go_back():
-    progress = LiveView()
-    for record in a_clock_that_goes_back():
-        progress.take(record)
+    progress = RunModel()
+    progress.take_all(a_clock_that_goes_back())
     assert progress.step == 57
     rate = progress.clock_rate.per_second()
     assert rate == 0.0
@@ -219,8 +219,8 @@ class Shard:
 
 def test_who_closes_a_window_by_leaving_was_not_live_when_it_closed(chronicle):
     """However the instants round: the wall clock has fewer digits than the shard's own."""
-    template = next(r.result for r in chronicle.shards["shard-0"].finished if r.result.version)
-    opening = next(r.opened for r in chronicle.shards["shard-0"].finished)
+    template = next(r.result for r in chronicle.shards["shard-0"].rounds if r.result.version)
+    opening = next(r.opened for r in chronicle.shards["shard-0"].rounds)
     choose = random.Random(3)
     for _ in range(200):
         shard = Shard()
@@ -240,13 +240,13 @@ def test_who_closes_a_window_by_leaving_was_not_live_when_it_closed(chronicle):
             finished_seconds=finished_at - opened_at,
         )
         shard.tell(finished_at, "effect", result)
-        (round,) = chronicle_of(shard.records).shards["shard-1"].finished
+        (round,) = run_of(shard.records).shards["shard-1"].rounds
         assert set(round.live) == {"stays", "later"}
 
 
 def test_everybody_who_left_during_a_round_was_live_before(chronicle):
-    template = next(r.result for r in chronicle.shards["shard-0"].finished if r.result.version)
-    opening = next(r.opened for r in chronicle.shards["shard-0"].finished)
+    template = next(r.result for r in chronicle.shards["shard-0"].rounds if r.result.version)
+    opening = next(r.opened for r in chronicle.shards["shard-0"].rounds)
     shard, names = Shard(), [f"learner-{n}" for n in range(200)]
     for connection, name in enumerate(names):
         shard.join(0.1, connection, name)
@@ -255,7 +255,7 @@ def test_everybody_who_left_during_a_round_was_live_before(chronicle):
         shard.tell(2.0, "effect", Evict(name, "power cut", "power cut"))
     result = replace(template, round=1, participants=(), closed_seconds=0.5, finished_seconds=2.0)
     shard.tell(3.0, "effect", result)
-    (round,) = chronicle_of(shard.records).shards["shard-1"].finished
+    (round,) = run_of(shard.records).shards["shard-1"].rounds
     assert set(round.live) == set(names)
 
 
@@ -266,27 +266,29 @@ def test_a_gap_is_not_explained_by_what_befell_a_learner_with_a_longer_name():
     shard = Shard()
     for connection, name in enumerate(("learner-1", "learner-11")):
         shard.join(0.1, connection, name)
-    for step in (*range(1, 11), *range(31, 41)):  # learner-1 takes no step for twenty seconds
+    times = (*range(1, 11), *range(31, 41))  # learner-1 takes no step for twenty seconds
+    for step, at in enumerate(times, start=1):
         report = StepReport(step, 8 * step, 1.0)
-        shard.tell(float(step), "event", Said("learner-1", report))
+        shard.tell(float(at), "event", Said("learner-1", report))
         if step == 10:
             why = "its connection broke and its lease ran out"
             shard.tell(20.0, "effect", Evict("learner-11", why, why))
             shard.tell(20.0, "effect", Note("learner-11 (epoch 1) is no longer live", why))
             text = "the copy of fragment 3 from learner-11 is no good"
             shard.tell(21.0, "effect", Note(text, "its digest"))
-    chronicle = chronicle_of(shard.records)
-    assert {remark.subject for remark in chronicle.remarks} == {"learner-11"}
-    (gap,) = [g for g in explain_learner(chronicle, None, "learner-1") if "on: " in g]
+    chronicle = run_of(shard.records)
+    noted = {remark.subject for remark in chronicle.remarks if remark.kind == "Note"}
+    assert noted == {"learner-11"}
+    (gap,) = [g for g in explain_learner(chronicle, "learner-1") if "on: " in g]
     assert gap.startswith("- 21 s, ")
     assert gap.endswith("nothing on the tape says why")
     shard.tell(41.0, "effect", Note("learner-1 (epoch 1) is no longer live", "told"))
-    assert chronicle_of(shard.records).remarks[-1].subject == "learner-1"
+    assert run_of(shard.records).remarks[-1].subject == "learner-1"
 
 
 def test_a_learner_that_left_and_came_back_is_down_when_it_is_killed():
     def state_of(shard):
-        chronicle = chronicle_of(shard.records)
+        chronicle = run_of(shard.records)
         return status_of(chronicle, chronicle.latest).learners[0].state
 
     shard = Shard()
@@ -305,15 +307,47 @@ def test_a_learner_that_left_and_came_back_is_down_when_it_is_killed():
 # ---- what is kept
 
 
-def test_a_watched_run_is_told_the_same_and_nothing_of_it_grows(records):
-    whole, watched = chronicle_of(records), Chronicle(rounds_max=3)
+def test_a_watched_run_is_told_the_same_and_nothing_of_it_grows(records, monkeypatch):
+    monkeypatch.setattr(shard_fold, "ROUNDS_MAX", 3)
+    whole, watched = run_of(records), RunModel()
     watched.take_all(records)
     assert status_of(watched, records[-1].wall) == status_of(whole, records[-1].wall)
     for name, shard in watched.shards.items():
-        kept = (shard.ticks, shard.finished, shard.lost)
+        kept = (shard.ticks, shard.rounds, shard.lost)
         assert max(len(logs) for logs in kept) <= 3 < len(whole.shards[name].ticks)
         assert all(stay.until is None for stay in shard.stays)
         assert len(shard.stays) == len(shard.members)
+    for learner in watched.learners.values():
+        assert learner.losses == learner.evictions == []
+        assert not any(life.steps_at or life.step_tokens for life in learner.lives)
+
+
+def test_a_tape_that_grows_is_told_as_the_whole_one(folder, records, tmp_path):
+    """Read in pieces, as its processes flush them, and at once."""
+    followed = FollowedRun(tmp_path)
+    (tmp_path / "tape").mkdir()
+    files = {path.name: path.read_bytes() for path in sorted((folder / "tape").iterdir())}
+    pieces = 40
+    for number in range(pieces):
+        for name, whole in files.items():
+            begin, end = (200 * (n > 0) + len(whole) * n // pieces for n in (number, number + 1))
+            with (tmp_path / "tape" / name).open("ab") as file:
+                file.write(whole[begin:end])
+        followed.poll()
+    grown, whole = followed.run, run_of(records)
+    now = records[-1].wall
+    assert grown.records == whole.records
+    assert told(status_of(grown, now)) == told(status_of(whole, now))
+
+
+def told(status):
+    """All but what depends on who wrote first: pieces of two tapes may overlap in time."""
+    plain = status.to_json()
+    for learner in plain["learners"]:
+        learner["reasons_recent"] = sum(learner["reasons_recent"].values())
+        del learner["participation_recent"]
+    del plain["remarks"]
+    return plain
 
 
 def test_connections_that_were_refused_are_not_kept():
@@ -323,7 +357,7 @@ def test_connections_that_were_refused_are_not_kept():
         shard.tell(connection, "event", Greeted(connection, hello))
         shard.tell(connection, "effect", Reject(connection, "no", True, "it is another's"))
     shard.join(60.0, 60, "a")
-    log = chronicle_of(shard.records).shards["shard-1"]
+    log = run_of(shard.records).shards["shard-1"]
     assert set(log.members) == {"a"}
     assert log.greeting is not None
     assert log.greeting[0] == 60

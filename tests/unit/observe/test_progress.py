@@ -1,14 +1,15 @@
 import io
 import shutil
+from collections import Counter
 
 import pytest
 from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.chronicle import chronicle_of
-from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.live import LearnerView, LiveView, Rate, ShardView, _note
-from decoupled_diloco.observe.progress import Progress, SteadyConsole
+from decoupled_diloco.observe.following import FollowedRun
+from decoupled_diloco.observe.progress import ProgressDisplay, SteadyConsole
+from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, Rate
+from decoupled_diloco.observe.run_model import RunModel, read_run, run_of
 from decoupled_diloco.observe.samples import (
     Evaluated,
     FaultEnded,
@@ -19,7 +20,11 @@ from decoupled_diloco.observe.samples import (
     RestartScheduled,
     WentBack,
 )
+from decoupled_diloco.observe.shard_data import ShardLog
+from decoupled_diloco.observe.status import status_of
+from decoupled_diloco.observe.status_view import render_status
 from decoupled_diloco.observe.tape import TapeWriter, read_tape
+from decoupled_diloco.observe.words import note_in_words
 from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
 from decoupled_diloco.protocol.events import StepFinished, TermGranted, Tick
 from decoupled_diloco.protocol.messages import ShardAdmitted, Version
@@ -41,10 +46,10 @@ def text_of(renderable, width=80):
 
 def until(run_folder, at):
     """The display as it was at this second of the made-up run."""
-    progress = Progress(run_folder, budget_steps=120, console=console())
+    progress = ProgressDisplay(run_folder, budget_steps=120, console=console())
     for record in read_tape(run_folder):
         if record.wall - WALL <= at:
-            progress.view.take(record)
+            progress.run.take(record)
     return progress
 
 
@@ -70,23 +75,23 @@ def test_display_fits_eighty_columns(run_folder):
 
 def test_time_that_is_left(run_folder):
     progress = until(run_folder, 34.0)
-    assert progress.fraction() == 0.5
-    assert progress.remaining_seconds() == pytest.approx(30.0, rel=0.01)
-    progress.budget_tokens = progress.view.tokens + 3600
-    assert progress.remaining_seconds() == pytest.approx(1.0, rel=0.1)
-    assert until(run_folder, 66.0).remaining_seconds() is None
-    assert Progress(run_folder).fraction() is None
+    assert progress.status().seconds_left == pytest.approx(30.0, rel=0.01)
+    progress.budget = (120, progress.run.tokens + 3600)
+    assert progress.status().seconds_left == pytest.approx(1.0, rel=0.1)
+    assert "left" not in until(run_folder, 66.0).line()
 
 
 def test_time_that_is_left_of_a_simulation_is_real(run_folder):
     seconds = [100.0]
-    real = Progress(run_folder, 120, console=console(), clock=lambda: seconds[0])
-    virtual = Progress(run_folder, 120, console=console(), clock=lambda: seconds[0], virtual=True)
+    real = ProgressDisplay(run_folder, 120, console=console(), clock=lambda: seconds[0])
+    virtual = ProgressDisplay(
+        run_folder, 120, console=console(), clock=lambda: seconds[0], virtual=True
+    )
     for record in read_tape(run_folder):
         if record.wall - WALL <= 34.0:
-            real.view.take(record)
-            virtual.view.take(record)
-    seconds[0] += virtual.view.elapsed / 10
+            real.run.take(record)
+            virtual.run.take(record)
+    seconds[0] += virtual.run.duration / 10
     assert "30 s left" in real.line()
     assert "3 s left in real time" in virtual.line()
     assert "left in real time" in text_of(virtual.render())
@@ -95,7 +100,7 @@ def test_time_that_is_left_of_a_simulation_is_real(run_folder):
 def test_plain_lines_tell_what_matters(run_folder):
     seconds = [0.0]
     out = console()
-    with Progress(run_folder, 120, console=out, clock=lambda: seconds[0]) as progress:
+    with ProgressDisplay(run_folder, 120, console=out, clock=lambda: seconds[0]) as progress:
         seconds[0] = 6.0
         progress.poll()
         progress.poll()
@@ -127,12 +132,12 @@ def test_learners_whose_tapes_are_elsewhere_are_known_from_the_shards(run_folder
         tape.unlink()
     (tmp_path / "tape" / "launcher.jsonl").unlink()
     out = console()
-    with Progress(tmp_path, 120, console=out) as progress:
+    with ProgressDisplay(tmp_path, 120, console=out) as progress:
         progress.poll()
     lines = out.file.getvalue().splitlines()
     assert sum(line.endswith("learner-0 joined") for line in lines) == 1
     assert any("learner-1 (epoch 1) is no longer live: its conn" in line for line in lines)
-    learner = progress.view.learners["learner-0"]
+    learner = progress.run.learners["learner-0"]
     assert learner.steps > 100
     assert learner.tokens == 512 * learner.steps
 
@@ -147,7 +152,7 @@ def test_remarks_are_told_in_harmless_words():
         ("it begins with a fresh optimizer", "the run has only begun"),
         ("it begins with a fresh optimizer", "no other learner is there that trains"),
     ]
-    told = [line for text, why in remarks for line in _note("learner-0", text, why)]
+    told = [line for note in remarks if (line := note_in_words("learner-0", *note))]
     assert told == [
         "learner-1 is done",
         "learner-2 left: goodbye",
@@ -165,13 +170,13 @@ def test_a_run_that_went_back_is_as_far_as_it_went_back_to(tmp_path):
     view, lines = view_of(tmp_path)
     assert lines == ["back to cut 3"]
     assert view.step == 40
-    assert chronicle_of(read_tape(tmp_path)).step == 40
+    assert run_of(read_tape(tmp_path)).step == 40
 
 
 def test_a_line_comes_every_five_seconds(run_folder):
     seconds = [0.0]
     out = console()
-    with Progress(run_folder, console=out, clock=lambda: seconds[0]) as progress:
+    with ProgressDisplay(run_folder, console=out, clock=lambda: seconds[0]) as progress:
         for second in range(16):
             seconds[0] = float(second)
             progress.poll()
@@ -181,7 +186,7 @@ def test_a_line_comes_every_five_seconds(run_folder):
 def test_nothing_is_shown_before_there_is_a_tape(tmp_path):
     seconds = [0.0]
     out = console()
-    with Progress(tmp_path / "later", 10, console=out, clock=lambda: seconds[0]) as progress:
+    with ProgressDisplay(tmp_path / "later", 10, console=out, clock=lambda: seconds[0]) as progress:
         seconds[0] = 60.0
         progress.poll()
         text_of(progress.render())
@@ -190,7 +195,7 @@ def test_nothing_is_shown_before_there_is_a_tape(tmp_path):
 
 def test_on_a_terminal_lines_stand_above_the_display(run_folder):
     out = console(terminal=True)
-    with Progress(run_folder, 120, console=out) as progress:
+    with ProgressDisplay(run_folder, 120, console=out) as progress:
         progress.poll()
     text = out.file.getvalue()
     assert "learner-1 is back, 5.8 s after it went down" in text
@@ -202,7 +207,7 @@ def test_a_tape_that_cannot_be_read_is_told_once_and_does_not_end_the_run(tmp_pa
     path = tmp_path / "tape" / "learner-0.jsonl"
     path.write_text(path.read_text().replace('"v":1', '"v":9'))
     out = console(width=200)
-    with Progress(tmp_path, console=out) as progress:
+    with ProgressDisplay(tmp_path, console=out) as progress:
         progress.poll()
         progress.poll()
     text = out.file.getvalue()
@@ -214,9 +219,9 @@ def test_a_mistake_of_the_display_does_not_end_the_run(run_folder, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(LiveView, "take", broken)
+    monkeypatch.setattr(RunModel, "take", broken)
     out = console()
-    with Progress(run_folder, console=out) as progress:
+    with ProgressDisplay(run_folder, console=out) as progress:
         progress.poll()
     assert out.file.getvalue().count("the run goes on: ZeroDivisionError: oh") == 1
 
@@ -226,7 +231,7 @@ def test_a_console_that_is_gone_does_not_end_the_run(run_folder, caplog):
         def write(self, _text):
             raise BrokenPipeError(32, "Broken pipe")
 
-    with Progress(run_folder, console=SteadyConsole(file=Gone(), width=80)) as progress:
+    with ProgressDisplay(run_folder, console=SteadyConsole(file=Gone(), width=80)) as progress:
         progress.poll()
         progress.poll()
     assert "Broken pipe" in caplog.text
@@ -237,7 +242,7 @@ def test_torn_lines_are_told_once(tmp_path, run_folder):
     with (tmp_path / "tape" / "shard-1.jsonl").open("a") as file:
         file.write("torn\n")
     out = console(width=200)
-    with Progress(tmp_path, console=out) as progress:
+    with ProgressDisplay(tmp_path, console=out) as progress:
         progress.poll()
         progress.poll()
     assert out.file.getvalue().count("is torn and was left out") == 1
@@ -246,7 +251,7 @@ def test_torn_lines_are_told_once(tmp_path, run_folder):
 def test_many_learners_are_summed_up(tmp_path):
     for number in range(20):
         TapeWriter(tmp_path / "tape", f"learner-{number}").close()
-    progress = Progress(tmp_path, console=console())
+    progress = ProgressDisplay(tmp_path, console=console())
     progress.poll()
     lines = text_of(progress.render()).splitlines()
     names = [line.split()[0] for line in lines if line.startswith("learner-")]
@@ -258,10 +263,14 @@ def test_many_learners_are_summed_up(tmp_path):
 
 
 def view_of(folder):
-    view, lines = LiveView(), []
+    view, lines = RunModel(), []
     for record in read_tape(folder):
-        lines += [line for _, line in view.take(record)]
+        lines += [remark.text for remark in view.take(record)]
     return view, lines
+
+
+def states_of(run):
+    return {learner.name: learner.state for learner in status_of(run, run.latest).learners}
 
 
 def writer(folder, who):
@@ -279,8 +288,8 @@ def test_states_of_a_shard_that_dies_and_comes_back(tmp_path):
         effects = [opened, ClockAdvanced(4, 1, "x")]
         tape.effects(1.0, 1, effects)
     view, lines = view_of(tmp_path)
-    assert view.shards["shard-0"].state == "restarting"
-    assert view.shards["shard-0"].open == {7}
+    assert view.shards["shard-0"].phase == "restarting"
+    assert list(view.shards["shard-0"].open) == [7]
     assert lines == [
         "shard-0 ended with exit code 1 at step 4",
         "shard-0 is started again in 2 s",
@@ -294,18 +303,16 @@ def test_a_learner_that_has_not_stepped_for_long_is_quiet(tmp_path):
     with writer(tmp_path, "evaluator") as tape:
         tape.sample(30.0, Evaluated(1, None, 1))
     view, lines = view_of(tmp_path)
-    assert view.state_of(view.learners["learner-0"]) == "quiet for 28 s"
+    assert states_of(view) == {"learner-0": "quiet"}
     assert lines == ["learner-0 joined", "evaluation at step 1: loss not finite"]
 
 
 def test_who_is_cut_off_and_steps_on_is_to_be_seen(tmp_path):
     write_world(tmp_path, faults=[Fault(50.0, "cut", "a", 25.0)])
-    view, lines, states = LiveView(), [], {}
+    view, lines, states = RunModel(), [], {}
     for record in read_tape(tmp_path):
-        lines += [line for _, line in view.take(record)]
-        states[int(view.elapsed)] = {
-            name: view.state_of(learner) for name, learner in view.learners.items()
-        }
+        lines += [remark.text for remark in view.take(record)]
+        states[int(view.duration)] = states_of(view)
     assert (states[49]["a"], states[70]["a"], states[80]["a"]) == (
         "stepping",
         "cut off",
@@ -328,7 +335,7 @@ def test_the_step_at_which_a_process_ends_is_that_of_the_furthest_shard(tmp_path
         tape.sample(5.0, ProcessEnded("learner-0", None, 9))
     _, lines = view_of(tmp_path)
     assert lines == ["learner-0 was killed (SIGKILL) at step 8"]
-    (outage,) = read_history(tmp_path).outages
+    (outage,) = read_run(tmp_path).outages
     assert outage.global_step == 8
 
 
@@ -337,14 +344,14 @@ def test_a_term_that_is_confirmed_is_no_second_one(tmp_path):
     with writer(tmp_path, "shard-1") as tape:
         for at, term in ((1.0, 1), (2.0, 1), (3.0, 2)):
             tape.event(at, TermGranted(ShardAdmitted(term, True)))
-    (shard,) = read_history(tmp_path).shards.values()
+    (shard,) = read_run(tmp_path).shards.values()
     assert shard.terms == [1, 2]
 
 
 def test_who_took_part_in_nearly_all_is_not_said_to_have_been_in_all(run_folder):
-    progress = Progress(run_folder, console=console())
-    progress.view.learners["learner-0"] = LearnerView("learner-0", folded=999)
-    progress.view.shards["shard-0"] = ShardView("shard-0", merged=1000)
+    progress = ProgressDisplay(run_folder, console=console())
+    progress.run.learners["learner-0"] = LearnerLog("learner-0", reasons=Counter({TOOK_PART: 999}))
+    progress.run.shards["shard-0"] = ShardLog("shard-0", merged=1000)
     assert "99.9 %" in text_of(progress.render())
 
 
@@ -383,11 +390,98 @@ def test_rate_forgets_what_is_long_ago():
 
 
 def test_no_storage_error_leaves_poll(tmp_path, monkeypatch):
-    progress = Progress(tmp_path, console=console(width=200))
+    progress = ProgressDisplay(tmp_path, console=console(width=200))
 
     def full():
         raise StorageError("tape cannot be read: give it back")
 
-    monkeypatch.setattr(progress._follower, "poll", full)
+    monkeypatch.setattr(progress._followed, "poll", full)
     progress.poll()
     assert "goes on: tape cannot be read: give it back" in progress.console.file.getvalue()
+
+
+def test_lines_come_in_the_order_in_which_things_happened(tmp_path):
+    """A process that flushes its tape late does not make the display go back in time."""
+    seconds, out = [0.0], console()
+    early, late = writer(tmp_path / "tape", "learner-0"), writer(tmp_path / "tape", "launcher")
+    with ProgressDisplay(tmp_path, console=out, clock=lambda: seconds[0]) as progress:
+        late.sample(8.0, FaultInjected("cut", "pacific"))
+        late.flush()
+        progress.poll()
+        early.effects(7.5, early.event(7.5, Tick()), [Ready("held")])
+        early.flush()
+        seconds[0] = 0.3
+        progress.poll()
+        assert out.file.getvalue() == ""
+        seconds[0] = 2.0
+        progress.poll()
+        lines = out.file.getvalue().splitlines()
+    early.close()
+    late.close()
+    assert lines == ["00:07  learner-0 joined", "00:08  fault on purpose: cut pacific"]
+
+
+def test_a_line_on_a_run_that_stood_still_says_so(tmp_path):
+    """As after all processes were stopped and went on: its numbers are old ones."""
+    seconds, out = [0.0], console()
+    with writer(tmp_path / "tape", "learner-0") as tape:
+        tape.event(1.0, StepFinished(1))
+    with ProgressDisplay(tmp_path, 100, console=out, clock=lambda: seconds[0]) as progress:
+        progress.poll()
+        seconds[0] = 30.0
+        progress.poll()
+        seconds[0] = 32.0
+        progress.poll()
+        assert out.file.getvalue().splitlines()[-1] == (
+            "00:31  step 0/100, 1 tokens, 1/1 learners, 0 rounds, nothing new for 30 s"
+        )
+
+
+def test_a_display_shares_what_somebody_else_reads(run_folder):
+    followed = FollowedRun(run_folder)
+    followed.poll()
+    records = followed.run.records
+    out = console()
+    with ProgressDisplay(followed, 120, console=out) as progress:
+        progress.poll()
+    assert progress.run is followed.run
+    assert followed.run.records == records
+    assert "learner-1 was killed (SIGKILL) at step 52" in out.file.getvalue()
+
+
+def test_the_first_slow_steps_promise_no_end(tmp_path):
+    """One step in 14 s of a budget of a hundred thousand would be 388 h."""
+    with writer(tmp_path / "tape", "shard-0") as tape:
+        for at, clock in ((1.0, 1), (15.0, 2), (15.1, 3), (15.2, 4), (15.3, 5)):
+            tape.effects(at, tape.event(at, Tick()), [ClockAdvanced(clock, 1, "x")])
+    display = ProgressDisplay(tmp_path, 100_000, console=console())
+    for record in list(read_tape(tmp_path))[:7]:
+        display.run.take(record)
+    assert display.run.step == 3
+    assert "left" not in display.line()
+    display.run.take_all(list(read_tape(tmp_path))[7:])
+    assert " left" in display.line()
+
+
+def test_nothing_is_promised_when_the_clock_stands_still(tmp_path):
+    with writer(tmp_path / "tape", "shard-0") as tape:
+        for at in range(1, 11):
+            tape.effects(at, tape.event(at, Tick()), [ClockAdvanced(at, 1, "x")])
+    run = run_of(read_tape(tmp_path), "now")
+    assert status_of(run, run.latest, budget=(100, None)).seconds_left == pytest.approx(90.0)
+    run.duration = 60.0
+    assert status_of(run, run.latest, budget=(100, None)).seconds_left is None
+
+
+def test_a_learner_that_left_leaves_the_table(run_folder):
+    progress = until(run_folder, 50.0)
+    for name in ("learner-1", "learner-2"):
+        progress.run.learners[name].left, progress.run.learners[name].process = "done", ""
+    text = text_of(progress.render())
+    assert "learner-0" in text
+    assert "learner-1" not in text
+    assert "… 2 left" in text
+    assert ", 2/2 learners, " in progress.line()
+    shown = text_of(render_status(progress.status()))
+    assert "learner-2" not in shown
+    assert "… 2 left" in shown

@@ -1,27 +1,33 @@
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from markupsafe import Markup
+from matplotlib.image import imread
 
 from decoupled_diloco.errors import Error, StorageError
-from decoupled_diloco.observe import figures, plots
+from decoupled_diloco.observe import figures
 from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe.charts import LIGHT
 from decoupled_diloco.observe.comparison import write_comparison
-from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import (
-    Evaluation,
-    LearnerHistory,
-    Life,
-    Loss,
-    Round,
-    RunHistory,
-    ShardHistory,
-)
+from decoupled_diloco.observe.images import save_png
 from decoupled_diloco.observe.report import problems_of, render_report, write_report
+from decoupled_diloco.observe.run_data import (
+    CutOff,
+    Evaluation,
+    FaultLog,
+    LearnerLog,
+    LossPoint,
+    ProcessLife,
+)
+from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.samples import SampleGenerated
 from decoupled_diloco.observe.shapes import averaged, rows_of, smoothed, step_rates
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.observe.timeline import timeline_chart
 from decoupled_diloco.protocol.effects import (
     NOTHING_NEW,
     Accept,
@@ -32,6 +38,7 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import Greeted, StepFinished, TermGranted, Tick
 from decoupled_diloco.protocol.messages import Hello, ShardAdmitted, Version
+from unit.observe.models import model_of
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +178,7 @@ def test_png_is_written(written):
 
 
 def test_same_run_same_page(written, run_folder):
-    again = render_report(read_history(run_folder), (run_folder / "run.toml").read_text())
+    again = render_report(read_run(run_folder), (run_folder / "run.toml").read_text())
     assert (written[0] / "report.html").read_text() == again
 
 
@@ -195,9 +202,9 @@ def test_a_run_with_no_rounds_is_reported_as_far_as_it_got(tmp_path):
 
 
 def test_an_empty_history_renders(tmp_path):
-    page = render_report(RunHistory())
+    page = render_report(model_of())
     assert "No learner is on the tape: none got as far as its first record." in page
-    plots.save_png(RunHistory(), tmp_path / "empty.png")
+    save_png(model_of(), tmp_path / "empty.png")
 
 
 def test_an_empty_tape_is_told(tmp_path):
@@ -212,10 +219,10 @@ def test_the_launcher_alone(run_folder, tmp_path):
     folder.mkdir()
     shutil.copy(run_folder / "tape" / "launcher.jsonl", folder)
     history = write_report(tmp_path, tmp_path / "report.html", None)
-    assert history.learners == {}
+    assert history.trained == {}
     page = (tmp_path / "report.html").read_text()
     assert "No learner is on the tape" in page
-    assert "learner-1 killed (SIGKILL)" in page
+    assert "learner-1 was killed (SIGKILL)" in page
     assert "Neither a learner nor a shard is on the tape." in page
 
 
@@ -225,7 +232,7 @@ def test_learners_whose_tapes_are_elsewhere(tmp_path):
         observer = Hello("watcher", 1, "x", "observer", 0, 0, None, ())
         tape.event(0.4, Greeted(3, observer))
         tape.effects(0.5, tape.event(0.5, Tick()), [*accepted, Accept(3, "watcher", 1, "joined")])
-    told = problems_of(read_history(tmp_path))
+    told = problems_of(read_run(tmp_path))
     assert any("The tapes of learner-9 and learner-10 are not here" in line for line in told)
     assert not any("No learner is on the tape" in line for line in told)
 
@@ -263,7 +270,7 @@ def test_many_torn_lines_are_not_all_named(run_folder, tmp_path):
     tape = tmp_path / "tape.jsonl"
     whole = (run_folder / "tape" / "learner-0.jsonl").read_bytes()
     tape.write_bytes(whole + b"{torn\n" * 300)
-    problems = read_history(tape).problems
+    problems = read_run(tape).problems
     assert len(problems) == 11
     assert problems[-1] == "… and 290 more lines."
 
@@ -287,9 +294,13 @@ def test_sixty_four_learners_and_two_hundred_fragments(tmp_path):
 
 def test_the_axis_of_steps_reaches_as_far_as_the_losses():
     """A learner's step can be ahead of what the shards have counted."""
-    learner = LearnerHistory("learner-0", losses=[Loss(float(at), at, 2.0) for at in range(9)])
-    history = RunHistory(duration=8.0, learners={"learner-0": learner})
-    history.shards["shard-0"] = ShardHistory("shard-0", clock_at=[7.5], clock=[7])
+    learner = LearnerLog(
+        "learner-0",
+        [ProcessLife(0.0, 8.0)],
+        losses=[LossPoint(float(at), at, 2.0) for at in range(9)],
+    )
+    history = model_of(duration=8.0, learners={"learner-0": learner})
+    history.shards["shard-0"] = ShardLog("shard-0", clock=7)
     assert figures.place_over(history, "step").high == 8.0
     history.evaluations.append(Evaluation(8.0, 10, 2.0, 1))
     assert figures.place_over(history, "step").high == 10.0
@@ -303,8 +314,8 @@ def test_half_a_surrogate_pair_in_a_sample_is_a_question_mark(tmp_path):
 
 
 def test_diverged_losses_are_told():
-    history = RunHistory()
-    history.learners["learner-0"] = learner = LearnerHistory("learner-0")
+    history = model_of()
+    history.learners["learner-0"] = learner = LearnerLog("learner-0", [ProcessLife(0.0, 0.0)])
     learner.losses_not_finite = 3
     assert "learner-0 had 3 losses that are not finite" in render_report(history)
 
@@ -329,7 +340,7 @@ def test_a_report_from_one_file_of_a_run_folder_finds_the_settings(run_folder, t
 def test_what_cannot_be_written_is_an_error(run_folder, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"report.png cannot be written"):
-        write_report(read_history(run_folder), None, tmp_path / "file" / "report.png")
+        write_report(read_run(run_folder), None, tmp_path / "file" / "report.png")
 
 
 # ---- two runs
@@ -338,8 +349,7 @@ def test_what_cannot_be_written_is_an_error(run_folder, tmp_path):
 def evaluated(*losses, virtual=False):
     """A run of ten seconds with these losses of the global weights."""
     every = [Evaluation(10 * n / (len(losses) - 1), n, x, 1) for n, x in enumerate(losses)]
-    headers = {"launcher": {"virtual": virtual}}
-    return RunHistory(duration=10.0, evaluations=every, headers=headers)
+    return model_of(duration=10.0, evaluations=every, virtual=virtual)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +357,7 @@ def evaluated(*losses, virtual=False):
 )
 def test_the_last_losses_stand_at_their_own_lines(first, second):
     runs = [("a", evaluated(4.0, first)), ("b", evaluated(4.0, second))]
-    for drawing in figures.evaluation_chart(runs, "time").split("</svg>")[:-1]:
+    for drawing in Markup(figures.evaluation_chart(runs, "time")).split("</svg>")[:-1]:
         labels = {
             css: (float(y), text)
             for y, css, text in re.findall(
@@ -371,9 +381,34 @@ def test_the_last_losses_stand_at_their_own_lines(first, second):
 @pytest.mark.parametrize(("virtual", "name"), [(True, "virtual time"), (False, "wall-clock time")])
 def test_the_axis_of_time_says_which_time_it_is(virtual, name):
     history = evaluated(4.0, 2.0, virtual=virtual)
-    history.shards["shard-0"] = ShardHistory("shard-0")
-    assert f"{name} [s]" in figures.evaluation_chart([("a", history)], "time")
-    assert f"{name} [s]" in figures.timeline_chart(history, account_for(history))
+    history.shards["shard-0"] = ShardLog("shard-0")
+    assert f"{name} [s]" in Markup(figures.evaluation_chart([("a", history)], "time"))
+    assert f"{name} [s]" in Markup(timeline_chart(history))
+
+
+def test_a_fault_of_many_is_drawn_with_its_name_from_when_to_when():
+    run = model_of(duration=100.0, faults=[FaultLog("cut", "pacific", ("a",), 40.0, 70.0)])
+    cut = CutOff("a", 40.0, 72.0, 30, 10, 9, {})
+    run.learners["a"] = LearnerLog("a", [ProcessLife(0.0, 100.0)], cuts=[cut])
+    chart = timeline_chart(run)
+    wide, _ = Markup(chart).split("</svg>")[:2]
+    assert ">cut pacific</text>" in wide
+    ((x, width),) = re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"[^>]*class="shade"', wide)
+    ((own, _),) = re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"[^>]*class="cutoff"', wide)
+    assert x == own
+    assert float(width) > 200
+
+
+def test_the_image_shows_what_the_page_shows(tmp_path):
+    """Colours of the patches of a learner that was cut off, in the pixels of the image."""
+    run = model_of(duration=100.0)
+    cut = CutOff("a", 40.0, 72.0, 30, 10, 9, {})
+    run.learners["a"] = LearnerLog("a", [ProcessLife(0.0, 100.0)], cuts=[cut])
+    save_png(run, tmp_path / "with.png")
+    pixels = imread(tmp_path / "with.png")[..., :3]
+    lanes = pixels[: pixels.shape[0] - 90]  # without the keys
+    color = [int(LIGHT["warn"][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    assert (abs(lanes - color) < 0.02).all(axis=2).sum() > 1000
 
 
 def test_two_runs_side_by_side(run_folder, tmp_path):
@@ -406,15 +441,15 @@ def test_a_run_beside_itself(run_folder, tmp_path):
 
 
 def test_rounds_that_overlap_lie_in_rows(run_folder):
-    rounds = read_history(run_folder).shards["shard-0"].rounds[:3]
-    together = [Round(float(i), None, i + 2.5, r.result) for i, r in enumerate(rounds)]
+    rounds = read_run(run_folder).shards["shard-0"].rounds[:3]
+    together = [replace(r, opened_at=float(i), finished_at=i + 2.5) for i, r in enumerate(rounds)]
     assert rows_of(together) == [0, 1, 2]
     assert rows_of(rounds) == [0, 0, 0]
     assert isinstance(rounds[0].result, RoundFinished)
 
 
 def test_step_rates(run_folder):
-    learner = read_history(run_folder).learners["learner-1"]
+    learner = read_run(run_folder).learners["learner-1"]
     rates = step_rates(learner, [0.0, 4.0, 24.0, 34.0, 36.0, 46.0])
     assert rates == pytest.approx([0.0, 2.0, 1.2, 0.0, 2.0], abs=0.01)
 
@@ -440,11 +475,11 @@ def test_a_closing_round_with_nothing_to_merge_is_not_drawn_as_given_up():
         part = Participant("a", state, 0, 0, 0.0, None, NOTHING_NEW)
         seconds = (0.1, 0.0, 0.1, None, 0.2, 1.0, 0.0)
         result = RoundFinished(1, 0, 4, None, "abandoned", "nobody", (part,), *seconds, "")
-        return Round(0.0, 0.1, 0.2, result)
+        return RoundLog("shard-0", 1, 0, 0.0, finished_at=0.2, result=result)
 
     assert (ended("declined").fate, ended("late").fate) == ("idle", "abandoned")
-    history = RunHistory(duration=1.0)
-    shard = history.shards["shard-0"] = ShardHistory("shard-0", [Life(0.0, 1.0)])
+    history = model_of(duration=1.0)
+    shard = history.shards["shard-0"] = ShardLog("shard-0", lives=[ProcessLife(0.0, 1.0)])
     shard.rounds = [ended("declined")]
     page = render_report(history)
     assert 'class="idle"' in page

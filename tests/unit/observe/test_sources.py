@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from decoupled_diloco.observe.chronicle import chronicle_of
 from decoupled_diloco.observe.excerpt import excerpt
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Parser
+from decoupled_diloco.observe.run_model import run_of
 from decoupled_diloco.observe.status import status_of
 from unit.observe.worlds import write_world
 
@@ -30,10 +30,10 @@ def tape(folder):
 
 
 def test_an_excerpt_in_detail_tells_the_same(folder, tape, tmp_path):
-    whole = chronicle_of(TapeReader(folder / "tape" / "shard-0.jsonl"))
-    served = chronicle_of(records_of(excerpt(tape, detail=True), tmp_path))
+    whole = run_of(TapeReader(folder / "tape" / "shard-0.jsonl"))
+    served = run_of(records_of(excerpt(tape, detail=True), tmp_path))
     assert status_of(served, 0.0) == status_of(whole, 0.0)
-    assert served.shards["shard-0"].finished == whole.shards["shard-0"].finished
+    assert served.shards["shard-0"].rounds == whole.shards["shard-0"].rounds
     assert served.shards["shard-0"].reports == whole.shards["shard-0"].reports
     assert served.shards["shard-0"].ticks == whole.shards["shard-0"].ticks
 
@@ -41,7 +41,7 @@ def test_an_excerpt_in_detail_tells_the_same(folder, tape, tmp_path):
 def test_a_thinned_excerpt_tells_the_same_state_in_less(tape, tmp_path):
     detailed, thinned = excerpt(tape, detail=True), excerpt(tape, detail=False)
     assert len(thinned) < len(detailed) < len(tape)
-    a, b = (status_of(chronicle_of(records_of(t, tmp_path)), 0.0) for t in (detailed, thinned))
+    a, b = (status_of(run_of(records_of(t, tmp_path)), 0.0) for t in (detailed, thinned))
     assert a.to_json()["shards"] == b.to_json()["shards"]
     for one, other in zip(a.learners, b.learners, strict=True):
         assert one.seen_seconds is not None
@@ -60,8 +60,7 @@ def test_a_thinned_excerpt_says_of_everybody_when_it_was_last_heard(tape, tmp_pa
     for end in (*heard[2::3], len(lines)):
         piece = b"".join(lines[: end + 1])
         whole, thinned = (
-            chronicle_of(records_of(excerpt(piece, detail=detail), tmp_path))
-            for detail in (True, False)
+            run_of(records_of(excerpt(piece, detail=detail), tmp_path)) for detail in (True, False)
         )
         for name, learner in whole.learners.items():
             assert thinned.learners[name].seen_at == learner.seen_at, name
@@ -121,7 +120,7 @@ def test_no_part_of_a_nonce_is_served_however_it_is_written_or_torn(nonce, endin
 
 def test_one_tape_of_a_run_in_virtual_time_says_that_it_is_one(tape, tmp_path):
     for text in (tape, excerpt(tape, detail=False)):
-        assert chronicle_of(records_of(text, tmp_path)).virtual
+        assert run_of(records_of(text, tmp_path)).virtual
 
 
 def test_torn_lines_pass_so_that_the_reader_can_say_so(tmp_path):

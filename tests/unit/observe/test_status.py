@@ -10,10 +10,9 @@ from rich.console import Console
 
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.observe.accounts import account_for
-from decoupled_diloco.observe.chronicle import Chronicle, chronicle_of
-from decoupled_diloco.observe.historian import build_history
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import SCHEMA
+from decoupled_diloco.observe.run_model import RunModel, run_of
 from decoupled_diloco.observe.samples import EndRequested, ProcessEnded, ProcessStarted
 from decoupled_diloco.observe.sources import FolderSource
 from decoupled_diloco.observe.status import RunStatus, status_of
@@ -40,7 +39,7 @@ def records(folder):
 def at(records, seconds):
     """The status as of an instant of the run."""
     began = records[0].wall
-    chronicle = Chronicle()
+    chronicle = RunModel()
     chronicle.take_all(r for r in records if r.wall <= began + seconds)
     return status_of(chronicle, began + seconds)
 
@@ -61,7 +60,7 @@ def text_of(status, width=80, rows=None):
 
 
 def test_a_finished_run_says_so_with_the_numbers_of_its_tape(folder, records):
-    status = status_of(chronicle_of(records), records[-1].wall + 100)
+    status = status_of(run_of(records), records[-1].wall + 100)
     assert (status.phase, status.name, status.step) == ("finished", "causes", 80)
     assert "finished" in headline(status)
     rounds = shard_values(folder, "RoundFinished")
@@ -94,8 +93,8 @@ def test_a_round_in_which_nobody_had_anything_new_is_neither_merged_nor_given_up
                 number, 0, 8, None, "abandoned", "", (one,), slack_seconds=0.0, **last
             )
             tape.effects(float(number), tape.event(float(number), Tick()), [finished])
-    status = status_of(chronicle_of(TapeReader(tmp_path)), 1003.0)
-    history = build_history(TapeReader(tmp_path))
+    status = status_of(run_of(TapeReader(tmp_path)), 1003.0)
+    history = run_of(TapeReader(tmp_path))
     assert (status.rounds_merged, status.rounds_abandoned) == (0, 1)
     assert (history.rounds_merged, history.rounds_abandoned) == (0, 1)
 
@@ -155,7 +154,7 @@ def test_open_rounds_say_whom_they_wait_for(records):
 
 def test_a_run_that_nobody_writes_any_more_is_silent(records):
     began = records[0].wall
-    chronicle = Chronicle()
+    chronicle = RunModel()
     chronicle.take_all(r for r in records if r.wall <= began + 50)
     chronicle.virtual = False
     status = status_of(chronicle, began + 3650)
@@ -167,7 +166,7 @@ def test_a_run_that_nobody_writes_any_more_is_silent(records):
 
 def interrupted(folder, records, seconds, told, ended=()):
     """The run up to an instant, at which its launcher ended these processes."""
-    began, chronicle = records[0].wall, Chronicle()
+    began, chronicle = records[0].wall, RunModel()
     tape = TapeWriter(folder, "launcher", {}, clock=lambda: 0.0, wall=lambda: began)
     for name in told:
         tape.sample(1.0, ProcessStarted(name, 1))
@@ -209,7 +208,7 @@ def test_a_run_that_was_interrupted_before_anybody_wrote(tmp_path):
     tape.sample(2.0, EndRequested(("learner-0",)))
     tape.sample(3.0, EndRequested(("shard-0",)))
     tape.close()
-    chronicle = chronicle_of(TapeReader(tmp_path))
+    chronicle = run_of(TapeReader(tmp_path))
     status = status_of(chronicle, 1003.0)
     assert status.phase == "interrupted"
     assert [learner.state for learner in status.learners] == ["ended"]
@@ -221,9 +220,9 @@ def test_what_is_told_to_end_after_the_run_was_finished_interrupts_nothing(recor
 
 
 def test_discards_are_of_the_tape_or_unknown(folder, records):
-    full = status_of(chronicle_of(records), records[-1].wall)
+    full = status_of(run_of(records), records[-1].wall)
     shards_only = [r for r in records if r.who.startswith("shard-")]
-    partial = status_of(chronicle_of(shards_only), records[-1].wall)
+    partial = status_of(run_of(shards_only), records[-1].wall)
     for own, told in zip(full.learners, partial.learners, strict=True):
         applied = [
             r["data"]["discarded_tokens"]
@@ -245,8 +244,8 @@ def test_json_has_every_field(records):
 
 
 def test_discards_are_those_of_the_account_or_a_lower_bound(records):
-    chronicle = chronicle_of(records)
-    now, account = records[-1].wall, account_for(build_history(records))
+    chronicle = run_of(records)
+    now, account = records[-1].wall, account_for(run_of(records))
     known, alone = (status_of(chronicle, now, (), each) for each in (account, None))
     assert known.discarded_tokens == pytest.approx(account.tokens.tokens("discarded"))
     assert account.tokens.crashed > 0
@@ -288,7 +287,7 @@ def test_a_low_terminal_shows_who_is_in_trouble(records):
 def test_nothing_on_the_tape_yet(tmp_path):
     (tmp_path / "tape").mkdir()
     source = FolderSource(tmp_path)
-    chronicle = Chronicle()
+    chronicle = RunModel()
     chronicle.take_all(source.poll())
     status = status_of(chronicle, 0.0, source.problems())
     assert status.phase == "empty"
@@ -300,7 +299,7 @@ def test_a_torn_tape_is_shown_and_told(folder, tmp_path):
     torn = tmp_path / "torn.jsonl"
     torn.write_bytes(whole[: len(whole) // 2] + b'\n{"v":1,"at"\n' + whole[len(whole) // 2 :])
     source = FolderSource(torn)
-    chronicle = Chronicle()
+    chronicle = RunModel()
     chronicle.take_all(source.poll())
     status = status_of(chronicle, 0.0, source.problems())
     assert status.rounds_merged > 5

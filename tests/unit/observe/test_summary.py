@@ -4,16 +4,16 @@ import math
 import pytest
 from rich.console import Console
 
-from decoupled_diloco.observe.accounts import account_for
-from decoupled_diloco.observe.historian import read_history
-from decoupled_diloco.observe.history import Evaluation, LearnerHistory, Outage, RunHistory
+from decoupled_diloco.observe.run_data import Evaluation, LearnerLog, Outage, ProcessLife
+from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.summary import outage_line, print_summary, totals
 from decoupled_diloco.observe.words import percent
+from unit.observe.models import model_of
 
 
 @pytest.fixture(scope="module")
 def history(run_folder):
-    return read_history(run_folder)
+    return read_run(run_folder)
 
 
 def summary(history, files=(), width=80):
@@ -51,16 +51,16 @@ def test_summary_fits_eighty_columns(history):
 
 
 def test_summary_of_an_empty_run():
-    text = summary(RunHistory(problems=["learner-0.jsonl: line 3 is torn"]))
+    text = summary(model_of(problems=["learner-0.jsonl: line 3 is torn"]))
     assert "none was made" in text
     assert "the tape is not whole: learner-0.jsonl: line 3 is torn" in text
 
 
 def test_summary_of_many_learners_is_cut_short():
-    history = RunHistory()
+    history = model_of()
     for number in range(100):
         name = f"learner-{number}"
-        history.learners[name] = LearnerHistory(name, outages=[outage(name)])
+        history.learners[name] = LearnerLog(name, [ProcessLife(0.0, 0.0)], outages=[outage(name)])
     lines = summary(history).splitlines()
     assert "… and 76 more: the report has them" in lines
     assert "… and 76 more absences: the report has them" in lines
@@ -97,13 +97,13 @@ def outage(who="learner-0", **changes):
     ],
 )
 def test_outages_in_words(what, line):
-    assert outage_line(RunHistory(), what) == line
+    assert outage_line(model_of(), what) == line
 
 
 def evaluation_line(*losses):
     evaluations = [Evaluation(float(i), i, loss, 1) for i, loss in enumerate(losses)]
-    history = RunHistory(evaluations=evaluations)
-    total = totals(history, account_for(history))[3]
+    history = model_of(evaluations=evaluations)
+    total = totals(history)[3]
     return (total.text, total.detail)
 
 
@@ -117,8 +117,8 @@ def test_evaluations_in_words():
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_a_metric_that_is_not_finite_is_told_so(value):
     evaluation = Evaluation(1.0, 1, 2.5, 1, (("accuracy", value),))
-    history = RunHistory(evaluations=[evaluation])
-    (total,) = [t for t in totals(history, account_for(history)) if t.name == "accuracy"]
+    history = model_of(evaluations=[evaluation])
+    (total,) = [t for t in totals(history) if t.name == "accuracy"]
     assert (total.text, total.number) == ("not finite", None)
 
 

@@ -1,4 +1,4 @@
-"""What a verdict needs of a run's tape beside its history: faults, members, versions, epochs.
+"""What must hold of a run's versions, epochs and merges, checked while its tape is read.
 
 Safety is read off the shards' tapes: versions of a fragment only go up, and no version is issued
 twice; a restart goes back behind nothing that was merged, unless its disk was lost; nothing is
@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-from decoupled_diloco.observe.historian import is_shard
-from decoupled_diloco.observe.records import Record
-from decoupled_diloco.observe.samples import EndRequested, FaultEnded, FaultInjected
+from decoupled_diloco.observe.acting import is_shard
+from decoupled_diloco.observe.samples import FaultInjected
 from decoupled_diloco.protocol.effects import (
     Accept,
     Admit,
@@ -25,82 +22,28 @@ from decoupled_diloco.protocol.effects import (
     Install,
     Participant,
     RoundFinished,
-    Stop,
 )
 from decoupled_diloco.protocol.events import BodyArrived, Disconnected, TermGranted
 from decoupled_diloco.protocol.messages import Asking, Version
 
-_LOOKED_AT = frozenset(
-    cls.__name__
-    for cls in (
-        Accept,
-        Admit,
-        BodyArrived,
-        Disconnected,
-        EndRequested,
-        Evict,
-        FaultEnded,
-        FaultInjected,
-        Install,
-        RoundFinished,
-        Stop,
-        TermGranted,
-    )
-)
 
-
-@dataclass
-class Struck:
-    """A fault on purpose: what, whom, from when to when, seconds; infinity: to the end."""
-
-    kind: str
-    target: str
-    processes: tuple[str, ...]
-    begin: float
-    end: float = math.inf
-
-
-@dataclass
-class Facts:
-    """What the tape says.
+class SafetyChecker:
+    """Listens to the records of a `RunModel`.
 
     Attributes:
-        faults: Every fault that was caused on purpose, in order.
-        membership: For each shard and learner: when the shard counted on it.
-        told_to_end: When a process was told to end: it hands in what it has, and steps no more.
-        stopped: Shards that have ended of themselves.
+        membership: For each shard and learner: when the shard counted on it and was connected.
         merges: How many rounds were merged, by fragment.
         contributions: How many contributions are in them.
         broken: What must not be, in words.
     """
 
-    faults: list[Struck] = field(default_factory=list)
-    membership: defaultdict[tuple[str, str], list[list[float]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    told_to_end: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    stopped: set[str] = field(default_factory=set)
-    merges: Counter[int] = field(default_factory=Counter)
-    contributions: int = 0
-    broken: list[str] = field(default_factory=list)
+    looks_at = frozenset({"Admit"})
 
-    def member_during(self, shard: str, learner: str, begin: float, end: float) -> bool:
-        """Whether a shard counted on a learner for all of this time."""
-        return any(a <= begin and end <= b for a, b in self.membership[shard, learner])
-
-
-def read_facts(records: Iterable[Record]) -> Facts:
-    """The facts of a whole tape, from its records in the order of time."""
-    reader = _Reader()
-    for record in records:
-        reader.take(record)
-    return reader.facts
-
-
-class _Reader:
     def __init__(self) -> None:
-        self.facts = Facts()
-        self._began: float | None = None
+        self.membership: defaultdict[tuple[str, str], list[list[float]]] = defaultdict(list)
+        self.merges: Counter[int] = Counter()
+        self.contributions = 0
+        self.broken: list[str] = []
         self._newest: dict[int, Version] = {}
         self._merged: dict[int, Version] = {}
         self._issued: set[tuple[int, Version]] = set()
@@ -111,48 +54,27 @@ class _Reader:
         self._used: set[tuple[int, str, int, Version]] = set()
         self._emptied: set[str] = set()
 
-    def take(self, record: Record) -> None:
-        if self._began is None:
-            self._began = record.wall
-        at = max(0.0, record.wall - self._began)
-        who = record.who
-        if record.kind == "start" and is_shard(who):
-            self._forget(who, at)
-        if record.type not in _LOOKED_AT:
-            return
-        value = record.value()
-        if isinstance(value, FaultInjected | FaultEnded):
-            self._fault(value, at)
-        elif isinstance(value, EndRequested):
-            for name in value.names:
-                self.facts.told_to_end[name].append(at)
-        elif isinstance(value, Admit):
-            self._admitted(value)
-        elif is_shard(who):
-            self._shard(who, value, at)
+    def member_during(self, shard: str, learner: str, begin: float, end: float) -> bool:
+        """Whether a shard counted on a learner for all of this time."""
+        return any(a <= begin and end <= b for a, b in self.membership[shard, learner])
 
-    def _fault(self, value: FaultInjected | FaultEnded, at: float) -> None:
-        place = (value.kind, value.target, value.processes)
-        if isinstance(value, FaultInjected):
-            self.facts.faults.append(Struck(*place, at))
-            if value.kind == "disk-lost":
-                self._emptied.update(value.processes)
-            return
-        for struck in self.facts.faults:
-            own = (struck.kind, struck.target, struck.processes)
-            if own == place and math.isinf(struck.end):
-                struck.end = at
-                return
+    def take(self, who: str, at: float, value: Any) -> None:
+        """Takes one record in; ``None`` for the start of a process."""
+        match value:
+            case None if is_shard(who):
+                self._forget(who, at)
+            case FaultInjected("disk-lost", processes=processes):
+                self._emptied.update(processes)
+            case Admit():
+                self._admitted(value)
+            case _ if is_shard(who):
+                self._shard(who, value, at)
 
     def _forget(self, shard: str, at: float) -> None:
         """A shard starts again: it counts on nobody."""
-        for (name, learner), spans in self.facts.membership.items():
+        for (name, _), spans in self.membership.items():
             if name == shard:
-                self._leave(shard, learner, at, spans)
-
-    def _leave(self, shard: str, learner: str, at: float, spans: list[list[float]]) -> None:
-        if spans and math.isinf(spans[-1][1]):
-            spans[-1][1] = at
+                _leave(spans, at)
 
     def _admitted(self, admit: Admit) -> None:
         if admit.epoch < self._epochs.get(admit.learner, 0):
@@ -165,11 +87,11 @@ class _Reader:
                 if epoch < self._bound.get((who, learner), 0):
                     self._break(f"{who} accepts {learner} with epoch {epoch}, which goes back")
                 self._bound[who, learner] = epoch
-                spans = self.facts.membership[who, learner]
-                self._leave(who, learner, at, spans)
+                spans = self.membership[who, learner]
+                _leave(spans, at)
                 spans.append([at, math.inf])
             case Evict(learner=learner) | Disconnected(learner=learner):
-                self._leave(who, learner, at, self.facts.membership[who, learner])
+                _leave(self.membership[who, learner], at)
             case TermGranted(admitted):
                 if admitted.term < self._terms.get(who, 0):
                     self._break(f"{who} is granted term {admitted.term}, which goes back")
@@ -180,8 +102,6 @@ class _Reader:
                 self._installed(who, fragment, version)
             case RoundFinished(verdict="merged"):
                 self._round(who, value)
-            case Stop():
-                self.facts.stopped.add(who)
 
     # ---- versions
 
@@ -204,10 +124,10 @@ class _Reader:
             self._break(f"fragment {fragment}: {who} issues {version} after {newest}")
         self._issued.add((fragment, version))
         self._newest[fragment] = self._merged[fragment] = version
-        self.facts.merges[fragment] += 1
+        self.merges[fragment] += 1
         for participant in result.participants:
             if participant.state == "folded":
-                self.facts.contributions += 1
+                self.contributions += 1
                 self._contribution(who, result, participant)
 
     def _contribution(self, who: str, result: RoundFinished, part: Participant) -> None:
@@ -228,4 +148,9 @@ class _Reader:
         self._used.add(key)
 
     def _break(self, text: str) -> None:
-        self.facts.broken.append(text)
+        self.broken.append(text)
+
+
+def _leave(spans: list[list[float]], at: float) -> None:
+    if spans and math.isinf(spans[-1][1]):
+        spans[-1][1] = at

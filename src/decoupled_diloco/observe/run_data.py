@@ -1,7 +1,6 @@
-"""What happened in a run, from one pass over its event tape.
+"""What a `RunModel` remembers of a run, as plain data.
 
-`read_history` works on the tape of real processes and of virtual worlds alike. All instants are
-seconds since the run's first record. Two definitions that the numbers rest on:
+All instants are seconds since the run's first record. Two definitions that the numbers rest on:
 
 * An **outage** of a learner begins when its process ends (as the launcher saw it, else at the last
   record of that life) and is over when it is **back**: when it holds all global weights again
@@ -16,18 +15,26 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Literal
 
 from decoupled_diloco.observe.ledger import Ledger
-from decoupled_diloco.observe.samples import BytesMoved, FaultInjected
-from decoupled_diloco.protocol.effects import RoundFinished
+from decoupled_diloco.protocol.effects import Recovered
 
-Fate = Literal["merged", "abandoned", "idle"]
+RECENT_ROUNDS = 50
+"""How many merged rounds the recent participation looks back."""
+
+RATE_SECONDS = 15.0
+"""Rates are those of this much time before the latest record."""
+
+RATE_POINTS_MIN = 5
+"""But of at least so many points, however far apart they are."""
+
+STANDING_INTERVALS = 3.0
+"""After so many of the usual intervals without a new point nothing comes any more."""
 
 GAP_MEDIANS = 3.0
 """Gaps between steps longer than this many median steps count as standing still."""
@@ -35,9 +42,50 @@ GAP_MEDIANS = 3.0
 STEP_FAULTS = ("pause", "slow", "clock-jump")
 """Faults on purpose that keep a learner from stepping."""
 
+TOOK_PART = "took part"
+LATE = "late"
+NOT_ASKED = "not asked"
+OUT_OF_REACH = "out of reach"
+AWAY = "away"
+"""Why a learner was (not) in a merged round; besides the states of `Participant`: *not asked* is a
+live learner that had no new step before the window closed, *out of reach* one that was live without
+a connection, *away* one that was not live."""
+
+
+class Rate:
+    """How much of something there is per second, over the last ``RATE_SECONDS``."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, float]] = deque()
+
+    def add(self, at: float, total: float) -> None:
+        """Notes the running total at an instant."""
+        self._points.append((at, total))
+        while len(self._points) > RATE_POINTS_MIN and self._points[1][0] < at - RATE_SECONDS:
+            self._points.popleft()
+
+    def clear(self) -> None:
+        """Forgets what was: the process has started anew."""
+        self._points.clear()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it rests on more than a process's first, slow steps."""
+        return len(self._points) >= RATE_POINTS_MIN
+
+    def per_second(self, now: float | None = None) -> float | None:
+        """The rate, ``None`` when there is too little to tell; 0 if nothing comes any more."""
+        if len(self._points) < 2 or self._points[-1][0] <= self._points[0][0]:
+            return None
+        (since, before), (until, after) = self._points[0], self._points[-1]
+        usual = (until - since) / (len(self._points) - 1)
+        if now is not None and now - until > max(RATE_SECONDS, STANDING_INTERVALS * usual):
+            return 0.0
+        return (after - before) / (until - since)
+
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LossPoint:
     """A learner's training loss at one step."""
 
     at: float
@@ -61,11 +109,30 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something worth a line: a fault, a learner that came or went, what a process noted."""
+    """Something worth a line.
+
+    Attributes:
+        who: The process that told it.
+        subject: The process that it is about; ``""``: none.
+        kind: The type of the record that it comes from.
+    """
 
     at: float
     who: str
+    subject: str
+    kind: str
     text: str
+
+
+@dataclass(slots=True)
+class FaultLog:
+    """A fault on purpose: what, whom, from when to when; infinity: to the end."""
+
+    kind: str
+    target: str
+    processes: tuple[str, ...]
+    begin: float
+    end: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +174,7 @@ class Outage:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutOff:
     """A learner that lived and stepped on while shards did not hear of it.
 
     Attributes:
@@ -134,19 +201,19 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Life:
+class ProcessLife:
     """One life of a process, from its start record to its last record.
 
     Attributes:
+        steps_at: When it finished each step, ``step_tokens`` of how many tokens, and ``holds`` from
+            ``Hold`` to ``Release`` (infinity: never; synchronous baselines only): of a whole tape.
         spawned_at: When the launcher started the process, before its first record.
         ended_at: When the process ended, if that is on the tape.
         crashed: It ended otherwise than at the end of the run or on purpose.
         over: The run was over for it.
-        step_tokens: Tokens of each step.
-        holds: From ``Hold`` to ``Release`` (infinity: never); synchronous baselines only.
         ledger: What became of the tokens that it was trained on.
+        steps: Its steps, and ``tokens`` of these, as far as its own tape tells.
         told: The most steps and tokens of it that a shard heard of.
-        unrecorded: Of these, what the process was killed too early to write down.
         overwritten: Of a life that only the shards tell of, the fragment tokens that merged
             fragments have overwritten; ``None``: ``ledger`` knows more.
     """
@@ -162,14 +229,20 @@ class Life:
     step_tokens: list[int] = field(default_factory=list)
     holds: list[tuple[float, float]] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
+    steps: int = 0
+    tokens: int = 0
     told: tuple[int, int] = (0, 0)
-    unrecorded: tuple[int, int] = (0, 0)
     overwritten: int | None = None
 
     @property
     def began_at(self) -> float:
         """When the process was started, as far as the tape says."""
         return self.started_at if self.spawned_at is None else self.spawned_at
+
+    @property
+    def unrecorded(self) -> tuple[int, int]:
+        """Steps and tokens that shards heard of, and that it did not live to write down."""
+        return (max(0, self.told[0] - self.steps), max(0, self.told[1] - self.tokens))
 
     def holds_between(self, begin: float, end: float) -> list[tuple[float, float]]:
         """The holds that reach into this time, cut off at its ends, in order."""
@@ -184,34 +257,75 @@ class Life:
 
 
 @dataclass
-class LearnerHistory:
-    """One learner.
+class LearnerLog:
+    """One learner, over all shards and lives.
 
-    ``discarded_tokens``: tokens whose training was overwritten by merged fragments. An overwritten
-    fragment is one of P parts of the model, so its tokens count 1/P. ``disturbed``: from when to
-    when a fault on purpose kept it from stepping. ``afar``: its tape is not
-    here, and all this is what the shards heard of it.
+    Attributes:
+        lives: Of its own tape; as the shards heard of them where that is elsewhere.
+        epoch: Its newest life, counted by the coordinator.
+        process: What the launcher and its own tape say of its process: ``""`` (nothing),
+            ``joining``, ``training``, ``restarting``, ``down``, ``finished``.
+        down_at: When its process ended, until it is back.
+        left: What its newest life said when it left on purpose.
+        cut_from: The shards that no longer count on it, since ``cut_at``, while it is not down.
+        steps_of: Own steps of each epoch, as reported; `tokens_of` and `discarded_of` likewise.
+        discarded: Fragment-tokens discarded, by mode and reason, from its own tape.
+        recoveries: How each of its processes came by its state, from its own tape.
+        reasons: How many merged rounds it was in, or why not.
+        tokens_counted: Of its tokens, what the total of the run holds.
+        accepted: For each shard, how many rounds it had merged when this learner was last in one.
+        evictions: When which shard no longer counted on it, and why: of a whole tape.
+        disturbed: From when to when a fault on purpose kept it from stepping.
     """
 
     name: str
-    lives: list[Life] = field(default_factory=list)
-    losses: list[Loss] = field(default_factory=list)
+    lives: list[ProcessLife] = field(default_factory=list)
+    epoch: int = 0
+    process: str = ""
+    has_tape: bool = False
+    down_at: float | None = None
+    left: str = ""
+    cut_from: set[str] = field(default_factory=set)
+    cut_at: float = 0.0
+    seen_at: float | None = None
+    stepped_at: float | None = None
+    steps_of: dict[int, int] = field(default_factory=dict)
+    tokens_of: dict[int, int] = field(default_factory=dict)
+    discarded_of: dict[int, int] = field(default_factory=dict)
+    life_of: dict[int, ProcessLife] = field(default_factory=dict)
+    rate: Rate = field(default_factory=Rate)
+    tokens_counted: int = 0
+    loss: float | None = None
+    losses: list[LossPoint] = field(default_factory=list)
     losses_not_finite: int = 0
-    tokens: int = 0
-    discarded_tokens: float = 0.0
-    applied: Counter[str] = field(default_factory=Counter)
+    discarded: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes_up: int = 0
+    recoveries: list[Recovered] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
+    accepted_at: float | None = None
+    accepted_step: int | None = None
+    accepted: dict[str, int] = field(default_factory=dict)
+    evictions: list[tuple[float, str, str]] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
-    cuts: list[Cut] = field(default_factory=list)
-    rounds_asked: int = 0
-    rounds_folded: int = 0
-    rounds_merged_in_run: int = 0
-    afar: bool = False
+    cuts: list[CutOff] = field(default_factory=list)
     disturbed: list[tuple[float, float]] = field(default_factory=list)
 
     @property
+    def afar(self) -> bool:
+        """Whether its tape is not here, and all this is what the shards heard of it."""
+        return not self.has_tape
+
+    def count(self, reason: str) -> None:
+        """One more merged round."""
+        self.reasons[reason] += 1
+        self.recent.append(reason)
+
+    @property
     def steps(self) -> int:
-        """Inner steps of all lives."""
-        return sum(len(life.steps_at) + life.unrecorded[0] for life in self.lives)
+        """Own steps of all lives, as far as the syncer or its own tape knows."""
+        own = sum(life.steps + life.unrecorded[0] for life in self.lives)
+        return max(sum(self.steps_of.values()), own)
 
     @property
     def steps_unrecorded(self) -> int:
@@ -219,18 +333,24 @@ class LearnerHistory:
         return sum(life.unrecorded[0] for life in self.lives)
 
     @property
+    def tokens(self) -> int:
+        """Tokens of all lives, as far as the syncer or its own tape knows."""
+        own = sum(life.tokens + life.unrecorded[1] for life in self.lives)
+        return max(sum(self.tokens_of.values()), own)
+
+    @property
+    def discarded_fragment_tokens(self) -> int:
+        """Tokens that were overwritten, summed over fragments: the run's P times too many."""
+        return max(sum(self.discarded_of.values()), sum(self.discarded.values()))
+
+    @property
     def steps_at(self) -> list[float]:
         """The instants at which steps were finished."""
         return [at for life in self.lives for at in life.steps_at]
 
-    @property
-    def joins_at(self) -> list[float]:
-        """When each life had the global weights and began to train."""
-        return [life.ready_at for life in self.lives if life.ready_at is not None]
-
     @cached_property
     def step_seconds_median(self) -> float | None:
-        """Median seconds from one step to the next."""
+        """Median seconds from one step to the next, once the tape is read."""
         gaps = [b - a for a, b in self._gaps()]
         return statistics.median(gaps) if gaps else None
 
@@ -238,12 +358,6 @@ class LearnerHistory:
     def gap_seconds_longest(self) -> float | None:
         """The longest time from one step to the next within a life: outages are not counted."""
         return max((b - a for a, b in self._gaps()), default=None)
-
-    @property
-    def participation(self) -> float | None:
-        """Share of the run's merged rounds that its contribution went into."""
-        total = self.rounds_merged_in_run
-        return self.rounds_folded / total if total else None
 
     def lost_steps(self, since: float, until: float) -> int:
         """Steps that are missing in gaps that reach into this time; see the head of this file."""
@@ -277,147 +391,3 @@ class LearnerHistory:
     def _gaps(self) -> Iterator[tuple[float, float]]:
         for life in self.lives:
             yield from pairwise(life.steps_at)
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round of a shard: when, and everything that the shard said of it."""
-
-    opened_at: float
-    closed_at: float | None
-    finished_at: float
-    result: RoundFinished
-
-    @property
-    def fate(self) -> Fate:
-        """How it ended: one in which nobody had anything new, as at the end, is not given up."""
-        if self.result.verdict == "merged":
-            return "merged"
-        return "abandoned" if self.result.given_up else "idle"
-
-
-@dataclass
-class ShardHistory:
-    """One shard of the syncer."""
-
-    name: str
-    lives: list[Life] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    clock_at: list[float] = field(default_factory=list)
-    clock: list[int] = field(default_factory=list)
-    terms: list[int] = field(default_factory=list)
-    outages: list[Outage] = field(default_factory=list)
-
-    @property
-    def merged(self) -> int:
-        """Rounds that were merged."""
-        return sum(r.result.verdict == "merged" for r in self.rounds)
-
-    @property
-    def abandoned(self) -> int:
-        """Rounds that were given up; not those in which nobody had anything new."""
-        return sum(r.result.given_up for r in self.rounds)
-
-    def clock_by(self, at: float) -> int:
-        """The shard's global step at an instant."""
-        index = bisect.bisect_right(self.clock_at, at)
-        return self.clock[index - 1] if index else 0
-
-
-@dataclass
-class RunHistory:
-    """A whole run; ``records`` counts what could be read of its tape."""
-
-    records: int = 0
-    started_wall: float = 0.0
-    duration: float = 0.0
-    fragments: int = 0
-    learners: dict[str, LearnerHistory] = field(default_factory=dict)
-    shards: dict[str, ShardHistory] = field(default_factory=dict)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    faults: list[tuple[float, FaultInjected]] = field(default_factory=list)
-    remarks: list[Remark] = field(default_factory=list)
-    bytes_moved: dict[str, BytesMoved] = field(default_factory=dict)
-    headers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    weights: list[str] = field(default_factory=list)
-    corpus: dict[str, Any] | None = None
-    sample_text: str | None = None
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def global_step(self) -> int:
-        """The latest global step of any shard."""
-        return max((s.clock[-1] for s in self.shards.values() if s.clock), default=0)
-
-    def global_step_by(self, at: float) -> int:
-        """The latest global step of any shard at an instant."""
-        return max((shard.clock_by(at) for shard in self.shards.values()), default=0)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that all learners together were trained on."""
-        return sum(learner.tokens for learner in self.learners.values())
-
-    @property
-    def discarded_tokens(self) -> float:
-        """Tokens whose training was overwritten by merged fragments."""
-        return sum(learner.discarded_tokens for learner in self.learners.values())
-
-    @property
-    def rounds_merged(self) -> int:
-        """Rounds that were merged, of all shards."""
-        return sum(shard.merged for shard in self.shards.values())
-
-    @property
-    def rounds_abandoned(self) -> int:
-        """Rounds that were given up, of all shards."""
-        return sum(shard.abandoned for shard in self.shards.values())
-
-    @property
-    def members(self) -> list[LearnerHistory | ShardHistory]:
-        """All learners, then all shards."""
-        return [*self.learners.values(), *self.shards.values()]
-
-    @property
-    def outages(self) -> list[Outage]:
-        """The outages of all learners and shards, in order of time."""
-        every = [outage for member in self.members for outage in member.outages]
-        return sorted(every, key=lambda outage: outage.down_at)
-
-    @property
-    def cuts(self) -> list[Cut]:
-        """When learners were out of the syncer's reach, in order of time."""
-        every = [cut for learner in self.learners.values() for cut in learner.cuts]
-        return sorted(every, key=lambda cut: (cut.cut_at, cut.who))
-
-    @cached_property
-    def training_span(self) -> tuple[float, float] | None:
-        """From the first step of anybody to the last step of anybody, once the tape is read."""
-        steps = [at for learner in self.learners.values() for at in learner.steps_at]
-        return (min(steps), max(steps)) if steps else None
-
-    @property
-    def afar(self) -> list[str]:
-        """The learners that only the shards tell of."""
-        return [learner.name for learner in self.learners.values() if learner.afar]
-
-    @property
-    def bytes_total(self) -> BytesMoved | None:
-        """What all learners together have sent and received.
-
-        Where learners have their tapes elsewhere it is what the shards have received and sent, in
-        which an evaluator's part is small.
-        """
-        moved, whose = self.bytes_moved, self.shards if self.afar else self.learners
-        parts = [b for who, b in moved.items() if who in whose]
-        if not parts:
-            return None
-        if self.afar:
-            parts = [b.seen_from_there for b in parts]
-        return BytesMoved(
-            sum(p.control_sent for p in parts),
-            sum(p.control_received for p in parts),
-            sum(p.data_sent for p in parts),
-            sum(p.data_received for p in parts),
-        )

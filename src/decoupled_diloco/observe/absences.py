@@ -1,0 +1,246 @@
+"""Who was away in a run, down or cut off, and what that cost the others; from a whole tape.
+
+The launcher writes down how processes end, and shards whose lease ran out and who came back; that a
+learner stepped on meanwhile is on its own tape. Of learners whose tapes are elsewhere the shards
+have heard of every step, but not when exactly it was taken if they heard of it late, because a link
+was cut or the shard itself stood still: such steps are spread evenly over the time before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from decoupled_diloco.observe.run_data import (
+    GAP_MEDIANS,
+    STEP_FAULTS,
+    CutOff,
+    LearnerLog,
+    Outage,
+    ProcessLife,
+)
+from decoupled_diloco.observe.shard_data import ShardLog
+from decoupled_diloco.observe.words import ending_in_words
+from decoupled_diloco.protocol.membership import LEASE_SECONDS
+
+if TYPE_CHECKING:
+    from decoupled_diloco.observe.run_model import RunModel
+
+BURST_MEDIANS = 0.5
+"""Steps that follow each other within less of a median step were heard of late."""
+
+RAN_OUT = "its lease ran out"
+"""How a shard ends its reason for no longer counting on a learner that it does not hear."""
+
+
+def find_absences(run: RunModel) -> None:
+    """Fills in what only the whole tape tells: outages, cuts and lost steps; once, at its end."""
+    run.shards = {name: shard for name, shard in run.shards.items() if shard.lives}
+    for learner in run.trained.values():
+        if learner.afar:
+            _spread_steps(learner)
+    _add_lives_without_records(run)
+    for fault in run.faults:
+        for name in fault.processes if fault.kind in STEP_FAULTS else ():
+            if name in run.learners:
+                span = (fault.begin, min(fault.end, run.duration))
+                run.learners[name].disturbed.append(span)
+    for member in run.members:
+        member.outages = list(_outages(run, member))
+    for learner in run.learners.values():
+        for life in learner.lives:  # what a killed process had not written down yet
+            life.ledger.stepped(life.unrecorded[1])
+    for member in run.members:
+        member.outages = [_with_lost_steps(run, outage) for outage in member.outages]
+    for learner in run.trained.values():
+        learner.cuts = _cuts(run, learner)
+
+
+# ---- learners whose tapes are elsewhere
+
+
+def _spread_steps(learner: LearnerLog) -> None:
+    for life in learner.lives:
+        life.steps_at = evenly(life.steps_at)
+        if life.steps_at:  # it had the global weights about a step before it had finished its first
+            life.ready_at = max(life.started_at, life.steps_at[0] - _median_gap(life.steps_at))
+
+
+def evenly(steps_at: list[float]) -> list[float]:
+    """Spreads steps that came in a burst after a gap over the gap and the burst.
+
+    >>> evenly([0.0, 1.0, 2.0, 3.0, 7.0, 7.0, 7.0, 7.0, 8.0, 9.0])
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+    """
+    even, median = list(steps_at), _median_gap(steps_at)
+    for index, (before, at) in enumerate(pairwise(steps_at), start=1):
+        last = index
+        if at - before > GAP_MEDIANS * median:
+            while last + 1 < len(even) and even[last + 1] - even[last] < BURST_MEDIANS * median:
+                last += 1
+        count = last - index + 1
+        for k in range(count if count > 1 else 0):
+            even[index + k] = before + (even[last] - before) * (k + 1) / count
+    return even
+
+
+def _median_gap(steps_at: list[float]) -> float:
+    return statistics.median([b - a for a, b in pairwise(steps_at)] or [0.0])
+
+
+# ---- outages
+
+
+def _add_lives_without_records(run: RunModel) -> None:
+    """A process that was started again, but not in time to write anything."""
+    span = run.training_span
+    members = {member.name: member for member in run.members if member.lives}
+    for name, at in run.spawns.items():
+        if name in members and at > members[name].lives[-1].last_at:
+            ends = [ended for ended, _ in run.ends.get(name, []) if ended >= at]
+            over = span is not None and min(ends, default=span[1]) >= span[1]
+            members[name].lives.append(ProcessLife(at, at, spawned_at=at, over=over))
+
+
+def _outages(run: RunModel, member: LearnerLog | ShardLog) -> Iterator[Outage]:
+    for index, life in enumerate(member.lives):
+        following = member.lives[index + 1] if index + 1 < len(member.lives) else None
+        ending = _ending(run, member.name, life, following)
+        life.crashed = ending is not None
+        if ending is None:
+            life.ended_at = _end_on_purpose(run, member.name, life)
+            continue
+        life.ended_at, how = ending
+        yield Outage(
+            who=member.name,
+            down_at=life.ended_at,
+            how=how,
+            global_step=run.global_step_by(life.ended_at),
+            restarted_at=following.began_at if following else None,
+            back_at=_back_at(following),
+            lost_steps={},
+        )
+
+
+def _back_at(following: ProcessLife | None) -> float | None:
+    if following is None or following.ready_at is not None or not following.steps_at:
+        return None if following is None else following.ready_at
+    return following.steps_at[0]
+
+
+def _ending(
+    run: RunModel, name: str, life: ProcessLife, following: ProcessLife | None
+) -> tuple[float, str] | None:
+    """When and how a life ended, if it was neither told to nor at the proper end of the run."""
+    until = following.began_at if following else run.duration
+    if any(life.began_at <= at <= until for at in run.orders.get(name, [])):
+        return None  # only who runs is told to end: it has not crashed before
+    for at, ended in run.ends.get(name, []):
+        if life.started_at <= at <= until:
+            proper = following is None and (ended.code == 0 or life.over)
+            return None if proper else (at, ending_in_words(ended.code, ended.signal))
+    if following is not None:
+        return (life.last_at, "fell silent")
+    for at, reason in _evictions(run, name):
+        if at > life.last_at and not reason.startswith("left") and not life.over:
+            return (life.last_at, "fell silent")
+    return None
+
+
+def _end_on_purpose(run: RunModel, name: str, life: ProcessLife) -> float | None:
+    """When a life that was not cut short ended, if that is on the tape."""
+    ends = [at for at, _ in run.ends.get(name, []) if at >= life.started_at]
+    left = [
+        at
+        for at, reason in _evictions(run, name)
+        if at >= life.started_at and reason.startswith("left")
+    ]
+    return min(ends + left, default=life.last_at if life.over else None)
+
+
+def _evictions(run: RunModel, name: str) -> list[tuple[float, str]]:
+    learner = run.learners.get(name)
+    return [(at, reason) for at, _, reason in learner.evictions] if learner else []
+
+
+def _with_lost_steps(run: RunModel, outage: Outage) -> Outage:
+    """Fills in what the learners that lived through an outage lost meanwhile."""
+    span = run.training_span
+    if span is None:
+        return outage
+    until = span[1] if outage.back_at is None else min(outage.back_at, span[1])
+    lost = {
+        name: learner.lost_steps(outage.down_at, until)
+        for name, learner in run.trained.items()
+        if name != outage.who and not _was_away(learner, outage.down_at, until)
+    }
+    return dataclasses.replace(outage, lost_steps=lost)
+
+
+def _was_away(learner: LearnerLog, begin: float, end: float) -> bool:
+    """Whether it was down for a part of this time, so that its gap has another cause."""
+    return any(
+        outage.down_at < end and (outage.back_at is None or outage.back_at > begin)
+        for outage in learner.outages
+    )
+
+
+# ---- cut off
+
+
+def _cuts(run: RunModel, learner: LearnerLog) -> list[CutOff]:
+    """The times in which a learner stepped on while shards did not hear of it."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(_times_unheard(run, learner)):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return [_cut(run, learner, begin, end) for begin, end in merged]
+
+
+def _times_unheard(run: RunModel, learner: LearnerLog) -> Iterator[tuple[float, float]]:
+    """At each shard, from the last that it heard to when it took the learner in again."""
+    for at, shard, why in learner.evictions:
+        heard_at = at - LEASE_SECONDS
+        life = _life_at(learner, heard_at)
+        if why.endswith(RAN_OUT) and life is not None and life.steps_at[-1] > at:
+            back = [
+                stay.since
+                for stay in run.shards[shard].stays
+                if stay.learner == learner.name and at < stay.since <= life.last_at
+            ]
+            yield (heard_at, min(back, default=life.last_at))
+
+
+def _life_at(learner: LearnerLog, at: float) -> ProcessLife | None:
+    """The life in which it stepped before and after an instant."""
+    for life in learner.lives:
+        if life.steps_at and life.steps_at[0] <= at < life.steps_at[-1]:
+            return life
+    return None
+
+
+def _cut(run: RunModel, learner: LearnerLog, begin: float, end: float) -> CutOff:
+    merged = [r for r in run.rounds if r.merged and begin < r.finished_at <= end]
+    took = sum(
+        any(p.learner == learner.name and p.state == "folded" for p in r.outcome.participants)
+        for r in merged
+    )
+    back = end < max(life.last_at for life in learner.lives)
+    return CutOff(
+        who=learner.name,
+        cut_at=begin,
+        back_at=end if back else None,
+        steps=sum(begin < at <= end for at in learner.steps_at),
+        rounds_merged=len(merged),
+        rounds_missed=len(merged) - took,
+        lost_steps={
+            other.name: other.lost_steps(begin, end)
+            for other in run.trained.values()
+            if other is not learner and not _was_away(other, begin, end)
+        },
+    )

@@ -1,0 +1,120 @@
+"""The part of a `RunModel` that takes in what learners wrote."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from decoupled_diloco.observe.records import Record
+from decoupled_diloco.observe.run_data import LearnerLog, LossPoint, ProcessLife
+from decoupled_diloco.observe.samples import LossMeasured
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol.messages import LOSS_MAX
+from decoupled_diloco.units import format_duration
+
+if TYPE_CHECKING:
+    from decoupled_diloco.observe.run_model import RunModel
+
+
+class LearnerFold:
+    """Takes in the records of learners."""
+
+    def __init__(self, run: RunModel) -> None:
+        self._run = run
+
+    def take(
+        self, learner: LearnerLog, life: ProcessLife, record: Record, at: float, value: Any
+    ) -> None:
+        """Takes one record in."""
+        run = self._run
+        match value:
+            case fact.StepFinished(tokens):
+                self._stepped(learner, life, at, tokens)
+            case LossMeasured(_, global_step, _, loss):
+                self.measured(learner, record, at, global_step, loss)
+            case do.Apply(fragment, _, mode, discarded, why):
+                run.fragments_seen = max(run.fragments_seen, fragment + 1)
+                if discarded:
+                    learner.discarded[(mode, why)] += discarded
+            case do.Ready():
+                life.ready_at = at if life.ready_at is None else life.ready_at
+                learner.process, learner.stepped_at = "training", at
+                self.tell_joined(learner, record, at)
+            case do.EndTraining() | do.RunOver():
+                life.over, learner.process = True, "finished"
+                if isinstance(value, do.EndTraining):
+                    self._run.remark(
+                        record, at, "", "the budget is spent: the closing rounds begin"
+                    )
+            case do.Recovered():
+                learner.recoveries.append(value)
+        if self._run.whole:
+            _keep_books(life, at, value)
+
+    def _stepped(self, learner: LearnerLog, life: ProcessLife, at: float, tokens: int) -> None:
+        life.steps += 1
+        life.tokens += tokens
+        learner.stepped_at, learner.process = at, "training"
+        self._run.count_tokens(learner)
+        learner.rate.add(at, learner.tokens)
+        self._run.token_rate.add(self._run.duration, self._run.tokens)
+
+    def measured(
+        self, learner: LearnerLog, record: Record, at: float, step: int, loss: float | None
+    ) -> None:
+        """A learner's loss, ``None`` or huge if it is not finite."""
+        learner.loss = None if loss is None or abs(loss) >= LOSS_MAX else loss
+        if learner.loss is None:
+            learner.losses_not_finite += 1
+            text = f"the loss of {learner.name} is not finite: it has diverged"
+            self._run.remark(record, at, learner.name, text)
+        elif self._run.whole:
+            learner.losses.append(LossPoint(at, step, learner.loss))
+
+    def sent(self, life: ProcessLife, record: Record) -> None:
+        """Of what was sent only this much matters."""
+        try:
+            ask = record.data["ask"]
+            name = (int(ask["term"]), int(ask["number"]))
+            life.ledger.sent(int(record.data["fragment"]), name, int(record.data["tokens"]))
+        except (KeyError, TypeError, ValueError) as error:
+            self._run.left_out[f"{record.who}: SendBody: {error!r}"] += 1
+
+    def tell_joined(self, learner: LearnerLog, record: Record, at: float) -> None:
+        """Says that a learner trains from now on."""
+        text, down_at = f"{learner.name} joined", learner.down_at
+        if down_at is not None:
+            away = format_duration(at - down_at)
+            text = f"{learner.name} is back, {away} after it went down"
+        elif learner.afar and len(learner.lives) > 1:
+            text = f"{learner.name} is back"
+        learner.down_at = None
+        self._run.remark(record, at, learner.name, text)
+
+
+def _keep_books(life: ProcessLife, at: float, value: Any) -> None:
+    """What only a whole tape is read for: each step, and what became of its tokens."""
+    match value:
+        case fact.StepFinished(tokens):
+            life.steps_at.append(at)
+            life.step_tokens.append(tokens)
+            life.ledger.stepped(tokens)
+        case fact.Began(kept=kept):
+            for own in kept:
+                life.ledger.restored(own.fragment, _named(own.version), own.tokens)
+        case do.Apply(fragment, version, mode, discarded, why):
+            life.ledger.applied(fragment, mode, discarded, why)
+            life.ledger.holds(fragment, _named(version))
+        case do.Relabel(fragment, version, staged=staged):
+            life.ledger.renamed(fragment, staged=staged)
+            if not staged:
+                life.ledger.holds(fragment, _named(version))
+        case do.Hold():
+            life.holds.append((at, math.inf))
+        case do.Release() if life.holds:
+            life.holds[-1] = (life.holds[-1][0], at)
+
+
+def _named(version: Any) -> tuple[int, int]:
+    return (version.term, version.counter)

@@ -1,0 +1,600 @@
+"""The state of a run, kept up to date record by record: everything that tells of a run reads it.
+
+A tape that grows is fed as it comes (``keep="now"``): what is kept then does not grow with the run,
+but for what follows from who takes part: learners, lives of processes, epochs. A whole tape is fed
+at once (`read_run`): then every step, loss, tick and round is kept.
+
+Most of it comes from the tapes of the shards, which a running syncer serves; the learners' own
+tapes, where they are at hand, add what only they know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO
+
+from decoupled_diloco.errors import ProtocolError, StorageError
+from decoupled_diloco.observe.absences import find_absences
+from decoupled_diloco.observe.accounts import RunAccount, account_for
+from decoupled_diloco.observe.acting import Acting, is_learner, is_shard
+from decoupled_diloco.observe.learner_fold import LearnerFold
+from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
+from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME, Record, format_record
+from decoupled_diloco.observe.run_data import (
+    TOOK_PART,
+    CutOff,
+    Evaluation,
+    FaultLog,
+    LearnerLog,
+    Outage,
+    ProcessLife,
+    Rate,
+    Remark,
+)
+from decoupled_diloco.observe.samples import (
+    BytesMoved,
+    CorpusDescribed,
+    EndRequested,
+    Evaluated,
+    FaultEnded,
+    FaultInjected,
+    ProcessEnded,
+    ProcessStarted,
+    RestartScheduled,
+    SampleGenerated,
+    TookOver,
+    WeightsSaved,
+    WentBack,
+)
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
+from decoupled_diloco.observe.shard_fold import ShardFold
+from decoupled_diloco.observe.whole_files import write_whole
+from decoupled_diloco.observe.words import ending_in_words, note_in_words, subjects_of
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol.messages import LOSS_MAX
+from decoupled_diloco.units import format_duration
+
+REMARKS_MAX = 500
+"""Remarks that are kept of a run that goes on, the newest."""
+
+REPEAT_SECONDS = 5.0
+"""The same remark, from several processes within this time, is told once."""
+
+PROBLEMS_MAX = 10
+"""No more torn lines than this are named one by one."""
+
+Keep = Literal["now", "run", "details"]
+"""What is remembered: the present state; also every step and round; also each round's details."""
+
+
+class Listener(Protocol):
+    """Somebody who is told every record that the model has decoded, and those in ``looks_at``."""
+
+    looks_at: frozenset[str]
+
+    def take(self, who: str, at: float, value: Any) -> None:
+        """One record; ``None`` stands for a start record."""
+        ...
+
+
+class RunModel:
+    """Everything that is known of a run as of its latest record.
+
+    Args:
+        keep: What to remember.
+        listener: Told of each record.
+
+    Attributes:
+        records: How many it has taken in.
+        started_wall: The first one's wall-clock seconds; instants are seconds since then.
+        duration: The latest one's instant.
+        settings: The run's public settings, of a shard if any tells them.
+        tokens: Of all learners.
+        evaluations: Of the global weights; of the present state the last one.
+        told_to_end: Processes that the launcher has told to end and not started again.
+        left_out: Records that this version cannot read, by why.
+        problems: What could not be read of the tape, one sentence each.
+    """
+
+    def __init__(self, keep: Keep = "now", listener: Listener | None = None) -> None:
+        self.keep = keep
+        self.records = 0
+        self.started_wall = 0.0
+        self.duration = 0.0
+        self.shards: dict[str, ShardLog] = {}
+        self.learners: dict[str, LearnerLog] = {}
+        self.observers: set[str] = set()
+        self.settings: dict[str, Any] = {}
+        self.virtual = False
+        self.tokens = 0
+        self.clock_rate = Rate()
+        self.token_rate = Rate()
+        self.evaluations: list[Evaluation] = []
+        self.faults: list[FaultLog] = []
+        self.remarks: list[Remark] = []
+        self.cut: tuple[float, do.KeepCut] | None = None
+        self.headers: dict[str, dict[str, Any]] = {}
+        self.releases: dict[str, str] = {}
+        self.weights: list[str] = []
+        self.corpus: dict[str, Any] | None = None
+        self.sample_text: str | None = None
+        self.told_to_end: set[str] = set()
+        self.ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
+        self.orders: dict[str, list[float]] = {}
+        self.spawns: dict[str, float] = {}
+        self.left_out: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._bytes: dict[str, dict[int, BytesMoved]] = {}
+        self.fragments_seen = 0
+        self._acting = Acting()
+        self._told: dict[str, float] = {}
+        self._new: list[Remark] = []
+        self._listener = listener
+        self._looks_at = LOOKED_AT | (listener.looks_at if listener else frozenset())
+        self._learners = LearnerFold(self)
+        self._shards = ShardFold(self, self._learners)
+
+    # ---- what follows from it
+
+    @property
+    def whole(self) -> bool:
+        """Whether every step and round is kept."""
+        return self.keep != "now"
+
+    @property
+    def latest(self) -> float:
+        """Wall-clock seconds of the latest record."""
+        return self.started_wall + self.duration
+
+    @property
+    def finished(self) -> bool:
+        """Whether every shard has seen the end of the run."""
+        shards = self.shards.values()
+        return bool(shards) and all(shard.phase == "finished" for shard in shards)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the launcher has ended the syncer of a run that was not over."""
+        return any(map(is_shard, self.told_to_end)) and not self.finished
+
+    @property
+    def step(self) -> int:
+        """How far the slowest shard has come: what a budget of steps is measured by."""
+        return min((shard.clock_max for shard in self.shards.values()), default=0)
+
+    @property
+    def global_step(self) -> int:
+        """The latest clock of any shard: the step at which something happens."""
+        return max((shard.clock for shard in self.shards.values()), default=0)
+
+    def global_step_by(self, at: float) -> int:
+        """The same at an instant, of a whole tape."""
+        return max((shard.clock_by(at) for shard in self.shards.values()), default=0)
+
+    @property
+    def fragments(self) -> int:
+        """P, from the run's settings, or as far as learners have told; 0: it is not known."""
+        told = self.settings_of("sync").get("fragments")
+        return max(told if isinstance(told, int) else 0, self.fragments_seen)
+
+    @property
+    def rounds_merged(self) -> int:
+        """Rounds that were merged, of all shards."""
+        return sum(shard.merged for shard in self.shards.values())
+
+    @property
+    def rounds_abandoned(self) -> int:
+        """Rounds that were given up, of all shards."""
+        return sum(shard.abandoned for shard in self.shards.values())
+
+    @property
+    def rounds(self) -> Iterator[RoundLog]:
+        """Every round that is over and kept, shard by shard."""
+        for shard in self.shards.values():
+            yield from shard.rounds
+
+    @property
+    def trained(self) -> dict[str, LearnerLog]:
+        """The learners that a tape tells something of, beside that they were started."""
+        return {name: learner for name, learner in self.learners.items() if learner.lives}
+
+    @property
+    def members(self) -> list[LearnerLog | ShardLog]:
+        """All learners, then all shards."""
+        return [*self.trained.values(), *self.shards.values()]
+
+    @property
+    def afar(self) -> list[str]:
+        """The learners that only the shards tell of."""
+        return [learner.name for learner in self.trained.values() if learner.afar]
+
+    @property
+    def outages(self) -> list[Outage]:
+        """The outages of all learners and shards, in order of time."""
+        every = [outage for member in self.members for outage in member.outages]
+        return sorted(every, key=lambda outage: outage.down_at)
+
+    @property
+    def cuts(self) -> list[CutOff]:
+        """When learners were out of the syncer's reach, in order of time."""
+        every = [cut for learner in self.learners.values() for cut in learner.cuts]
+        return sorted(every, key=lambda cut: (cut.cut_at, cut.who))
+
+    @cached_property
+    def training_span(self) -> tuple[float, float] | None:
+        """From the first step of anybody to the last step of anybody, once the tape is read."""
+        steps = [at for learner in self.learners.values() for at in learner.steps_at]
+        return (min(steps), max(steps)) if steps else None
+
+    @cached_property
+    def account(self) -> RunAccount:
+        """Where time and tokens went, once a whole tape is read."""
+        return account_for(self)
+
+    def participation_of(self, learner: LearnerLog) -> float | None:
+        """Share of the run's merged rounds that its contribution went into."""
+        merged = self.rounds_merged
+        return learner.reasons[TOOK_PART] / merged if merged else None
+
+    def settings_of(self, table: str) -> dict[str, Any]:
+        """One table of the run's public settings; empty while they are not known."""
+        found = self.settings.get(table)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def bytes_moved(self) -> dict[str, BytesMoved]:
+        """What each process has sent and received, all its lives together."""
+        return {who: _sum_of(lives.values()) for who, lives in self._bytes.items()}
+
+    def bytes_of(self, *, syncer: bool) -> BytesMoved | None:
+        """What all learners have sent and received, as the shards have counted it or they have."""
+        moved, whose = self.bytes_moved, self.shards if syncer else self.learners
+        parts = [b.seen_from_there if syncer else b for who, b in moved.items() if who in whose]
+        return _sum_of(parts) if parts else None
+
+    @property
+    def bytes_total(self) -> BytesMoved | None:
+        """What all learners together have sent and received.
+
+        Where learners have their tapes elsewhere it is what the shards have received and sent, in
+        which an evaluator's part is small.
+        """
+        return self.bytes_of(syncer=bool(self.afar))
+
+    # ---- taking records in
+
+    def take_all(self, records: Iterable[Record]) -> None:
+        """Takes records in, in the order of time."""
+        for record in records:
+            self.take(record)
+
+    def take(self, record: Record) -> list[Remark]:
+        """Takes one record in; one that this version cannot read is counted and left out.
+
+        Returns:
+            What is worth a line.
+        """
+        self._new = []
+        if not self.records:
+            self.started_wall = record.wall
+        self.records += 1
+        at = max(0.0, record.wall - self.started_wall)  # less: the clock was set back
+        self.duration = max(self.duration, at)
+        if record.kind == "start":
+            self._started(record, at)
+        life = self._life(record, at)
+        if record.type in self._looks_at and _matters(record):
+            self._decode(record, at, life)
+        elif record.type == "SendBody" and life is not None and self.whole:
+            self._learners.sent(life, record)
+        return self._new
+
+    def _decode(self, record: Record, at: float, life: ProcessLife | None) -> None:
+        try:
+            value = record.value()
+        except ProtocolError as error:
+            self.leave_out(record, at, str(error))
+            return
+        if self._listener is not None:
+            self._listener.take(record.who, at, value)
+        if is_shard(record.who):
+            self._shards.take(self.shards[record.who], record, at, value)
+        elif record.who in self.learners and life is not None:
+            self._learners.take(self.learners[record.who], life, record, at, value)
+        self._anybody(record, at, value)
+
+    def leave_out(self, record: Record, at: float, why: str) -> None:
+        """Counts a record that cannot be read, and tells of the first one."""
+        problem = f"{record.who}: {why}"
+        if not self.left_out[problem]:
+            self.remark(record, at, "", f"a record of {record.who} is left out: {why}")
+        self.left_out[problem] += 1
+
+    def learner(self, name: str) -> LearnerLog:
+        """The learner of this name."""
+        if name not in self.learners:
+            self.learners[name] = LearnerLog(name)
+        return self.learners[name]
+
+    def _shard(self, name: str) -> ShardLog:
+        if name not in self.shards:
+            self.shards[name] = ShardLog(name)
+            ordered = sorted(self.shards.values(), key=lambda shard: shard.index)
+            self.shards = {shard.name: shard for shard in ordered}
+        return self.shards[name]
+
+    def _started(self, record: Record, at: float) -> None:
+        who, header = record.who, record.data.get("header")
+        self.headers[who] = dict(header) if isinstance(header, dict) else {}
+        self.releases[who] = str(record.data.get("version", "unknown"))
+        self.virtual = self.virtual or self.headers[who].get("virtual") is True
+        settings = self.headers[who].get("settings")
+        if isinstance(settings, dict) and (not self.settings or is_shard(who)):
+            self.settings = settings
+        if self.headers[who].get("role") == "observer":
+            self.observe_only(who)
+        if is_shard(who):
+            self._shards.started(self._shard(who), at)
+            if self._listener is not None:
+                self._listener.take(who, at, None)
+        elif self._is_learner(who):
+            learner = self.learner(who)
+            learner.process, learner.left = "joining", ""
+            learner.rate.clear()
+            learner.cut_from.clear()
+
+    def observe_only(self, name: str) -> None:
+        """A process that looks like a learner by its name takes no part."""
+        self.observers.add(name)
+        self.learners.pop(name, None)
+
+    def _life(self, record: Record, at: float) -> ProcessLife | None:
+        """The life that a record of a learner or shard belongs to."""
+        who = record.who
+        if is_shard(who):
+            shard = self._shard(who)
+            shard.heard_at, lives = at, shard.lives
+        elif self._is_learner(who):
+            learner = self.learner(who)
+            if not learner.has_tape:  # which tells more than what was heard from afar
+                learner.has_tape, learner.lives = True, []
+            lives = learner.lives
+        else:
+            return None
+        if record.kind == "start" or not lives:
+            lives.append(ProcessLife(at, at, spawned_at=self.spawns.pop(who, None)))
+        lives[-1].last_at = at
+        return lives[-1]
+
+    def _is_learner(self, name: str) -> bool:
+        return is_learner(name) and name not in self.observers
+
+    def count_tokens(self, learner: LearnerLog) -> None:
+        """Counts what is new of its tokens."""
+        tokens = learner.tokens
+        self.tokens += tokens - learner.tokens_counted
+        learner.tokens_counted = tokens
+
+    # ---- the records of the launcher, and of anybody
+
+    def _anybody(self, record: Record, at: float, value: Any) -> None:
+        match value:
+            case do.KeepCut():
+                self.cut = at, value
+            case EndRequested(names):
+                self._told_to_end(record, at, names)
+            case ProcessStarted(name, _):
+                self._process_started(name, at)
+            case ProcessEnded():
+                self._process_ended(record, at, value)
+            case RestartScheduled(name, seconds):
+                self._set_process(self._acting.whose(name), "restarting")
+                text = f"{name} is started again in {format_duration(seconds)}"
+                self.remark(record, at, name, text)
+            case FaultInjected(kind, target, processes):
+                self.faults.append(FaultLog(kind, target, processes, at))
+                self.remark(record, at, target, f"fault on purpose: {kind} {target}")
+            case FaultEnded(kind, target):
+                self._fault_ended(value, at)
+                self.remark(record, at, target, f"fault undone: {kind} {target}")
+            case TookOver():
+                self.remark(record, at, record.who, self._acting.took_over(value))
+            case do.Note(text, why):
+                self._noted(record, at, text, why)
+            case WentBack(told):
+                for shard in self.shards.values():
+                    shard.clock = shard.clock_max = 0
+                self.clock_rate.clear()
+                self.remark(record, at, "", told)
+            case _:
+                self._result(record, at, value)
+
+    def _result(self, record: Record, at: float, value: Any) -> None:
+        """What was measured and made."""
+        match value:
+            case BytesMoved():
+                self._bytes.setdefault(record.who, {})[record.life] = value
+            case Evaluated():
+                self._evaluated(record, at, value)
+            case WeightsSaved(path):
+                self.weights.append(path)
+                self.remark(record, at, "", f"weights saved: {path}")
+            case SampleGenerated(text):
+                self.sample_text = text
+            case CorpusDescribed(description):
+                self.corpus = self._corpus(description)
+
+    def _evaluated(self, record: Record, at: float, value: Evaluated) -> None:
+        loss = None if value.loss is None or abs(value.loss) > LOSS_MAX else value.loss
+        named = tuple((metric.name, metric.value) for metric in value.metrics)
+        if not self.whole:
+            self.evaluations.clear()
+        self.evaluations.append(Evaluation(at, value.global_step, loss, value.tokens, named))
+        told = ", ".join(f"{name} {_number(n)}" for name, n in (("loss", loss), *named))
+        self.remark(record, at, "", f"evaluation at step {value.global_step}: {told}")
+
+    def _corpus(self, description: str) -> dict[str, Any] | None:
+        try:
+            corpus = json.loads(description)
+        except ValueError:
+            corpus = None
+        if not isinstance(corpus, dict):
+            self.problems.append("the description of the corpus is no JSON object")
+            return None
+        return corpus
+
+    def _told_to_end(self, record: Record, at: float, names: tuple[str, ...]) -> None:
+        for name in names:
+            self.orders.setdefault(name, []).append(at)
+        if not self.finished:
+            told = f"{names[0]} is" if len(names) == 1 else f"{len(names)} processes are"
+            self.remark(record, at, "", f"{told} told to end")
+        self.told_to_end |= set(names)
+
+    def _process_started(self, process: str, at: float) -> None:
+        self.spawns[self._acting.whose(process)] = at
+        self.told_to_end.discard(process)
+        if is_shard(process):
+            self._shard(process)
+        elif self._is_learner(process):
+            learner = self.learner(process)
+            learner.process, learner.left = "joining", ""
+
+    def _process_ended(self, record: Record, at: float, ended: ProcessEnded) -> None:
+        name = self._acting.whose(ended.name)
+        self.ends.setdefault(name, []).append((at, ended))
+        if ended.name in self.told_to_end:
+            if name in self.shards and not self.finished:
+                self.shards[name].phase = "ended"
+            return
+        self._set_process(name, "finished" if ended.code == 0 else "down")
+        if ended.code != 0:
+            if name in self.learners:
+                self.learners[name].down_at = at
+            was = "" if ended.signal is None else "was "
+            how = ending_in_words(ended.code, ended.signal)
+            text = f"{ended.name} {was}{how} at step {self.global_step}"
+            self.remark(record, at, name, text)
+
+    def _set_process(self, name: str, state: str) -> None:
+        if is_shard(name) and name in self.shards:
+            self.shards[name].phase = state
+        elif self._is_learner(name):
+            self.learner(name).process = state
+
+    def _fault_ended(self, ended: FaultEnded, at: float) -> None:
+        place = (ended.kind, ended.target, ended.processes)
+        for fault in self.faults:
+            if (fault.kind, fault.target, fault.processes) == place and math.isinf(fault.end):
+                fault.end = at
+                return
+
+    def _noted(self, record: Record, at: float, text: str, why: str) -> None:
+        names = [name for name in subjects_of(text) if name in self.learners]
+        subject = record.who if text.startswith("it ") else next(iter(names), "")
+        self.remark(record, at, subject, note_in_words(record.who, text, why))
+
+    def remark(self, record: Record, at: float, subject: str, text: str) -> None:
+        """Notes what is worth a line, unless there is none or it was told just before."""
+        if not text:
+            return
+        told = self._told.get(text)
+        self._told[text] = at
+        if told is not None and at - told <= REPEAT_SECONDS:
+            return
+        if len(self._told) > REMARKS_MAX:
+            recent = {t: when for t, when in self._told.items() if at - when <= REPEAT_SECONDS}
+            self._told = recent
+        self._new.append(Remark(at, record.who, subject, record.type, text))
+        self.remarks.append(self._new[-1])
+        if not self.whole:
+            del self.remarks[:-REMARKS_MAX]
+
+
+def read_run(path: str | Path, keep: Keep = "run", listener: Listener | None = None) -> RunModel:
+    """What happened in a run, from its run folder, its tape folder or a single tape file.
+
+    What could not be read of the tape is in the model's ``problems``.
+
+    Raises:
+        StorageError: There is no tape, or it is of a newer schema.
+    """
+    reader = TapeReader(path)
+    model = run_of(reader, keep, listener)
+    if reader.problems and not model.records:
+        raise StorageError(
+            f"{path} is no event tape: none of its lines can be read, the first one: "
+            f"{reader.problems[0]}"
+        )
+    model.problems[:0] = _fewer(reader.problems)
+    if not model.records:
+        model.problems.append(f"{path} is empty: no process had written a record yet.")
+    return model
+
+
+def merge_and_read(run_folder: Path) -> RunModel:
+    """What happened in a run whose tapes are whole now; writes them into one file on the way.
+
+    Raises:
+        StorageError: There is no tape, or the merged file cannot be written.
+    """
+    reader = TapeReader(run_folder / FOLDER_NAME)
+    models: list[RunModel] = []
+
+    def write(path: Path) -> None:
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            models.append(run_of(_copied(reader, file), "run"))
+
+    write_whole(run_folder / MERGED_NAME, write)
+    models[0].problems[:0] = _fewer(reader.problems)
+    return models[0]
+
+
+def _copied(records: Iterable[Record], file: TextIO) -> Iterator[Record]:
+    for record in records:
+        file.write(format_record(record))
+        yield record
+
+
+def run_of(
+    records: Iterable[Record], keep: Keep = "details", listener: Listener | None = None
+) -> RunModel:
+    """What happened in a run, from all its records in the order of time."""
+    model = RunModel(keep, listener)
+    model.take_all(records)
+    find_absences(model)
+    model.problems += [
+        f"{count} records that this version cannot read were left out: {why}"
+        for why, count in model.left_out.items()
+    ]
+    return model
+
+
+def _matters(record: Record) -> bool:
+    """Whether the message in a record is one to look at: most are not, and need no decoding."""
+    wanted = MESSAGES.get(record.type)
+    if wanted is None:
+        return True
+    message = record.data.get("message")
+    return isinstance(message, dict) and message.get("type") in wanted
+
+
+def _fewer(problems: list[str]) -> list[str]:
+    """The first of many problems, and how many more there are."""
+    more = len(problems) - PROBLEMS_MAX
+    return problems if more <= 0 else [*problems[:PROBLEMS_MAX], f"… and {more} more lines."]
+
+
+def _sum_of(parts: Iterable[BytesMoved]) -> BytesMoved:
+    return BytesMoved(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
