@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoupled_diloco.protocol.effects import (
-    Admit,
-    AdmitShard,
     Apply,
     Broadcast,
     ClockAdvanced,
@@ -25,7 +23,14 @@ from decoupled_diloco.protocol.effects import (
     SendBody,
     Snapshot,
 )
-from decoupled_diloco.protocol.events import BodyArrived, Merged, MergeFailed, Told
+from decoupled_diloco.protocol.events import (
+    Began,
+    BodyArrived,
+    Merged,
+    MergeFailed,
+    TermGranted,
+    Told,
+)
 from decoupled_diloco.protocol.learner import NOT_TAKEN
 from decoupled_diloco.protocol.messages import Published, Pull, Version
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
@@ -77,12 +82,6 @@ class Checker:
                     self._clock(who, clock)
                 case Hold():
                     assert self.world.options.wait == "at_overlap", f"{who} waits"
-                case Admit(_, learner, epoch):
-                    assert epoch >= self.epochs.get(learner, 0), "an epoch goes back"
-                    self.epochs[learner] = epoch
-                case AdmitShard(shard, term):
-                    assert term >= self.terms.get(shard, 0), "a term goes back"
-                    self.terms[shard] = term
                 case Apply(fragment, _, _, discarded, why):
                     assert discarded >= 0
                     if why == NOT_TAKEN:
@@ -91,6 +90,7 @@ class Checker:
                     self.notes.append(text)
                 case Snapshot():
                     assert self.world.learners[who].spec.role == "learner"
+        self._is_later(who, event)
         if isinstance(event, MergeFailed):
             self._merge_failed(who, now, event.fragment)
         if isinstance(event, Merged):
@@ -98,6 +98,17 @@ class Checker:
         if isinstance(event, Told) and isinstance(event.message, Pull):
             self.pulls += 1
             self.pulls_answered_at_once += any(isinstance(e, SendBody) for e in effects)
+
+    def _is_later(self, who: str, event: Any) -> None:
+        """Nobody is told of an epoch or a term that is older than one that was told before."""
+        if isinstance(event, Began):
+            epoch = self.world.learners[who].machine.epoch
+            assert epoch >= self.epochs.get(who, 0), "an epoch goes back"
+            self.epochs[who] = epoch
+        if isinstance(event, TermGranted):
+            shard, term = self.shards[who].shard, event.admitted.term
+            assert term >= self.terms.get(shard, 0), "a term goes back"
+            self.terms[shard] = term
 
     def _count(self, fragment: int) -> None:
         self.longest[fragment] = self.seconds_without_merge(fragment)
