@@ -21,7 +21,7 @@ from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of
 from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
-from decoupled_diloco.observe.tape import Follower, follow, merge_tapes
+from decoupled_diloco.observe.tape import Follower, follow, pack_tapes
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.storage.files import write_text
 
@@ -323,11 +323,11 @@ class LocalRun:
         self.supervisor.stop()
 
     def close(self) -> None:
-        """Ends what still runs, merges the tapes, frees the folder."""
+        """Ends what still runs, compresses the tapes, frees the folder."""
         try:
             self.stop()
             self._tape.close()
-            merge_tapes(self.path)
+            pack_tapes(self.path)
         except StorageError as error:
             logger.error("%s", error)
         finally:

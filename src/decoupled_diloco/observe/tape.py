@@ -21,7 +21,7 @@ Files of a schema newer than ``SCHEMA`` are refused; older ones are to stay read
 
 from __future__ import annotations
 
-from decoupled_diloco.observe.reader import Follower, TapeReader, follow, merge_tapes, read_tape
+from decoupled_diloco.observe.reader import Follower, TapeReader, follow, read_tape
 from decoupled_diloco.observe.recorder import Difference, Machine, Recorder, replay
 from decoupled_diloco.observe.records import (
     FOLDER_NAME,
@@ -32,6 +32,7 @@ from decoupled_diloco.observe.records import (
     Kind,
     Record,
 )
+from decoupled_diloco.observe.segments import pack_tapes, tapes_in
 from decoupled_diloco.observe.writer import BUFFER_RECORDS_MAX, FLUSH_SECONDS, TapeWriter
 
 __all__ = [
@@ -51,7 +52,8 @@ __all__ = [
     "TapeReader",
     "TapeWriter",
     "follow",
-    "merge_tapes",
+    "pack_tapes",
     "read_tape",
     "replay",
+    "tapes_in",
 ]
