@@ -121,15 +121,13 @@ def tapes_in(folder: Path) -> list[Path]:
 def segments_of(tape: Path) -> list[Segment]:
     """The segments of a tape, in order; what is behind the last is in the tape's own file."""
     found = dict[int, Path]()
-    with contextlib.suppress(FileNotFoundError):
-        for name in sorted(os.listdir(_folder(tape))):  # the compressed one of two comes second
-            end, _, kind = name.partition(".")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in sorted(_folder(tape).iterdir()):  # the compressed one of two comes second
+            end, _, kind = path.name.partition(".")
             if end.isdecimal() and f".{kind}" in (TEXT, COMPRESSED):
-                found[int(end)] = _folder(tape) / name
+                found[int(end)] = path
     ends = sorted(found)
-    return [
-        Segment(found[end], begin, end) for begin, end in zip([0, *ends], ends, strict=False)
-    ]
+    return [Segment(found[end], begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def open_newest(tape: Path) -> Part:

@@ -40,9 +40,10 @@ class TapeWriter:
     Records go to a buffer as they are: who writes them waits neither for the disk nor for their
     text. `flush` writes the buffer, in order, and may be called from another thread meanwhile;
     whoever owns the tape calls it every ``FLUSH_SECONDS``, so a process that is killed loses what
-    is younger. Text that fills a segment is compressed later, in a thread of its own. Who has thousands of records then, and an event loop that must not wait, has their
-    text made before, some at a time (`make_text`). Threads that write records agree among
-    themselves who is next.
+    is younger. Text that fills a segment is compressed afterwards, by a thread that nobody waits
+    for. Who has thousands of records then, and an event loop that must not wait, has their text
+    made before, some at a time (`make_text`). Threads that write records agree among themselves who
+    is next.
 
     A failed write (the disk is full) raises `StorageError` once, or tells ``on_failure`` of it, and
     so does a buffer that has outgrown ``BUFFER_RECORDS_MAX``; from then on records are dropped and

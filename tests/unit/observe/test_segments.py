@@ -229,6 +229,7 @@ def test_a_disk_that_takes_no_segment_leaves_the_text_as_it_is(tmp_path, monkeyp
         write(tape, range(100))
     assert tape.dropped == 0
     assert tape.path.read_bytes().count(b"\n") == 101
+    assert steps_in(tmp_path) == list(range(100))
 
 
 WRITES_UNTIL_KILLED = """
