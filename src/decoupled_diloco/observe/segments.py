@@ -23,6 +23,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -65,8 +66,10 @@ def _give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-_COMPRESSOR = ThreadPoolExecutor(1, thread_name_prefix="ddiloco-tape", initializer=_give_way)
-"""One thread of the process: a thousand tapes of a virtual world fill up together."""
+@cache
+def _compressor(_process: int) -> ThreadPoolExecutor:
+    """One thread of a process: a thousand tapes of a virtual world fill up together."""
+    return ThreadPoolExecutor(1, thread_name_prefix="ddiloco-tape", initializer=_give_way)
 
 
 class Segment(NamedTuple):
@@ -261,9 +264,11 @@ def end_segment(tape: Path, file: BinaryIO) -> bool:
     return True
 
 
-def compress_later(tape: Path) -> Future[None]:
-    """Has the segments of a tape compressed that are not yet."""
-    return _COMPRESSOR.submit(_compress_segments, tape)
+def compress_later(tape: Path) -> Future[None] | None:
+    """Has the segments of a tape compressed that are not yet; ``None``: this process ends."""
+    with contextlib.suppress(RuntimeError):
+        return _compressor(os.getpid()).submit(_compress_segments, tape)
+    return None
 
 
 def _compress_segments(tape: Path) -> None:

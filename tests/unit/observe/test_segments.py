@@ -261,3 +261,28 @@ def test_a_process_that_is_killed_at_any_moment_loses_nothing_that_was_flushed(t
     for seqs, last in zip(lives, flushed, strict=True):
         assert all(b == a + 1 for a, b in pairwise(seqs))
         assert len(seqs) >= last + 2
+
+
+ENDS_LATE = """
+import atexit, sys
+from decoupled_diloco.observe import writer
+from decoupled_diloco.observe.samples import LossMeasured
+writer.SEGMENT_BYTES = 2000
+tape = writer.TapeWriter(sys.argv[1], "learner-0")
+
+def end():
+    for step in range(100):
+        tape.sample(float(step), LossMeasured(step, step, 32, 2.5))
+    tape.close()
+
+atexit.register(end)
+"""
+
+
+def test_a_tape_that_is_written_while_its_process_ends_is_whole(tmp_path):
+    """No thread can be asked to do anything then: what it would compress stays text."""
+    command = [sys.executable, "-c", ENDS_LATE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert steps_in(tmp_path) == list(range(100))
+    assert {part.path.suffix for part in segments_of(tmp_path / "learner-0.jsonl")} == {".jsonl"}
