@@ -314,7 +314,15 @@ class LocalRun:
             return Outcome(False, f"the result cannot be put together: {error}", None)
         self._tape.sample(time.monotonic(), WeightsSaved(str(weights)))
         self._evaluate_result(on_poll)
+        self._keep_the_rest(weights)
         return Outcome(True, "the budget is spent", weights)
+
+    def _keep_the_rest(self, weights: Path) -> None:
+        from decoupled_diloco.launch.finished import keep_the_rest
+
+        children = self.supervisor.children
+        ended = [n for n in self.config.learner_ids if n in children and not children[n].running]
+        keep_the_rest(self.path, ended, weights)
 
     def stop(self) -> None:
         """Ends all processes, learners first, so that they can say goodbye."""
