@@ -25,9 +25,9 @@ of its own, `RUN/tape/<who>.jsonl`. Reports, displays, replay and checks read no
 schema {schema}; a program refuses tapes of a newer one.
 
 Whenever 4 MiB are full they become a segment, which is compressed:
-`RUN/tape/<who>.segments/000004194411.jsonl.xz`, named by where in the whole text it ends. The run's
-end makes a segment of what is left, if that is longer than 256 KiB. All commands read both; for other
-programs `ddiloco tape RUN` prints the records of all processes in the order of time, and
+`RUN/tape/<who>.segments/000004194411.jsonl.xz`, named by where in the whole text it ends. The
+run's end makes a segment of what is left, if that is longer than 256 KiB. All commands read both;
+for other programs `ddiloco tape RUN` prints the records of all processes in the order of time, and
 `xzcat RUN/tape/shard-0.segments/*.xz` those of one. A process that is killed loses what it had not
 written yet, half a second at most; whatever it was just doing to a segment costs nothing.
 

@@ -15,7 +15,8 @@ seconds with the pair of clocks in the latest start record, and merge the files 
 
 Who writes must not fail with the tape: a process that is killed loses what it had not yet flushed
 (at most about half a second), which leaves at most a torn last line; readers skip what is torn and
-say so. What was written is neither lost nor read twice, whatever was being done to a segment. When the disk is full the tape ends there, with one `StorageError`, and training goes on.
+say so. What was written is neither lost nor read twice, whatever was being done to a segment. When
+the disk is full the tape ends there, with one `StorageError`, and training goes on.
 
 Files of a schema newer than ``SCHEMA`` are refused; older ones are to stay readable.
 """
