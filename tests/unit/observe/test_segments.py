@@ -286,3 +286,25 @@ def test_a_tape_that_is_written_while_its_process_ends_is_whole(tmp_path):
     assert done.stderr == ""
     assert steps_in(tmp_path) == list(range(100))
     assert {part.path.suffix for part in segments_of(tmp_path / "learner-0.jsonl")} == {".jsonl"}
+
+
+@pytest.mark.parametrize("offset", [0, 400])
+def test_text_that_becomes_a_segment_while_it_is_opened_is_read_all_the_same(
+    tmp_path, monkeypatch, offset
+):
+    with open_tape(tmp_path) as tape:
+        write(tape, range(8))
+    whole = tape.path.read_bytes()
+    start = whole.find(b"\n", offset) + 1 if offset else 0
+    listed = segments.segments_of
+
+    def ends_behind_ones_back(path):
+        found = listed(path)
+        monkeypatch.setattr(segments, "segments_of", listed)
+        with segments.open_to_append(path) as file:
+            assert segments.end_segment(path, file)
+        segments.open_to_append(path).close()
+        return found
+
+    monkeypatch.setattr(segments, "segments_of", ends_behind_ones_back)
+    assert b"".join(line.text for line in lines_of(tape.path, [], start)) == whole[start:]
