@@ -81,7 +81,7 @@ def run(number: int, steps: int, *, durable: bool, cuts_every: float) -> dict[st
         finally:
             local.close()
         assert outcome.finished, outcome.reason
-        return measured(list(TapeReader(Path(config.run.folder) / "tape.jsonl")))
+        return measured(list(TapeReader(Path(config.run.folder))))
 
 
 def measured(records: list[Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def run(number: int, steps: int) -> dict[str, Any]:
         finally:
             local.close()
         assert outcome.finished, outcome.reason
-        records = list(TapeReader(Path(config.run.folder) / "tape.jsonl"))
+        records = list(TapeReader(Path(config.run.folder)))
     return measured(records)
 
 

@@ -89,7 +89,7 @@ def simulate(seed: int, steps: int, *, faults: bool) -> dict[str, Any]:
         simulation.finish()
         virtual_seconds = simulation.world.now
         simulation.close()
-        records = list(TapeReader(folder / "tape.jsonl"))
+        records = list(TapeReader(folder))
     losses = [r.data["loss"] for r in records if r.type == "Evaluated"]
     struck = sum(r.type == "FaultInjected" for r in records)
     return {

@@ -40,6 +40,7 @@ TITLES = {
     "data_plane_loopback": "Bodies on loopback",
     "merging": "Merging",
     "large": "A shard with thousands of learners",
+    "tape": "The tapes of a long run",
     "events": "Random worlds, every event checked",
     "goodput": "Goodput of a million chips, simulated",
     "goodput_real": "The goodput simulator against real runs",
@@ -393,6 +394,20 @@ def large(result: Any) -> str:
     return table(header, rows) + f"\n\n{note}"
 
 
+def tape(result: Any) -> str:
+    rows = [
+        [name, spread(value) if isinstance(value, dict) else f"{value:.0f}"]
+        for name, value in result.items()
+        if name != "codecs"
+    ]
+    codecs = [
+        [name, f"{row['ratio']:.1f}", f"{row['megabytes_a_second']:.0f}"]
+        for name, row in result["codecs"].items()
+    ]
+    compared = table(["the same text", "times smaller", "MB/s of one thread"], codecs)
+    return f"{table(['', ''], rows)}\n\n{compared}"
+
+
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
     "quality": quality,
@@ -400,6 +415,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "speeds": speeds,
     "late": late,
     "large": large,
+    "tape": tape,
     "loss_under_faults": loss_under_faults,
     "recovery": recovery,
     "data_plane_wan": data_plane,

@@ -21,9 +21,15 @@ HEAD = """\
 # Event tape
 
 Every process of a run appends what it was told, what it decided and what it measured to a file
-of its own, `RUN/tape/<who>.jsonl`; at the end they are merged into `RUN/tape.jsonl`. Reports,
-displays, replay and checks read nothing else. This is schema {schema}; a program refuses tapes of
-a newer one.
+of its own, `RUN/tape/<who>.jsonl`. Reports, displays, replay and checks read nothing else. This is
+schema {schema}; a program refuses tapes of a newer one.
+
+Whenever 4 MiB are full they become a segment, which is compressed:
+`RUN/tape/<who>.segments/000004194411.jsonl.xz`, named by where in the whole text it ends. The
+run's end makes a segment of what is left, if that is longer than 256 KiB. All commands read both;
+for other programs `ddiloco tape RUN` prints the records of all processes in the order of time, and
+`xzcat RUN/tape/shard-0.segments/*.xz` those of one. A process that is killed loses what it had not
+written yet, half a second at most; whatever it was just doing to a segment costs nothing.
 
 A line is one JSON object:
 

@@ -17,6 +17,7 @@ from selenium.webdriver.common.keys import Keys
 
 from browser.chromium import Browser
 from decoupled_diloco.observe.comparison import write_comparison
+from decoupled_diloco.observe.segments import lines_of, tapes_in
 
 WIDTHS = (320, 400, 768, 1200)
 
@@ -24,7 +25,9 @@ WIDTHS = (320, 400, 768, 1200)
 @pytest.fixture(scope="module")
 def lines(run: Path) -> list[dict[str, Any]]:
     """The run's tape, read by plain code."""
-    return [json.loads(line) for line in (run / "tape.jsonl").read_text().splitlines()]
+    tapes = tapes_in(run / "tape")
+    every = [json.loads(line.text) for tape in tapes for line in lines_of(tape, [])]
+    return sorted(every, key=lambda line: line["at"])
 
 
 @pytest.fixture(scope="module")

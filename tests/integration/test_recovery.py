@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import socket
 import threading
 import time
@@ -170,6 +171,42 @@ def test_a_learner_goes_on_from_its_own_checkpoint_as_if_nothing_had_been(
     ways = [(each["way"], each["kept"], each["overwritten"]) for each in recovered(system)]
     assert ways == [("published", 0, 4), ("checkpoint", 4, 0)]
     assert "of step 5, epoch 1" in recovered(system)[1]["why"]
+    system.stop()
+    assert_replays(system.folder)
+
+
+def test_a_learner_goes_on_from_the_rest_of_its_checkpoint_and_the_runs_weights(
+    make: Make, tmp_path: Path
+) -> None:
+    """What the weights of a run that is over have, its learners' checkpoints need not."""
+    system = make(**ALONE)
+    system.start()
+    first = Loop(system, tmp_path / "kept")
+    begun = parameters(first.model)
+    first.steps(5)
+    first.keep()
+    moments = copy.deepcopy(first.optimizer.state_dict())
+    first.die()
+    folder = CheckpointFolder(tmp_path / "kept" / "learner-0", keep=1)
+    whole = folder.newest()
+    assert whole is not None
+    folder.save(whole.rest([*begun, "seen"]))
+    second = Loop(system, tmp_path / "kept", seed=1)
+    assert (second.position.batches, second.learner.steps, second.learner.tokens) == (5, 5, 40)
+    assert equal(parameters(second.model), begun), "nothing was ever merged"
+    assert torch.equal(second.model.frozen, first.model.frozen), "no weights of a run have it"
+    found = second.optimizer.state_dict()["state"]
+    assert found.keys() == moments["state"].keys()
+    assert all(
+        torch.equal(tensor, moments["state"][index][name])
+        for index, state in found.items()
+        for name, tensor in state.items()
+    )
+    second.steps(1)
+    second.learner.close()
+    [_, again] = recovered(system)
+    assert (again["way"], again["kept"], again["overwritten"]) == ("published", 0, 4)
+    assert "its own checkpoint of step 5" in again["why"]
     system.stop()
     assert_replays(system.folder)
 

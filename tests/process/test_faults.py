@@ -167,7 +167,7 @@ def test_a_run_whose_evaluator_is_gone_still_has_its_result_evaluated(tmp_path: 
         assert run.supervisor.kill("evaluator", restart=False)
         outcome = wait(run)
     assert outcome.finished, outcome.reason
-    tape = read_tape(folder / "tape.jsonl")
+    tape = read_tape(folder)
     [evaluated] = [record.value() for record in tape if record.type == "Evaluated"]
     assert isinstance(evaluated, Evaluated)
     assert evaluated.global_step >= 30

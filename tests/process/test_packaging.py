@@ -110,7 +110,7 @@ def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "runs" / "quickstart"
     assert load_weights(folder / "weights.safetensors")
-    for name in ("run.toml", "tape.jsonl", "report.html", "report.png"):
+    for name in ("run.toml", "tape/shard-0.jsonl", "report.html", "report.png"):
         assert (folder / name).stat().st_size > 0, name
 
 

@@ -91,7 +91,7 @@ def trained(
 
 
 def evaluations(folder: Path) -> list[Evaluated]:
-    records = read_tape(folder / "tape.jsonl")
+    records = read_tape(folder)
     return [r.value() for r in records if r.type == "Evaluated"]  # type: ignore[misc]
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from decoupled_diloco.launch.folder import RunFolder
+from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.observe.data_ledger import read_data
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.protocol.ledger import Leased, TakenBack
@@ -91,7 +92,12 @@ def check(folder: Path) -> None:
 
 def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Path) -> None:
     folder, rng = tmp_path / "run", random.Random(4)
-    file = config_file(folder, run={"budget_steps": BUDGET}, syncer={"shards": 2})
+    file = config_file(
+        folder,
+        run={"budget_steps": BUDGET},
+        syncer={"shards": 2},
+        learner={"checkpoint_every_seconds": 0.5},
+    )
     steps = sorted(rng.randint(1, BUDGET - 8) for _ in range(5))
     train_until(folder, steps[0], str(file))
     token = (folder / "token").read_text()
@@ -102,6 +108,9 @@ def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Pat
     assert (folder / "weights.safetensors").exists()
     assert (folder / "token").read_text() == token
     check(folder)
+    kept = [LearnerCheckpoint.read(path) for path in (folder / "learners").glob("*/*.safetensors")]
+    assert sorted(each.learner for each in kept) == ["learner-0", "learner-1"]
+    assert all(each.fragments == () and set(each.model) <= {"cos", "sin"} for each in kept)
     beginnings = [
         [r.data["clock"] for r in life if r.type == "ClockAdvanced"]
         for life in lives(folder, "shard-0")
@@ -116,6 +125,9 @@ def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Pat
     assert code == 0, text
     check(folder)
     assert clock_of(folder) >= BUDGET + 12
+    tapes = [record for own in kept for record in records(folder, own.learner)]
+    whys = [record.data["why"] for record in tapes if record.type == "Recovered"]
+    assert any(f"its own checkpoint of step {own.steps}," in why for own in kept for why in whys)
 
 
 def cuts(folder: Path) -> list[int]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.observe.segments import lines_of, tapes_in
+
 
 def ddiloco(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command of the tool."""
@@ -31,8 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def edited(source: Path, target: Path, edit: Callable[[list[str]], list[str]]) -> Path:
     """A copy of a run whose first learner's tape is changed."""
     (target / "tape").mkdir(parents=True)
-    for path in (source / "tape").iterdir():
-        lines = path.read_text().splitlines(keepends=True)
+    for path in tapes_in(source / "tape"):
+        lines = [line.text.decode() for line in lines_of(path, [])]
         if path.name == "learner-0.jsonl":
             lines = edit(lines)
         (target / "tape" / path.name).write_text("".join(lines))
@@ -46,8 +48,8 @@ def test_every_process_of_a_run_replays_exactly(runs: Path) -> None:
     assert {row[0] for row in rows} >= {"coordinator", "shard-0", "learner-0"}
     assert all(row[-2:] == ["the", "same"] for row in rows)
     events = {row[0]: int(row[2]) for row in rows}
-    lines = (runs / "a" / "tape" / "shard-0.jsonl").read_text().splitlines()
-    assert events["shard-0"] == sum('"kind":"event"' in line for line in lines) > 100
+    lines = lines_of(runs / "a" / "tape" / "shard-0.jsonl", [])
+    assert events["shard-0"] == sum(b'"kind":"event"' in line.text for line in lines) > 100
 
 
 def test_until_replays_only_the_beginning(runs: Path) -> None:

@@ -40,6 +40,7 @@ from decoupled_diloco.cli.replay import replay
 from decoupled_diloco.cli.report import report
 from decoupled_diloco.cli.simulate import simulate
 from decoupled_diloco.cli.status import status
+from decoupled_diloco.cli.tape import tape
 from decoupled_diloco.cli.timing import timing
 from decoupled_diloco.cli.usage import Commands
 from decoupled_diloco.cli.watch import watch
@@ -211,6 +212,7 @@ app.command()(watch)
 app.command()(timing)
 app.command()(explain)
 app.command()(report)
+app.command()(tape)
 app.command()(replay)
 app.command()(goodput)
 app.command()(ledger)

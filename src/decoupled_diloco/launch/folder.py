@@ -1,7 +1,8 @@
 """The run folder: who may use it, and where things are in it.
 
 ```
-RUN/run.toml  lock  token  addresses  coordinator.json  tape/*.jsonl  tape.jsonl  logs/*.log
+RUN/run.toml  lock  token  addresses  coordinator.json  logs/*.log
+    tape/*.jsonl  tape/*.segments/*.jsonl.xz
     learners/  checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png
     export/  durable/shard-*/  payloads/shard-*/  data.ledger
 ```

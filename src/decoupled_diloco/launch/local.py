@@ -21,8 +21,9 @@ from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of
 from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.following import FollowedRun
-from decoupled_diloco.observe.run_model import RunModel, merge_and_read
+from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
+from decoupled_diloco.observe.tape import pack_tapes
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.storage.files import write_text
 
@@ -317,7 +318,15 @@ class LocalRun:
             return Outcome(False, f"the result cannot be put together: {error}", None)
         self._tape.sample(time.monotonic(), WeightsSaved(str(weights)))
         self._evaluate_result(on_poll)
+        self._keep_the_rest(weights)
         return Outcome(True, "the budget is spent", weights)
+
+    def _keep_the_rest(self, weights: Path) -> None:
+        from decoupled_diloco.launch.finished import keep_the_rest
+
+        children = self.supervisor.children
+        ended = [n for n in self.config.learner_ids if n in children and not children[n].running]
+        keep_the_rest(self.path, ended, weights)
 
     def stop(self) -> None:
         """Ends all processes, learners first, so that they can say goodbye."""
@@ -326,11 +335,12 @@ class LocalRun:
         self.supervisor.stop()
 
     def close(self) -> None:
-        """Ends what still runs, merges the tapes, frees the folder."""
+        """Ends what still runs, compresses the tapes, frees the folder."""
         try:
             self.stop()
             self._tape.close()
-            self.model = merge_and_read(self.path)
+            self.model = read_run(self.path)
+            pack_tapes(self.path)
         except StorageError as error:
             logger.error("%s", error)
         finally:

@@ -508,7 +508,8 @@ class Background:
             self._told(fact.Began(why=problem, seeks_donor=gives, gives=gives))
             return
         self.restoring = True
-        shared.tensors.published = [held.published for held in checkpoint.fragments]
+        if checkpoint.fragments:
+            shared.tensors.published = [held.published for held in checkpoint.fragments]
         fragments = tuple(
             fact.KeptFragment(index, held.version, held.steps, held.tokens, held.digest, held.seal)
             for index, held in enumerate(checkpoint.fragments)

@@ -5,7 +5,8 @@ the user's `Stateful` objects, and of each fragment the version that the paramet
 aligned with, its published copy, and the steps and tokens trained since. The published copy costs
 4 bytes a parameter on the disk and nothing at the step boundary, since it is in host memory
 already; in exchange a restart fetches nothing of a fragment that has not changed. With fp32
-parameters and AdamW that is 16 bytes a parameter: 4 model, 8 optimizer, 4 published copy.
+parameters and AdamW that is 16 bytes a parameter: 4 model, 8 optimizer, 4 published copy. When a
+run is over, its result has the weights, and of each learner the launcher keeps the `rest` alone.
 
 Files: ``<number>.safetensors``, numbers ascending, and ``<number>.cut-<cut>.safetensors`` for those
 that belong to a consistent cut of the whole run.
@@ -17,8 +18,8 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ class LearnerCheckpoint:
         tokens: Own tokens, those of earlier lives included.
         discarded_tokens: As in `StepReport`, those of earlier lives included.
         global_step: The run's step as far as the learner knew.
-        fragments: All of them, in order.
-        model: The model's `state_dict`.
+        fragments: All of them, in order; none if the run's weights are to be fetched instead.
+        model: The model's `state_dict`; without fragments only what is not in the run's weights.
         state: Name to state of the stateful objects; the inner optimizer's under `OPTIMIZER`.
         cut: The consistent cut of the whole run that it belongs to, if any.
     """
@@ -113,6 +114,15 @@ class LearnerCheckpoint:
         save_sealed(
             path, {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, texts
         )
+
+    def rest(self, weights: Container[str]) -> LearnerCheckpoint:
+        """What its next life needs if it begins with the run's newest weights.
+
+        Args:
+            weights: The names of the model's tensors that those have.
+        """
+        model = {name: tensor for name, tensor in self.model.items() if name not in weights}
+        return replace(self, fragments=(), model=model, cut=None)
 
     @classmethod
     def read(cls, path: Path) -> LearnerCheckpoint:

@@ -119,7 +119,8 @@ class Keeper:
             return f"its checkpoint is of learner {checkpoint.learner!r}"
         if checkpoint.run != run:
             return "its checkpoint is of another run"
-        if tuple(held.published.numel() for held in checkpoint.fragments) != fragment_numels:
+        numels = tuple(held.published.numel() for held in checkpoint.fragments)
+        if numels and numels != fragment_numels:
             return "its checkpoint is of another cut of the model"
         return ""
 
@@ -142,7 +143,8 @@ class Keeper:
                 "another folder"
             )
         try:
-            self._model.load_state_dict(dict(checkpoint.model))
+            whole = bool(checkpoint.fragments)
+            self._model.load_state_dict(dict(checkpoint.model), strict=whole)
             for name, thing in self._stateful.items():
                 thing.load_state_dict(checkpoint.state[name])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import heapq
 import math
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.observe.open_files import open_files_allowed
-from decoupled_diloco.observe.records import (
-    FOLDER_NAME,
-    MERGED_NAME,
-    Parser,
-    Record,
-    format_record,
-)
+from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME, Parser, Record
+from decoupled_diloco.observe.segments import Newest, lines_of, newest_of, segments_of, tapes_in
 
 
 class TapeReader:
@@ -58,30 +51,6 @@ def read_tape(path: str | Path) -> Iterator[Record]:
     return iter(TapeReader(path))
 
 
-def merge_tapes(run_folder: str | Path) -> Path:
-    """Writes ``RUN/tape.jsonl`` from the files of ``RUN/tape``: whole or not at all.
-
-    Returns:
-        The merged file.
-
-    Raises:
-        StorageError: There is no tape, or the merged file cannot be written.
-    """
-    folder = Path(run_folder)
-    merged = folder / MERGED_NAME
-    torn = merged.with_name(f".{MERGED_NAME}.{os.getpid()}.part")
-    records = read_tape(folder / FOLDER_NAME)
-    try:
-        with torn.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(format_record(record) for record in records)
-        torn.replace(merged)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # what matters is the first error
-            torn.unlink()
-        raise StorageError(f"{merged} cannot be written: {error.strerror}") from error
-    return merged
-
-
 class Follower:
     """Reads a tape while it is being written. `poll` gives what has been added since.
 
@@ -101,7 +70,7 @@ class Follower:
         self.problems: list[str] = []
         self._parsers: dict[Path, Parser] = {}
         self._offsets: dict[Path, int] = {}
-        self._files: dict[Path, tuple[int, int]] = {}
+        self._newest: dict[Path, Newest] = {}
 
     def poll(self) -> list[Record]:
         """The records that have been added since the last call.
@@ -109,39 +78,52 @@ class Follower:
         Raises:
             StorageError: A file cannot be read or is of a newer schema.
         """
-        files = [self.path] if self._single else sorted(self.path.glob("*.jsonl"))
+        files = [self.path] if self._single else tapes_in(self.path)
         records = [record for file in files for record in self._read_on(file)]
         return sorted(records, key=read_on_order)
 
     def replaced(self) -> bool:
-        """Whether another run has taken the place: a file is gone, another one, or shorter."""
+        """Whether another run has taken the place: a tape is gone, another one, or shorter."""
         return any(self._is_another(path) for path in self._offsets)
 
     def _is_another(self, path: Path) -> bool:
+        known = self._newest[path]
+        if _is_as_before(path, known):
+            return False
         try:
-            now = path.stat()
+            now = newest_of(path)
         except OSError:
             return True
-        return now.st_size < self._offsets[path] or (now.st_dev, now.st_ino) != self._files[path]
+        files = {known.file, now.file} - {None}
+        another = now.begin == known.begin and len(files) > 1
+        return another or now.end < self._offsets[path]
 
     def _read_on(self, path: Path) -> Iterator[Record]:
+        if path in self._newest and _is_as_before(path, self._newest[path]):
+            return
         parser = self._parsers.setdefault(path, Parser(path, self.problems))
         try:
-            with path.open("rb") as file:
-                opened = os.fstat(file.fileno())
-                self._files.setdefault(path, (opened.st_dev, opened.st_ino))
-                file.seek(self._offsets.get(path, 0))
-                added = file.read()
+            self._newest[path] = newest_of(path)
+            for line in lines_of(path, self.problems, self._offsets.setdefault(path, 0)):
+                if line.text and not line.text.endswith(b"\n"):
+                    break  # it is being written
+                self._offsets[path] = line.next
+                record = parser.parse(line.text)
+                if record is not None:
+                    yield record
         except FileNotFoundError:
             return
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror}") from error
-        whole = added[: added.rfind(b"\n") + 1]
-        self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-        for line in whole.splitlines():
-            record = parser.parse(line)
-            if record is not None:
-                yield record
+
+
+def _is_as_before(path: Path, known: Newest) -> bool:
+    """Whether nothing was written since; what has become a segment is another file."""
+    try:
+        now = path.stat()
+    except OSError:
+        return False
+    return (now.st_dev, now.st_ino) == known.file and now.st_size == known.end - known.begin
 
 
 def follow(folder: str | Path) -> Follower:
@@ -150,15 +132,15 @@ def follow(folder: str | Path) -> Follower:
 
 
 def _tape_files(path: Path) -> list[Path]:
-    if path.is_file():
-        if path.suffix != ".jsonl":
-            raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
+    if path.suffix == ".jsonl" and (path.is_file() or segments_of(path)):
         return [path]
+    if path.is_file():
+        raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
     if not path.exists():
         raise ConfigError(f"{path} does not exist: give a run folder, or a .jsonl file of it")
-    inner = sorted((path / FOLDER_NAME).glob("*.jsonl"))
+    inner = tapes_in(path / FOLDER_NAME)
     files = inner or ([path / MERGED_NAME] if (path / MERGED_NAME).is_file() else [])
-    files = files or sorted(path.glob("*.jsonl"))
+    files = files or tapes_in(path)
     if not files:
         raise StorageError(f"{path} holds no event tape: give a run folder, or a .jsonl file of it")
     return files
@@ -167,17 +149,15 @@ def _tape_files(path: Path) -> list[Path]:
 def _read_file(path: Path, problems: list[str]) -> Iterator[Record]:
     parser = Parser(path, problems)
     try:
-        with path.open("rb") as file:
-            for line in file:
-                record = parser.parse(line)
-                if record is not None:
-                    yield record
+        for line in lines_of(path, problems):
+            record = parser.parse(line.text)
+            if record is not None:
+                yield record
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise StorageError(
                 f"{path} cannot be read: a tape of many processes needs as many open files, and "
-                "this system allows fewer: raise the limit with `ulimit -Hn`, or give the run's "
-                f"{MERGED_NAME}, which is one file"
+                "this system allows fewer: raise the limit with `ulimit -Hn`"
             ) from error
         raise StorageError(f"{path} cannot be read: {error.strerror}") from error
 

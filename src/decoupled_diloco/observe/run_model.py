@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol
 
 from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.observe.absences import find_absences
@@ -26,7 +26,7 @@ from decoupled_diloco.observe.acting import Acting, is_learner, is_shard
 from decoupled_diloco.observe.learner_fold import LearnerFold
 from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
 from decoupled_diloco.observe.reader import TapeReader
-from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME, Record, format_record
+from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_data import (
     TOOK_PART,
     CutOff,
@@ -55,7 +55,6 @@ from decoupled_diloco.observe.samples import (
 )
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.shard_fold import ShardFold
-from decoupled_diloco.observe.whole_files import write_whole
 from decoupled_diloco.observe.words import ending_in_words, note_in_words, subjects_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol.messages import LOSS_MAX
@@ -537,30 +536,6 @@ def read_run(path: str | Path, keep: Keep = "run", listener: Listener | None = N
     if not model.records:
         model.problems.append(f"{path} is empty: no process had written a record yet.")
     return model
-
-
-def merge_and_read(run_folder: Path) -> RunModel:
-    """What happened in a run whose tapes are whole now; writes them into one file on the way.
-
-    Raises:
-        StorageError: There is no tape, or the merged file cannot be written.
-    """
-    reader = TapeReader(run_folder / FOLDER_NAME)
-    models: list[RunModel] = []
-
-    def write(path: Path) -> None:
-        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            models.append(run_of(_copied(reader, file), "run"))
-
-    write_whole(run_folder / MERGED_NAME, write)
-    models[0].problems[:0] = _fewer(reader.problems)
-    return models[0]
-
-
-def _copied(records: Iterable[Record], file: TextIO) -> Iterator[Record]:
-    for record in records:
-        file.write(format_record(record))
-        yield record
 
 
 def run_of(

@@ -1,7 +1,8 @@
 """The event tape: everything that a run's processes were told, ordered and measured, as JSON lines.
 
-Theory of operation. Every process appends to a file of its own, ``RUN/tape/<who>.jsonl``; a process
-that is started again appends a new ``start`` record, its next *life*. A record is one JSON object:
+Theory of operation. Every process appends to a file of its own, ``RUN/tape/<who>.jsonl``, of which
+`segments` are made and compressed as it grows; a process that is started again appends a new
+``start`` record, its next *life*. A record is one JSON object:
 
 ```
 {"v":1,"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"StepFinished","data":{"tokens":96}}
@@ -14,14 +15,15 @@ seconds with the pair of clocks in the latest start record, and merge the files 
 
 Who writes must not fail with the tape: a process that is killed loses what it had not yet flushed
 (at most about half a second), which leaves at most a torn last line; readers skip what is torn and
-say so. When the disk is full the tape ends there, with one `StorageError`, and training goes on.
+say so. What was written is neither lost nor read twice, whatever was being done to a segment. When
+the disk is full the tape ends there, with one `StorageError`, and training goes on.
 
 Files of a schema newer than ``SCHEMA`` are refused; older ones are to stay readable.
 """
 
 from __future__ import annotations
 
-from decoupled_diloco.observe.reader import Follower, TapeReader, follow, merge_tapes, read_tape
+from decoupled_diloco.observe.reader import Follower, TapeReader, follow, read_tape
 from decoupled_diloco.observe.recorder import Difference, Machine, Recorder, replay
 from decoupled_diloco.observe.records import (
     FOLDER_NAME,
@@ -32,6 +34,7 @@ from decoupled_diloco.observe.records import (
     Kind,
     Record,
 )
+from decoupled_diloco.observe.segments import pack_tapes, tapes_in
 from decoupled_diloco.observe.writer import BUFFER_RECORDS_MAX, FLUSH_SECONDS, TapeWriter
 
 __all__ = [
@@ -51,7 +54,8 @@ __all__ = [
     "TapeReader",
     "TapeWriter",
     "follow",
-    "merge_tapes",
+    "pack_tapes",
     "read_tape",
     "replay",
+    "tapes_in",
 ]

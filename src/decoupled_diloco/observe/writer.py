@@ -6,14 +6,21 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import decoupled_diloco
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.records import SCHEMA, Effect, Event, Kind, plain_numbers, to_json
 from decoupled_diloco.observe.samples import Sample
+from decoupled_diloco.observe.segments import (
+    SEGMENT_BYTES,
+    compress_later,
+    end_segment,
+    open_to_append,
+)
 from decoupled_diloco.protocol import wire
 
 FLUSH_SECONDS = 0.5
@@ -33,9 +40,10 @@ class TapeWriter:
     Records go to a buffer as they are: who writes them waits neither for the disk nor for their
     text. `flush` writes the buffer, in order, and may be called from another thread meanwhile;
     whoever owns the tape calls it every ``FLUSH_SECONDS``, so a process that is killed loses what
-    is younger. Who has thousands of records then, and an event loop that must not wait, has their
-    text made before, some at a time (`make_text`). Threads that write records agree among
-    themselves who is next.
+    is younger. Text that fills a segment is compressed afterwards, by a thread that nobody waits
+    for. Who has thousands of records then, and an event loop that must not wait, has their text
+    made before, some at a time (`make_text`). Threads that write records agree among themselves who
+    is next.
 
     A failed write (the disk is full) raises `StorageError` once, or tells ``on_failure`` of it, and
     so does a buffer that has outgrown ``BUFFER_RECORDS_MAX``; from then on records are dropped and
@@ -78,7 +86,12 @@ class TapeWriter:
         self._making = threading.Lock()
         self._writing = threading.Lock()
         self._on_failure = on_failure
-        self._file = _open_at_line_start(self.path)
+        try:
+            self._file = open_to_append(self.path)
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
+        self._room = SEGMENT_BYTES - self._file.tell()
+        self._compressing: Future[None] | None = None
         now = clock()
         start = {
             "wall": wall(),
@@ -121,9 +134,8 @@ class TapeWriter:
             if not lines:
                 return
             try:
-                view = memoryview("".join(lines).encode(errors="backslashreplace"))
-                while view:
-                    view = view[self._file.write(view) :]
+                for text in self._pieces(lines):
+                    self._append(text)
             except OSError as error:
                 with self._making, self._lock:
                     self._ended = True
@@ -131,6 +143,31 @@ class TapeWriter:
                     self._lines.clear()
                     self._buffer.clear()
                 self._tell(f"cannot be written: {error.strerror}", "free disk space")
+
+    def _pieces(self, lines: list[str]) -> Iterator[bytes]:
+        """The text; where a segment is full it is cut, at the same line in every equal run."""
+        piece = list[bytes]()
+        for line in lines:
+            piece.append(line.encode(errors="backslashreplace"))
+            self._room -= len(piece[-1])
+            if self._room <= 0:
+                yield b"".join(piece)
+                piece.clear()
+                self._room = SEGMENT_BYTES
+                self._end_segment()
+        yield b"".join(piece)
+
+    def _append(self, text: bytes) -> None:
+        view = memoryview(text)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def _end_segment(self) -> None:
+        """What cannot become a segment now grows on, and may be one that is longer."""
+        if end_segment(self.path, self._file):
+            self._file.close()
+            self._file = open_to_append(self.path)
+            self._compressing = compress_later(self.path)
 
     def _tell(self, problem: str, way_out: str) -> None:
         failure = StorageError(
@@ -149,6 +186,8 @@ class TapeWriter:
             with self._writing, self._lock:
                 self._ended = True
                 self._file.close()
+            if self._compressing is not None:
+                self._compressing.result()
 
     def __enter__(self) -> TapeWriter:
         return self
@@ -185,17 +224,3 @@ class TapeWriter:
             f'{{"v":{SCHEMA},"at":{float(now)!r},"who":{self._name},"seq":{seq},'
             f'"kind":"{kind}","type":"{name}","data":{body}{tail}}}\n'
         )
-
-
-def _open_at_line_start(path: Path) -> BinaryIO:
-    """Opens for appending; a line that an earlier life left torn is ended first."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab+", buffering=0)
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}") from error
-    return file

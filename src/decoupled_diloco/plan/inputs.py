@@ -10,7 +10,7 @@ from statistics import median
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.observe.tape import TapeReader, tapes_in
 from decoupled_diloco.plan.network import Network
 from decoupled_diloco.plan.predict import Prices
 from decoupled_diloco.plan.setting import (
@@ -134,7 +134,8 @@ def taped_step_seconds(folder: Path) -> float | None:
         StorageError: a tape cannot be read.
     """
     medians = []
-    for path in sorted(folder.glob("tape/learner-*.jsonl")):
+    tapes = [tape for tape in tapes_in(folder / "tape") if tape.name.startswith("learner-")]
+    for path in tapes:
         ends = [record.at for record in TapeReader(path) if record.type == "StepFinished"]
         if len(ends) > 1:
             medians.append(median(b - a for a, b in pairwise(ends)))

@@ -16,7 +16,7 @@ from typing import Any
 
 from decoupled_diloco.config.method import options_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.tape import merge_tapes
+from decoupled_diloco.observe.tape import pack_tapes
 from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.simulate.bodies import NoBodies
 from decoupled_diloco.simulate.learner_process import LearnerProcess
@@ -181,14 +181,14 @@ class ProtocolRun:
         return self._watch.advance(events)
 
     def close(self) -> None:
-        """Ends the tape, if there is one, and merges it.
+        """Ends the tape, if there is one, and compresses it.
 
         Raises:
             StorageError: it cannot be written.
         """
         if self.tapes is not None and self.folder is not None:
             self.tapes.close()
-            merge_tapes(self.folder)
+            pack_tapes(self.folder)
 
 
 def _parameters(scenario: Scenario) -> int:

@@ -5,7 +5,7 @@ simulation = Simulation(load_scenario("scenarios/mixed-speeds.toml"), folder)
 while simulation.advance():
     ...                      # show something, or stop
 simulation.finish()          # weights.safetensors
-simulation.close()           # tape.jsonl
+simulation.close()           # the tape, compressed
 ```
 """
 
@@ -30,7 +30,7 @@ from decoupled_diloco.observe.samples import (
     WeightsSaved,
     evaluation_of,
 )
-from decoupled_diloco.observe.tape import merge_tapes
+from decoupled_diloco.observe.tape import pack_tapes
 from decoupled_diloco.protocol.effects import Ready, RunOver
 from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
 from decoupled_diloco.simulate.scenario import Scenario
@@ -198,13 +198,13 @@ class Simulation:
         return weights
 
     def close(self) -> None:
-        """Ends the tapes and merges them.
+        """Ends the tapes and compresses them.
 
         Raises:
             StorageError: they cannot be written.
         """
         self.tapes.close()
-        merge_tapes(self.folder)
+        pack_tapes(self.folder)
 
 
 class Evaluator:

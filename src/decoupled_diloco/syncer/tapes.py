@@ -9,12 +9,14 @@ takes its share of the interpreter, about ten milliseconds for a piece.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from decoupled_diloco.observe.excerpt import excerpt
+from decoupled_diloco.observe.segments import CORRUPT, Line, lines_of, newest_of, open_at
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 
@@ -68,25 +70,36 @@ def read_piece(path: Path, start: int, *, detail: bool) -> Document:
         for as long as it is this tape: another run's may be longer.
     """
     try:
-        with runtime().disk.reading(path) as file:
-            identity = _identity(file.readline(LINE_BYTES_MAX))
-            size = file.seek(0, 2)
-            file.seek(start)
-            piece = b""
-            while start + len(piece) < size and len(piece) < LINE_BYTES_MAX:
-                piece += file.read(PIECE_BYTES)
-                if b"\n" in piece:
-                    break
+        identity, size = _identity(path), newest_of(path).end
+        piece, segment_end = _read(path, start)
     except OSError as error:
         raise NoSuchDocumentError(f"the tape cannot be read: {error.strerror}") from None
     end = piece.rfind(b"\n") + 1
     if end == 0 and len(piece) >= LINE_BYTES_MAX:
         end, piece = len(piece), b""
     following = start + end
+    if end == 0 and segment_end is not None:
+        following, piece = segment_end, b"from byte %d to %d missing\n" % (start, segment_end)
+        end = len(piece)
     facts = {"next": str(following), "size": str(size), "tape": identity}
     return Document(excerpt(piece[:end], detail=detail), facts)
 
 
-def _identity(first: bytes) -> str:
+def _read(path: Path, start: int) -> tuple[bytes, int | None]:
+    """Some text, with the end of a line if there is one; where its segment ends, if it does."""
+    file, begin, end = open_at(path, start)
+    piece = b""
+    with file, contextlib.suppress(*CORRUPT):
+        file.seek(start - begin)
+        while len(piece) < LINE_BYTES_MAX and b"\n" not in piece:
+            more = file.read(PIECE_BYTES)
+            if not more:
+                break
+            piece += more
+    return piece, end
+
+
+def _identity(path: Path) -> str:
     """Of a tape's first line, which tells when it was begun, and by which process."""
+    first = next(lines_of(path, []), Line(b"", 0)).text
     return hashlib.sha256(first).hexdigest()[:16] if first.endswith(b"\n") else ""

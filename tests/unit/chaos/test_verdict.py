@@ -15,6 +15,7 @@ from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share
 from decoupled_diloco.chaos.verdict import Verdict, judge, save_verdict
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.observe.run_model import read_run
+from decoupled_diloco.observe.segments import lines_of, tapes_in
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import Scenario, load_scenario
 
@@ -95,7 +96,8 @@ def broken(folder: Path, share: float) -> set[str]:
 
 def rewrite(folder: Path, who: str, change: Callable[[Records], Iterator[dict[str, Any]]]) -> None:
     path = folder / "tape" / f"{who}.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line.text) for line in lines_of(path, [])]
+    shutil.rmtree(path.with_suffix(".segments"), ignore_errors=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in change(records)))
 
 
@@ -111,7 +113,7 @@ def test_what_dies_with_a_learner_that_nobody_killed_is_a_loss(folder: Path, sha
             if record["type"] != "FaultInjected" or record["data"]["target"] != "learner-1":
                 yield record
 
-    for path in (folder / "tape").iterdir():
+    for path in tapes_in(folder / "tape"):
         rewrite(folder, path.stem, unprovoked)
     numbers = verdict(folder, share).numbers
     assert (died > 0, numbers["died_tokens"]) == (True, 0)

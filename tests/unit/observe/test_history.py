@@ -1,11 +1,12 @@
 import io
 import random
-import shutil
 from itertools import accumulate, pairwise
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from decoupled_diloco.cli.main import app
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, ProcessLife
@@ -18,7 +19,7 @@ from decoupled_diloco.observe.samples import (
 )
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.summary import absences, print_summary
-from decoupled_diloco.observe.tape import TapeWriter, merge_tapes
+from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.words import ending_in_words
 from decoupled_diloco.protocol.effects import Accept, Ready
 from decoupled_diloco.protocol.events import Reported, Said, StepFinished, Tick
@@ -95,9 +96,11 @@ def test_bytes_are_summed_over_lives(history):
     assert history.bytes_total.control_sent == 5000
 
 
-def test_a_single_merged_file_tells_the_same(run_folder, history, tmp_path):
-    shutil.copytree(run_folder / "tape", tmp_path / "tape")
-    again = read_run(merge_tapes(tmp_path))
+def test_the_tape_in_one_file_tells_the_same(run_folder, history, tmp_path):
+    printed = CliRunner().invoke(app, ["tape", str(run_folder)])
+    assert (printed.exit_code, printed.stderr) == (0, "")
+    (tmp_path / "tape.jsonl").write_bytes(printed.stdout_bytes)
+    again = read_run(tmp_path)
     assert again.outages == history.outages
     assert again.tokens == history.tokens
 

@@ -8,6 +8,12 @@ import aiohttp
 import pytest
 
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
+from decoupled_diloco.observe.segments import (
+    compress_later,
+    end_segment,
+    open_to_append,
+    segments_of,
+)
 from decoupled_diloco.observe.sources import TAPE_PATH, SyncerSource
 from decoupled_diloco.syncer import tapes
 from decoupled_diloco.syncer.tapes import TapeDocuments, read_piece
@@ -53,6 +59,53 @@ def test_pieces_together_are_the_whole_in_any_size(folder, monkeypatch):
     assert pieces == 1
     monkeypatch.setattr(tapes, "PIECE_BYTES", 3000)
     assert follow(path) == (whole, pytest.approx(path.stat().st_size / 3000, rel=0.3))
+
+
+def in_segments(folder, source):
+    """The same text as a process writes it that fills a segment with every 20 lines."""
+    folder.mkdir()
+    tape = folder / source.name
+    lines = source.read_bytes().splitlines(keepends=True)
+    for first in range(0, len(lines), 20):
+        with open_to_append(tape) as file:
+            file.write(b"".join(lines[first : first + 20]))
+            assert end_segment(tape, file)
+    with open_to_append(tape) as file:
+        file.write(b'{"v":1,"at"')
+    compress_later(tape).result()
+    return tape
+
+
+@pytest.mark.parametrize("piece_bytes", [3000, 1 << 20])
+def test_pieces_of_a_tape_in_segments_are_the_same_text(folder, tmp_path, monkeypatch, piece_bytes):
+    whole = folder / "tape" / "shard-0.jsonl"
+    tape = in_segments(tmp_path / "tape", whole)
+    assert len(segments_of(tape)) > 10
+    monkeypatch.setattr(tapes, "PIECE_BYTES", piece_bytes)
+    assert follow(tape)[0] == follow(whole)[0]
+    first, last = read_piece(tape, 0, detail=True), read_piece(tape, 10**9, detail=True)
+    assert first.facts["tape"] == read_piece(whole, 0, detail=True).facts["tape"]
+    assert int(last.facts["size"]) == whole.stat().st_size + len('{"v":1,"at"')
+
+
+async def test_who_reads_a_shard_hears_of_a_spoilt_segment_and_goes_on(
+    servers, folder, tmp_path, monkeypatch
+):
+    (tmp_path / "tape").mkdir()
+    for who in ("shard-0", "shard-1", "coordinator"):
+        source = folder / "tape" / f"{who}.jsonl"
+        tape = in_segments(tmp_path / who, source)
+        for path in (tape, tape.with_suffix(".segments")):
+            path.rename(tmp_path / "tape" / path.name)
+    spoilt = segments_of(tmp_path / "tape" / "shard-1.jsonl")[2]
+    spoilt.path.write_bytes(spoilt.path.read_bytes()[:100])
+    monkeypatch.setattr(f"{__name__}.documents_of", partial(elsewhere, documents_of, tmp_path))
+    source = SyncerSource((servers[0].address,), "secret")
+    records = await in_thread(source.poll)
+    assert len({r.seq for r in records if r.who == "shard-1"}) > 100
+    assert records[-1].at > 29.0
+    [problem] = source.problems()
+    assert f"from byte {spoilt.begin} to {spoilt.end} missing" in problem
 
 
 def test_a_line_longer_than_a_piece_comes_whole(tmp_path, monkeypatch):
