@@ -105,6 +105,8 @@ class LocalRun:
         told = {"machine": "launcher", "settings": read_public(public_text(config))}
         self._tape = open_tape(self.path, "launcher", told)
         self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
+        if config.run.spare:
+            self.supervisor.keep_spare()
         if self.went_back:
             self.tell(WentBack(self.went_back))
         self._follower: Follower = follow(self.path)
@@ -134,8 +136,7 @@ class LocalRun:
                 f"initial_weights={str(weights)!r} does not exist: correct the path, or leave "
                 "initial_weights out"
             )
-        if settings.port:
-            _ports(self.config)
+        _ports(self.config)
 
     def _require_principals(self, path: Path) -> None:
         config = self.config
