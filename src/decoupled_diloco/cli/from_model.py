@@ -110,10 +110,12 @@ def _text_of(field: FieldInfo) -> str:
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     info, annotation = copy(_infos(field)[0]), field.annotation
     info.help = _text_of(field) or info.help
-    default = inspect.Parameter.empty if field.is_required() else field.default
+    default = field.default
     if info.parser is not None:
-        annotation = str
-        default = f"{default:g}" if isinstance(default, float) else default  # it is parsed as well
+        annotation = str  # a default is parsed as well
+        default = f"{default:g}" if isinstance(default, float) else default or None
+    if field.is_required():
+        default = inspect.Parameter.empty
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

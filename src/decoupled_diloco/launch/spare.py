@@ -25,7 +25,11 @@ from typing import IO
 
 logger = logging.getLogger(__name__)
 
-IMPORTS = ("decoupled_diloco.launch.roles", "decoupled_diloco.launch.shard_role")
+IMPORTS = (
+    "decoupled_diloco.launch.roles",
+    "decoupled_diloco.launch.shard_role",
+    "torch._dynamo",  # the first optimizer brings it in: a second more
+)
 """What brings in all that learners, evaluators and shards need."""
 
 NICENESS = 10
