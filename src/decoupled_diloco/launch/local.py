@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import time
@@ -67,7 +68,7 @@ class LocalRun:
         ConfigError: the folder is in use or somebody else's, the run in it has not ended, the
             workload cannot be built, a learner's part of its data has no batch, or a secret or the
             initial weights are missing.
-        TransportError: a port of the settings is taken.
+        TransportError: a port of the settings is taken, or its host is not of this machine.
     """
 
     def __init__(
@@ -377,9 +378,16 @@ def _ports(config: RunConfig) -> list[int]:
             except OSError as error:
                 where = url_of(config.syncer.host, port).removeprefix("http://")
                 raise TransportError(
-                    f"a shard cannot listen on {where}: {error.strerror}: is another run still "
-                    "there? Choose other ports with --set syncer.port=…, or any free ones with "
-                    "syncer.port=0"
+                    f"a shard cannot listen on {where}: {error.strerror}: {_way_out(error)}"
                 ) from error
             ports.append(each.getsockname()[1])
         return ports
+
+
+def _way_out(error: OSError) -> str:
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        return (
+            "is another run still there? Choose other ports with --set syncer.port=…, or any free "
+            "ones with syncer.port=0"
+        )
+    return "set syncer.host to an address of this machine, or 0.0.0.0 for all of them"

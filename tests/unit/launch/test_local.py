@@ -6,6 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import TransportError
+from decoupled_diloco.launch.local import LocalRun
+
 SCRIPT = """
 import sys
 from decoupled_diloco.cli import train  # what `ddiloco syncer` imports
@@ -17,6 +23,15 @@ heavy = {"torch", "numpy", "matplotlib", "jinja2", "aiohttp"} & set(sys.modules)
 print(sorted(heavy))
 run.close()
 """
+
+
+def test_what_cannot_listen_leaves_no_folder(tmp_path: Path) -> None:
+    """Whoever looks for the newest run would find one that has never begun."""
+    elsewhere = {"host": "192.0.2.1", "port": 0}  # of no machine: RFC 5737
+    config = RunConfig(run={"folder": tmp_path / "run", "budget_steps": 9}, syncer=elsewhere)
+    with pytest.raises(TransportError, match="syncer.host to an address of this machine"):
+        LocalRun(config, learners=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_syncers_shards_do_not_wait_for_imports_of_the_launcher(tmp_path: Path) -> None:
