@@ -93,9 +93,9 @@ donor's next chunk | or another donor, {donating.DONORS_MAX} in all, then a fres
 last checkpoint | is waited for when a learner goes | {learner.CHECKPOINT_SECONDS}
 standbys
 claim renewed | {lease.RENEWALS} times in syncer.lease_seconds | {renewed}
-shard steps down | not renewed for a lease less {lease.MARGIN:.0%}, for clocks that differ\
+shard steps down | not renewed for a lease less {margin}, for clocks that differ\
  | {steps_down}
-standby takes over | a lease and {lease.MARGIN:.0%} after it; looked at {lease.LOOKS} times in one,\
+standby takes over | a lease and {margin} after it; looked at {lease.LOOKS} times in one,\
  and once in {lease.LOOK_SECONDS_MAX} | {takes_over}
 processes
 restart | doubling, then never again; {supervisor.HEALTHY_SECONDS} of life forgive\
@@ -179,9 +179,10 @@ class _Durations(Formatter):
 def _of_standbys(lease_seconds: float | None) -> dict[str, str]:
     margin = lease.MARGIN
     shares = {"renewed": 1 / lease.RENEWALS, "steps_down": 1 - margin, "takes_over": 1 + margin}
-    if lease_seconds is None:
-        return dict.fromkeys(shares, "no standbys")
-    return {name: format_duration(share * lease_seconds) for name, share in shares.items()}
+    told = dict.fromkeys(shares, "no standbys")
+    if lease_seconds is not None:
+        told = {name: format_duration(share * lease_seconds) for name, share in shares.items()}
+    return told | {"margin": f"{100 * margin:g} %"}
 
 
 def _of_run(options: Options, measured: RoundOpened | None) -> dict[str, Any]:

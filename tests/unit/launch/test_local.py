@@ -29,7 +29,7 @@ def test_what_cannot_listen_leaves_no_folder(tmp_path: Path) -> None:
     """Whoever looks for the newest run would find one that has never begun."""
     elsewhere = {"host": "192.0.2.1", "port": 0}  # of no machine: RFC 5737
     config = RunConfig(run={"folder": tmp_path / "run", "budget_steps": 9}, syncer=elsewhere)
-    with pytest.raises(TransportError, match="syncer.host to an address of this machine"):
+    with pytest.raises(TransportError, match=r"syncer\.host to an address of this machine"):
         LocalRun(config, learners=False)
     assert not list(tmp_path.iterdir())
 
