@@ -39,3 +39,11 @@ def test_a_syncers_shards_do_not_wait_for_imports_of_the_launcher(tmp_path: Path
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / "run")]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_spare_is_kept_if_the_settings_say_so(tmp_path: Path, wanted: bool) -> None:
+    settings = {"folder": tmp_path / "run", "budget_steps": 9, "spare": wanted}
+    run = LocalRun(RunConfig(run=settings, syncer={"port": 0}), learners=False)
+    assert (run.supervisor.spare is not None) == wanted
+    run.close()
