@@ -103,7 +103,9 @@ def _close(*pipes: IO[bytes] | None) -> None:
 def _is_ready(process: subprocess.Popen[bytes]) -> bool:
     """Whether it lives and has said that everything is imported."""
     assert process.stdout is not None
-    return process.poll() is None and bool(select.select([process.stdout], [], [], 0)[0])
+    said = select.poll()  # which takes any descriptor, however many children there are
+    said.register(process.stdout, select.POLLIN)
+    return process.poll() is None and bool(said.poll(0))
 
 
 # ---- in the process itself
