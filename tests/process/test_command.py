@@ -17,7 +17,15 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.observe.tape import read_tape
-from process.runs import command, config_file, free_ports, health, orphans, until
+from process.runs import (
+    command,
+    config_file,
+    free_ports,
+    health,
+    orphans,
+    stopped_at_exit,
+    until,
+)
 from replay import assert_replays
 
 pytestmark = pytest.mark.timeout(90)
@@ -108,14 +116,15 @@ def test_the_spare_ends_with_its_launcher(tmp_path: Path, number: signal.Signals
     process = subprocess.Popen(
         [sys.executable, "-c", SOON, "train", str(file)],
         stdout=subprocess.DEVNULL,
+        text=True,
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    until(lambda: phases(folder) == "running", "the run is under way")
-    until(lambda: any(" spare " in each for each in orphans(folder)), "there is a spare")
-    process.send_signal(number)
-    process.wait(30)
-    until(lambda: not orphans(folder), "all processes of the run are gone", seconds=10.0)
+    with stopped_at_exit(process):
+        until(lambda: phases(folder) == "running", "the run is under way", seconds=60.0)
+        until(lambda: any(" spare " in each for each in orphans(folder)), "there is a spare")
+        process.send_signal(number)
+        until(lambda: not orphans(folder), "all processes of the run are gone", seconds=20.0)
 
 
 def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:
