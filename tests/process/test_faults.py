@@ -104,7 +104,6 @@ def test_the_spare_takes_the_place_of_whoever_is_killed(
     assert all(ready == now for ready, now in taken.values()), taken
     own = records(folder, "learner-1")
     assert sum(r.life == 1 and r.type == "StepFinished" for r in own) > 5
-    assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX
     assert_replays(folder)
 
 
