@@ -70,6 +70,7 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
     assert assert_replays(folder) > 500
 
 
+@pytest.mark.timeout(280)  # three processes import torch, one after the other
 def test_the_spare_takes_the_place_of_whoever_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +101,7 @@ def test_the_spare_takes_the_place_of_whoever_is_killed(
     with local_run(config) as run:
         run.start()
         with pytest.raises(Enough):
-            wait(run, script())
+            wait(run, script(), seconds=240.0)
     assert all(ready == now for ready, now in taken.values()), taken
     own = records(folder, "learner-1")
     assert sum(r.life == 1 and r.type == "StepFinished" for r in own) > 5
