@@ -6,6 +6,15 @@ STAMP := .venv/.installed
 # where real processes are started, and the summary names it. One at a time: make test JOBS=
 JOBS ?= --numprocesses=2 --dist=worksteal
 
+# A failure within a pipe is one, as in the set-up, which shows a line for each large package.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+LOG := .venv/setup.log
+PIP := $(BIN)/python -m pip install --progress-bar off -c constraints.txt
+TELL := 2>&1 | tee -a $(LOG) | sed -unE \
+	-e 's/^ *(Downloading|Using cached) ([^-]+-[^-]+)-.*(\([0-9]{2,}\.[0-9]+ MB\)).*/  \2 \3/p' \
+	-e 's/^Installing collected packages.*/  installing/p' -e '/^ *ERROR/p'
+
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export NO_MKDOCS_2_WARNING ?= 1
@@ -45,11 +54,15 @@ docs-serve: $(STAMP)  ## the documentation at http://127.0.0.1:8000, rebuilt whe
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable . --group dev
-	touch $(STAMP)
+	@echo "set-up, once and for some minutes: Python packages into .venv; all that pip says: $(LOG)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "1 of 3: pip"
+	@$(PIP) --upgrade pip $(TELL)
+	@echo "2 of 3: PyTorch, with its libraries the most of it"
+	@$(PIP) torch $(TELL)
+	@echo "3 of 3: decoupled-diloco, and what develops and tests it"
+	@$(PIP) --editable . --group dev $(TELL)
+	@touch $(STAMP)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist site

@@ -47,10 +47,11 @@ def _row(parameter: Any) -> str:
     elif not parameter.is_flag and parameter.metavar:
         names = [f"{each} {parameter.metavar}" for each in names]
     told = ", ".join(f"`{each}`" for each in names).replace("|", "\\|")
+    text = (parameter.help or "").replace("|", "\\|")
     default = parameter.default
     if not isinstance(default, str | int | float) or isinstance(default, bool) or default == "":
-        return f"| {told} | {parameter.help or ''} |"
-    return f"| {told} | {parameter.help or ''} Default: `{default}`. |"
+        return f"| {told} | {text} |"
+    return f"| {told} | {text} Default: `{default}`. |"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +17,15 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.observe.tape import read_tape
-from process.runs import command, config_file, free_ports, health, orphans, until
+from process.runs import (
+    command,
+    config_file,
+    free_ports,
+    health,
+    orphans,
+    stopped_at_exit,
+    until,
+)
 from replay import assert_replays
 
 pytestmark = pytest.mark.timeout(90)
@@ -88,6 +97,34 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
         RunFolder(folder)
     os.kill(stopped, signal.SIGCONT)
     until(lambda: free(folder), "the last has ended, and the folder is free", seconds=10.0)
+
+
+SOON = """
+import sys
+from decoupled_diloco.launch import supervisor
+supervisor.QUIET_SECONDS = 0.0
+from decoupled_diloco.cli.main import main
+main()
+"""
+"""`ddiloco`, but with a spare from the first."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_spare_ends_with_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    file = config_file(folder, run={"budget_steps": 50_000, "spare": True})
+    process = subprocess.Popen(
+        [sys.executable, "-c", SOON, "train", str(file)],
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    with stopped_at_exit(process):
+        until(lambda: phases(folder) == "running", "the run is under way", seconds=60.0)
+        until(lambda: any(" spare " in each for each in orphans(folder)), "there is a spare")
+        process.send_signal(number)
+        until(lambda: not orphans(folder), "all processes of the run are gone", seconds=20.0)
 
 
 def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:

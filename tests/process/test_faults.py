@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.launch import supervisor
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.observe.samples import Evaluated
 from decoupled_diloco.observe.tape import read_tape
@@ -67,6 +68,54 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
         states = {p["state"] for r in later for p in r.data["participants"] if "-1" in p["learner"]}
         assert "folded" in states, f"{shard} has not merged anything of its second life"
     assert assert_replays(folder) > 500
+
+
+@pytest.mark.timeout(280)  # three processes import torch, one after the other
+def test_the_spare_takes_the_place_of_whoever_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setattr(supervisor, "QUIET_SECONDS", 0.0)
+    config = config_of(folder, run={"budget_steps": 100_000, "spare": True})
+    taken: dict[str, tuple[int, int | None]] = {}
+
+    def script() -> Iterator[None]:
+        spare, children = run.supervisor.spare, run.supervisor.children
+        assert spare is not None
+        yield from when(lambda: run.used_budget() > 0)
+        for name in ("learner-1", "shard-0"):
+            yield from when(lambda: spare.pid)
+            ready = spare.pid
+            assert ready is not None
+            assert not devices(ready)
+            assert environment(ready) == environment(children["learner-0"].process.pid)
+            send(run, name, signal.SIGKILL)
+            yield from when(lambda name=name: not children[name].running)
+            yield from when(lambda name=name: children[name].running)
+            process = children[name].process
+            taken[name] = (ready, None if process is None else process.pid)
+        clock = run.global_step
+        yield from when(lambda: run.global_step > clock + 20)
+        raise Enough
+
+    with local_run(config) as run:
+        run.start()
+        with pytest.raises(Enough):
+            wait(run, script(), seconds=240.0)
+    assert all(ready == now for ready, now in taken.values()), taken
+    own = records(folder, "learner-1")
+    assert sum(r.life == 1 and r.type == "StepFinished" for r in own) > 5
+    assert_replays(folder)
+
+
+def devices(pid: int) -> list[str]:
+    """What a process has opened that is no module, pipe or file of its run: ports, devices."""
+    opened = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return [name for name in opened if name.startswith(("socket:", "/dev/nvidia", "/dev/dri"))]
+
+
+def environment(pid: int | None) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decoupled_diloco.cli.from_model import Options, command
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
     Sets,
@@ -32,84 +33,77 @@ def _complete(incomplete: str) -> list[tuple[str, str]]:
     return [*complete_recipe(incomplete), *complete_scenario(incomplete)]
 
 
-def chaos(
-    told: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[RUN] SCENARIO",
-            help="The scenario's TOML file, or the name of a shipped one; before it, another run "
-            "than its own: a TOML file, or a shipped recipe's name.",
-            autocompletion=_complete,
-        ),
-    ],
-    settings: Sets = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the run, and of all that strikes at random.")
-    ] = None,
-    virtual: Annotated[
-        bool, typer.Option("--virtual", help="In virtual time, instead of with real processes.")
-    ] = False,
-    protocol_only: Annotated[
-        bool, typer.Option("--protocol-only", help="With --virtual: no tensors.")
-    ] = False,
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="A fault-free run of the same recipe to compare accepted tokens with. Default: "
-            "it is simulated.",
-        ),
-    ] = None,
-    accepted_min: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            metavar="SHARE",
-            help="Least accepted tokens over those of a fault-free run. Default: 0.97.",
-        ),
-    ] = None,
-    participation_min: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            metavar="SHARE",
-            help="Least share of its eligible rounds that any learner takes part in. Default: "
-            "0.95; a short run has few.",
-        ),
-    ] = None,
-) -> None:
+class ChaosOptions(Options):
+    """Of a run under faults, and of its verdict."""
+
+    told: Annotated[list[str], typer.Argument(metavar="[RUN] SCENARIO", autocompletion=_complete)]
+    """The scenario's TOML file, or the name of a shipped one; before it, another run than its own:
+    a TOML file, or a shipped recipe's name."""
+
+    settings: Sets = None
+    seed: Annotated[int | None, typer.Option(min=0)] = None
+    """Seed of the run, and of all that strikes at random."""
+
+    virtual: Annotated[bool, typer.Option("--virtual")] = False
+    """In virtual time, instead of with real processes."""
+
+    protocol_only: Annotated[bool, typer.Option("--protocol-only")] = False
+    """With --virtual: no tensors."""
+
+    reference: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None
+    """A fault-free run of the same recipe to compare accepted tokens with. Default: it is
+    simulated."""
+
+    accepted_min: Annotated[float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE")] = None
+    """Least accepted tokens over those of a fault-free run. Default: 0.97."""
+
+    participation_min: Annotated[float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE")] = (
+        None
+    )
+    """Least share of its eligible rounds that any learner takes part in. Default: 0.95; a short run
+    has few."""
+
+    def scenario(self) -> Scenario:
+        """What is to happen, to which run."""
+        from decoupled_diloco.simulate.scenario import load_scenario
+
+        if len(self.told) > 2:
+            told = " ".join(self.told)
+            fail(f"{told!r} is more than a run and a scenario: give one of each at most")
+        *given, story = self.told
+        return load_scenario(
+            find_shipped("scenarios", story),
+            run=find_shipped("recipes", given[0]) if given else None,
+            overrides=self.settings or (),
+            seed=self.seed,
+        )
+
+    def limits(self) -> dict[str, float]:
+        """The promises' limits, as far as they are given."""
+        names = ("accepted_min", "participation_min")
+        return {name: value for name, value in self.given.items() if name in names}
+
+
+@command(ChaosOptions)
+def chaos(options: ChaosOptions) -> None:
     """Trains under a scenario's faults, checks the tapes, and says whether all promises were kept.
 
     Kills, stops, slows down and starts again real processes of this machine, fills and empties
     their disks, cuts and spoils their links. The verdict is printed and in RUN/chaos.json. Exit
     code 1: a promise was broken.
     """
-    from decoupled_diloco.simulate.scenario import load_scenario
-
-    if protocol_only and not virtual:
+    if options.protocol_only and not options.virtual:
         fail("--protocol-only is for --virtual: real processes train")
-    if len(told) > 2:
-        fail(f"{' '.join(told)!r} is more than a run and a scenario: give one of each at most")
-    *given, story = told
-    scenario = load_scenario(
-        find_shipped("scenarios", story),
-        run=find_shipped("recipes", given[0]) if given else None,
-        overrides=settings or (),
-        seed=seed,
-    )
+    scenario, reference = options.scenario(), options.reference
     console = make_console()
     share = None if reference is None else _share(scenario, reference)
-    code, finished, reason = _carry_out(scenario, console, virtual, protocol_only)
+    code, finished, reason = _carry_out(scenario, console, options.virtual, options.protocol_only)
     if code == INTERRUPTED:
         console.print("no verdict: interrupted")
         exit_with(code)
     folder = Path(scenario.config.run.folder)
     share = _share(scenario, None) if share is None else share
-    least = {"accepted_min": accepted_min, "participation_min": participation_min}
-    limits = {name: value for name, value in least.items() if value is not None}
-    verdict = _judge(folder, share, limits, finished, reason)
+    verdict = _judge(folder, share, options.limits(), finished, reason)
     _show(folder, verdict, console)
     exit_with(0 if verdict.kept else 1)
 

@@ -23,10 +23,10 @@ from decoupled_diloco.cli.options import (
     complete_recipe,
     exit_with,
     fail,
+    find_recipe,
     listed,
     make_console,
 )
-from decoupled_diloco.config.shipped import find_shipped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,17 +39,13 @@ CHECK_WIDTH = 12
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
-def _find_recipe(name: str) -> Path:
-    return find_shipped("recipes", name)
-
-
 def doctor(
     run: Annotated[
         Path | None,
         typer.Argument(
             metavar="RUN",
             help="The run's TOML file, or the name of a shipped recipe.",
-            parser=_find_recipe,
+            parser=find_recipe,
             autocompletion=complete_recipe,
         ),
     ] = None,

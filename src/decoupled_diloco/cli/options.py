@@ -38,7 +38,8 @@ def _complete(kind: Kind, incomplete: str) -> list[tuple[str, str]]:
     ]
 
 
-def _find_recipe(name: str) -> Path:
+def find_recipe(name: str) -> Path:
+    """The file of a run, given by its path or by a recipe's name."""
     return find_shipped("recipes", name)
 
 
@@ -47,7 +48,7 @@ RunFile = Annotated[
     typer.Argument(
         metavar="RUN",
         help="The run's TOML file, or the name of a shipped recipe (see ddiloco recipes).",
-        parser=_find_recipe,
+        parser=find_recipe,
         autocompletion=complete_recipe,
     ),
 ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decoupled_diloco.cli.from_model import Options, command
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
     Sets,
@@ -19,6 +20,7 @@ from decoupled_diloco.cli.options import (
     complete_scenario,
     exit_with,
     fail,
+    find_recipe,
     make_console,
 )
 from decoupled_diloco.config.shipped import find_shipped
@@ -38,50 +40,43 @@ def _find_scenario(name: str) -> Path:
     return find_shipped("scenarios", name)
 
 
-def _find_recipe(name: str) -> Path:
-    return find_shipped("recipes", name)
+class SimulateOptions(Options):
+    """Of a run in virtual time."""
 
-
-def simulate(
     scenario: Annotated[
         Path,
-        typer.Argument(
-            metavar="SCENARIO",
-            help="The scenario's TOML file, or the name of a shipped one.",
-            parser=_find_scenario,
-            autocompletion=complete_scenario,
-        ),
-    ],
+        typer.Argument(metavar="SCENARIO", parser=_find_scenario, autocompletion=complete_scenario),
+    ]
+    """The scenario's TOML file, or the name of a shipped one."""
+
     run: Annotated[
         Path | None,
-        typer.Option(
-            "--run",
-            metavar="RUN",
-            help="Another run than the scenario's: a TOML file, or a shipped recipe's name.",
-            parser=_find_recipe,
-            autocompletion=complete_recipe,
-        ),
-    ] = None,
-    settings: Sets = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of everything: weights, data, time, failures.")
-    ] = None,
-    protocol_only: Annotated[
-        bool, typer.Option("--protocol-only", help="No tensors: for thousands of learners.")
-    ] = False,
-    tape: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="With --protocol-only: write the event tape there."),
-    ] = None,
-) -> None:
+        typer.Option(metavar="RUN", parser=find_recipe, autocompletion=complete_recipe),
+    ] = None
+    """Another run than the scenario's: a TOML file, or a shipped recipe's name."""
+
+    settings: Sets = None
+    seed: Annotated[int | None, typer.Option(min=0)] = None
+    """Seed of everything: weights, data, time, failures."""
+
+    protocol_only: Annotated[bool, typer.Option("--protocol-only")] = False
+    """No tensors: for thousands of learners."""
+
+    tape: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None
+    """With --protocol-only: write the event tape there."""
+
+
+@command(SimulateOptions)
+def simulate(options: SimulateOptions) -> None:
     """A whole run in virtual time, as a scenario tells it: the same seed gives the same bits."""
     from decoupled_diloco.simulate.scenario import load_scenario
 
-    if tape is not None and not protocol_only:
+    tape, overrides = options.tape, options.settings or ()
+    if tape is not None and not options.protocol_only:
         fail("--tape is for --protocol-only: with tensors the tape is in the run folder")
-    _require_scenario(scenario)
-    told = load_scenario(scenario, run=run, overrides=settings or (), seed=seed)
-    if protocol_only:
+    _require_scenario(options.scenario)
+    told = load_scenario(options.scenario, run=options.run, overrides=overrides, seed=options.seed)
+    if options.protocol_only:
         spare_a_real_run(tape, "--tape ")
         exit_with(simulate_protocol(told, tape, make_console()))
     spare_a_real_run(Path(told.config.run.folder), "--set run.folder=")

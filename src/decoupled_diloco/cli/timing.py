@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from decoupled_diloco.cli.options import Sets, TokenFile, fail, make_console
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from rich.console import Console
 
@@ -42,7 +43,7 @@ def timing(
         run.endswith(".toml") or not Path(run).exists()
     ):
         config = load_config(find_shipped("recipes", run), settings or ())
-        print_intervals(_rows(config), make_console())
+        _print(_rows(config), make_console())
         return
     if settings:
         fail("--set changes a configuration, and this is a run that has one: leave it out")
@@ -52,7 +53,7 @@ def timing(
     found = options_in(measured)
     if found is None:
         fail(f"the tape of {run} does not tell the run's settings (yet): give its run.toml")
-    print_intervals(intervals(found, run=measured), make_console())
+    _print(intervals(found, run=measured), make_console())
 
 
 def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
@@ -61,13 +62,12 @@ def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(style="dim")
+    for wrapped in (False, False, True):
+        table.add_column(style="dim", no_wrap=not wrapped)
     for row in _rows(config):
         if row.essential:
             value = row.value.replace("not measured yet", "measured")
-            table.add_row(Text(row.name), Text(value), Text(row.essential))
+            table.add_row(*map(Text, (row.name, value, row.essential)))
     console.print(table)
     console.print(f"all of them: ddiloco timing {folder}\n", style="dim", soft_wrap=True)
 
@@ -83,8 +83,7 @@ def _rows(config: RunConfig) -> list[Interval]:
     )
 
 
-def print_intervals(rows: Sequence[Interval], console: Console) -> None:
-    """A table that fits 80 columns."""
+def _print(rows: Iterable[Interval], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -92,10 +91,8 @@ def print_intervals(rows: Sequence[Interval], console: Console) -> None:
     table.add_column("interval", no_wrap=True)
     table.add_column("derived from")
     table.add_column("now", style="bold")
-    group = ""
-    for row in rows:
-        if row.group != group:
-            table.add_row(Text(row.group, style="dim italic"), "", "")
-        group = row.group
-        table.add_row(Text(row.name), Text(row.rule), Text(row.value))
+    for group, members in groupby(rows, key=lambda row: row.group):
+        table.add_row(Text(group, style="dim italic"))
+        for row in members:
+            table.add_row(*map(Text, (row.name, row.rule, row.value)))
     console.print(table)

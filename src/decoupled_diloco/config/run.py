@@ -65,6 +65,11 @@ class RunSettings(Settings):
     """Seconds from one evaluation's start to the next one's, greater than 0. Raise it when
     evaluations take processor time that the learners need."""
 
+    spare: bool = True
+    """Keep one process in reserve that has imported PyTorch, so that a learner or shard that is
+    started again is at work within two seconds. It takes memory (docs/costs.md) and no time once
+    it has imported. Turn it off where memory is short."""
+
     def inapplicable(self) -> Mapping[str, str]:
         """`evaluate_every_seconds` needs an evaluator."""
         return {} if self.evaluator else {"evaluate_every_seconds": "with evaluator=false"}
@@ -537,7 +542,7 @@ class RunConfig(Settings):
             syncer's machine), `outer`, `data`, `workload`, each to be read back by its own class,
             and `digest`: SHA-256 of their canonical JSON, in hex.
         """
-        private = {"folder", "evaluator", "evaluate_every_seconds"}
+        private = {"folder", "evaluator", "evaluate_every_seconds", "spare"}
         public: dict[str, Any] = {
             "run": {k: v for k, v in self.run.applicable().items() if k not in private},
             "sync": {k: v for k, v in self.sync.applicable().items() if k != "initial_weights"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import time
@@ -69,7 +70,7 @@ class LocalRun:
         ConfigError: the folder is in use or somebody else's, the run in it has not ended, the
             workload cannot be built, a learner's part of its data has no batch, or a secret or the
             initial weights are missing.
-        TransportError: a port of the settings is taken.
+        TransportError: a port of the settings is taken, or its host is not of this machine.
     """
 
     def __init__(
@@ -107,6 +108,8 @@ class LocalRun:
         told = {"machine": "launcher", "settings": read_public(public_text(config))}
         self._tape = open_tape(self.path, "launcher", told)
         self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
+        if config.run.spare:
+            self.supervisor.keep_spare()
         if self.went_back:
             self.tell(WentBack(self.went_back))
         self._followed = FollowedRun(self.path)
@@ -137,8 +140,7 @@ class LocalRun:
                 f"initial_weights={str(weights)!r} does not exist: correct the path, or leave "
                 "initial_weights out"
             )
-        if settings.port:
-            _ports(self.config)
+        _ports(self.config)
 
     def _require_principals(self, path: Path) -> None:
         config = self.config
@@ -389,9 +391,16 @@ def _ports(config: RunConfig) -> list[int]:
             except OSError as error:
                 where = url_of(config.syncer.host, port).removeprefix("http://")
                 raise TransportError(
-                    f"a shard cannot listen on {where}: {error.strerror}: is another run still "
-                    "there? Choose other ports with --set syncer.port=…, or any free ones with "
-                    "syncer.port=0"
+                    f"a shard cannot listen on {where}: {error.strerror}: {_way_out(error)}"
                 ) from error
             ports.append(each.getsockname()[1])
         return ports
+
+
+def _way_out(error: OSError) -> str:
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        return (
+            "is another run still there? Choose other ports with --set syncer.port=…, or any free "
+            "ones with syncer.port=0"
+        )
+    return "set syncer.host to an address of this machine, or 0.0.0.0 for all of them"

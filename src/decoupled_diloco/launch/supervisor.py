@@ -17,8 +17,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
+from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.spare import QUIET_SECONDS, Spare
 from decoupled_diloco.observe.samples import (
     EndRequested,
     ProcessEnded,
@@ -82,6 +85,7 @@ class Supervisor:
         folder: The run folder; logs go to ``logs/<name>.log``.
         tape: The launcher's tape.
         descriptors: Open files that every child inherits.
+        spare: The process in reserve, if one is kept.
     """
 
     folder: Path
@@ -89,6 +93,19 @@ class Supervisor:
     descriptors: tuple[int, ...] = ()
     children: dict[str, Child] = field(default_factory=dict)
     stopping: bool = False
+    spare: Spare | None = None
+
+    def keep_spare(self) -> None:
+        """From now on, one process is kept in reserve for what must be started again."""
+        self.spare = Spare(self._start_spare)
+
+    def _start_spare(self) -> subprocess.Popen[bytes]:
+        """With room in its command line for that of any child, whose place it may take."""
+        room = max(len(" ".join(child.arguments).encode()) for child in self.children.values())
+        log = self.folder / "logs" / "spare.log"
+        with log.open("ab") as errors, interrupts_deferred():
+            arguments = ["spare", str(self.folder / RUN_FILE), " " * room]
+            return self._launch(arguments, subprocess.PIPE, errors)
 
     def start(self, name: str, arguments: list[str], *, held: bool = False) -> None:
         """Starts ``ddiloco ARGUMENTS`` under a name; ``held``: only when it is brought back."""
@@ -101,16 +118,24 @@ class Supervisor:
         child.restart_at, child.started_at = None, time.monotonic()
         path = self.folder / "logs" / f"{child.name}.log"
         with path.open("ab") as log, interrupts_deferred():
-            child.process = subprocess.Popen(
-                [*COMMAND, *child.arguments],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=self.descriptors,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            spare = self.spare.take(child.arguments, path) if self.spare else None
+            child.process = spare or self._launch(child.arguments, log, subprocess.STDOUT)
         self._sample(ProcessStarted(child.name, child.process.pid))
+
+    def _launch(
+        self, arguments: list[str], output: int | IO[bytes], errors: int | IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """One way for all: a spare must have the environment of the one whose place it takes."""
+        return subprocess.Popen(
+            [*COMMAND, *arguments],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+            pass_fds=self.descriptors,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
     def _sample(
         self, sample: ProcessStarted | ProcessEnded | EndRequested | RestartScheduled
@@ -126,6 +151,14 @@ class Supervisor:
                 self._ended(child, code, now)
             if child.restart_at is not None and now >= child.restart_at and not self.stopping:
                 self._spawn(child)
+        if self.spare is not None and self._is_quiet(now):
+            self.spare.keep()
+
+    def _is_quiet(self, now: float) -> bool:
+        """Whether nothing was started of late, and something may have to be."""
+        started = max((child.started_at for child in self.children.values()), default=now)
+        may_be_needed = any(child.restarts for child in self.children.values())
+        return may_be_needed and not self.stopping and now - started > QUIET_SECONDS
 
     def _ended(self, child: Child, code: int, now: float) -> None:
         assert child.process is not None
@@ -194,6 +227,8 @@ class Supervisor:
         ``extra_seconds``: what they may take beyond the usual, to hand in what they have.
         """
         self.stopping = self.stopping or names is None
+        if self.stopping and self.spare is not None:
+            self.spare.end()
         chosen = [c for n, c in self.children.items() if names is None or n in names]
         told = []
         for child in chosen:

@@ -6,6 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import TransportError
+from decoupled_diloco.launch.local import LocalRun
+
 SCRIPT = """
 import sys
 from decoupled_diloco.cli import train  # what `ddiloco syncer` imports
@@ -19,8 +25,25 @@ run.close()
 """
 
 
+def test_what_cannot_listen_leaves_no_folder(tmp_path: Path) -> None:
+    """Whoever looks for the newest run would find one that has never begun."""
+    elsewhere = {"host": "192.0.2.1", "port": 0}  # of no machine: RFC 5737
+    config = RunConfig(run={"folder": tmp_path / "run", "budget_steps": 9}, syncer=elsewhere)
+    with pytest.raises(TransportError, match=r"syncer\.host to an address of this machine"):
+        LocalRun(config, learners=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_syncers_shards_do_not_wait_for_imports_of_the_launcher(tmp_path: Path) -> None:
     """Each shard imports torch, which takes seconds; the launcher's would come on top."""
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / "run")]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_spare_is_kept_if_the_settings_say_so(tmp_path: Path, wanted: bool) -> None:
+    settings = {"folder": tmp_path / "run", "budget_steps": 9, "spare": wanted}
+    run = LocalRun(RunConfig(run=settings, syncer={"port": 0}), learners=False)
+    assert (run.supervisor.spare is not None) == wanted
+    run.close()

@@ -33,11 +33,13 @@ class Need:
     learner_bytes: int
     syncer_bytes: int
     evaluator_bytes: int
+    spare_bytes: int
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.learners * self.learner_bytes + self.syncer_bytes + self.evaluator_bytes
+        others = self.syncer_bytes + self.evaluator_bytes + self.spare_bytes
+        return self.learners * self.learner_bytes + others
 
 
 def judge_python(version: tuple[int, ...]) -> Finding:
@@ -107,7 +109,7 @@ def need_of(
         config: The run.
         process_bytes: Of a process that has only loaded Python and torch.
         learners: How many of them run here.
-        everything: Shards and evaluator run here too.
+        everything: Shards, evaluator and the spare process are here too.
     """
     numel, sync = model.layout.numel, config.sync
     at_once = max(1, math.ceil(sync.overlap * sync.fragments / sync.period)) + 1
@@ -124,6 +126,7 @@ def need_of(
         learner_bytes=process_bytes + trained + 4 * numel + in_flight,
         syncer_bytes=syncer if everything else 0,
         evaluator_bytes=evaluator if everything and config.run.evaluator else 0,
+        spare_bytes=process_bytes if everything and config.run.spare else 0,
     )
 
 
@@ -136,10 +139,9 @@ def judge_memory(available: int, need: Need | None) -> Finding:
         f"{free}, {format_bytes(need.total)} needed: {_count(need.learners, 'learner')} × "
         f"{format_bytes(need.learner_bytes)}"
     )
-    if need.syncer_bytes:
-        text += f", syncer {format_bytes(need.syncer_bytes)}"
-    if need.evaluator_bytes:
-        text += f", evaluator {format_bytes(need.evaluator_bytes)}"
+    for name in ("syncer", "evaluator", "spare"):
+        if nbytes := getattr(need, f"{name}_bytes"):
+            text += f", {name} {format_bytes(nbytes)}"
     text += "; activations come on top"
     if need.total > available:
         return error("memory", text, "fewer learners here, a smaller model, or a larger machine")

@@ -1,0 +1,237 @@
+"""`ddiloco train`, `syncer`, `learner`, `evaluator`: a run, or one of its processes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decoupled_diloco.cli.from_model import Options, command, overrides, setting
+from decoupled_diloco.cli.options import (
+    CutToGoBackTo,
+    Resume,
+    RunFile,
+    RunOrFolder,
+    Sets,
+    StopWithParent,
+    SyncerAddresses,
+    TokenFile,
+    exit_with,
+    fail,
+    listed,
+    make_console,
+)
+from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
+from decoupled_diloco.config.addresses import advertised, on_this_machine
+from decoupled_diloco.config.shipped import find_shipped
+
+
+class TrainOptions(Options):
+    """Of a run on this machine."""
+
+    run: RunOrFolder
+    settings: Sets = None
+    resume: Resume = False
+    cut: CutToGoBackTo = ""
+
+    def config(self, *more: str) -> RunConfig:
+        """The settings of a new run, or of one that goes on in its folder."""
+        settings = [*(self.settings or ()), *more]
+        if self.cut and not self.resume:
+            fail("--cut says where to go back to: give --resume and the folder of the run, too")
+        if self.resume:
+            from decoupled_diloco.config.resume import load_resumed  # torch takes seconds
+
+            return load_resumed(Path(self.run), settings)
+        return load_config(find_shipped("recipes", self.run), settings)
+
+
+@command(TrainOptions)
+def train(options: TrainOptions) -> None:
+    """Everything on this machine: shards, learners, evaluator, supervised; then the report."""
+    from decoupled_diloco.cli.train import train_locally
+
+    config = options.config()
+    code = train_locally(config, make_console(), resume=options.resume, cut=options.cut)
+    exit_with(code)
+
+
+# ---- the syncer
+
+
+class SyncerOptions(TrainOptions):
+    """Of all shards of a run, or of one of them."""
+
+    new: Annotated[bool, typer.Option("--new")] = False
+    """Begin a new run although the one in the folder has not ended."""
+
+    shard: Annotated[int | None, typer.Option()] = None
+    """Serve this one shard only, at --port; default: all, supervised."""
+
+    port: Annotated[int | None, setting(SyncerSettings, "port")] = None
+    standby: Annotated[bool, typer.Option("--standby")] = False
+    """Stand by for this shard, until it is needed."""
+
+    addresses: Annotated[
+        tuple[str, ...],
+        setting(SyncerSettings, "addresses", metavar="URL[,URL…]", parser=listed),
+    ] = ()
+    token_file: Annotated[Path | None, setting(SyncerSettings, "token_file")] = None
+    stop_with_parent: StopWithParent = False
+
+    def run_config(self) -> RunConfig:
+        """The run's settings with these options; the port of one shard alone is none."""
+        names = ["addresses", "token_file", *(["port"] if self.shard is None else [])]
+        return self.config(*overrides(self, SyncerSettings, *names))
+
+
+@command(SyncerOptions)
+def syncer(options: SyncerOptions) -> None:
+    """The syncer: all its shards on this machine, or one of them."""
+    config = options.run_config()
+    if options.new and (options.resume or options.shard is not None):
+        fail("--new begins a run of all shards: leave it out, or --resume and --shard")
+    if options.standby and not (config.syncer.standbys and options.shard is not None):
+        fail("--standby is for one shard (--shard) of a run with syncer.standbys=1")
+    if options.shard is not None:
+        _serve_shard(config, options.shard, options)
+        return
+    from decoupled_diloco.cli.train import serve_locally
+
+    console, resume = make_console(), options.resume
+    exit_with(serve_locally(config, console, resume=resume, cut=options.cut, new=options.new))
+
+
+def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
+    if options.resume:
+        fail(f"--shard {shard} goes on by itself with what is in its folder: leave --resume out")
+    _prepare(options.stop_with_parent)
+    from decoupled_diloco.launch.folder import enter_run_folder, read_token
+    from decoupled_diloco.launch.secrets import own_token
+    from decoupled_diloco.launch.shard_role import run_shard
+
+    port, addresses = _place_of(config, shard, options)
+    if shard:
+        token = own_token(config, f"shard-{shard}")
+    else:
+        token = read_token(config.syncer.token_file)  # it dials nobody
+    run_shard(
+        config,
+        shard,
+        port=port,
+        standby=options.standby,
+        addresses=addresses,
+        folder=enter_run_folder(config),
+        token=token,
+    )
+
+
+def _place_of(config: RunConfig, shard: int, options: SyncerOptions) -> tuple[int, tuple[str, ...]]:
+    """Where one shard listens, and where all are: nobody would find it elsewhere."""
+    shards, told = config.syncer.shards, config.syncer.addresses
+    if not 0 <= shard < shards:
+        fail(f"--shard {shard} is no shard of this run: 0 to {shards - 1}")
+    if not (options.port or config.syncer.port):
+        fail("port=0 means any free port, so nobody would find this shard: give --port")
+    in_settings = config.syncer.port + shard + shards * options.standby
+    port = options.port or in_settings
+    alone = shards == 1 and not config.syncer.standbys
+    if not told and not alone and port != in_settings:
+        fail(
+            f"--port {port} is not the settings' port of shard {shard}, so the others would "
+            "not be found: give the addresses of all shards with --addresses"
+        )
+    return port, told or advertised(config, (port,) if alone else ())
+
+
+# ---- who dials it
+
+
+class DialOptions(Options):
+    """Of a process that dials the shards."""
+
+    run: RunFile
+    settings: Sets = None
+    syncer: SyncerAddresses = ""
+    token_file: TokenFile = None
+    stop_with_parent: StopWithParent = False
+
+    def config(self) -> RunConfig:
+        """The run's settings."""
+        return load_config(self.run, self.settings or ())
+
+    def addresses(self, config: RunConfig) -> tuple[str, ...]:
+        """Where it finds the shards: as given, or on this machine."""
+        return listed(self.syncer) or tuple(map(on_this_machine, advertised(config)))
+
+
+class LearnerOptions(DialOptions):
+    """Of one learner."""
+
+    index: Annotated[int, typer.Option()]
+    """Which learner: 0 to learners - 1."""
+
+
+@command(LearnerOptions)
+def learner(options: LearnerOptions) -> None:
+    """One learner that trains the run's workload; start it again and it goes on."""
+    from decoupled_diloco.launch.termination import Termination
+
+    termination = Termination()  # First: what follows imports torch, which takes seconds.
+    _prepare(options.stop_with_parent)
+    from decoupled_diloco.launch import roles
+    from decoupled_diloco.launch.folder import enter_run_folder
+    from decoupled_diloco.launch.secrets import own_token
+
+    config = options.config()
+    roles.run_learner(
+        config,
+        options.index,
+        syncer=options.addresses(config),
+        folder=enter_run_folder(config),
+        token=own_token(config, f"learner-{options.index}", options.token_file),
+        termination=termination,
+    )
+
+
+class EvaluatorOptions(DialOptions):
+    """Of an observer that evaluates."""
+
+    result: Annotated[bool, typer.Option("--result")] = False
+    """Score the weights of a run that is over, and end."""
+
+
+@command(EvaluatorOptions)
+def evaluator(options: EvaluatorOptions) -> None:
+    """An observer that scores the published weights on held-out data."""
+    _prepare(options.stop_with_parent)
+    from decoupled_diloco.launch import roles
+    from decoupled_diloco.launch.folder import enter_run_folder, require_ours_or_unused
+    from decoupled_diloco.launch.processes import EVALUATOR
+    from decoupled_diloco.launch.secrets import own_token
+
+    config = options.config()
+    if options.result:
+        require_ours_or_unused(config.run.folder)
+        roles.evaluate_result(config, folder=config.run.folder)
+        return
+    roles.run_evaluator(
+        config,
+        syncer=options.addresses(config),
+        folder=enter_run_folder(config),
+        token=own_token(config, EVALUATOR, options.token_file),
+    )
+
+
+def _prepare(parent_matters: bool) -> None:
+    """What all of them do before they import torch: who is left alone ends then, too."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
+    )
+    if parent_matters:
+        from decoupled_diloco.launch.processes import stop_with_parent
+
+        stop_with_parent()

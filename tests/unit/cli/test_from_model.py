@@ -1,0 +1,92 @@
+"""Commands that are made of models, and options that are settings."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from decoupled_diloco.cli.from_model import Options, command, option_of, overrides, setting
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.cli.options import listed
+from decoupled_diloco.config import SyncerSettings
+
+
+class MineOptions(Options):
+    """Of the command below."""
+
+    what: Annotated[str, typer.Argument(metavar="WHAT")]
+    """What it is about."""
+
+    port: Annotated[int | None, setting(SyncerSettings, "port")] = None
+    addresses: Annotated[
+        tuple[str, ...], setting(SyncerSettings, "addresses", metavar="URL[,URL…]", parser=listed)
+    ] = ()
+    share: Annotated[float, typer.Option("--how-much", parser=float)] = 0.25
+    """A quarter, if nobody says more."""
+
+    loud: Annotated[bool, typer.Option("--loud/--quiet")] = False
+    """Whether everybody hears it."""
+
+
+def run(*arguments: str) -> tuple[str, list[MineOptions]]:
+    told: list[MineOptions] = []
+
+    @command(MineOptions)
+    def mine(options: MineOptions) -> None:
+        """Does nothing."""
+        told.append(options)
+
+    own = typer.Typer(pretty_exceptions_enable=False)
+    own.command()(mine)
+    result = CliRunner().invoke(own, [*arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output, told
+
+
+def test_the_help_is_the_documentation_of_fields_and_settings() -> None:
+    text, _ = run("--help")
+    assert "Does nothing." in text
+    assert "What it is about." in text
+    assert "Port of the first shard; the others take the following ones." in text
+    assert "URL[,URL…]" in text
+    assert "A quarter, if nobody says more." in text
+    assert "0.25" in text
+
+
+def test_a_command_knows_what_was_written() -> None:
+    _, [bare] = run("this")
+    assert bare.given == {"what": "this"}
+    assert (bare.port, bare.addresses, bare.share, bare.loud) == (None, (), 0.25, False)
+    _, [told] = run("this", "--addresses", "http://a:1, http://b:2", "--loud", "--how-much", "0.5")
+    assert told.given == {
+        "what": "this",
+        "addresses": ("http://a:1", "http://b:2"),
+        "share": 0.5,
+        "loud": True,
+    }
+    settings = overrides(told, SyncerSettings, "port", "addresses")
+    assert settings == ['syncer.addresses=["http://a:1", "http://b:2"]']
+    assert option_of(MineOptions, "share") == "--how-much"
+    assert option_of(MineOptions, "loud") == "--loud"
+    assert option_of(MineOptions, "port") == "--port"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--port", "70000"], "port=70000 in [syncer] is out of range"),
+        (["--addresses", "syncer:7070"], "addresses has 1 entries, but shards=2"),
+        (["--token-file", "no/such"], "token_file='no/such' cannot be read"),
+        (["--new", "--shard", "0"], "--new begins a run of all shards"),
+        (["--standby"], "--standby is for one shard (--shard) of a run with syncer.standbys=1"),
+        (["--cut", "last"], "--cut says where to go back to: give --resume"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_of_the_syncer_are_settings(arguments: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(app, ["syncer", "homelab", *arguments])
+    told = result.stderr + str(result.exception)
+    assert sentence in told, result.output
