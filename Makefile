@@ -44,11 +44,12 @@ docs-serve: $(STAMP)  ## the documentation at http://127.0.0.1:8000, rebuilt whe
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml packages/plan/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable . --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable . --editable packages/plan \
+		--group dev
 	touch $(STAMP)
 
 clean:

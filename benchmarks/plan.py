@@ -15,12 +15,12 @@ from typing import Any
 
 from evidence import RESULTS, keep
 
-from decoupled_diloco.plan import compare, published
-from decoupled_diloco.plan.network import Link, Network, equal_sites
-from decoupled_diloco.plan.plots import save_curves
-from decoupled_diloco.plan.search import Wanted, propose
-from decoupled_diloco.plan.setting import Model, wire_format
-from decoupled_diloco.plan.timeline import utilization
+from decoupled_diloco_plan.bandwidth import compare, published
+from decoupled_diloco_plan.bandwidth.network import Link, Network, equal_sites
+from decoupled_diloco_plan.bandwidth.plots import save_curves
+from decoupled_diloco_plan.bandwidth.search import Wanted, propose
+from decoupled_diloco_plan.bandwidth.setting import Model, wire_format
+from decoupled_diloco_plan.bandwidth.timeline import utilization
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from unit.plan.published_cells import CELLS, MODELS

@@ -27,10 +27,10 @@ from evidence import RESULTS, keep
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.plan.inputs import read_run
-from decoupled_diloco.plan.network import HUB, Link, Network, Site
-from decoupled_diloco.plan.rounds import Rounds, simulate
-from decoupled_diloco.plan.setting import Model, Setting, wire_format
+from decoupled_diloco_plan.bandwidth.inputs import read_run
+from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
+from decoupled_diloco_plan.bandwidth.rounds import Rounds, simulate
+from decoupled_diloco_plan.bandwidth.setting import Model, Setting, wire_format
 from decoupled_diloco.protocol.options import Options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

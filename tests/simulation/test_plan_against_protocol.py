@@ -8,9 +8,9 @@ from statistics import mean
 
 import pytest
 
-from decoupled_diloco.plan.network import HUB, Link, Network, Site
-from decoupled_diloco.plan.rounds import Rounds, simulate
-from decoupled_diloco.plan.setting import Format, Model, Setting
+from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
+from decoupled_diloco_plan.bandwidth.rounds import Rounds, simulate
+from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoupled_diloco.goodput.settings import (
+from decoupled_diloco_plan.goodput.settings import (
     YEAR_SECONDS,
     Cluster,
     Constants,
@@ -15,7 +15,7 @@ from decoupled_diloco.goodput.settings import (
     Scavenged,
     Stragglers,
 )
-from decoupled_diloco.goodput.systems import simulate
+from decoupled_diloco_plan.goodput.systems import simulate
 from decoupled_diloco.protocol.clock import advanced, reached_at, stands
 from decoupled_diloco.protocol.quorum import window_over
 

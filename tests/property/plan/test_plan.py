@@ -7,12 +7,12 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoupled_diloco.plan.flows import Flow, Flows
-from decoupled_diloco.plan.network import HUB, Link, Network, Site
-from decoupled_diloco.plan.published import SYSTEMS, schedule_of
-from decoupled_diloco.plan.rounds import demand, simulate
-from decoupled_diloco.plan.setting import Model, Setting
-from decoupled_diloco.plan.timeline import utilization
+from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
+from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
+from decoupled_diloco_plan.bandwidth.published import SYSTEMS, schedule_of
+from decoupled_diloco_plan.bandwidth.rounds import demand, simulate
+from decoupled_diloco_plan.bandwidth.setting import Model, Setting
+from decoupled_diloco_plan.bandwidth.timeline import utilization
 from decoupled_diloco.protocol.options import Options
 
 steps = st.floats(0.01, 30.0)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from decoupled_diloco.cli.goodput import _count, _slowdowns
-from decoupled_diloco.cli.goodput_options import complete_systems
+from decoupled_diloco_plan.goodput.command import _count, _slowdowns
+from decoupled_diloco_plan.goodput.options import complete_systems
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.cli.options import INTERRUPTED
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.goodput.settings import Cluster
-from decoupled_diloco.goodput.study import Effort, Row, study
+from decoupled_diloco_plan.goodput.settings import Cluster
+from decoupled_diloco_plan.goodput.study import Effort, Row, study
 
 ONE = ("goodput", "--chips", "50k", "--days", "0.2", "--seeds", "2")
 SMALL = (*ONE, "--learners", "2,4")
@@ -178,7 +178,7 @@ def test_what_is_done_is_told_when_it_is_stopped(
         done.append(cluster)
         return study(cluster, effort)
 
-    monkeypatch.setattr("decoupled_diloco.goodput.study.study", stopped)
+    monkeypatch.setattr("decoupled_diloco_plan.goodput.study.study", stopped)
     out = tmp_path / "rows.json"
     result = CliRunner().invoke(app, [*ONE, "--json", str(out)])
     assert result.exit_code == INTERRUPTED

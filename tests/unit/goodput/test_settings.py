@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.goodput.scavenge import blocks_of
-from decoupled_diloco.goodput.settings import (
+from decoupled_diloco_plan.goodput.scavenge import blocks_of
+from decoupled_diloco_plan.goodput.settings import (
     Cluster,
     Constants,
     Preemption,
     Scavenged,
     Stragglers,
 )
-from decoupled_diloco.goodput.study import Effort
+from decoupled_diloco_plan.goodput.study import Effort
 
 
 @pytest.mark.parametrize(

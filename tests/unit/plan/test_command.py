@@ -11,10 +11,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
-from decoupled_diloco.cli.plan_options import SYSTEMS
+from decoupled_diloco_plan.bandwidth.options import SYSTEMS
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.writer import TapeWriter
-from decoupled_diloco.plan import published
+from decoupled_diloco_plan.bandwidth import published
 from decoupled_diloco.protocol.events import StepFinished
 
 SMALL = ("--params", "100M", "--layers", "8", "--step-seconds", "1s")

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.plan.published import (
+from decoupled_diloco_plan.bandwidth.published import (
     GRID_GBIT,
     SYSTEMS,
     TARGETS,

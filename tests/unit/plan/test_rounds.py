@@ -7,11 +7,11 @@ import math
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.plan import measured
-from decoupled_diloco.plan.network import HUB, SPREAD, Link, Network, Site, equal_sites
-from decoupled_diloco.plan.predict import predict
-from decoupled_diloco.plan.rounds import Rounds, demand, simulate
-from decoupled_diloco.plan.setting import Format, Model, Setting
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Link, Network, Site, equal_sites
+from decoupled_diloco_plan.bandwidth.predict import predict
+from decoupled_diloco_plan.bandwidth.rounds import Rounds, demand, simulate
+from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
 from decoupled_diloco.protocol.options import Options
 
 BF16 = Format("bf16", 16.0)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.plan.compare import TARGETS, needs, standings
-from decoupled_diloco.plan.network import Link, Network, Site, equal_sites
-from decoupled_diloco.plan.search import Wanted, propose
-from decoupled_diloco.plan.setting import (
+from decoupled_diloco_plan.bandwidth.compare import TARGETS, needs, standings
+from decoupled_diloco_plan.bandwidth.network import Link, Network, Site, equal_sites
+from decoupled_diloco_plan.bandwidth.search import Wanted, propose
+from decoupled_diloco_plan.bandwidth.setting import (
     Format,
     Model,
     Setting,
     step_seconds_of,
     wire_format,
 )
-from decoupled_diloco.plan.wallclock import NETWORKS, Reach, wall_clock
+from decoupled_diloco_plan.bandwidth.wallclock import NETWORKS, Reach, wall_clock
 from decoupled_diloco.protocol.options import Options
 
 MODEL = Model(12e9, 48, 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.cli.options import fail, listed, make_console
-from decoupled_diloco.cli.plan_options import (
+from decoupled_diloco_plan.bandwidth.options import (
     METHODS,
     PARTITIONS,
     SOURCES,
@@ -52,11 +52,11 @@ from decoupled_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from decoupled_diloco.config import RunConfig
-    from decoupled_diloco.plan.document import Plan
-    from decoupled_diloco.plan.inputs import Inputs
-    from decoupled_diloco.plan.network import Network
-    from decoupled_diloco.plan.search import Proposal, Wanted
-    from decoupled_diloco.plan.setting import Format, Setting
+    from decoupled_diloco_plan.bandwidth.document import Plan
+    from decoupled_diloco_plan.bandwidth.inputs import Inputs
+    from decoupled_diloco_plan.bandwidth.network import Network
+    from decoupled_diloco_plan.bandwidth.search import Proposal, Wanted
+    from decoupled_diloco_plan.bandwidth.setting import Format, Setting
 
 THOUGHT_OF = "4bit"
 """Published to be as good as bf16 (arXiv 2604.21428, text 55.3 against 55.4); not a codec here."""
@@ -118,7 +118,7 @@ def plan(
 def _published(given: dict[str, Any]) -> None:
     from dataclasses import asdict
 
-    from decoupled_diloco.plan import published
+    from decoupled_diloco_plan.bandwidth import published
 
     wanted = {"params", "layers", "step_seconds", "period", "method", "system", "table", "json_to"}
     _refuse_others(given, wanted | {"latency", "own", "utilization"}, "with --method published")
@@ -139,7 +139,7 @@ def _published(given: dict[str, Any]) -> None:
         targets=published.TARGETS if target is None else (target,),
     )
     if not _write_json([asdict(row) for row in rows], given.get("json_to")):
-        from decoupled_diloco.cli.plan_tables import print_published
+        from decoupled_diloco_plan.bandwidth.tables import print_published
 
         print_published(rows, make_console())
 
@@ -154,10 +154,10 @@ def _own(given: dict[str, Any]) -> None:
     planned = make_plan(given)
     if "plot" in given:
         _save_plot(planned, given["plot"])
-    from decoupled_diloco.plan.document import document
+    from decoupled_diloco_plan.bandwidth.document import document
 
     if not _write_json(document(planned), given.get("json_to")):
-        from decoupled_diloco.cli.plan_tables import print_plan
+        from decoupled_diloco_plan.bandwidth.tables import print_plan
 
         print_plan(planned, make_console())
 
@@ -168,10 +168,10 @@ def make_plan(given: dict[str, Any]) -> Plan:
     Raises:
         ConfigError: it lacks something, or could be no run's.
     """
-    from decoupled_diloco.plan import measured
-    from decoupled_diloco.plan.document import Plan
-    from decoupled_diloco.plan.predict import predict
-    from decoupled_diloco.plan.search import limits, propose
+    from decoupled_diloco_plan.bandwidth import measured
+    from decoupled_diloco_plan.bandwidth.document import Plan
+    from decoupled_diloco_plan.bandwidth.predict import predict
+    from decoupled_diloco_plan.bandwidth.search import limits, propose
 
     config = _run_of(given)
     if config is not None:
@@ -213,8 +213,8 @@ def _thought_of(
     """What 4 bits each way would bring, if it is more than what was found."""
     from dataclasses import replace
 
-    from decoupled_diloco.plan.search import PERIODS, propose
-    from decoupled_diloco.plan.setting import wire_format
+    from decoupled_diloco_plan.bandwidth.search import PERIODS, propose
+    from decoupled_diloco_plan.bandwidth.setting import wire_format
 
     o = found.setting.options
     if {"up", "down"} & set(given) or (found.reached and o.period == PERIODS[0]):
@@ -237,7 +237,7 @@ def _run_of(given: dict[str, Any]) -> RunConfig | None:
 
 def _from_run(config: RunConfig) -> dict[str, Any]:
     """What a run's file says, by the names of the options."""
-    from decoupled_diloco.plan.inputs import read_run
+    from decoupled_diloco_plan.bandwidth.inputs import read_run
 
     found, sync = read_run(config), config.sync
     fixed = {
@@ -262,7 +262,7 @@ def _from_run(config: RunConfig) -> dict[str, Any]:
 
 
 def _inputs(given: dict[str, Any], config: RunConfig | None) -> Inputs:
-    from decoupled_diloco.plan.inputs import Chips, Inputs, model_of, prices_of
+    from decoupled_diloco_plan.bandwidth.inputs import Chips, Inputs, model_of, prices_of
 
     if "params" not in given:
         raise ConfigError("the model's size is missing: give --params, such as 12e9, or a RUN")
@@ -284,7 +284,7 @@ def _step_seconds(
     given: dict[str, Any], config: RunConfig | None
 ) -> tuple[float | None, tuple[str, ...]]:
     """A step as given, or as it took in the run that was made, and then a word on that."""
-    from decoupled_diloco.plan.inputs import taped_step_seconds
+    from decoupled_diloco_plan.bandwidth.inputs import taped_step_seconds
     from decoupled_diloco.units import format_duration
 
     if config is None or "step_seconds" in given or "flops" in given:
@@ -300,7 +300,7 @@ def _step_seconds(
 
 
 def _network(given: dict[str, Any]) -> Network:
-    from decoupled_diloco.plan.network import (
+    from decoupled_diloco_plan.bandwidth.network import (
         HUB,
         SPREAD,
         Link,
@@ -335,8 +335,8 @@ def _network(given: dict[str, Any]) -> Network:
 
 
 def _setting(given: dict[str, Any], network: Network) -> Setting:
-    from decoupled_diloco.plan.network import SPREAD
-    from decoupled_diloco.plan.setting import Setting, wire_format
+    from decoupled_diloco_plan.bandwidth.network import SPREAD
+    from decoupled_diloco_plan.bandwidth.setting import Setting, wire_format
     from decoupled_diloco.protocol.options import Options
 
     period = given.get("period", DEFAULT_PERIOD)
@@ -362,8 +362,8 @@ def _setting(given: dict[str, Any], network: Network) -> Setting:
 
 
 def _wanted(given: dict[str, Any], inputs: Inputs) -> Wanted:
-    from decoupled_diloco.plan.network import HUB
-    from decoupled_diloco.plan.search import Wanted
+    from decoupled_diloco_plan.bandwidth.network import HUB
+    from decoupled_diloco_plan.bandwidth.search import Wanted
 
     if given.get("wait") == "at_overlap":
         raise ConfigError(
@@ -387,7 +387,7 @@ def _wanted(given: dict[str, Any], inputs: Inputs) -> Wanted:
 def _formats(given: dict[str, Any]) -> list[tuple[Format, Format]]:
     """What is given stays; else every codec of 16 bits or fewer, the most exact first."""
     from decoupled_diloco.merge import codec_names
-    from decoupled_diloco.plan.setting import wire_format
+    from decoupled_diloco_plan.bandwidth.setting import wire_format
 
     known = [wire_format(name) for name in codec_names()]
     tried = sorted((each for each in known if each.bits <= 16), key=lambda each: -each.bits)
@@ -444,10 +444,10 @@ def _write_json(value: Any, to: str | None) -> bool:
 
 
 def _save_plot(planned: Plan, path: Path) -> None:
-    from decoupled_diloco.plan import compare
-    from decoupled_diloco.plan.inputs import size_of
-    from decoupled_diloco.plan.network import slowest
-    from decoupled_diloco.plan.plots import save_curves
+    from decoupled_diloco_plan.bandwidth import compare
+    from decoupled_diloco_plan.bandwidth.inputs import size_of
+    from decoupled_diloco_plan.bandwidth.network import slowest
+    from decoupled_diloco_plan.bandwidth.plots import save_curves
 
     link = slowest(planned.network.sites)
     curves = compare.curves(

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from decoupled_diloco.plan import measured
-from decoupled_diloco.plan.network import Network, slowest
-from decoupled_diloco.plan.rounds import demand, simulate
-from decoupled_diloco.plan.setting import Model, Setting
-from decoupled_diloco.plan.timeline import Schedule, strided, utilization, whole
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.network import Network, slowest
+from decoupled_diloco_plan.bandwidth.rounds import demand, simulate
+from decoupled_diloco_plan.bandwidth.setting import Model, Setting
+from decoupled_diloco_plan.bandwidth.timeline import Schedule, strided, utilization, whole
 
 GRADIENT_BITS = 16
 """The others reduce bf16, as the published tables do."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from decoupled_diloco.plan import compare, measured
-from decoupled_diloco.plan.compare import Need, Standing
-from decoupled_diloco.plan.inputs import Inputs
-from decoupled_diloco.plan.network import Network, slowest
-from decoupled_diloco.plan.predict import Prediction
-from decoupled_diloco.plan.search import Proposal
-from decoupled_diloco.plan.setting import Setting
-from decoupled_diloco.plan.wallclock import Reach, WallClock, wall_clock
+from decoupled_diloco_plan.bandwidth import compare, measured
+from decoupled_diloco_plan.bandwidth.compare import Need, Standing
+from decoupled_diloco_plan.bandwidth.inputs import Inputs
+from decoupled_diloco_plan.bandwidth.network import Network, slowest
+from decoupled_diloco_plan.bandwidth.predict import Prediction
+from decoupled_diloco_plan.bandwidth.search import Proposal
+from decoupled_diloco_plan.bandwidth.setting import Setting
+from decoupled_diloco_plan.bandwidth.wallclock import Reach, WallClock, wall_clock
 
 
 @dataclass(frozen=True, slots=True)

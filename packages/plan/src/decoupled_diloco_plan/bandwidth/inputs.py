@@ -11,9 +11,9 @@ from statistics import median
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.plan.network import Network
-from decoupled_diloco.plan.predict import Prices
-from decoupled_diloco.plan.setting import (
+from decoupled_diloco_plan.bandwidth.network import Network
+from decoupled_diloco_plan.bandwidth.predict import Prices
+from decoupled_diloco_plan.bandwidth.setting import (
     Model,
     assumed_layers,
     assumed_step_seconds,

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from decoupled_diloco.observe.plots import LIGHT, style_of
-from decoupled_diloco.plan import measured
+from decoupled_diloco_plan.bandwidth import measured
 
 Points = Sequence[tuple[float, float]]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.plan import measured
-from decoupled_diloco.plan.network import Network
-from decoupled_diloco.plan.rounds import Rounds, simulate
-from decoupled_diloco.plan.setting import Model, Setting
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.network import Network
+from decoupled_diloco_plan.bandwidth.rounds import Rounds, simulate
+from decoupled_diloco_plan.bandwidth.setting import Model, Setting
 from decoupled_diloco.protocol.grace import Grace, MovingAverage, Timing
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.plan.timeline import Schedule, strided, utilization, whole
+from decoupled_diloco_plan.bandwidth.timeline import Schedule, strided, utilization, whole
 
 Source = Literal["streaming-diloco", "scaling-laws"]
 

@@ -39,10 +39,10 @@ from math import ceil, floor, gcd
 from typing import Any
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.plan import measured
-from decoupled_diloco.plan.flows import Flow, Flows
-from decoupled_diloco.plan.network import Network
-from decoupled_diloco.plan.setting import Model, Setting
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
+from decoupled_diloco_plan.bandwidth.network import Network
+from decoupled_diloco_plan.bandwidth.setting import Model, Setting
 from decoupled_diloco.protocol.grace import Timing
 
 ROUNDS_WARM = 48

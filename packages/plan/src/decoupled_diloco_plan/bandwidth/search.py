@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.plan import measured
-from decoupled_diloco.plan.network import SPREAD, Network
-from decoupled_diloco.plan.predict import Prediction, Prices, predict
-from decoupled_diloco.plan.rounds import Rounds, demands
-from decoupled_diloco.plan.setting import Format, Model, Setting
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.network import SPREAD, Network
+from decoupled_diloco_plan.bandwidth.predict import Prediction, Prices, predict
+from decoupled_diloco_plan.bandwidth.rounds import Rounds, demands
+from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
 from decoupled_diloco.protocol.options import Options
 
 PERIODS = (24, 36, 48, 72, 96, 144, 192, 288, 384, 576, 768)

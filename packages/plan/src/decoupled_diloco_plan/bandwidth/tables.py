@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from decoupled_diloco.plan.document import Plan, gbit, measured_on
-from decoupled_diloco.plan.inputs import told
-from decoupled_diloco.plan.search import PERIODS
+from decoupled_diloco_plan.bandwidth.document import Plan, gbit, measured_on
+from decoupled_diloco_plan.bandwidth.inputs import told
+from decoupled_diloco_plan.bandwidth.search import PERIODS
 from decoupled_diloco.units import format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from decoupled_diloco.plan.published import Row
+    from decoupled_diloco_plan.bandwidth.published import Row
 
 PUBLISHED_PERIOD = 300
 """The longest H of the published bandwidth tables (Scaling Laws for DiLoCo)."""

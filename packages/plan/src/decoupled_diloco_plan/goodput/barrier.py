@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from decoupled_diloco.goodput.accounts import Account, stepping, working
-from decoupled_diloco.goodput.chance import Integers
-from decoupled_diloco.goodput.settings import Cluster, microseconds
+from decoupled_diloco_plan.goodput.accounts import Account, stepping, working
+from decoupled_diloco_plan.goodput.chance import Integers
+from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
 from decoupled_diloco.protocol.clock import reached_at
 from decoupled_diloco.protocol.quorum import window_over
 

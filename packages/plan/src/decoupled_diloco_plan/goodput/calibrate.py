@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from decoupled_diloco.goodput.published import CELLS, Cell
-from decoupled_diloco.goodput.settings import Cluster, Constants
-from decoupled_diloco.goodput.systems import simulate
+from decoupled_diloco_plan.goodput.published import CELLS, Cell
+from decoupled_diloco_plan.goodput.settings import Cluster, Constants
+from decoupled_diloco_plan.goodput.systems import simulate
 
 NAMES = (
     "step_seconds",

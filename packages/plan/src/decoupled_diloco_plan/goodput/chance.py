@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from decoupled_diloco.goodput.settings import SECOND
+from decoupled_diloco_plan.goodput.settings import SECOND
 
 BLOCK = 4096
 """Failures that are drawn at once."""

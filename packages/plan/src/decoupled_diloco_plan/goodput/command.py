@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from decoupled_diloco.cli import goodput_options as options
+from decoupled_diloco_plan.goodput import options as options
 from decoupled_diloco.cli.options import listed, make_console
 from decoupled_diloco.errors import ConfigError, StorageError
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.console import JustifyMethod as Justify
     from rich.table import Table
 
-    from decoupled_diloco.goodput.calibrate import Residual
-    from decoupled_diloco.goodput.settings import Cluster, Constants, Preemption, Stragglers, System
-    from decoupled_diloco.goodput.study import Effort, Row
+    from decoupled_diloco_plan.goodput.calibrate import Residual
+    from decoupled_diloco_plan.goodput.settings import Cluster, Constants, Preemption, Stragglers, System
+    from decoupled_diloco_plan.goodput.study import Effort, Row
 
 YEAR_DAYS = 365.25
 SHOWN_MIN = 0.05
@@ -124,7 +124,7 @@ def goodput(
     timeline_hours: options.TimelineHours = 1.0,
 ) -> None:
     """What failures cost a cluster: goodput, uptime, and where the rest of the chip-time goes."""
-    from decoupled_diloco.goodput.study import Effort, cells
+    from decoupled_diloco_plan.goodput.study import Effort, cells
 
     console = make_console()
     _refuse_what_is_ignored(context)
@@ -178,18 +178,18 @@ def goodput(
         raise
     _tell(rows, tokens_per_chip_second, json_file, console)
     if plot is not None:
-        from decoupled_diloco.goodput.picture import plot_goodput
+        from decoupled_diloco_plan.goodput.picture import plot_goodput
 
         plot_goodput(rows, plot)
     if timeline is not None:
-        from decoupled_diloco.goodput.picture import plot_timeline
+        from decoupled_diloco_plan.goodput.picture import plot_timeline
 
         plot_timeline(clusters[-1], timeline_hours, seed, timeline)
 
 
 def _simulate(clusters: Sequence[Cluster], effort: Effort, rows: list[Row]) -> None:
     """Adds the rows one by one, so that who stops it has those that are done."""
-    from decoupled_diloco.goodput.study import study
+    from decoupled_diloco_plan.goodput.study import study
 
     with _progress() as tell:
         for cluster in clusters:
@@ -269,14 +269,14 @@ def _option_names(context: typer.Context) -> Iterable[tuple[str, str]]:
 
 
 def _constants(**given: float | None) -> Constants:
-    from decoupled_diloco.goodput.settings import Constants
+    from decoupled_diloco_plan.goodput.settings import Constants
 
     return Constants(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _systems(text: str, *, scavenged: bool) -> list[System]:
     """Those that are named; else all that can be."""
-    from decoupled_diloco.goodput.settings import SYSTEMS
+    from decoupled_diloco_plan.goodput.settings import SYSTEMS
 
     if not text:
         return [system for system in SYSTEMS if not (scavenged and system == "barrier")]
@@ -323,7 +323,7 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 
 
 def _preemption(text: str) -> Preemption:
-    from decoupled_diloco.goodput.settings import Preemption
+    from decoupled_diloco_plan.goodput.settings import Preemption
 
     parts = [_number(part, "--preempt") for part in text.split(",")]
     if len(parts) != 3:
@@ -333,14 +333,14 @@ def _preemption(text: str) -> Preemption:
 
 
 def _stragglers(days: float | None, seconds: float, slowdown: float) -> Stragglers | None:
-    from decoupled_diloco.goodput.settings import Stragglers
+    from decoupled_diloco_plan.goodput.settings import Stragglers
 
     return None if days is None else Stragglers(days * 86400, seconds, slowdown)
 
 
 def _scavenged(share: float, terms: tuple[int, float | None, float, float]) -> Any:
     """For a number of chips the scavenged ones that come in addition."""
-    from decoupled_diloco.goodput.scavenge import blocks_of
+    from decoupled_diloco_plan.goodput.scavenge import blocks_of
 
     block_chips, stay, away, join = terms
     return lambda chips: blocks_of(chips, share, block_chips, stay, away, join)
@@ -403,7 +403,7 @@ def _print_rows(rows: Sequence[Row], tokens: float, console: Console) -> None:
 
 def _print_notes(rows: Sequence[Row], shown: Sequence[str], console: Console) -> None:
     """What the columns mean, and what unequal speeds come to."""
-    from decoupled_diloco.goodput.accounts import CAUSES as MEANINGS
+    from decoupled_diloco_plan.goodput.accounts import CAUSES as MEANINGS
 
     told = ["Percent of the allocated chip-time"]
     if any(row.interval is not None for row in rows):
@@ -446,7 +446,7 @@ def _pace(row: Row) -> str:
 def _calibrate(console: Console, json_file: Path | None) -> None:
     from dataclasses import asdict
 
-    from decoupled_diloco.goodput.calibrate import NAMES, calibrated, residuals, rounded
+    from decoupled_diloco_plan.goodput.calibrate import NAMES, calibrated, residuals, rounded
 
     def tell(text: str) -> None:
         if json_file != Path("-"):

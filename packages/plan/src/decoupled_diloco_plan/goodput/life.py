@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from decoupled_diloco.goodput.chance import Failures, Slices
+from decoupled_diloco_plan.goodput.chance import Failures, Slices
 
 NEVER = 2**62
 RUN, DOWNSCALE, UPSCALE, RESTART, LOST, SHORT = range(6)

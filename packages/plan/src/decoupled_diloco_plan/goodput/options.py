@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from decoupled_diloco.goodput.settings import Constants
+from decoupled_diloco_plan.goodput.settings import Constants
 
 SYSTEMS = {
     "data-parallel": "one learner, restarts at each failure",

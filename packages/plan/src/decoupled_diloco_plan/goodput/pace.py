@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoupled_diloco.goodput.settings import Cluster
+from decoupled_diloco_plan.goodput.settings import Cluster
 from decoupled_diloco.protocol.clock import reached_at
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.quorum import window_over

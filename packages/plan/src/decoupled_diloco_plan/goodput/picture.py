@@ -17,12 +17,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.goodput.accounts import runs_of, working
-from decoupled_diloco.goodput.chance import Integers
-from decoupled_diloco.goodput.life import DOWNSCALE, LOST, RESTART, RUN, SHORT, UPSCALE
-from decoupled_diloco.goodput.settings import SECOND, Cluster
-from decoupled_diloco.goodput.study import Row
-from decoupled_diloco.goodput.systems import simulate
+from decoupled_diloco_plan.goodput.accounts import runs_of, working
+from decoupled_diloco_plan.goodput.chance import Integers
+from decoupled_diloco_plan.goodput.life import DOWNSCALE, LOST, RESTART, RUN, SHORT, UPSCALE
+from decoupled_diloco_plan.goodput.settings import SECOND, Cluster
+from decoupled_diloco_plan.goodput.study import Row
+from decoupled_diloco_plan.goodput.systems import simulate
 from decoupled_diloco.units import format_count
 
 STYLES = {

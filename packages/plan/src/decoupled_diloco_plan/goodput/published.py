@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoupled_diloco.goodput.settings import Cluster, System
+from decoupled_diloco_plan.goodput.settings import Cluster, System
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import math
 from dataclasses import replace
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.goodput.settings import Cluster, Scavenged
-from decoupled_diloco.goodput.systems import simulate
+from decoupled_diloco_plan.goodput.settings import Cluster, Scavenged
+from decoupled_diloco_plan.goodput.systems import simulate
 
 BLOCK_CHIPS = 1024
 """A block is so many chips: four slices, the least that is worth a learner of its own."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.goodput.accounts import CAUSES, Account
-from decoupled_diloco.goodput.pace import Pace, pace_of
-from decoupled_diloco.goodput.published import published
-from decoupled_diloco.goodput.settings import ALONE, SECOND, Cluster, Scavenged, System
-from decoupled_diloco.goodput.systems import simulate
+from decoupled_diloco_plan.goodput.accounts import CAUSES, Account
+from decoupled_diloco_plan.goodput.pace import Pace, pace_of
+from decoupled_diloco_plan.goodput.published import published
+from decoupled_diloco_plan.goodput.settings import ALONE, SECOND, Cluster, Scavenged, System
+from decoupled_diloco_plan.goodput.systems import simulate
 
 DAY_SECONDS = 86400.0
 INTERVAL_POINTS = 0.3

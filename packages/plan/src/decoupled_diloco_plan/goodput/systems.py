@@ -21,7 +21,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from decoupled_diloco.goodput.accounts import (
+from decoupled_diloco_plan.goodput.accounts import (
     Account,
     Feed,
     enter,
@@ -29,11 +29,11 @@ from decoupled_diloco.goodput.accounts import (
     runs_of,
     stepping,
 )
-from decoupled_diloco.goodput.barrier import Barrier
-from decoupled_diloco.goodput.chance import Integers, Repair, Slices, failures
-from decoupled_diloco.goodput.life import RUN, UPSCALE, Habits, Life, Visits
-from decoupled_diloco.goodput.pace import pace_of
-from decoupled_diloco.goodput.settings import Cluster, microseconds
+from decoupled_diloco_plan.goodput.barrier import Barrier
+from decoupled_diloco_plan.goodput.chance import Integers, Repair, Slices, failures
+from decoupled_diloco_plan.goodput.life import RUN, UPSCALE, Habits, Life, Visits
+from decoupled_diloco_plan.goodput.pace import pace_of
+from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
 from decoupled_diloco.protocol.clock import stands
 
 WARM_UP_REPAIRS = 6
