@@ -7,6 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoupled_diloco.protocol.clock import advanced, reached_at, stands
+from decoupled_diloco.protocol.quorum import window_over
 from decoupled_diloco_plan.goodput.settings import (
     YEAR_SECONDS,
     Cluster,
@@ -16,8 +18,6 @@ from decoupled_diloco_plan.goodput.settings import (
     Stragglers,
 )
 from decoupled_diloco_plan.goodput.systems import simulate
-from decoupled_diloco.protocol.clock import advanced, reached_at, stands
-from decoupled_diloco.protocol.quorum import window_over
 
 CONSTANTS = st.builds(
     Constants,

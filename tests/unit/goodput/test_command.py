@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from decoupled_diloco_plan.goodput.command import _count, _slowdowns
-from decoupled_diloco_plan.goodput.options import complete_systems
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.cli.options import INTERRUPTED
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco_plan.goodput.command import _count, _slowdowns
+from decoupled_diloco_plan.goodput.options import complete_systems
 from decoupled_diloco_plan.goodput.settings import Cluster
 from decoupled_diloco_plan.goodput.study import Effort, Row, study
 
@@ -113,8 +113,8 @@ def test_every_option_reaches_the_simulation() -> None:
         (("--slowdowns", "1x4", "--days", "1"), "speeds are given for 4 learners, learners=8"),
         (("--slowdowns", "fast"), "'fast' is no number"),
         (("--preempt", "1,2"), "is not START,HOURS,SHARE"),
-        (("--tokens-per-chip-second", "0"), "--tokens-per-chip-second 0 is out of range"),
-        (("--mtbi-years", "0"), "--mtbi-years 0 is out of range: it must be greater than 0"),
+        (("--tokens-per-chip-second", "0"), "--tokens-per-chip-second=0 is out of range"),
+        (("--mtbi-years", "0"), "--mtbi-years=0 is out of range: it must be greater than 0"),
         (("--chips", "-5"), "chips=-5 is out of range"),
         (("--learners", "-1"), "learners=-1 is out of range"),
         (("--plot", "x.foo"), "does not end in .png, .svg, .pdf"),
@@ -178,7 +178,7 @@ def test_what_is_done_is_told_when_it_is_stopped(
         done.append(cluster)
         return study(cluster, effort)
 
-    monkeypatch.setattr("decoupled_diloco_plan.goodput.study.study", stopped)
+    monkeypatch.setattr("decoupled_diloco_plan.goodput.command.study", stopped)
     out = tmp_path / "rows.json"
     result = CliRunner().invoke(app, [*ONE, "--json", str(out)])
     assert result.exit_code == INTERRUPTED

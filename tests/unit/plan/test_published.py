@@ -113,7 +113,7 @@ def test_what_the_grid_does_not_reach_is_told() -> None:
     [
         ({"params": 0.0}, "params=0 is out of range"),
         ({"layers": 0}, "layers=0 is out of range"),
-        ({"step_seconds": -1.0}, "step-seconds=-1 is out of range"),
+        ({"step_seconds": -1.0}, "step_seconds=-1 is out of range"),
         ({"period": 0}, "period=0 is out of range"),
         ({"systems": ["dilco"]}, "did you mean 'diloco'"),
         ({"targets": (1.5,)}, "utilization=1.5 is no share"),

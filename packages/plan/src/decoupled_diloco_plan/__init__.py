@@ -1,1 +1,1 @@
-"""What a run needs and comes to before it is made: its links and settings, the goodput of a cluster."""
+"""A run before it is made: which links and settings, and the goodput of a whole cluster."""

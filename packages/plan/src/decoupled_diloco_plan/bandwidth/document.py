@@ -2,148 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from decoupled_diloco_plan.bandwidth import compare, measured
-from decoupled_diloco_plan.bandwidth.compare import Need, Standing
+from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.compare import Standing, gbit
 from decoupled_diloco_plan.bandwidth.inputs import Inputs
-from decoupled_diloco_plan.bandwidth.network import Network, slowest
+from decoupled_diloco_plan.bandwidth.network import slowest
 from decoupled_diloco_plan.bandwidth.predict import Prediction
 from decoupled_diloco_plan.bandwidth.search import Proposal
-from decoupled_diloco_plan.bandwidth.setting import Setting
 from decoupled_diloco_plan.bandwidth.wallclock import Reach, WallClock, wall_clock
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Everything that was found.
 
     Attributes:
         inputs: what it starts from.
-        setting: given, or proposed.
-        network: with the place of the shards.
-        prediction: what it comes to.
+        found: the setting, given or proposed, and what it comes to.
         aim: the utilisation that was asked for; None if none was.
-        reached: whether the setting reaches it.
-        binds: what binds, in words; empty if nothing does.
         thought_of: what would be proposed with 4 bits each way, for which there is no codec; None
             if that was not looked for, or brings nothing.
-        link_share: share of a link's rate that bodies fill.
     """
 
     inputs: Inputs
-    setting: Setting
-    network: Network
-    prediction: Prediction
-    aim: float | None
-    reached: bool
-    binds: str
-    link_share: float
+    found: Proposal
+    aim: float | None = None
     thought_of: Proposal | None = None
 
+    @property
+    def case(self) -> Case:
+        """The setting, and the network with the place of the shards."""
+        return self.found.case
+
+    @property
+    def prediction(self) -> Prediction:
+        """What it comes to."""
+        return self.found.prediction
+
+    @cached_property
     def standings(self) -> list[Standing]:
         """All systems on the same links."""
-        return compare.standings(
-            self.inputs.model, self.setting, self.network, link_share=self.link_share
-        )
-
-    def needs(self) -> list[Need]:
-        """The bandwidth that each system needs."""
-        return compare.needs(
-            self.inputs.model, self.setting, self.network, link_share=self.link_share
-        )
+        return compare.standings(self.case)
 
     def clocks(self) -> dict[str, tuple[float, WallClock | None]]:
         """Seconds for the token budget, by our model and by that of Scaling Laws.
 
         The latter only if chips and what they do are given. Empty without a budget.
         """
-        chips = self.inputs.chips
-        if chips.tokens is None or chips.tokens_per_step is None:
+        given = self.inputs.options
+        if given.tokens is None or given.tokens_per_step is None:
             return {}
-        steps = chips.tokens / chips.tokens_per_step
-        found = {}
-        for each in self.standings():
-            decoupled = each.system == compare.DECOUPLED
-            step = self.prediction.rounds.pace_seconds if decoupled else each.step_seconds
-            found[each.system] = (steps * step, self._clock_of(each))
-        return found
+        steps = given.tokens / given.tokens_per_step
+        return {s.system: (steps * s.step_seconds, self._clock_of(s)) for s in self.standings}
 
     def _clock_of(self, standing: Standing) -> WallClock | None:
-        chips = self.inputs.chips
-        if (
-            chips.count is None
-            or chips.flops is None
-            or None in (chips.tokens, chips.tokens_per_step)
-        ):
+        given, link = self.inputs.options, slowest(self.case.network.sites)
+        if given.chips is None or given.flops is None:
             return None
-        link = slowest(self.network.sites)
-        assert chips.tokens is not None
-        assert chips.tokens_per_step is not None
+        assert given.tokens is not None
+        assert given.tokens_per_step is not None
         single = standing.system == "data-parallel"
         return wall_clock(
-            params=self.inputs.model.params,
-            tokens=chips.tokens,
-            tokens_per_step=chips.tokens_per_step,
-            chips=chips.count,
-            flops_per_chip=chips.flops,
-            learners=1 if single else self.network.learners,
+            params=self.case.model.params,
+            tokens=given.tokens,
+            tokens_per_step=given.tokens_per_step,
+            chips=given.chips,
+            flops_per_chip=given.flops,
+            learners=1 if single else self.case.network.learners,
             period=standing.period,
-            between=Reach(min(link.up, link.down) * self.link_share, 2 * link.latency_seconds),
+            between=Reach(link.least * self.case.link_share, 2 * link.latency_seconds),
         )
 
 
-def gbit(bytes_per_second: float) -> float:
-    """Bytes a second as Gbit/s."""
-    return 8 * bytes_per_second / 1e9
+def measured_on() -> str:
+    """Where the error bars come from, in words."""
+    low, high = measured.MEASURED_MBIT
+    return f"real runs of two learners on a link of {low:g} to {high:g} Mbit/s"
 
 
 def document(plan: Plan) -> dict[str, Any]:
     """The plan as plain JSON values."""
-    model, setting, network = plan.inputs.model, plan.setting, plan.network
-    o = setting.options
     return {
         "assumed": list(plan.inputs.assumed),
-        "model": asdict(model),
-        "sites": [
-            {
-                "name": site.name,
-                "learners": site.learners,
-                "step_seconds": pace,
-                "participation": share,
-                "up_gbit_per_second": gbit(site.link.up),
-                "down_gbit_per_second": gbit(site.link.down),
-                "latency_seconds": site.link.latency_seconds,
-                "shared": site.link.shared,
-            }
-            for site, pace, share in zip(
-                network.sites,
-                network.paces(model.step_seconds),
-                plan.prediction.rounds.participation,
-                strict=True,
-            )
-        ],
+        "model": asdict(plan.case.model),
+        "sites": _sites(plan),
         "aim": {
             "utilization": plan.aim,
-            "reached": plan.reached,
-            "binds": plan.binds,
-            "with_4_bits": _thought_of(plan),
+            "reached": plan.found.reached,
+            "binds": plan.found.binds,
+            "with_4_bits": None
+            if plan.thought_of is None
+            else _options(plan.thought_of.case, ("period", "fragments", "overlap")),
         },
-        "setting": {
-            "learners": network.learners,
-            "period": o.period,
-            "fragments": o.fragments,
-            "overlap": o.overlap,
-            "quorum": o.quorum,
-            "grace_margin": o.grace_margin,
-            "shards": o.shards,
-            "syncer": network.syncer,
-            "uplink_format": setting.up.name,
-            "downlink_format": setting.down.name,
-            "uplink_bits": setting.up.bits,
-            "downlink_bits": setting.down.bits,
-        },
+        "setting": _setting(plan.case),
         "prediction": _prediction(plan.prediction),
         "traffic": [
             {
@@ -155,25 +111,8 @@ def document(plan: Plan) -> dict[str, Any]:
             }
             for t in plan.prediction.rounds.traffic
         ],
-        "systems": [
-            {
-                "system": s.system,
-                "utilization": s.utilization,
-                "step_seconds": s.step_seconds,
-                "gbit_per_second": gbit(s.mean),
-                "period": s.period,
-                "overlap": s.overlap,
-            }
-            for s in plan.standings()
-        ],
-        "bandwidth": [
-            {
-                "system": n.system,
-                "utilization": n.utilization,
-                "gbit_per_second": None if n.bytes_per_second is None else gbit(n.bytes_per_second),
-            }
-            for n in plan.needs()
-        ],
+        "systems": [asdict(each) for each in plan.standings],
+        "bandwidth": [asdict(each) for each in compare.needs(plan.case)],
         "wall_clock": [
             {
                 "system": system,
@@ -191,17 +130,39 @@ def document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _thought_of(plan: Plan) -> dict[str, Any] | None:
-    if plan.thought_of is None:
-        return None
-    o = plan.thought_of.setting.options
-    return {"period": o.period, "fragments": o.fragments, "overlap": o.overlap}
+def _sites(plan: Plan) -> list[dict[str, Any]]:
+    case, shares = plan.case, plan.prediction.rounds.participation
+    paces = case.network.paces(case.model.step_seconds)
+    return [
+        {
+            "name": site.name,
+            "learners": site.learners,
+            "step_seconds": pace,
+            "participation": share,
+            "up_gbit_per_second": gbit(site.link.up),
+            "down_gbit_per_second": gbit(site.link.down),
+            "latency_seconds": site.link.latency_seconds,
+            "shared": site.link.shared,
+        }
+        for site, pace, share in zip(case.network.sites, paces, shares, strict=True)
+    ]
 
 
-def measured_on() -> str:
-    """Where the error bars come from, in words."""
-    low, high = measured.MEASURED_MBIT
-    return f"real runs of two learners on a link of {low:g} to {high:g} Mbit/s"
+def _setting(case: Case) -> dict[str, Any]:
+    numbers = ("period", "fragments", "overlap", "quorum", "grace_margin", "shards")
+    return {
+        "learners": case.network.learners,
+        **_options(case, numbers),
+        "syncer": case.network.syncer,
+        "uplink_format": case.setting.up.name,
+        "downlink_format": case.setting.down.name,
+        "uplink_bits": case.setting.up.bits,
+        "downlink_bits": case.setting.down.bits,
+    }
+
+
+def _options(case: Case, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(case.options, name) for name in names}
 
 
 def _prediction(p: Prediction) -> dict[str, Any]:

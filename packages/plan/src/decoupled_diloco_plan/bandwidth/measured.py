@@ -49,3 +49,8 @@ def fold_seconds(numel: float) -> float:
 def merge_seconds(numel: float) -> float:
     """From the last contribution folded in to the published copy, one core."""
     return MERGE_SECONDS * numel / MERGE_ELEMENTS
+
+
+def core_seconds(learners: int, numel: float) -> float:
+    """A whole merge of so many learners' contributions, one core."""
+    return learners * fold_seconds(numel) + merge_seconds(numel)

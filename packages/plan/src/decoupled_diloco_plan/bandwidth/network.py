@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import parse_duration, parse_rate
+from decoupled_diloco_plan.checks import above, at_least
 
 SITE_FORM = "NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]"
 """How a site is written."""
@@ -37,8 +37,12 @@ class Link:
         for name, rate in (("up", self.up), ("down", self.down)):
             if not rate > 0:
                 raise ConfigError(f"a link's {name}={rate:g} is no bandwidth: it must be above 0")
-        if not 0 <= self.latency_seconds < math.inf:
-            raise ConfigError(f"latency={self.latency_seconds:g} s is out of range: 0 or more")
+        at_least(0, latency_seconds=self.latency_seconds)
+
+    @property
+    def least(self) -> float:
+        """Bandwidth of its slower direction."""
+        return min(self.up, self.down)
 
     def scaled(self, factor: float) -> Link:
         """The same link with more or less bandwidth."""
@@ -62,16 +66,9 @@ class Site:
     step_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.step_seconds is not None and not 0 < self.step_seconds < math.inf:
-            raise ConfigError(
-                f"site {self.name!r} has a step of {self.step_seconds:g} s: it must be greater "
-                "than 0"
-            )
-        if self.learners < 1:
-            raise ConfigError(
-                f"site {self.name!r} has learners={self.learners}: give it at least 1, or leave "
-                "it out"
-            )
+        if self.step_seconds is not None:
+            above(0, **{f"step_seconds of site {self.name!r}": self.step_seconds})
+        at_least(1, **{f"learners of site {self.name!r}": self.learners})
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +216,7 @@ def equal_sites(count: int, learners: int, link: Link) -> tuple[Site, ...]:
     Raises:
         ConfigError: there are fewer learners than sites.
     """
-    if count < 1:
-        raise ConfigError(f"sites={count} is out of range: it must be at least 1")
+    at_least(1, sites=count)
     if learners < count:
         raise ConfigError(
             f"learners={learners} is below sites={count}: a site needs at least one learner"
@@ -231,4 +227,4 @@ def equal_sites(count: int, learners: int, link: Link) -> tuple[Site, ...]:
 
 def slowest(sites: Sequence[Site]) -> Link:
     """The link with the least bandwidth in its slower direction."""
-    return min((site.link for site in sites), key=lambda link: min(link.up, link.down))
+    return min((site.link for site in sites), key=lambda link: link.least)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from decoupled_diloco.observe.plots import LIGHT, style_of
 from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.compare import gbit
+from decoupled_diloco_plan.output import save_picture
 
 Points = Sequence[tuple[float, float]]
 
@@ -23,7 +24,7 @@ COLORS = ("#000000", "#D55E00", "#009E73", "#0072B2", "#7a5c00")
 
 def save_curves(
     curves: Mapping[str, Points],
-    path: str | Path,
+    path: Path,
     *,
     title: str,
     given: float | None = None,
@@ -39,19 +40,18 @@ def save_curves(
         error_of: the line that gets the measured error as a band.
 
     Raises:
-        OSError: the file cannot be written.
+        StorageError: the file cannot be written.
     """
     with rc_context(style_of(LIGHT)):
         figure = Figure(figsize=(8.4, 4.6), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots()
         for number, (name, points) in enumerate(curves.items()):
             _draw(axes, name, points, number, banded=name == error_of)
         if given is not None:
-            axes.axvline(8 * given / 1e9, color="#60646c", linewidth=1.0)
+            axes.axvline(gbit(given), color="#60646c", linewidth=1.0)
             axes.annotate(
                 "given",
-                (8 * given / 1e9, 1.02),
+                (gbit(given), 1.02),
                 xycoords=("data", "axes fraction"),
                 ha="center",
                 color="#60646c",
@@ -64,11 +64,11 @@ def save_curves(
         axes.set_ylabel("utilisation, % of the time")
         axes.set_title(title, pad=18)
         axes.legend(handlelength=3.6, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        figure.savefig(path, dpi=150, facecolor="#ffffff")
+        save_picture(figure, path)
 
 
 def _draw(axes: Axes, name: str, points: Points, number: int, *, banded: bool) -> None:
-    bandwidth = [8 * rate / 1e9 for rate, _ in points]
+    bandwidth = [gbit(rate) for rate, _ in points]
     share = [value for _, value in points]
     color = COLORS[number % len(COLORS)]
     axes.plot(
@@ -81,7 +81,8 @@ def _draw(axes: Axes, name: str, points: Points, number: int, *, banded: bool) -
         color=color,
         label=f"{name}\n(band: measured error)" if banded else name,
     )
-    if banded and measured.UTILIZATION_ERRORS["never"] > 0:
-        low = [max(0.0, value - measured.UTILIZATION_ERRORS["never"]) for value in share]
-        high = [min(1.0, value + measured.UTILIZATION_ERRORS["never"]) for value in share]
+    if banded:
+        error = measured.UTILIZATION_ERRORS["never"]
+        low = [max(0.0, value - error) for value in share]
+        high = [min(1.0, value + error) for value in share]
         axes.fill_between(bandwidth, low, high, color=color, alpha=0.15, linewidth=0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoupled_diloco.errors import ConfigError
-from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.network import Network
-from decoupled_diloco_plan.bandwidth.rounds import Rounds, simulate
-from decoupled_diloco_plan.bandwidth.setting import Model, Setting
 from decoupled_diloco.protocol.grace import Grace, MovingAverage, Timing
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.rounds import simulate
+from decoupled_diloco_plan.bandwidth.steady import Rounds
+from decoupled_diloco_plan.checks import above, at_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,8 @@ class Prices:
     tokens_per_step: float
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("price-chip-hour", self.chip_hour),
-            ("price-gb", self.gigabyte),
-        ):
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"{name}={value:g} is out of range: it must be 0 or more")
-        for name, value in (("chips", self.chips), ("tokens-per-step", self.tokens_per_step)):
-            if not 0 < value < float("inf"):
-                raise ConfigError(f"{name}={value:g} is out of range: it must be greater than 0")
+        at_least(0, price_chip_hour=self.chip_hour, price_gb=self.gigabyte)
+        above(0, chips=self.chips, tokens_per_step=self.tokens_per_step)
 
     def per_million_tokens(self, step_seconds: float, step_bytes: float) -> float:
         """Cost of a million tokens.
@@ -103,92 +96,66 @@ class Prediction:
         return self.join_seconds / self.rounds.step_seconds
 
 
-def predict(
-    model: Model,
-    setting: Setting,
-    network: Network,
-    *,
-    prices: Prices | None = None,
-    link_share: float = measured.LINK_SHARE,
-) -> Prediction:
-    """Simulates some periods and derives the rest.
-
-    Args:
-        model: what is trained.
-        setting: how.
-        network: where.
-        prices: for the cost of tokens; None: it is left out.
-        link_share: share of a link's rate that bodies fill.
-
-    Raises:
-        ConfigError: the setting could be no run's.
-    """
-    rounds = simulate(model, setting, network, link_share=link_share)
-    o = setting.options
-    each = model.params * rounds.kept / o.period / 8
+def predict(case: Case, prices: Prices | None = None) -> Prediction:
+    """Simulates some periods and derives the rest; without prices it leaves the cost out."""
+    rounds, o = simulate(case), case.options
+    each = case.model.params * rounds.kept / o.period / 8
     period = o.period / max(rounds.kept, 1e-9)
     sent = sum(t.mean for t in rounds.traffic if t.direction == "up") * rounds.pace_seconds
     return Prediction(
         rounds=rounds,
-        grace=_grace(setting, rounds),
-        up_bytes=each * setting.up.bits,
-        down_bytes=each * setting.down.bits,
+        grace=_grace(case, rounds),
+        up_bytes=each * case.setting.up.bits,
+        down_bytes=each * case.setting.down.bits,
         discarded=min(1.0, rounds.delay_steps / period) if o.alignment == "overwrite" else 0.0,
         age_steps=period + rounds.delay_steps,
-        memory_bytes=_memory(model, setting, network),
-        cores=_cores(model, setting, network, rounds),
-        join_seconds=_join_seconds(model, setting, network, rounds, link_share),
+        memory_bytes=_memory(case),
+        cores=_cores(case, rounds),
+        join_seconds=_join_seconds(case, rounds),
         cost=prices.per_million_tokens(rounds.pace_seconds, sent) if prices else None,
         error=measured.UTILIZATION_ERRORS[o.wait],
         traffic_error=measured.TRAFFIC_ERRORS[o.wait],
     )
 
 
-def _grace(setting: Setting, rounds: Rounds) -> Grace:
+def _grace(case: Case, rounds: Rounds) -> Grace:
     """Eq. 3, with the simulated times in the place of measured ones."""
     timing = Timing(
         quorum=MovingAverage(rounds.quorum_seconds),
         merge=MovingAverage(rounds.merge_seconds),
         broadcast=MovingAverage(rounds.broadcast_seconds),
     )
-    o = setting.options
+    o = case.options
     return timing.window(o.overlap, o.grace_margin, rounds.step_seconds)
 
 
-def _memory(model: Model, setting: Setting, network: Network) -> float:
-    o = setting.options
-    fragment = model.params / o.fragments
-    bodies = network.learners * o.open_rounds_max * fragment * setting.up.bits / 8
+def _memory(case: Case) -> float:
+    """Of the shard with the most fragments."""
+    o, fragment = case.options, case.fragment_params
+    bodies = case.network.learners * o.open_rounds_max * fragment * case.setting.up.bits / 8
     largest = -(-o.fragments // o.shards)
     return measured.SYNCER_BYTES * fragment * largest + bodies
 
 
-def _cores(model: Model, setting: Setting, network: Network, rounds: Rounds) -> float:
+def _cores(case: Case, rounds: Rounds) -> float:
     """Folding and merging of all shards, per second of wall-clock."""
-    numel = model.params * rounds.kept / setting.options.period
-    work = network.learners * measured.fold_seconds(numel) + measured.merge_seconds(numel)
-    return work / rounds.step_seconds
+    numel = case.model.params * rounds.kept / case.options.period
+    return measured.core_seconds(case.network.learners, numel) / rounds.step_seconds
 
 
-def _join_seconds(
-    model: Model, setting: Setting, network: Network, rounds: Rounds, link_share: float
-) -> float:
+def _join_seconds(case: Case, rounds: Rounds) -> float:
     """The whole copy over what the rounds leave free; at least a fair part of the link."""
-    free = {}
+    network, hosts, free = case.network, case.hosts, {}
     for t in rounds.traffic:
         place = network.names().index(t.place)
         users = network.sites[place].learners if place < len(network.sites) else network.learners
-        fair = t.capacity / (users + 1)
-        free[place, t.direction] = max(t.capacity - t.mean, fair)
-    shards = setting.options.shards
-    hosts = [network.host(shard, shards) for shard in range(shards)]
-    whole = measured.COPY_BYTES * model.params
-    slowest = 0.0
+        free[place, t.direction] = max(t.capacity - t.mean, t.capacity / (users + 1))
+    whole, slowest = measured.COPY_BYTES * case.model.params, 0.0
     for site, there in enumerate(network.sites):
         away = [host for host in hosts if host != site]
         if not away:
             continue
-        own = min(free[site, "down"], there.link.down * link_share)
+        own = min(free[site, "down"], there.link.down * case.link_share)
         far = max(away.count(host) / free[host, "up"] for host in set(away)) / len(hosts)
         latency = 6 * max(network.latency(site, host) for host in away)
         slowest = max(slowest, whole * max(len(away) / len(hosts) / own, far) + latency)

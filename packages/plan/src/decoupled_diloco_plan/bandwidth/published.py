@@ -19,6 +19,7 @@ from typing import Literal
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_plan.bandwidth.timeline import Schedule, strided, utilization, whole
+from decoupled_diloco_plan.checks import above, at_least
 
 Source = Literal["streaming-diloco", "scaling-laws"]
 
@@ -120,7 +121,14 @@ def rows(
     Raises:
         ConfigError: A number is out of its range, or a system is unknown.
     """
-    _check(params, layers, step_seconds, period, systems, targets)
+    at_least(1, layers=layers, period=period)
+    above(0, params=params, step_seconds=step_seconds)
+    for target in targets:
+        if not 0 < target <= 1:
+            raise ConfigError(f"utilization={target:g} is no share: it must be above 0, at most 1")
+    for system in systems:
+        if system not in SYSTEMS:
+            raise ConfigError(f"system {system!r} is unknown: {suggestion(system, SYSTEMS)}")
     return [
         row
         for system in systems
@@ -138,41 +146,17 @@ def _rows_of(
     targets: Sequence[float],
 ) -> Iterator[Row]:
     system = SYSTEMS[name]
-    chosen = source or source_of(name, period)
-    steps = period if system.periodic else 1
-    volume = VOLUMES[chosen if steps > 1 else "streaming-diloco"]
-    schedule = schedule_of(system, layers, steps)
+    chosen, schedule = source or source_of(name, period), schedule_of(system, layers, period)
+    volume = VOLUMES[chosen if schedule.period > 1 else "streaming-diloco"]
     layer_gbit = volume * params * system.bits / layers / 1e9
     reached = [utilization(schedule, step_seconds, layer_gbit / gbit) for gbit in GRID_GBIT]
     for target in targets:
         enough = (g for g, u in zip(GRID_GBIT, reached, strict=True) if u >= target - ROUNDING)
-        yield Row(name, steps, target, next(enough, None), chosen, volume)
+        yield Row(name, schedule.period, target, next(enough, None), chosen, volume)
 
 
 def schedule_of(system: System, layers: int, period: int) -> Schedule:
     """When which layers are reduced."""
     if not system.streams:
-        return whole(layers, period)
+        return whole(layers, period if system.periodic else 1)
     return strided(layers, period, FRAGMENT_LAYERS, system.overlap)
-
-
-def _check(
-    params: float,
-    layers: int,
-    step_seconds: float,
-    period: int,
-    systems: Sequence[str],
-    targets: Sequence[float],
-) -> None:
-    for name, value, least in (("layers", layers, 1), ("period", period, 1)):
-        if value < least:
-            raise ConfigError(f"{name}={value} is out of range: it must be at least {least}")
-    for name, number in (("params", params), ("step-seconds", step_seconds)):
-        if not number > 0:
-            raise ConfigError(f"{name}={number:g} is out of range: it must be greater than 0")
-    for target in targets:
-        if not 0 < target <= 1:
-            raise ConfigError(f"utilization={target:g} is no share: it must be above 0, at most 1")
-    for system in systems:
-        if system not in SYSTEMS:
-            raise ConfigError(f"system {system!r} is unknown: {suggestion(system, SYSTEMS)}")

@@ -11,17 +11,20 @@ merges are back within τ, and no shard's core is more than half busy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.network import SPREAD, Network
-from decoupled_diloco_plan.bandwidth.predict import Prediction, Prices, predict
-from decoupled_diloco_plan.bandwidth.rounds import Rounds, demands
-from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
+from decoupled_diloco.merge import codec_names
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.case import Case, demands
+from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Network
+from decoupled_diloco_plan.bandwidth.options import PlanOptions
+from decoupled_diloco_plan.bandwidth.predict import Prediction, Prices, predict
+from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting, wire_format
+from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 PERIODS = (24, 36, 48, 72, 96, 144, 192, 288, 384, 576, 768)
 """H: from the paper's up to where nobody has looked. A shorter one than the paper's costs
@@ -43,28 +46,7 @@ ONE_WAYS = 6
 LINK_FULL = 0.97
 """A link that is used to so much of what bodies may fill is what binds."""
 
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The aim, what the user has fixed, and what is open (None).
-
-    Attributes:
-        utilization: the aim, above 0, at most 1.
-        formats: wire formats up and down to try, the most exact first.
-        syncer_fixed: whether the shards stay where the network says.
-        fragments_max: what the partition allows; None: any number.
-    """
-
-    utilization: float
-    formats: Sequence[tuple[Format, Format]]
-    period: int | None = None
-    fragments: int | None = None
-    overlap: int | None = None
-    shards: int | None = None
-    syncer_fixed: bool = False
-    quorum: int = 1
-    grace_margin: float = 0.8
-    fragments_max: int | None = None
+Formats = list[tuple[Format, Format]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,66 +54,63 @@ class Proposal:
     """What was found.
 
     Attributes:
-        setting: the first that reaches the aim, or the best of those that were tried.
-        network: with the place of its shards.
+        case: the first that reaches the aim, or the best of those that were tried.
         prediction: what it comes to.
-        reached: whether it reaches the aim.
         binds: what keeps it from more, in words; empty if the first that was tried is enough.
+        reached: whether it reaches the aim.
     """
 
-    setting: Setting
-    network: Network
+    case: Case
     prediction: Prediction
-    reached: bool
     binds: str
+    reached: bool
+
+
+def look(case: Case, prices: Prices | None = None, aim: float = 0.0) -> Proposal:
+    """What this case comes to, and what is in the way of the aim."""
+    prediction = predict(case, prices)
+    why = limits(case, prediction, aim)
+    return Proposal(case, prediction, why, not why)
 
 
 def propose(
     model: Model,
     network: Network,
-    wanted: Wanted,
+    given: PlanOptions,
     *,
+    formats: Formats | None = None,
     prices: Prices | None = None,
-    link_share: float = measured.LINK_SHARE,
 ) -> Proposal:
     """The first setting that reaches the aim.
 
     Args:
         model: what is trained.
-        network: the sites, and the place of the shards if that is fixed.
-        wanted: the aim, and what is fixed.
+        network: the sites, and the place of the shards if that is given.
+        given: the aim, and what is fixed; what is None is open.
+        formats: wire formats up and down to try, the most exact first; None: as given, else every
+            codec of 16 bits or fewer.
         prices: for the cost of tokens.
-        link_share: share of a link's rate that bodies fill.
 
     Raises:
         ConfigError: the aim is no share, or what is fixed could be no run's.
     """
-    if not 0 < wanted.utilization <= 1:
-        raise ConfigError(
-            f"utilization={wanted.utilization:g} is no share: it must be above 0, at most 1, such "
-            "as 0.95"
-        )
+    aim, formats = given.utilization or 0.0, formats or formats_of(given)
+    _check(given, aim)
     best: Proposal | None = None
     turned_down: dict[int, str] = {}
-
-    def look(placed: Network, setting: Setting) -> Proposal:
-        prediction = predict(model, setting, placed, prices=prices, link_share=link_share)
-        why = limits(model, setting, placed, prediction, aim=wanted.utilization)
-        return Proposal(setting, placed, prediction, not why, why)
-
-    for placed, setting in _candidates(model, network, wanted):
-        setting.check(network.learners)
-        period = setting.options.period
-        overfull = _overfull(model, setting, placed, link_share, wanted.utilization)
+    for case in _candidates(model, network, given, formats):
+        period = case.options.period
+        overfull = _overfull(case, aim)
         if overfull:
             turned_down.setdefault(period, f"{overfull} at H={period}")
-            if not _is_last(wanted, setting):
+            if not _is_last(given, formats, case):
                 continue
-            setting = _least(wanted, setting)
-        found = look(placed, setting)
+            case = _least(given, case)
+        found = look(case, prices, aim)
         if found.reached:
             shorter = [why for tried, why in turned_down.items() if tried < period]
-            return replace(_shortest(wanted, found, look), binds=shorter[-1] if shorter else "")
+            found = _shortest(given, found, lambda other: look(other, prices, aim))
+            return replace(found, binds=shorter[-1] if shorter else "")
         if overfull:
             found = replace(found, binds=overfull)
         turned_down.setdefault(period, f"{found.binds} at H={period}")
@@ -141,51 +120,31 @@ def propose(
     return best
 
 
-def _shortest(
-    wanted: Wanted, longest: Proposal, look: Callable[[Network, Setting], Proposal]
-) -> Proposal:
-    """The same with the shortest overlap that reaches the aim."""
-    setting = longest.setting
-    overlaps = _overlaps(wanted, setting.options.period)
-    found, low, high = longest, 0, len(overlaps) - 1
-    while low < high:
-        middle = (low + high) // 2
-        tried = look(longest.network, _with_overlap(setting, overlaps[middle]))
-        if tried.reached:
-            found, high = tried, middle
-        else:
-            low = middle + 1
-    return found
+def formats_of(given: PlanOptions) -> Formats:
+    """What is given stays; else every codec of 16 bits or fewer, the most exact first."""
+    known = [wire_format(name) for name in codec_names()]
+    tried = sorted((each for each in known if each.bits <= 16), key=lambda each: -each.bits)
+    up, down = (
+        [wire_format(name)] * len(tried) if name else tried for name in (given.up, given.down)
+    )
+    return list(dict.fromkeys(zip(up, down, strict=True)))
 
 
-def _least(wanted: Wanted, setting: Setting) -> Setting:
-    """The paper's fragments and the shortest overlap, where more would not be enough either."""
-    o = setting.options
-    fragments = wanted.fragments or max(o.shards, min(o.fragments, PERIODS[0]))
-    overlap = _overlaps(wanted, o.period)[0]
-    return replace(setting, options=replace(o, fragments=fragments, overlap=overlap))
+def _check(given: PlanOptions, aim: float) -> None:
+    if not 0 < aim <= 1:
+        raise ConfigError(
+            f"utilization={aim:g} is no share: it must be above 0, at most 1, such as 0.95"
+        )
+    if given.wait == "at_overlap":
+        raise ConfigError(
+            "a setting is proposed for learners that never wait, and this run's do "
+            '(wait="at_overlap"): leave --utilization out'
+        )
 
 
-def _with_overlap(setting: Setting, overlap: int) -> Setting:
-    return replace(setting, options=replace(setting.options, overlap=overlap))
-
-
-def _overfull(
-    model: Model, setting: Setting, network: Network, link_share: float, aim: float
-) -> str:
-    """The link that cannot carry it, in words; empty if all can."""
-    used = demands(model, setting, network, link_share=link_share)
-    (place, direction), most = max(used.items(), key=lambda item: item[1], default=(("", ""), 0.0))
-    if most <= 1 / aim:
-        return ""
-    return f"the {direction}link of {place}, which would have to carry {most:.3g} times what it can"
-
-
-def limits(
-    model: Model, setting: Setting, network: Network, prediction: Prediction, *, aim: float = 0.0
-) -> str:
+def limits(case: Case, prediction: Prediction, aim: float = 0.0) -> str:
     """What keeps a setting from the aim, or merges from being back in time; empty if nothing."""
-    rounds, overlap = prediction.rounds, setting.options.overlap
+    rounds, overlap = prediction.rounds, case.options.overlap
     full = max(rounds.traffic, key=lambda t: t.mean / t.capacity)
     late = rounds.delay_steps > overlap or prediction.grace.slack < 0
     low = prediction.utilization < aim
@@ -196,21 +155,29 @@ def limits(
         return f"the core of a shard ({busy}, half is the limit)"
     if late:
         back = f"back after {rounds.delay_steps:.1f} steps, overlap {overlap}"
-        return f"the time of a round, {_longest_part(model, setting, network, rounds)} ({back})"
+        return f"the time of a round, {_longest_part(case, rounds)} ({back})"
     if not low:
         return ""
     if rounds.kept == 1.0:
         return f"what Learner.step costs ({100 * measured.STEP_OVERHEAD:.2f} % of a step)"
-    return f"the rounds that a shard has open at once ({setting.options.open_rounds_max})"
+    return f"the rounds that a shard has open at once ({case.options.open_rounds_max})"
 
 
-def _longest_part(model: Model, setting: Setting, network: Network, rounds: Rounds) -> str:
+def _overfull(case: Case, aim: float) -> str:
+    """The link that cannot carry it, in words; empty if all can."""
+    used = demands(case)
+    (place, direction), most = max(used.items(), key=lambda item: item[1], default=(("", ""), 0.0))
+    if most <= 1 / aim:
+        return ""
+    return f"the {direction}link of {place}, which would have to carry {most:.3g} times what it can"
+
+
+def _longest_part(case: Case, rounds: Rounds) -> str:
     """What most of a round's time goes into."""
-    numel = model.params / setting.options.fragments
-    core = network.learners * measured.fold_seconds(numel) + measured.merge_seconds(numel)
-    sites, shards = range(len(network.sites)), setting.options.shards
-    hosts = {network.host(shard, shards) for shard in range(shards)}
-    latency = ONE_WAYS * max(network.latency(site, host) for site in sites for host in hosts)
+    network = case.network
+    core = measured.core_seconds(network.learners, case.fragment_params)
+    sites = range(len(network.sites))
+    latency = ONE_WAYS * max(network.latency(site, host) for site in sites for host in case.hosts)
     whole = rounds.quorum_seconds + rounds.merge_seconds + rounds.broadcast_seconds
     handling = 2 * measured.HANDLING_SECONDS
     parts = {
@@ -222,55 +189,75 @@ def _longest_part(model: Model, setting: Setting, network: Network, rounds: Roun
     return max(parts, key=lambda part: parts[part])
 
 
-def _is_last(wanted: Wanted, setting: Setting) -> bool:
+def _shortest(given: PlanOptions, longest: Proposal, look: Callable[[Case], Proposal]) -> Proposal:
+    """The same with the shortest overlap that reaches the aim."""
+    overlaps = _overlaps(given, longest.case.options.period)
+    found, low, high = longest, 0, len(overlaps) - 1
+    while low < high:
+        middle = (low + high) // 2
+        tried = look(longest.case.with_options(overlap=overlaps[middle]))
+        if tried.reached:
+            found, high = tried, middle
+        else:
+            low = middle + 1
+    return found
+
+
+def _least(given: PlanOptions, case: Case) -> Case:
+    """The paper's fragments and the shortest overlap, where more would not be enough either."""
+    o = case.options
+    fragments = given.fragments or max(o.shards, min(o.fragments, PERIODS[0]))
+    return case.with_options(fragments=fragments, overlap=_overlaps(given, o.period)[0])
+
+
+def _is_last(given: PlanOptions, formats: Formats, case: Case) -> bool:
     """Whether no settings with less traffic are to come: then it is looked at in any case."""
-    longest = setting.options.period == (wanted.period or PERIODS[-1])
-    return longest and (setting.up, setting.down) == tuple(wanted.formats[-1])
+    longest = case.options.period == (given.period or PERIODS[-1])
+    return longest and (case.setting.up, case.setting.down) == formats[-1]
 
 
 def _rank(found: Proposal) -> tuple[float, float]:
     """Better is larger: utilisation in hundredths, then how few steps a merge comes late."""
-    late = found.prediction.rounds.delay_steps - found.setting.options.overlap
+    late = found.prediction.rounds.delay_steps - found.case.options.overlap
     return (round(found.prediction.utilization, 2), -max(0.0, late))
 
 
 def _candidates(
-    model: Model, network: Network, wanted: Wanted
-) -> Iterator[tuple[Network, Setting]]:
-    for period in (wanted.period,) if wanted.period else PERIODS:
-        fragments = wanted.fragments or _fragments(model, wanted, period)
-        for up, down in wanted.formats:
-            for placed in _places(network, wanted):
-                shards = wanted.shards or _shards(model, placed, period, fragments)
+    model: Model, network: Network, given: PlanOptions, formats: Formats
+) -> Iterator[Case]:
+    for period in (given.period,) if given.period else PERIODS:
+        fragments = given.fragments or _fragments(model, given, formats, period)
+        for up, down in formats:
+            for placed in _places(network, given):
                 options = Options(
                     fragments=fragments,
                     period=period,
-                    overlap=_overlaps(wanted, period)[-1],
-                    quorum=wanted.quorum,
-                    shards=shards,
-                    grace_margin=wanted.grace_margin,
+                    overlap=_overlaps(given, period)[-1],
+                    quorum=given.quorum,
+                    shards=given.shards or _shards(model, placed, period, fragments),
+                    grace_margin=given.grace_margin,
                 )
-                yield placed, Setting(options, up, down)
+                yield Case(model, Setting(options, up, down), placed, given.link_share)
 
 
-def _fragments(model: Model, wanted: Wanted, period: int) -> int:
+def _fragments(model: Model, given: PlanOptions, formats: Formats, period: int) -> int:
     """One for each step of the period, if neither the partition nor their size is against it."""
-    most = max(1, int(model.params * wanted.formats[-1][0].bits / 8 / FRAGMENT_BYTES_MIN))
-    return min(period, most, wanted.fragments_max or period)
+    most = max(1, int(model.params * formats[-1][0].bits / 8 / FRAGMENT_BYTES_MIN))
+    return min(period, most, model.layers + 2 if given.whole_layers else period)
 
 
-def _overlaps(wanted: Wanted, period: int) -> list[int]:
-    if wanted.overlap is not None:
-        return [wanted.overlap]
+def _overlaps(given: PlanOptions, period: int) -> list[int]:
+    if given.overlap is not None:
+        return [given.overlap]
     fitting = [o for o in OVERLAPS if o <= period * OVERLAP_SHARE_MAX]
     return fitting or [min(1, period - 1)]
 
 
-def _places(network: Network, wanted: Wanted) -> list[Network]:
+def _places(network: Network, given: PlanOptions) -> list[Network]:
     """Where the shards may be: as told; else divided among the sites, or at the widest one."""
-    if wanted.syncer_fixed:
+    if given.syncer is not None or network.syncer == HUB:
         return [network]
-    widest = max(network.sites, key=lambda site: min(site.link.up, site.link.down))
+    widest = max(network.sites, key=lambda site: site.link.least)
     names = [SPREAD, widest.name] if len(network.sites) > 1 else [widest.name]
     return [replace(network, syncer=name) for name in names]
 
@@ -278,7 +265,7 @@ def _places(network: Network, wanted: Wanted) -> list[Network]:
 def _shards(model: Model, network: Network, period: int, fragments: int) -> int:
     """As many as keep each core less than half busy; the same number at each site."""
     numel = model.params / period
-    work = network.learners * measured.fold_seconds(numel) + measured.merge_seconds(numel)
+    work = measured.core_seconds(network.learners, numel)
     shards = max(1, ceil(1.1 * work / model.step_seconds / CORE_BUSY_MAX))
     if network.syncer == SPREAD:
         sites = len(network.sites)

@@ -10,6 +10,7 @@ from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import codec, codec_names
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco_plan.checks import above, at_least
 
 PUBLISHED_STEP_SECONDS_PER_PARAMETER = 0.8 / 10e9
 """Streaming DiLoCo's 10B model takes 0.8 s a step: taken where no step time is given."""
@@ -36,11 +37,8 @@ class Model:
     step_seconds: float
 
     def __post_init__(self) -> None:
-        for name, value in (("params", self.params), ("step-seconds", self.step_seconds)):
-            if not 0 < value < float("inf"):
-                raise ConfigError(f"{name}={value:g} is out of range: it must be greater than 0")
-        if self.layers < 1:
-            raise ConfigError(f"layers={self.layers} is out of range: it must be at least 1")
+        above(0, params=self.params, step_seconds=self.step_seconds)
+        at_least(1, layers=self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +52,6 @@ class Format:
 
     name: str
     bits: float
-
-    @property
-    def exists(self) -> bool:
-        """Whether a run can have it."""
-        return self.name in codec_names()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +69,10 @@ class Setting:
             ConfigError: it says which number, its limit and the way out.
         """
         o = self.options
-        for name, value, least in (
-            ("fragments", o.fragments, 1),
-            ("period", o.period, 1),
-            ("overlap", o.overlap, 0),
-            ("quorum", o.quorum, 1),
-            ("shards", o.shards, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"{name}={value} is out of range: it must be at least {least}")
+        at_least(1, fragments=o.fragments, period=o.period, quorum=o.quorum, shards=o.shards)
+        at_least(0, overlap=o.overlap)
         if not 0 <= o.grace_margin < 1:
-            raise ConfigError(f"grace-margin={o.grace_margin:g} is out of range: 0 to below 1")
+            raise ConfigError(f"grace_margin={o.grace_margin:g} is out of range: 0 to below 1")
         if o.quorum > learners:
             raise ConfigError(
                 f"quorum={o.quorum} exceeds learners={learners}: lower the quorum or plan more "
@@ -147,7 +133,7 @@ def step_seconds_of(
 
     Args:
         params: N.
-        tokens_per_step: B, of all learners together.
+        tokens_per_step: B, of all learners together, greater than 0.
         chips: R, of all learners together, greater than 0.
         flops_per_chip: Q, what a chip really does, FLOP/s, greater than 0.
 
@@ -157,11 +143,5 @@ def step_seconds_of(
     Source:
         Scaling Laws for DiLoCo (arXiv 2503.09799), its wall-clock model.
     """
-    for name, value in (
-        ("tokens-per-step", tokens_per_step),
-        ("chips", chips),
-        ("flops", flops_per_chip),
-    ):
-        if not value > 0:
-            raise ConfigError(f"{name}={value:g} is out of range: it must be greater than 0")
+    above(0, tokens_per_step=tokens_per_step, chips=chips, flops=flops_per_chip)
     return 6 * params * tokens_per_step / (chips * flops_per_chip)

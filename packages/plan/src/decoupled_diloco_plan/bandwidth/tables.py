@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decoupled_diloco_plan.bandwidth.document import Plan, gbit, measured_on
-from decoupled_diloco_plan.bandwidth.inputs import told
-from decoupled_diloco_plan.bandwidth.search import PERIODS
 from decoupled_diloco.units import format_bytes, format_duration, format_rate
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from decoupled_diloco_plan.bandwidth.published import Row
+from decoupled_diloco_plan.bandwidth.compare import gbit, needs
+from decoupled_diloco_plan.bandwidth.document import Plan, measured_on
+from decoupled_diloco_plan.bandwidth.inputs import told
+from decoupled_diloco_plan.bandwidth.published import Row
+from decoupled_diloco_plan.bandwidth.search import PERIODS
+from decoupled_diloco_plan.output import plain_table
 
 PUBLISHED_PERIOD = 300
 """The longest H of the published bandwidth tables (Scaling Laws for DiLoCo)."""
@@ -30,13 +28,11 @@ PAPERS = {
 def print_published(rows: Sequence[Row], console: Console) -> None:
     """The rebuilt rows, a line for each system."""
     targets = sorted({row.utilization for row in rows})
-    table = _table(["system", "H", *(f"{100 * target:g} %" for target in targets)])
+    table = _table("system", "H", *(f"{100 * target:g} %" for target in targets))
     for system in dict.fromkeys(row.system for row in rows):
         cells = {row.utilization: row for row in rows if row.system == system}
-        first = next(iter(cells.values()))
-        shown = (cells[target].gbit_per_second for target in targets)
-        numbers = ["none does" if each is None else f"{each:.3g}" for each in shown]
-        table.add_row(system, str(first.period), *numbers)
+        numbers = [_rate(cells[target].gbit_per_second) for target in targets]
+        table.add_row(system, str(cells[targets[0]].period), *numbers)
     console.print("Gbit/s that reach a compute utilisation:\n")
     console.print(table)
     for row in {row.source: row for row in rows}.values():
@@ -53,7 +49,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
-    say(told(plan.inputs.model, plan.network))
+    say(told(plan.case.model, plan.case.network))
     for each in plan.inputs.assumed:
         say(f"assumed: {each}", "dim")
     say("")
@@ -70,24 +66,24 @@ def print_plan(plan: Plan, console: Console) -> None:
     say(f"\n{_error_line(plan)}", "dim")
 
 
-def _say_aim(plan: Plan, say: object) -> None:
-    assert callable(say)
-    if plan.aim is None:
-        if plan.binds:
-            say(f"rounds are not back in time, limited by {plan.binds}\n")
+def _say_aim(plan: Plan, say: Callable[[str], None]) -> None:
+    found, aim = plan.found, plan.aim
+    if aim is None:
+        if found.binds:
+            say(f"rounds are not back in time, limited by {found.binds}\n")
         return
     got = _percent(plan.prediction.utilization)
-    if not plan.reached:
+    if not found.reached:
         say(
-            f"settings that reach {100 * plan.aim:g} %: none does; the best is {got}, limited by "
-            f"{plan.binds}\n"
+            f"settings that reach {100 * aim:g} %: none does; the best is {got}, limited by "
+            f"{found.binds}\n"
         )
-    elif plan.binds:
-        say(f"reaches {100 * plan.aim:g} % ({got}); a shorter period is limited by {plan.binds}\n")
+    elif found.binds:
+        say(f"reaches {100 * aim:g} % ({got}); a shorter period is limited by {found.binds}\n")
     else:
-        say(f"reaches {100 * plan.aim:g} % ({got}) at the first setting tried: no link binds\n")
+        say(f"reaches {100 * aim:g} % ({got}) at the first setting tried: no link binds\n")
     if plan.thought_of is not None:
-        o = plan.thought_of.setting.options
+        o = plan.thought_of.case.options
         say(
             f"with 4 bits each way, published to be as good as bf16 but no codec here, "
             f"H={o.period} and τ={o.overlap} would do\n"
@@ -95,11 +91,11 @@ def _say_aim(plan: Plan, say: object) -> None:
 
 
 def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    o, network = plan.setting.options, plan.network
+    o, network = plan.case.options, plan.case.network
     where = {"spread": "divided among the sites", "hub": "at the hub"}
     yield "period H, fragments P, overlap τ", f"{o.period}, {o.fragments}, {o.overlap}"
     yield "learners M, minimum quorum K", f"{network.learners}, {o.quorum}"
-    up, down = plan.setting.up, plan.setting.down
+    up, down = plan.case.setting.up, plan.case.setting.down
     yield "wire format up, down", f"{up.name} ({up.bits:g} bit), {down.name} ({down.bits:g} bit)"
     yield "shards", f"{o.shards}, {where.get(network.syncer, 'at ' + network.syncer)}"
     if plan.aim is not None:
@@ -108,7 +104,7 @@ def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _why(plan: Plan) -> str:
     """Where the numbers of a proposal come from, and what speaks for them."""
-    o = plan.setting.options
+    o = plan.case.options
     known = (
         "the paper's own"
         if o.period <= PERIODS[0]
@@ -132,9 +128,12 @@ def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_percent(r.kept)} of the due rounds take place",
     )
     yield "a step takes", format_duration(r.step_seconds)
-    if len(set(plan.network.paces(plan.inputs.model.step_seconds))) > 1:
+    if len(set(plan.case.network.paces(plan.case.model.step_seconds))) > 1:
         yield "rounds that a site is in", ", ".join(_shares(plan))
-    yield "a learner moves in a step", f"{_bytes(p.up_bytes)} up, {_bytes(p.down_bytes)} down"
+    yield (
+        "a learner moves in a step",
+        f"{format_bytes(p.up_bytes)} up, {format_bytes(p.down_bytes)} down",
+    )
     yield "slack, grace window", f"{_signed(p.grace.slack)}, {_signed(p.grace.seconds)}"
     yield (
         "a merge is applied after",
@@ -161,12 +160,12 @@ def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _shares(plan: Plan) -> Iterator[str]:
     shares = plan.prediction.rounds.participation
-    for site, share in zip(plan.network.sites, shares, strict=True):
+    for site, share in zip(plan.case.network.sites, shares, strict=True):
         yield f"{site.name} {_percent(share)}"
 
 
 def _traffic_table(plan: Plan) -> Table:
-    table = _table(["link", "direction", "mean Gbit/s", "peak (one step)", "bodies may fill"])
+    table = _table("link", "direction", "mean Gbit/s", "peak (one step)", "bodies may fill")
     for t in plan.prediction.rounds.traffic:
         fills = format_rate(t.capacity) if t.capacity < float("inf") else "no limit"
         error = plan.prediction.traffic_error * gbit(t.mean)
@@ -176,28 +175,26 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def _systems_table(plan: Plan) -> Table:
-    table = _table(["system", "utilisation", "a step takes", "Gbit/s", "H", "τ"])
-    for s in plan.standings():
+    table = _table("system", "utilisation", "a step takes", "Gbit/s", "H", "τ")
+    for s in plan.standings:
         step = format_duration(s.step_seconds)
-        numbers = (f"{gbit(s.mean):.3g}", str(s.period), str(s.overlap))
+        numbers = (f"{s.gbit_per_second:.3g}", str(s.period), str(s.overlap))
         table.add_row(s.system, _percent(s.utilization), step, *numbers)
     return table
 
 
 def _needs_table(plan: Plan) -> Table:
-    needs = plan.needs()
-    targets = list(dict.fromkeys(n.utilization for n in needs))
-    table = _table(["system", *(f"{100 * target:g} %" for target in targets)])
-    for system in dict.fromkeys(n.system for n in needs):
-        rates = [n.bytes_per_second for n in needs if n.system == system]
-        shown = ["none does" if rate is None else f"{gbit(rate):.3g}" for rate in rates]
-        table.add_row(system, *shown)
+    found = needs(plan.case)
+    targets = list(dict.fromkeys(n.utilization for n in found))
+    table = _table("system", *(f"{100 * target:g} %" for target in targets))
+    for system in dict.fromkeys(n.system for n in found):
+        table.add_row(system, *(_rate(n.gbit_per_second) for n in found if n.system == system))
     return table
 
 
 def _error_line(plan: Plan) -> str:
     p = plan.prediction
-    wait = "wait" if plan.setting.options.wait == "at_overlap" else "never wait"
+    wait = "wait" if plan.case.options.wait == "at_overlap" else "never wait"
     return (
         f"Error bars: with learners that {wait}, {measured_on()} differed by up to "
         f"{100 * p.error:.1f} points of utilisation and {100 * p.traffic_error:.0f} % of traffic "
@@ -213,11 +210,12 @@ def _print_rows(rows: Iterable[tuple[str, str]], console: Console) -> None:
     console.print(grid)
 
 
-def _table(header: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in header:
-        table.add_column(name, no_wrap=True)
-    return table
+def _table(*header: str) -> Table:
+    return plain_table(*header, gap=2)
+
+
+def _rate(gbit_per_second: float | None) -> str:
+    return "none does" if gbit_per_second is None else f"{gbit_per_second:.3g}"
 
 
 def _signed(seconds: float) -> str:
@@ -229,7 +227,3 @@ def _signed(seconds: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _bytes(count: float) -> str:
-    return format_bytes(count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco_plan.checks import above
 
 BITS = 16
 """bf16: the paper's N parameters in a reduction are 16 N bits."""
@@ -68,16 +69,8 @@ def wall_clock(
     Raises:
         ConfigError: a number is out of its range.
     """
-    given = {
-        "params": params,
-        "tokens": tokens,
-        "tokens-per-step": tokens_per_step,
-        "chips": chips,
-        "flops": flops_per_chip,
-    }
-    for name, value in given.items():
-        if not value > 0:
-            raise ConfigError(f"{name}={value:g} is out of range: it must be greater than 0")
+    above(0, params=params, tokens=tokens, tokens_per_step=tokens_per_step)
+    above(0, chips=chips, flops=flops_per_chip)
     if learners > chips:
         raise ConfigError(f"learners={learners} exceeds chips={chips:g}: a learner needs a chip")
     steps = tokens / tokens_per_step

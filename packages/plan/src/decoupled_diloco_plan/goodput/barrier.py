@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from decoupled_diloco.protocol.clock import reached_at
+from decoupled_diloco.protocol.quorum import window_over
 from decoupled_diloco_plan.goodput.accounts import Account, stepping, working
 from decoupled_diloco_plan.goodput.chance import Integers
 from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
-from decoupled_diloco.protocol.clock import reached_at
-from decoupled_diloco.protocol.quorum import window_over
 
 JITTER_BLOCK = 1024
 

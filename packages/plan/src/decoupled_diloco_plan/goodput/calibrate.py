@@ -58,6 +58,17 @@ class Residual:
         """How far above what was published."""
         return self.goodput - self.cell.goodput
 
+    def as_json(self) -> dict[str, Any]:
+        """The cell of a file."""
+        return {
+            "system": self.cell.system,
+            "chips": self.cell.chips,
+            "learners": self.cell.learners,
+            "published": self.cell.goodput,
+            "goodput": round(self.goodput, 2),
+            "calibrated": self.cell.calibrate,
+        }
+
 
 def calibrated(
     tell: Callable[[str], None] = lambda text: None,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoupled_diloco_plan.goodput.settings import Cluster
 from decoupled_diloco.protocol.clock import reached_at
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.quorum import window_over
+from decoupled_diloco_plan.goodput.settings import Cluster
 
 TICKS = 2000
 MARGIN = 0.8

@@ -10,20 +10,19 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from decoupled_diloco.errors import StorageError
+from decoupled_diloco.units import format_count
 from decoupled_diloco_plan.goodput.accounts import runs_of, working
 from decoupled_diloco_plan.goodput.chance import Integers
 from decoupled_diloco_plan.goodput.life import DOWNSCALE, LOST, RESTART, RUN, SHORT, UPSCALE
 from decoupled_diloco_plan.goodput.settings import SECOND, Cluster
 from decoupled_diloco_plan.goodput.study import Row
 from decoupled_diloco_plan.goodput.systems import simulate
-from decoupled_diloco.units import format_count
+from decoupled_diloco_plan.output import save_picture
 
 STYLES = {
     "data-parallel": ("#60646c", ":", "v"),
@@ -72,7 +71,7 @@ def plot_goodput(rows: Sequence[Row], path: Path) -> None:
     if told:
         handles.append(Line2D([], [], color="black", marker="x", linestyle="", label="published"))
     axes.legend(handles=handles, loc="lower left", frameon=False)
-    _save(figure, path)
+    save_picture(figure, path)
 
 
 def _line(axes: Axes, system: str, learners: int, line: Sequence[Row], index: int) -> bool:
@@ -150,7 +149,7 @@ def plot_timeline(cluster: Cluster, hours: float, seed: int, path: Path) -> None
     below.set_xlim(0, hours * 3600 / unit)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    save_picture(figure, path)
 
 
 def _title(cluster: Cluster, lanes: int, learners: int) -> str:
@@ -221,11 +220,3 @@ def _stepping(axes: Axes, steps: Sequence[Integers], begin: int, unit: float, ch
     axes.set_ylabel("chips that\nstep (%)")
     axes.set_ylim(bottom=0)
     axes.grid(color="#e0e2e6", linewidth=0.8)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    FigureCanvasAgg(figure)
-    try:
-        figure.savefig(path, dpi=150, facecolor="white")
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot write the plot {path}: {error}") from error

@@ -1,7 +1,6 @@
 """Published goodput, to calibrate on and to compare with. Nothing simulated reads these numbers.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428): goodput over chips at one interruption a chip and year,
-goodput of unequal chips, training time with scavenged chips.
+Source: Decoupled DiLoCo (arXiv 2604.21428): goodput over chips at one interruption a chip and year.
 """
 
 from __future__ import annotations
@@ -40,10 +39,6 @@ CELLS = (
     *_row("decoupled", 8, (98, 96, 94, 88, 80)),
     Cell("decoupled", 1_200_000, 16, 93),
 )
-
-SCAVENGED = {0.25: (0.90, 1.07), 0.5: (0.83, 1.09), 1.0: (0.75, 1.02), 3.0: (0.62, 0.80)}
-"""Time of training when so many more chips are there for half of the FLOPs, as a share of that
-without them: decoupled, elastic."""
 
 
 def published(cluster: Cluster) -> float | None:

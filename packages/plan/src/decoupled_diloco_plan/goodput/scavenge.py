@@ -1,9 +1,4 @@
-"""How much sooner training ends when more chips are there for half of it.
-
-The published figures are for chips that are there while half of the FLOPs are done. Not published
-are how large the cluster was, in which pieces more chips came and how long each stayed: all three
-are arguments here. Nothing is fitted: chips that are only borrowed are taken to be preempted as
-often as a cloud's cheap machines are.
+"""Chips that are only borrowed, and preempted as often as a cloud's cheap machines are.
 
 Source: Google Cloud's documentation of preemptible instances (2021): of such machines, "the average
 preemption rate varies between 5% and 15% per day" (another edition: "per seven days").
@@ -12,11 +7,9 @@ preemption rate varies between 5% and 15% per day" (another edition: "per seven 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco_plan.goodput.settings import Cluster, Scavenged
-from decoupled_diloco_plan.goodput.systems import simulate
+from decoupled_diloco_plan.goodput.settings import Scavenged
 
 BLOCK_CHIPS = 1024
 """A block is so many chips: four slices, the least that is worth a learner of its own."""
@@ -26,8 +19,6 @@ MACHINE_CHIPS = 8
 
 PREEMPTED_A_DAY = (0.05, 0.10, 0.15)
 """Share of the machines that are preempted in a day: the least, the middle and the most."""
-
-EVENTS = 20_000
 
 
 def stay_of(block_chips: int, preempted_a_day: float = PREEMPTED_A_DAY[1]) -> float:
@@ -66,32 +57,3 @@ def blocks_of(
         away_seconds=away_seconds,
         join_seconds=join_seconds,
     )
-
-
-def relative_time(
-    cluster: Cluster,
-    share: float,
-    *,
-    stay_seconds: float | None = None,
-    block_chips: int = BLOCK_CHIPS,
-    seed: int = 0,
-) -> float:
-    """Time of training, as a share of that without scavenged chips.
-
-    Args:
-        cluster: without them.
-        share: how many more chips, as a share of those of the cluster, above 0.
-        stay_seconds: mean time that a block stays, by default `stay_of`; another one takes its
-            place.
-        block_chips: chips of a block.
-        seed: of both simulations.
-
-    Returns:
-        (1 + rate without / rate with) / 2: one half of the work is done at each rate.
-    """
-    more = blocks_of(cluster.chips, share, block_chips, stay_seconds)
-    seconds = min(365 * 86400.0, max(86400.0, EVENTS * cluster.mtbi_seconds / cluster.chips))
-    without = simulate(cluster, seconds, seed)
-    seconds = max(3600.0, EVENTS * more.stay_seconds / more.blocks)
-    joined = simulate(replace(cluster, scavenged=more), seconds, seed)
-    return (1 + without.tokens / without.wall / (joined.tokens / joined.wall)) / 2

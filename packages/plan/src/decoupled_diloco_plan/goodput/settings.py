@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import format_count
+from decoupled_diloco_plan.checks import above, at_least
 
 System = Literal["data-parallel", "elastic", "barrier", "decoupled"]
 SYSTEMS: tuple[System, ...] = get_args(System)
@@ -23,6 +23,10 @@ BLOCKS_MAX = 10**6
 STEP_SECONDS_MIN = 1e-3
 FAILURE_SECONDS_MIN = 1e-3
 """Shorter times between two failures of a cluster are not simulated: it could do nothing else."""
+
+
+STOPS = ("downscale_seconds", "upscale_seconds", "upscale_window_seconds", "restart_seconds")
+REPAIRS = ("repair_seconds", "repair_power", "repair_tail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +65,10 @@ class Constants:
     """Its second shape, Weibull's own: below 1, the tail is heavy."""
 
     def __post_init__(self) -> None:
-        _check("step_seconds", self.step_seconds, least=STEP_SECONDS_MIN)
-        for name in ("repair_seconds", "repair_power", "repair_tail"):
-            _check(name, getattr(self, name), above=0)
-        _check("slice_chips", self.slice_chips, least=1)
-        for name in ("downscale", "upscale", "upscale_window", "restart"):
-            _check(f"{name}_seconds", getattr(self, f"{name}_seconds"), least=0)
+        at_least(STEP_SECONDS_MIN, step_seconds=self.step_seconds)
+        at_least(1, slice_chips=self.slice_chips)
+        at_least(0, **{name: getattr(self, name) for name in STOPS})
+        above(0, **{name: getattr(self, name) for name in REPAIRS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,8 @@ class Stragglers:
     """A step takes (1 + slowdown) times as long."""
 
     def __post_init__(self) -> None:
-        _check("interval_seconds of stragglers", self.interval_seconds, above=0)
-        _check("seconds of stragglers", self.seconds, above=0)
-        _check("slowdown of stragglers", self.slowdown, least=0)
+        above(0, interval_seconds=self.interval_seconds, seconds=self.seconds)
+        at_least(0, slowdown=self.slowdown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,7 @@ class Scavenged:
     """A learner that has come fetches the weights before its first step."""
 
     def __post_init__(self) -> None:
-        _check("scavenged chips", self.chips, least=1)
-        _check("scavenged blocks", self.blocks, least=1)
+        at_least(1, scavenged_chips=self.chips, scavenged_blocks=self.blocks)
         if self.blocks > self.chips:
             raise ConfigError(
                 f"scavenged blocks={self.blocks} exceed scavenged chips={self.chips}: lower blocks"
@@ -122,9 +122,8 @@ class Scavenged:
             raise ConfigError(
                 f"scavenged blocks={self.blocks} exceed {BLOCKS_MAX}: raise the chips of a block"
             )
-        _check("stay_seconds", self.stay_seconds, above=0)
-        _check("away_seconds", self.away_seconds, least=0)
-        _check("join_seconds", self.join_seconds, least=0)
+        above(0, stay_seconds=self.stay_seconds)
+        at_least(0, away_seconds=self.away_seconds, join_seconds=self.join_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,8 @@ class Preemption:
     share: float
 
     def __post_init__(self) -> None:
-        _check("start of a preemption", self.at_seconds, least=0)
-        _check("length of a preemption", self.seconds, above=0)
+        at_least(0, at_seconds=self.at_seconds)
+        above(0, seconds=self.seconds)
         if not 0 < self.share <= 1:
             raise ConfigError(
                 f"share={self.share:g} of a preemption is out of range: above 0, at most 1"
@@ -194,15 +193,14 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
             raise ConfigError(f"system={self.system!r} is none of {', '.join(SYSTEMS)}")
-        _check("chips", self.chips, least=1)
+        at_least(1, chips=self.chips, learners=self.learners, period=self.period)
         chips = self.chips + (self.scavenged.chips if self.scavenged else 0)
         if chips > CHIPS_MAX:
             raise ConfigError(
                 f"chips={chips} exceeds {CHIPS_MAX}, beyond which accounts are not exact: lower "
                 "chips" + (" or the scavenged share" if self.scavenged else "")
             )
-        _check("learners", self.learners, least=1)
-        _check("mtbi_seconds", self.mtbi_seconds, above=0)
+        above(0, mtbi_seconds=self.mtbi_seconds)
         if self.mtbi_seconds / self.chips < FAILURE_SECONDS_MIN:
             raise ConfigError(
                 f"mtbi_seconds={self.mtbi_seconds:g} is {self.mtbi_seconds / self.chips:.1g} s "
@@ -215,9 +213,8 @@ class Cluster:
                 "scavenged chips cannot join system='barrier', where all learners must be there: "
                 "use elastic or decoupled"
             )
-        for name in ("checkpoint_seconds", "jitter", "slack_steps"):
-            _check(name, getattr(self, name), least=0)
-        _check("period", self.period, least=1)
+        at_least(0, checkpoint_seconds=self.checkpoint_seconds, jitter=self.jitter)
+        at_least(0, slack_steps=self.slack_steps)
         if not 0 <= self.minimum_share <= 1:
             raise ConfigError(f"minimum_share={self.minimum_share:g} is out of range: 0 to 1")
 
@@ -246,6 +243,11 @@ class Cluster:
             raise ConfigError("a slowdown is at least 1: how many times as long a step takes")
 
     @property
+    def name(self) -> str:
+        """The system, and how many learners it is cut into."""
+        return self.system if self.alone else f"{self.system} M={self.learners}"
+
+    @property
     def alone(self) -> bool:
         """Whether it is one learner by nature."""
         return self.system in ALONE
@@ -271,15 +273,3 @@ class Cluster:
 def microseconds(seconds: float) -> int:
     """Seconds as whole microseconds."""
     return round(seconds * SECOND)
-
-
-def _check(
-    name: str, value: float, *, least: float | None = None, above: float | None = None
-) -> None:
-    """Raises ConfigError for a value that is too small, or is no number."""
-    if not math.isfinite(value):
-        raise ConfigError(f"{name}={value:g} is no number to simulate with: give a finite one")
-    if least is not None and value < least:
-        raise ConfigError(f"{name}={value:g} is out of range: it must be at least {least:g}")
-    if above is not None and value <= above:
-        raise ConfigError(f"{name}={value:g} is out of range: it must be greater than {above:g}")

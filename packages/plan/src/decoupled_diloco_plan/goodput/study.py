@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco_plan.checks import at_least
 from decoupled_diloco_plan.goodput.accounts import CAUSES, Account
 from decoupled_diloco_plan.goodput.pace import Pace, pace_of
 from decoupled_diloco_plan.goodput.published import published
@@ -49,8 +50,7 @@ class Effort:
     def __post_init__(self) -> None:
         if not 1 <= self.seeds <= SEEDS_MAX:
             raise ConfigError(f"seeds={self.seeds} is out of range: 1 to {SEEDS_MAX}")
-        if self.first_seed < 0:
-            raise ConfigError(f"seed={self.first_seed} is out of range: at least 0")
+        at_least(0, seed=self.first_seed)
         if self.days is not None and not 0 < self.days <= DAYS_GIVEN_MAX:
             raise ConfigError(
                 f"days={self.days:g} is out of range: greater than 0, at most {DAYS_GIVEN_MAX:g}"

@@ -21,6 +21,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from decoupled_diloco.protocol.clock import stands
 from decoupled_diloco_plan.goodput.accounts import (
     Account,
     Feed,
@@ -34,7 +35,6 @@ from decoupled_diloco_plan.goodput.chance import Integers, Repair, Slices, failu
 from decoupled_diloco_plan.goodput.life import RUN, UPSCALE, Habits, Life, Visits
 from decoupled_diloco_plan.goodput.pace import pace_of
 from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
-from decoupled_diloco.protocol.clock import stands
 
 WARM_UP_REPAIRS = 6
 """The account begins after so many mean repairs: at first all slices are there."""
