@@ -55,7 +55,10 @@ def test_what_is_imported_is_declared(folder: Path) -> None:
     declared = names([*described["dependencies"], *(r for each in extras for r in each)])
     distributions = packages_distributions()
     others = imported(folder) - set(sys.stdlib_module_names) - own
-    of = {module: {canonicalize_name(d) for d in distributions[module]} for module in others}
+    of = {
+        module: {canonicalize_name(d) for d in distributions.get(module, [module])}
+        for module in others
+    }
     assert not {module for module, owners in of.items() if not owners & declared}
 
 

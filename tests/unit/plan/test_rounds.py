@@ -126,12 +126,14 @@ def test_without_a_window_who_is_slower_is_in_fewer_rounds_but_misses_no_fragmen
 
 
 def test_a_new_learner_fetches_the_whole_copy_over_what_is_left() -> None:
-    found = predict(MODEL, Setting(Options(), BF16, BF16), hub(1e9, learners=1), link_share=1.0)
+    found = predict(
+        Case(MODEL, Setting(Options(), BF16, BF16), hub(1e9, learners=1), link_share=1.0)
+    )
     assert found.join_seconds == pytest.approx(4 * 24e6 / (1e9 - 2e6 * MORE), rel=1e-3)
 
 
 def test_memory_is_what_shards_keep_and_bodies_on_their_way() -> None:
-    found = predict(MODEL, Setting(Options(shards=2), BF16, BF16), hub(1e9), link_share=1.0)
+    found = predict(Case(MODEL, Setting(Options(shards=2), BF16, BF16), hub(1e9), link_share=1.0))
     assert found.memory_bytes == pytest.approx(16 * 12e6 + 4 * 2 * 1e6 * 2)
 
 
@@ -142,7 +144,7 @@ def test_memory_is_what_shards_keep_and_bodies_on_their_way() -> None:
         ({"fragments": 0}, "fragments=0 is out of range"),
         ({"period": 2, "fragments": 2, "overlap": 2}, "overlap=2 is not below period=2"),
         ({"shards": 25}, "shards=25 exceeds fragments=24"),
-        ({"grace_margin": 1.0}, "grace-margin=1 is out of range"),
+        ({"grace_margin": 1.0}, "grace_margin=1 is out of range"),
     ],
 )
 def test_settings_that_no_run_could_have_are_refused(
