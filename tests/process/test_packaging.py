@@ -1,9 +1,10 @@
 """The wheel alone is the product: command, recipes, completion, types; the sdist can build it.
 
-Beside it there is the wheel of what plans, which adds two commands. A wheel is installed where nothing else of this project can be seen. That environment borrows what
-this one has installed (torch above all) by a ``.pth`` line, which needs no network and takes no
-time. Such a line adds a folder to the path, but does not carry out the ``.pth`` files in it: the
-editable installation of the working tree stays invisible.
+Beside it there is the wheel of what plans, which adds two commands. A wheel is installed where
+nothing else of this project can be seen. That environment borrows what this one has installed
+(torch above all) by a ``.pth`` line, which needs no network and takes no time. Such a line adds a
+folder to the path, but does not carry out the ``.pth`` files in it: the editable installations of
+the working tree stay invisible.
 """
 
 from __future__ import annotations
