@@ -59,7 +59,7 @@ class Case:
     @property
     def tick_seconds(self) -> float:
         """A step of the K-th fastest learner: the pace of the run's clock."""
-        return self.network.tick_seconds(self.model.step_seconds, self.options.quorum)
+        return self.network.kth(self.network.paces(self.model.step_seconds), self.options.quorum)
 
     def scaled(self, factor: float) -> Case:
         """The same with more or less bandwidth on the sites' links."""

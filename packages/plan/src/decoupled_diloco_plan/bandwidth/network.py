@@ -113,15 +113,13 @@ class Network:
             step_seconds if site.step_seconds is None else site.step_seconds for site in self.sites
         )
 
-    def tick_seconds(self, step_seconds: float, quorum: int) -> float:
-        """A step of the K-th fastest learner: the pace of the run's clock."""
+    def kth(self, values: Sequence[float], quorum: int) -> float:
+        """The K-th smallest of the learners' values, one for each site: the quorum's."""
         learners = 0
-        for pace, site in sorted(
-            zip(self.paces(step_seconds), self.sites, strict=True), key=lambda pair: pair[0]
-        ):
+        for value, site in sorted(zip(values, self.sites, strict=True), key=lambda pair: pair[0]):
             learners += site.learners
             if learners >= quorum:
-                return pace
+                return value
         raise AssertionError("the quorum is at most M")
 
     @property

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from math import ceil, floor, gcd
@@ -52,28 +52,20 @@ ROUNDING = 1e-9
 """Steps that are so nearly over are."""
 
 
-@dataclass(slots=True, eq=False)
-class _Round:
-    """`awaited`: sites that were asked in it; `delivered`: learners that are folded in."""
+@dataclass(frozen=True, slots=True)
+class _Tick:
+    """A fragment is due: when each site took its snapshot, and when the shard hears of it."""
 
     fragment: int
-    tick: int
+    step: int
     snapshots: list[float]
     reported: list[float]
-    closed_at: float = 0.0
-    merged_at: float = 0.0
-    awaited: set[int] = field(default_factory=set)
-    delivered: int = 0
-    downloads: int = 0
-    opened: bool = False
-    holds_slot: bool = True
-    delivery_over: bool = False
-    settled: bool = False
-    following: tuple[int, list[float], list[float]] | None = None
+    counts: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Shard:
+    host: int
     open: int = 0
     queue: list[_Round] = field(default_factory=list)
     core_free_at: float = 0.0
@@ -81,7 +73,29 @@ class _Shard:
     timing: Timing = field(default_factory=Timing)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class _Round:
+    """`awaited`: sites that were asked in it; `delivered`: learners that are folded in."""
+
+    tick: _Tick
+    shard: _Shard
+    closed_at: float = 0.0
+    merged_at: float = 0.0
+    awaited: set[_Site] = field(default_factory=set)
+    delivered: int = 0
+    downloads: int = 0
+    opened: bool = False
+    holds_slot: bool = True
+    delivery_over: bool = False
+    settled: bool = False
+    following: _Tick | None = None
+
+    @property
+    def fragment(self) -> int:
+        return self.tick.fragment
+
+
+@dataclass(slots=True, eq=False)
 class _Site:
     """The learners of one place.
 
@@ -90,8 +104,12 @@ class _Site:
     `wanted`: copies that wait for their turn, by fragment; `fetching`: those that come.
     """
 
+    number: int
+    learners: int
+    pace: float
     step: int = 0
     at: float = 0.0
+    rounds: int = 0
     owed: dict[int, int] = field(default_factory=dict)
     holding: bool = False
     marks: list[float] = field(default_factory=list)
@@ -113,24 +131,26 @@ class World:
 
     def __init__(self, case: Case, more: int | None = None) -> None:
         self.case, self.network, self.options = case, case.network, case.options
-        slower = 1 + case.step_overhead
-        self.paces = [pace * slower for pace in self.network.paces(case.model.step_seconds)]
+        slower, network = 1 + case.step_overhead, case.network
+        alone = zip(network.sites, network.paces(case.model.step_seconds), strict=True)
+        self.sites = [
+            _Site(number, site.learners, pace * slower) for number, (site, pace) in enumerate(alone)
+        ]
         self.tick = case.tick_seconds * slower
         self.waits = self.options.wait == "at_overlap"
-        self.numel, self.hosts = case.fragment_params, case.hosts
+        self.alike = len({site.pace for site in self.sites}) == 1
+        self.window = self.options.overlap * min(site.pace for site in self.sites)
         self.flows = Flows(
             [
-                self.network.capacity(place, up=up) * case.link_share
-                for place in range(len(self.network.places))
+                network.capacity(place, up=up) * case.link_share
+                for place in range(len(network.places))
                 for up in (True, False)
             ]
         )
-        self.sites = [_Site() for _ in self.network.sites]
-        self.shards = [_Shard() for _ in self.hosts]
+        self.shards = [_Shard(host) for host in case.hosts]
         self.rounds: dict[int, _Round] = {}
         self.late = [0] * self.options.fragments
         self.published: dict[int, float] = {}
-        self.window = self.options.overlap * min(self.paces)
         self.reports: dict[int, dict[int, float]] = {}
         period, fragments = self.options.period, self.options.fragments
         parts = gcd(period, fragments) if more is None else 1
@@ -144,19 +164,19 @@ class World:
         self.merges: list[float] = []
         self.broadcasts: list[float] = []
         self.quorums: list[float] = []
-        self.taken_part = [0] * len(self.sites)
 
     def run(self) -> Rounds:
         """From the first step until every site has made those that are measured."""
         if self.waits:
-            for site in range(len(self.sites)):
+            for site in self.sites:
                 self._at(0.0, self._boundary, site, 0)
         else:
             self._at(0.0, self._clock, 0)
         while any(len(site.marks) < 2 for site in self.sites):
             soon = min(self.heap[0][0] if self.heap else float("inf"), self.flows.next_end())
             for flow in self.flows.advance(soon):
-                self._moved(flow)
+                landed, round, site = flow.key
+                self._land(landed, round, site)
             while self.heap and self.heap[0][0] <= soon:
                 _, _, function, arguments = heapq.heappop(self.heap)
                 function(*arguments)
@@ -170,6 +190,16 @@ class World:
         """Seconds from the beginning."""
         return self.flows.now
 
+    def _away(self, site: _Site, shard: _Shard) -> float:
+        """One way between them, seconds."""
+        return self.network.latency(site.number, shard.host)
+
+    def _shard_of(self, fragment: int) -> _Shard:
+        return self.shards[self.options.owner(fragment)]
+
+    def _tick_of(self, fragment: int, step: int, ends: list[float], arrived: list[float]) -> _Tick:
+        return _Tick(fragment, step, ends, arrived, counts=step >= self.first_step)
+
     # ---- learners that never wait
 
     def _clock(self, step: int) -> None:
@@ -178,181 +208,159 @@ class World:
             for site in self.sites:
                 site.marks.append(self.now)
         for fragment in self.options.due(step):
-            host = self.hosts[self.options.owner(fragment)]
-            away = [self.network.latency(i, host) for i in range(len(self.sites))]
-            told = [late if self._leads(i) else float("inf") for i, late in enumerate(away)]
-            lead = self._quorum_at(told)
-            ends = [self._first_end(i, step, lead - late) for i, late in enumerate(away)]
+            away = [self._away(site, self._shard_of(fragment)) for site in self.sites]
+            told = [
+                late if self._leads(site) else float("inf")
+                for site, late in zip(self.sites, away, strict=True)
+            ]
+            lead = self.network.kth(told, self.options.quorum)
+            ends = [
+                self._first_end(site.pace, step, lead - late)
+                for site, late in zip(self.sites, away, strict=True)
+            ]
             arrived = list(map(operator.add, ends, away))
-            self._at(self.now + lead, self._tick, fragment, step, ends, arrived)
+            tick = self._tick_of(fragment, step, ends, arrived)
+            self._at(self.now + lead, self._is_due, tick)
         ahead = self._next_due(step)
         self._at(ahead * self.tick, self._clock, ahead)
 
-    def _leads(self, site: int) -> bool:
+    def _leads(self, site: _Site) -> bool:
         """Whether it is at least as fast as the clock."""
-        return self.paces[site] <= self.tick
+        return site.pace <= self.tick
 
-    def _first_end(self, site: int, step: int, nearer: float) -> float:
+    def _first_end(self, pace: float, step: int, nearer: float) -> float:
         """When a site's learners end the first step that is told of after the clock's last one.
 
         `nearer`: by how much reports come from there in less time than the one that is waited for.
         """
-        pace = self.paces[site]
         if pace == self.tick:
             return step * pace
         return pace * (floor(((step - 1) * self.tick + nearer) / pace + ROUNDING) + 1)
 
     # ---- learners that wait
 
-    def _boundary(self, number: int, step: int) -> None:
+    def _boundary(self, site: _Site, step: int) -> None:
         """A site's learners have finished a step in which something happens."""
-        site = self.sites[number]
         site.step, site.at = step, self.now
         if step in (self.first_step, self.first_step + self.steps):
             site.marks.append(self.now)
         for fragment in self.options.due(step):
             site.owed[fragment] = step + self.options.overlap
         if self.options.due(step):
-            self._report(number, step)
-        self._go_on(number)
+            self._report(site, step)
+        self._go_on(site)
 
-    def _go_on(self, number: int) -> None:
+    def _go_on(self, site: _Site) -> None:
         """Waits for what is owed, or steps on to where something happens next."""
-        site = self.sites[number]
         site.holding = any(due <= site.step for due in site.owed.values())
         if site.holding:
             return
-        ahead = self._next_due(site.step)
-        soon = min([ahead, *site.owed.values()])
-        after = (soon - site.step) * self.paces[number]
-        self._at(self.now + after, self._boundary, number, soon)
+        soon = min([self._next_due(site.step), *site.owed.values()])
+        self._at(self.now + (soon - site.step) * site.pace, self._boundary, site, soon)
 
     def _next_due(self, step: int) -> int:
         """The next step with a fragment due; the first step of a period always counts."""
-        phases = self.options.due_by_phase
-        period = self.options.period
-        for ahead in range(step + 1, step + period + 1):
-            if phases[ahead % period] or ahead % period == 0:
-                return ahead
-        raise AssertionError("a period has a first step")
+        phases, period = self.options.due_by_phase, self.options.period
+        ahead = range(step + 1, step + period + 1)
+        return next(each for each in ahead if phases[each % period] or each % period == 0)
 
-    def _report(self, number: int, step: int) -> None:
+    def _report(self, site: _Site, step: int) -> None:
         """When all sites have told a step, each shard's clock has reached it, K reports on."""
         reports = self.reports.setdefault(step, {})
-        reports[number] = self.now
+        reports[site.number] = self.now
         if len(reports) < len(self.sites):
             return
         del self.reports[step]
-        told = [reports[i] for i in range(len(self.sites))]
+        told = [reports[each.number] for each in self.sites]
         for fragment in self.options.due(step):
-            host = self.hosts[self.options.owner(fragment)]
-            arrived = [at + self.network.latency(i, host) for i, at in enumerate(told)]
-            opens = max(self.now, self._quorum_at(arrived))
-            self._at(opens, self._tick, fragment, step, told, arrived)
-
-    def _quorum_at(self, arrived: list[float]) -> float:
-        """When so many learners' reports are there as the quorum asks for."""
-        learners = 0
-        for at, site in sorted(zip(arrived, self.network.sites, strict=True), key=lambda x: x[0]):
-            learners += site.learners
-            if learners >= self.options.quorum:
-                return at
-        raise AssertionError("the quorum is at most M")
+            shard = self._shard_of(fragment)
+            away = [self._away(each, shard) for each in self.sites]
+            arrived = list(map(operator.add, told, away))
+            opens = max(self.now, self.network.kth(arrived, self.options.quorum))
+            self._at(opens, self._is_due, self._tick_of(fragment, step, told, arrived))
 
     # ---- rounds
 
-    def _tick(
-        self, fragment: int, step: int, snapshots: list[float], reported: list[float]
-    ) -> None:
-        measured_now = step >= self.first_step
-        self.due += measured_now
-        open_now = self.rounds.get(fragment)
-        if open_now is not None:
-            self.skipped += measured_now and open_now.following is not None
-            open_now.following = (step, snapshots, reported)
+    def _is_due(self, tick: _Tick) -> None:
+        self.due += tick.counts
+        open_now = self.rounds.get(tick.fragment)
+        if open_now is None:
+            self._queue(tick)
             return
-        self._queue(fragment, step, snapshots, reported)
+        self.skipped += tick.counts and open_now.following is not None
+        open_now.following = tick
 
-    def _queue(
-        self, fragment: int, step: int, snapshots: list[float], reported: list[float]
-    ) -> None:
-        round = self.rounds[fragment] = _Round(fragment, step, snapshots, reported)
-        shard = self.options.owner(fragment)
-        self.shards[shard].queue.append(round)
+    def _queue(self, tick: _Tick) -> None:
+        shard = self._shard_of(tick.fragment)
+        self.rounds[tick.fragment] = _Round(tick, shard)
+        shard.queue.append(self.rounds[tick.fragment])
         self._open(shard)
 
-    def _open(self, number: int) -> None:
-        shard, host = self.shards[number], self.hosts[number]
+    def _open(self, shard: _Shard) -> None:
         while shard.queue and shard.open < self.options.open_rounds_max:
-            round = shard.queue.pop(0)
             shard.open += 1
-            self._pull(round, self.shards[number], host)
+            self._pull(shard.queue.pop(0))
 
-    def _pull(self, round: _Round, shard: _Shard, host: int) -> None:
+    def _pull(self, round: _Round) -> None:
         """Asks who has reported, and who will within the window."""
+        fragment, reported, timing = round.fragment, round.tick.reported, round.shard.timing
         round.opened = True
-        first = min(at for site, at in enumerate(round.reported) if self.waits or self._leads(site))
+        first = min(reported[s.number] for s in self.sites if self.waits or self._leads(s))
         self.quorums.append(max(0.0, self.now - first))
-        shard.timing.quorum.update(self.quorums[-1])
-        o = self.options
-        window = shard.timing.window(o.overlap, o.grace_margin, self.tick).seconds
-        late = float("inf") if self.waits or self._alike() else self.now + window
+        timing.quorum.update(self.quorums[-1])
+        window = timing.window(self.options.overlap, self.options.grace_margin, self.tick).seconds
+        late = float("inf") if self.waits or self.alike else self.now + window
         qualified = [
-            self.now if round.fragment in self.sites[site].missed else at
-            for site, at in enumerate(round.reported)
+            self.now if fragment in site.missed else reported[site.number] for site in self.sites
         ]
-        asked = [site for site, at in enumerate(qualified) if at <= late]
+        asked = [site for site in self.sites if qualified[site.number] <= late]
         everybody = len(asked) == len(self.sites)
         round.closed_at = max(self.now, *qualified) if everybody else late
-        round.downloads = len(self.sites)
-        round.delivered, self.late[round.fragment] = self.late[round.fragment], 0
-        for number, there in enumerate(self.sites):
-            (there.missed.discard if number in asked else there.missed.add)(round.fragment)
+        round.downloads, round.awaited = len(self.sites), set(asked)
+        round.delivered, self.late[fragment] = self.late[fragment], 0
+        for site in self.sites:
+            (site.missed.discard if site in round.awaited else site.missed.add)(fragment)
         for site in asked:
-            round.awaited.add(site)
-            pulled = max(self.now, round.reported[site]) + self.network.latency(host, site)
+            pulled = max(self.now, reported[site.number]) + self._away(site, round.shard)
             self._at(pulled, self._answer, round, site)
         self._at(self.now + self.window, self._delivery_over, round)
 
-    def _answer(self, round: _Round, number: int) -> None:
+    def _answer(self, round: _Round, site: _Site) -> None:
         """A site hears the pull: what it sends already is its answer."""
-        site, fragment = self.sites[number], round.fragment
-        learners = self.network.sites[number].learners
-        measured_now = round.tick >= self.first_step
-        self.asked += measured_now * learners
+        fragment = round.fragment
+        self.asked += round.tick.counts * site.learners
         if fragment in site.sending:
-            self.unheard += measured_now * learners
+            self._not_heard(round, site)
         elif fragment in site.spent:
-            self._not_heard(site.asked_for.pop(fragment, None), number)
+            self._not_heard(site.asked_for.pop(fragment, None), site)
             site.asked_for[fragment] = round
             if self.now - self.published.get(fragment, 0.0) > self.window:
-                round.awaited.discard(number)  # nobody waits for it who need not
+                round.awaited.discard(site)  # nobody waits for it who need not
                 self._settle(round)
         else:
-            self._send(round, number)
+            self._send(round, site)
 
-    def _not_heard(self, round: _Round | None, number: int) -> None:
-        if round is not None and round.tick >= self.first_step:
-            self.unheard += self.network.sites[number].learners
+    def _not_heard(self, round: _Round | None, site: _Site) -> None:
+        if round is not None:
+            self.unheard += round.tick.counts * site.learners
 
-    def _holds(self, number: int, fragment: int) -> None:
+    def _holds(self, site: _Site, fragment: int) -> None:
         """A site has something to contribute from: it is asked, if its round has no quorum yet."""
-        site = self.sites[number]
         site.spent.discard(fragment)
         round = site.asked_for.pop(fragment, None)
         if round is None:
             return
-        if fragment in site.sending or (round.settled and number not in round.awaited):
-            self._not_heard(round, number)
+        if fragment in site.sending or (round.settled and site not in round.awaited):
+            self._not_heard(round, site)
         else:
-            round.awaited.add(number)
-            self._send(round, number)
+            round.awaited.add(site)
+            self._send(round, site)
 
-    def _send(self, round: _Round, number: int) -> None:
-        self.taken_part[number] += 1
-        self.sites[number].sending.add(round.fragment)
-        self.sites[number].spent.add(round.fragment)
-        self._transfer("up", round, number, self.hosts[self.options.owner(round.fragment)])
+    def _send(self, round: _Round, site: _Site) -> None:
+        site.rounds += 1
+        site.sending.add(round.fragment)
+        site.spent.add(round.fragment)
+        self._transfer(self._delivered, round, site)
 
     def _delivery_over(self, round: _Round) -> None:
         """From here on the round waits for its quorum alone, and others may open meanwhile."""
@@ -362,49 +370,39 @@ class World:
             self._free_slot(round)
 
     def _free_slot(self, round: _Round) -> None:
-        if not round.holds_slot:
-            return
-        round.holds_slot = False
-        shard = self.options.owner(round.fragment)
-        self.shards[shard].open -= 1
-        self._open(shard)
+        if round.holds_slot:
+            round.holds_slot = False
+            round.shard.open -= 1
+            self._open(round.shard)
 
-    def _alike(self) -> bool:
-        """Whether all learners step alike: then everybody is in every round."""
-        return len(set(self.paces)) == 1
-
-    def _transfer(self, kind: str, round: _Round, site: int, host: int) -> None:
-        """A fragment begins to move between a site and a shard's host."""
-        bits = self.case.setting.up.bits if kind == "up" else self.case.setting.down.bits
-        away, towards = (site, host) if kind == "up" else (host, site)
-        if site == host:
-            self._at(self.now + self.case.handling_seconds, self._landed, kind, round, site)
+    def _transfer(self, landed: Callable[..., None], round: _Round, site: _Site) -> None:
+        """A fragment begins to move: up, to be `_delivered`, or down, until it has `_arrived`."""
+        up, here, host = landed == self._delivered, site.number, round.shard.host
+        if here == host:
+            self._land(landed, round, site)
             return
+        away, towards = (here, host) if up else (host, here)
+        bits = (self.case.setting.up if up else self.case.setting.down).bits
+        nbytes = self.case.fragment_params * bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
         links = (2 * away, 2 * towards + 1)
-        learners = self.network.sites[site].learners
-        nbytes = self.numel * bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
-        self.flows.start(Flow((kind, round, site), links, learners, nbytes))
+        self.flows.start(Flow((landed, round, site), links, site.learners, nbytes))
 
-    def _moved(self, flow: Flow) -> None:
-        kind, round, site = flow.key
-        host = self.hosts[self.options.owner(round.fragment)]
-        there = self.now + self.network.latency(site, host) + self.case.handling_seconds
-        self._at(there, self._landed, kind, round, site)
+    def _land(self, landed: Callable[..., None], round: _Round, site: _Site) -> None:
+        """Its last byte has left."""
+        there = self.now + self._away(site, round.shard) + self.case.handling_seconds
+        self._at(there, landed, round, site)
 
-    def _landed(self, kind: str, round: _Round, site: int) -> None:
-        if kind == "down":
-            self._arrived(round, site)
-            return
-        shard = self.shards[self.options.owner(round.fragment)]
-        learners = self.network.sites[site].learners
-        self._work(shard, learners * measured.fold_seconds(self.numel))
-        self.sites[site].sending.discard(round.fragment)
+    def _delivered(self, round: _Round, site: _Site) -> None:
+        """A contribution goes into its fragment's round, whichever that is by now."""
+        seconds = measured.fold_seconds(self.case.fragment_params)
+        self._work(round.shard, site.learners * seconds)
+        site.sending.discard(round.fragment)
         current = self.rounds.get(round.fragment)
         if current is None or current.settled or not current.opened:
-            self.late[round.fragment] += learners
+            self.late[round.fragment] += site.learners
             return
         current.awaited.discard(site)
-        current.delivered += learners
+        current.delivered += site.learners
         self._settle(current)
 
     def _settle(self, round: _Round) -> None:
@@ -413,9 +411,8 @@ class World:
         if round.settled or not enough or (round.awaited and not round.delivery_over):
             return
         round.settled = True
-        shard = self.shards[self.options.owner(round.fragment)]
-        self._work(shard, measured.merge_seconds(self.numel))
-        self._at(max(shard.core_free_at, round.closed_at), self._merged, round)
+        self._work(round.shard, measured.merge_seconds(self.case.fragment_params))
+        self._at(max(round.shard.core_free_at, round.closed_at), self._merged, round)
 
     def _work(self, shard: _Shard, seconds: float) -> None:
         """Occupies a shard's core."""
@@ -424,36 +421,33 @@ class World:
             shard.busy_seconds += seconds
 
     def _merged(self, round: _Round) -> None:
-        number = self.options.owner(round.fragment)
-        host = self.hosts[number]
         round.merged_at = self.published[round.fragment] = self.now
         self.merges.append(self.now - round.closed_at)
-        self.shards[number].timing.merge.update(self.merges[-1])
+        round.shard.timing.merge.update(self.merges[-1])
         del self.rounds[round.fragment]
-        for site in range(len(self.sites)):
-            asked = self.now + 2 * self.network.latency(host, site)
-            self._at(asked, self._fetch, round, site)
+        for site in self.sites:
+            self._at(self.now + 2 * self._away(site, round.shard), self._fetch, round, site)
         self._free_slot(round)
         if round.following is not None:
-            self._queue(round.fragment, *round.following)
+            self._queue(round.following)
 
-    def _fetch(self, round: _Round, number: int) -> None:
+    # ---- copies
+
+    def _fetch(self, round: _Round, site: _Site) -> None:
         """A site wants a copy; an older one that waits for its turn is not needed any more."""
-        wanted = self.sites[number].wanted
-        if round.fragment in wanted:
-            self._over(wanted[round.fragment])
-        wanted[round.fragment] = round
-        self._fetch_wanted(number, self.options.owner(round.fragment))
+        if round.fragment in site.wanted:
+            self._over(site.wanted[round.fragment])
+        site.wanted[round.fragment] = round
+        self._fetch_wanted(site, round.shard)
 
-    def _fetch_wanted(self, number: int, shard: int) -> None:
-        site, owner = self.sites[number], self.options.owner
-        flying = sum(owner(fragment) == shard for fragment in site.fetching)
-        for fragment in list(site.wanted):
+    def _fetch_wanted(self, site: _Site, shard: _Shard) -> None:
+        flying = sum(round.shard is shard for round in site.fetching.values())
+        for fragment, round in list(site.wanted.items()):
             if flying >= self.options.open_rounds_max:
                 return
-            if owner(fragment) == shard and fragment not in site.fetching:
+            if round.shard is shard and fragment not in site.fetching:
                 site.fetching[fragment] = site.wanted.pop(fragment)
-                self._transfer("down", site.fetching[fragment], number, self.hosts[shard])
+                self._transfer(self._arrived, round, site)
                 flying += 1
 
     def _over(self, round: _Round) -> None:
@@ -461,28 +455,26 @@ class World:
         round.downloads -= 1
         if round.downloads == 0:
             self.broadcasts.append(self.now - round.merged_at)
-            shard = self.shards[self.options.owner(round.fragment)]
-            shard.timing.broadcast.update(self.broadcasts[-1])
+            round.shard.timing.broadcast.update(self.broadcasts[-1])
 
-    def _arrived(self, round: _Round, number: int) -> None:
-        site, fragment = self.sites[number], round.fragment
+    def _arrived(self, round: _Round, site: _Site) -> None:
+        fragment = round.fragment
         self._over(round)
-        self.delays.append(self._delay(round, number))
+        self.delays.append(self._delay(round, site))
         del site.fetching[fragment]
-        self._fetch_wanted(number, self.options.owner(fragment))
-        self._holds(number, fragment)
+        self._fetch_wanted(site, round.shard)
+        self._holds(site, fragment)
         if site.owed.pop(fragment, None) is not None and site.holding:
             site.at = self.now
-            self._go_on(number)
+            self._go_on(site)
 
-    def _delay(self, round: _Round, number: int) -> int:
+    def _delay(self, round: _Round, site: _Site) -> int:
         """Steps from the snapshot to the boundary at which the merge is applied."""
-        site, pace = self.sites[number], self.paces[number]
         if self.waits:
-            steps = site.step if site.holding else site.step + (self.now - site.at) / pace
-            steps -= round.tick
+            steps = site.step if site.holding else site.step + (self.now - site.at) / site.pace
+            steps -= round.tick.step
         else:
-            steps = (self.now - round.snapshots[number]) / pace
+            steps = (self.now - round.tick.snapshots[site.number]) / site.pace
         whole = max(0, ceil(steps))
         held = self.waits or self.options.apply == "at_tau"
         return max(whole, self.options.overlap) if held else whole
@@ -492,18 +484,17 @@ class World:
     def _result(self) -> Rounds:
         begin = min(site.marks[0] for site in self.sites)
         end = max(site.marks[1] for site in self.sites)
-        seconds = [site.marks[1] - site.marks[0] for site in self.sites]
+        took = [
+            (site.marks[1] - site.marks[0]) / self.steps if self.waits else site.pace
+            for site in self.sites
+        ]
         alone = self.network.paces(self.case.model.step_seconds)
-        if self.waits:
-            each = [took / self.steps for took in seconds]
-        else:
-            each = self.paces
-        learners = [site.learners for site in self.network.sites]
-        rate = sum(count / pace for count, pace in zip(learners, each, strict=True))
-        taken = [a / e for a, e in zip(alone, each, strict=True)]
+        learners, all_learners = [site.learners for site in self.sites], self.network.learners
+        taken = map(operator.truediv, alone, took)
+        merged = 1.0 - self.skipped / max(1, self.due)
         return Rounds(
-            compute=sum(map(operator.mul, taken, learners)) / sum(learners),
-            merged=(merged := 1.0 - self.skipped / max(1, self.due)),
+            compute=sum(map(operator.mul, taken, learners)) / all_learners,
+            merged=merged,
             kept=merged * (1.0 - self.unheard / max(1, self.asked)),
             delay_steps=_mean(self.delays),
             delay_steps_max=max(self.delays, default=float("inf")),
@@ -513,17 +504,15 @@ class World:
             shard_busy=max(s.busy_seconds for s in self.shards) / (end - begin),
             traffic=tuple(self._traffic(begin, end)),
             step_seconds=(end - begin) / self.steps,
-            pace_seconds=sum(learners) / rate,
-            participation=tuple(count / max(1, len(self.quorums)) for count in self.taken_part),
+            pace_seconds=all_learners / sum(map(operator.truediv, learners, took)),
+            participation=tuple(s.rounds / max(1, len(self.quorums)) for s in self.sites),
         )
 
-    def _traffic(self, begin: float, end: float) -> list[Traffic]:
-        found = []
+    def _traffic(self, begin: float, end: float) -> Iterator[Traffic]:
         for link, capacity in enumerate(self.flows.capacities):
             mean, peak = self.flows.mean_and_peak(link, begin, end, self.tick)
             place, direction = self.network.names()[link // 2], ("up", "down")[link % 2]
-            found.append(Traffic(place, direction, mean, peak, capacity))
-        return found
+            yield Traffic(place, direction, mean, peak, capacity)
 
 
 def _mean(values: list[float]) -> float:
