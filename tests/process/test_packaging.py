@@ -1,10 +1,8 @@
 """The wheel alone is the product: command, recipes, completion, types; the sdist can build it.
 
 Beside it there is the wheel of what plans, which adds two commands. A wheel is installed where
-nothing else of this project can be seen. That environment borrows what this one has installed
-(torch above all) by a ``.pth`` line, which needs no network and takes no time. Such a line adds a
-folder to the path, but does not carry out the ``.pth`` files in it: the editable installations of
-the working tree stay invisible.
+nothing else of this project can be seen. That environment borrows what else this one has installed
+(torch above all) by links, which needs no network and takes no time.
 """
 
 from __future__ import annotations
@@ -66,8 +64,10 @@ class Environment:
         venv.create(path, with_pip=False, symlinks=True)
         pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet"]
         subprocess.run([*pip, "--no-deps", "--no-index", *wheels], check=True)
-        own = sysconfig.get_path("purelib", vars={"base": str(path)})
-        Path(own, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        own = Path(sysconfig.get_path("purelib", vars={"base": str(path)}))
+        for each in Path(sysconfig.get_path("purelib")).iterdir():
+            if "decoupled_diloco" not in each.name:
+                (own / each.name).symlink_to(each)
 
     def run(self, *command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """What a command prints whose program is looked for in this environment first."""
@@ -144,7 +144,7 @@ def test_the_wheel_alone_says_how_to_install_what_plans(
     done = installed.run("ddiloco", *command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: ddiloco {command[0]} is not installed: pip install")
-    assert "Not installed: pip install" in installed.run("ddiloco", "--help", cwd=tmp_path).stdout
+    assert "It is not installed: pip" in installed.run("ddiloco", "--help", cwd=tmp_path).stdout
 
 
 def test_both_wheels_plan(installed_plan: Environment, tmp_path: Path) -> None:

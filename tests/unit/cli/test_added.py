@@ -40,7 +40,16 @@ def test_what_is_not_installed_says_how_to_install_it(
     result = run(made, *arguments)
     assert result.exit_code == 2
     assert "ddiloco plan is not installed: pip install 'decoupled-diloco[plan]'" in result.stderr
-    assert "Not installed: pip install" in CliRunner().invoke(made, ["--help"]).output
+    assert "It is not installed: pip install" in CliRunner().invoke(made, ["--help"]).output
+
+
+@pytest.mark.parametrize("where", ["decoupled_diloco_gone:plan", "decoupled_diloco.units:plan"])
+def test_what_cannot_be_loaded_says_why_and_harms_no_other_command(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = commands({"plan": where}, monkeypatch)
+    assert "ddiloco plan cannot be loaded (" in run(made, "--params", "1e9").stderr
+    assert CliRunner().invoke(made, ["other"]).exit_code == 0
 
 
 def test_what_is_installed_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
