@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 from decoupled_diloco.cli.options import listed, make_console
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.progress import SteadyConsole
-from decoupled_diloco.units import format_count
+from decoupled_diloco.units import format_count, parse_count
 from decoupled_diloco_plan.checks import above
 from decoupled_diloco_plan.goodput import tables
 from decoupled_diloco_plan.goodput.calibrate import calibrated, residuals, rounded
@@ -76,9 +75,6 @@ OF_CLUSTER = (
 
 TIMELINE_HOURS_MAX = 168.0
 """A week: more is no picture any more."""
-
-_COUNT = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kMG]?)")
-_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 _option = partial(option_of, GoodputOptions)
 
@@ -266,11 +262,13 @@ def _several(text: str, option: str) -> list[str]:
 
 def _count(text: str, option: str) -> int:
     """A whole number, perhaps with k, M or G, or a power of ten."""
-    match = _COUNT.fullmatch(text)
-    value = float(match[1]) * _FACTORS[match[2]] if match else 0.5
-    if value != round(value):
+    try:
+        value = parse_count(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if not value.is_integer():
         raise ConfigError(f"{option} {text!r} is no whole number: write such as 8, 150k or 2.4e6")
-    return round(value)
+    return int(value)
 
 
 def _number(text: str, option: str) -> float:
