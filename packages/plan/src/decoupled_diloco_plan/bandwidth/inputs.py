@@ -75,32 +75,29 @@ def _model(options: PlanOptions, assumed: list[str]) -> Model:
     if layers is None:
         layers = assumed_layers(options.params) if options.params > 0 else 1
         assumed.append(f"{layers} layers, by the published models' depth (--layers)")
-    return Model(options.params, layers, _step_seconds(options, options.params, assumed))
+    step, why = _step_seconds(options, options.params)
+    if why:
+        assumed.append(f"a step of {format_duration(step)}{why}")
+    return Model(options.params, layers, step)
 
 
-def _step_seconds(options: PlanOptions, params: float, assumed: list[str]) -> float:
-    arithmetic = (options.flops, options.chips, options.tokens_per_step)
+def _step_seconds(options: PlanOptions, params: float) -> tuple[float, str]:
+    """A step, and where it is from if it was not given."""
+    chips, tokens = options.chips, options.tokens_per_step
     if options.step_seconds is not None:
-        if None not in arithmetic and options.tokens is None:
+        if None not in (options.flops, chips, tokens) and options.tokens is None:
             raise ConfigError(
                 "the step's length is given twice, by --step-seconds and by --flops with --chips: "
                 "leave one out"
             )
-        return options.step_seconds
+        return options.step_seconds, ""
     if options.flops is None:
-        step, why = assumed_step_seconds(params), "as the published 10B model's 0.8 s"
-        why += " (--step-seconds)"
-    elif options.chips is None or options.tokens_per_step is None:
+        why = ", as the published 10B model's 0.8 s (--step-seconds)"
+        return assumed_step_seconds(params), why
+    if chips is None or tokens is None:
         raise ConfigError("--flops gives the step with --chips and --tokens-per-step: add them")
-    else:
-        step = step_seconds_of(params, options.tokens_per_step, options.chips, options.flops)
-        return _told(assumed, step, ": 6·N·B/(R·Q), nothing lost within a learner")
-    return _told(assumed, step, f", {why}")
-
-
-def _told(assumed: list[str], step: float, why: str) -> float:
-    assumed.append(f"a step of {format_duration(step)}{why}")
-    return step
+    step = step_seconds_of(params, tokens, chips, options.flops)
+    return step, ": 6·N·B/(R·Q), nothing lost within a learner"
 
 
 def _prices(options: PlanOptions) -> Prices | None:
