@@ -52,10 +52,7 @@ def grid_index(gbit: float) -> int:
 def cells() -> list[dict[str, Any]]:
     found = []
     for (name, system, period), aims in CELLS.items():
-        params, layers, step = MODELS[name]
-        rows = published.rows(
-            params=params, layers=layers, step_seconds=step, period=period, systems=[system]
-        )
+        rows = published.rows(Model(*MODELS[name]), period, [system])
         for row, aim in zip(rows, aims, strict=True):
             assert row.gbit_per_second is not None
             found.append(

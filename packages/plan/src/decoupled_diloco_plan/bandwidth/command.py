@@ -16,7 +16,7 @@ from decoupled_diloco_plan.bandwidth.inputs import Inputs, read_inputs, size_of
 from decoupled_diloco_plan.bandwidth.network import SPREAD, slowest
 from decoupled_diloco_plan.bandwidth.options import METHODS, PARTITIONS, SOURCES, PlanOptions
 from decoupled_diloco_plan.bandwidth.search import PERIODS, Formats, Proposal, look, propose
-from decoupled_diloco_plan.bandwidth.setting import Setting, wire_format
+from decoupled_diloco_plan.bandwidth.setting import Model, Setting, wire_format
 from decoupled_diloco_plan.bandwidth.tables import print_plan, print_published
 from decoupled_diloco_plan.options import option_of
 from decoupled_diloco_plan.output import STDOUT, check_files, write_json
@@ -27,7 +27,8 @@ THOUGHT_OF = "4bit"
 DEFAULT_PERIOD, DEFAULT_FRAGMENTS, DEFAULT_OVERLAP = 24, 24, 2
 """The paper's, where nothing is proposed."""
 
-OF_PUBLISHED = ("params", "layers", "step_seconds", "period")
+OF_MODEL = ("params", "layers", "step_seconds")
+OF_PUBLISHED = (*OF_MODEL, "period")
 """What the published tables are made of."""
 
 
@@ -53,7 +54,8 @@ def _published(options: PlanOptions) -> None:
     if options.table is not None:
         _known("--table", options.table, SOURCES)
     rows = published.rows(
-        **{name: getattr(options, name) for name in OF_PUBLISHED},
+        Model(*(getattr(options, name) for name in OF_MODEL)),
+        period=options.period or 0,
         systems=tuple(published.SYSTEMS) if options.system is None else listed(options.system),
         source=options.table,  # type: ignore[arg-type]
         targets=published.TARGETS if options.utilization is None else (options.utilization,),

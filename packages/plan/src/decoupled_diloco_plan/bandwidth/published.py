@@ -18,8 +18,9 @@ from typing import Literal
 
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco_plan.bandwidth.setting import Model
 from decoupled_diloco_plan.bandwidth.timeline import Schedule, strided, utilization, whole
-from decoupled_diloco_plan.checks import above, at_least
+from decoupled_diloco_plan.checks import at_least
 
 Source = Literal["streaming-diloco", "scaling-laws"]
 
@@ -98,10 +99,7 @@ def source_of(system: str, period: int) -> Source:
 
 
 def rows(
-    *,
-    params: float,
-    layers: int,
-    step_seconds: float,
+    model: Model,
     period: int,
     systems: Sequence[str] = tuple(SYSTEMS),
     source: Source | None = None,
@@ -110,9 +108,7 @@ def rows(
     """The rows of the tables for one model.
 
     Args:
-        params: N, greater than 0.
-        layers: L, at least 1.
-        step_seconds: Length of a step, greater than 0.
+        model: its size, depth and step.
         period: H in steps, at least 1.
         systems: Names in `SYSTEMS`.
         source: Whose volume to take; None: that of the paper whose table has this H.
@@ -121,8 +117,7 @@ def rows(
     Raises:
         ConfigError: A number is out of its range, or a system is unknown.
     """
-    at_least(1, layers=layers, period=period)
-    above(0, params=params, step_seconds=step_seconds)
+    at_least(1, period=period)
     for target in targets:
         if not 0 < target <= 1:
             raise ConfigError(f"utilization={target:g} is no share: it must be above 0, at most 1")
@@ -132,27 +127,21 @@ def rows(
     return [
         row
         for system in systems
-        for row in _rows_of(system, params, layers, step_seconds, period, source, targets)
+        for row in _rows_of(system, model, period, source or source_of(system, period), targets)
     ]
 
 
 def _rows_of(
-    name: str,
-    params: float,
-    layers: int,
-    step_seconds: float,
-    period: int,
-    source: Source | None,
-    targets: Sequence[float],
+    name: str, model: Model, period: int, source: Source, targets: Sequence[float]
 ) -> Iterator[Row]:
     system = SYSTEMS[name]
-    chosen, schedule = source or source_of(name, period), schedule_of(system, layers, period)
-    volume = VOLUMES[chosen if schedule.period > 1 else "streaming-diloco"]
-    layer_gbit = volume * params * system.bits / layers / 1e9
-    reached = [utilization(schedule, step_seconds, layer_gbit / gbit) for gbit in GRID_GBIT]
+    schedule = schedule_of(system, model.layers, period)
+    volume = VOLUMES[source if schedule.period > 1 else "streaming-diloco"]
+    layer_gbit = volume * model.params * system.bits / model.layers / 1e9
+    reached = [utilization(schedule, model.step_seconds, layer_gbit / gbit) for gbit in GRID_GBIT]
     for target in targets:
         enough = (g for g, u in zip(GRID_GBIT, reached, strict=True) if u >= target - ROUNDING)
-        yield Row(name, schedule.period, target, next(enough, None), chosen, volume)
+        yield Row(name, schedule.period, target, next(enough, None), source, volume)
 
 
 def schedule_of(system: System, layers: int, period: int) -> Schedule:
