@@ -144,7 +144,8 @@ def test_the_wheel_alone_says_how_to_install_what_plans(
     done = installed.run("ddiloco", *command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: ddiloco {command[0]} is not installed: pip install")
-    assert "It is not installed: pip" in installed.run("ddiloco", "--help", cwd=tmp_path).stdout
+    told = installed.run("ddiloco", "--help", cwd=tmp_path, COLUMNS="120").stdout
+    assert f"Not here: ddiloco {command[0]} says why, and how to install it." in told
 
 
 def test_both_wheels_plan(installed_plan: Environment, tmp_path: Path) -> None:

@@ -35,5 +35,5 @@ def _lacking(name: str, why: str) -> Callable[[], None]:
     def lacking() -> None:
         fail(f"ddiloco {name} {why}: {HOW}")
 
-    lacking.__doc__ = f"It {why}: {HOW}."
+    lacking.__doc__ = f"Not here: ddiloco {name} says why, and how to install it."
     return lacking

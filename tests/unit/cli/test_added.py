@@ -40,7 +40,7 @@ def test_what_is_not_installed_says_how_to_install_it(
     result = run(made, *arguments)
     assert result.exit_code == 2
     assert "ddiloco plan is not installed: pip install 'decoupled-diloco[plan]'" in result.stderr
-    assert "It is not installed: pip install" in CliRunner().invoke(made, ["--help"]).output
+    assert "ddiloco plan says why, and how" in CliRunner().invoke(made, ["--help"]).output
 
 
 @pytest.mark.parametrize("where", ["decoupled_diloco_gone:plan", "decoupled_diloco.units:plan"])
