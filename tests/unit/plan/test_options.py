@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Annotated
 
 import pytest
@@ -10,7 +12,6 @@ from typer.testing import CliRunner
 
 from decoupled_diloco_plan.bandwidth import options as bandwidth
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
-from decoupled_diloco_plan.goodput import options as goodput
 from decoupled_diloco_plan.goodput.options import GoodputOptions
 from decoupled_diloco_plan.goodput.settings import SYSTEMS
 from decoupled_diloco_plan.options import Options, command, named, option_of
@@ -75,7 +76,7 @@ def test_every_option_says_what_it_is_for(model: type[Options]) -> None:
         (PlanOptions, "system", bandwidth.SYSTEMS),
         (PlanOptions, "method", bandwidth.METHODS),
         (PlanOptions, "table", bandwidth.SOURCES),
-        (GoodputOptions, "system", SYSTEMS),
+        (GoodputOptions, "system", tuple(SYSTEMS)),
     ],
 )
 def test_the_help_names_all_that_is_known(
@@ -85,5 +86,11 @@ def test_the_help_names_all_that_is_known(
     assert all(each in text for each in known)
 
 
-def test_the_systems_of_the_shell_are_those_that_are_simulated() -> None:
-    assert tuple(goodput.SYSTEMS) == SYSTEMS
+@pytest.mark.parametrize("module", ["commands", "bandwidth.options", "goodput.command"])
+def test_whatever_is_imported_first_the_commands_are_found(module: str) -> None:
+    code = (
+        f"import decoupled_diloco_plan.{module}; from decoupled_diloco.cli.main import app; "
+        "print([c.callback.__module__ for c in app.registered_commands if c.name == 'plan'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "['decoupled_diloco_plan.options']\n", done.stderr

@@ -15,16 +15,16 @@ from decoupled_diloco_plan.goodput.chance import Integers
 from decoupled_diloco_plan.goodput.life import DOWNSCALE, LOST, RESTART, RUN, SHORT, UPSCALE
 
 CAUSES = {
-    "waiting": "for others: a barrier, or a quorum that is not there",
-    "downscale": "a learner stands while slices leave it",
-    "upscale": "a learner stands while slices join it",
-    "restart": "training that is not elastic begins again",
-    "lost_work": "steps since the last checkpoint, or the step under way",
-    "below_minimum": "a learner has fewer slices than it needs",
-    "missing_chips": "slices that are away, or back and not yet taken in",
-    "stragglers": "chips at the pace of the slowest of their learner",
+    "waiting": ("wait", "for others: a barrier, or a quorum that is not there"),
+    "downscale": ("down", "a learner stands while slices leave it"),
+    "upscale": ("up", "a learner stands while slices join it"),
+    "restart": ("restart", "training that is not elastic begins again"),
+    "lost_work": ("lost", "steps since the last checkpoint, or the step under way"),
+    "below_minimum": ("short", "a learner has fewer slices than it needs"),
+    "missing_chips": ("miss", "slices that are away, or back and not yet taken in"),
+    "stragglers": ("slow", "chips at the pace of the slowest of their learner"),
 }
-"""Everything that is not useful, and in words."""
+"""Everything that is not useful: the head of its column, and in words."""
 
 _CAUSE_OF = {
     DOWNSCALE: "downscale",

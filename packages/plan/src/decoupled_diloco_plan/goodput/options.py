@@ -8,15 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from decoupled_diloco_plan.goodput.settings import Constants
+from decoupled_diloco_plan.goodput.settings import SYSTEMS, Constants
 from decoupled_diloco_plan.options import Options
-
-SYSTEMS = {
-    "data-parallel": "one learner, restarts at each failure",
-    "elastic": "one learner, goes on without the slices that failed",
-    "barrier": "DiLoCo: every H steps all learners wait for the last one",
-    "decoupled": "Decoupled DiLoCo: nobody waits",
-}
 
 
 def complete_systems(incomplete: str) -> list[tuple[str, str]]:

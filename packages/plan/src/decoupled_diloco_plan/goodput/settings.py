@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import format_count
 from decoupled_diloco_plan.checks import above, at_least
 
 System = Literal["data-parallel", "elastic", "barrier", "decoupled"]
-SYSTEMS: tuple[System, ...] = get_args(System)
+SYSTEMS: dict[System, str] = {
+    "data-parallel": "one learner, restarts at each failure",
+    "elastic": "one learner, goes on without the slices that failed",
+    "barrier": "DiLoCo: every H steps all learners wait for the last one",
+    "decoupled": "Decoupled DiLoCo: nobody waits",
+}
 ALONE = ("data-parallel", "elastic")
 """Systems that are one learner."""
 

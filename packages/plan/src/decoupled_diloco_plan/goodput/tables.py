@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from decoupled_diloco.units import format_count
-from decoupled_diloco_plan.goodput.accounts import CAUSES as MEANINGS
+from decoupled_diloco_plan.goodput.accounts import CAUSES
 from decoupled_diloco_plan.goodput.calibrate import NAMES, Residual
 from decoupled_diloco_plan.goodput.settings import Constants
 from decoupled_diloco_plan.goodput.study import Row
@@ -16,25 +16,13 @@ from decoupled_diloco_plan.output import plain_table
 SHOWN_MIN = 0.05
 """A cause is a column if any row has so much of it, percent."""
 
-CAUSES = {
-    "waiting": "wait",
-    "downscale": "down",
-    "upscale": "up",
-    "restart": "restart",
-    "lost_work": "lost",
-    "below_minimum": "short",
-    "missing_chips": "miss",
-    "stragglers": "slow",
-}
-"""Heads of the columns."""
-
 
 def print_rows(rows: Sequence[Row], tokens_per_chip_second: float, console: Console) -> None:
     """A line for each row, then what the columns mean."""
     known = any(row.published is not None for row in rows)
     shown = [cause for cause in CAUSES if any(row.badput[cause] >= SHOWN_MIN for row in rows)]
     heads = ("chips", "goodput", *["publ."] * known, "uptime", "tokens/h")
-    table = plain_table("system", *heads, *(CAUSES[cause] for cause in shown), right=True)
+    table = plain_table("system", *heads, *(CAUSES[cause][0] for cause in shown), right=True)
     for row in rows:
         published = "" if row.published is None else f"{row.published:g}"
         table.add_row(
@@ -57,7 +45,7 @@ def _print_notes(rows: Sequence[Row], shown: Sequence[str], known: bool, console
         told.append("±: 95 % interval of the mean over seeds")
     if known:
         told.append("publ.: published for the same cluster")
-    told += [f"{CAUSES[cause]}: {MEANINGS[cause]}" for cause in shown]
+    told += [": ".join(CAUSES[cause]) for cause in shown]
     console.print("; ".join(told), style="dim", highlight=False)
     for row in rows:
         if row.pace is not None:
