@@ -53,7 +53,7 @@ docs-serve: $(STAMP)  ## the documentation at http://127.0.0.1:8000, rebuilt whe
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml packages/plan/pyproject.toml constraints.txt
 	@echo "set-up, once and for some minutes: Python packages into .venv; all that pip says: $(LOG)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "1 of 3: pip"
@@ -61,7 +61,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "2 of 3: PyTorch, with its libraries the most of it"
 	@$(PIP) torch $(TELL)
 	@echo "3 of 3: decoupled-diloco, and what develops and tests it"
-	@$(PIP) --editable . --group dev $(TELL)
+	@$(PIP) --editable . --editable packages/plan --group dev $(TELL)
 	@touch $(STAMP)
 
 clean:

@@ -8,6 +8,7 @@ Writes the rows, a plot and a run's timeline to `benchmarks/results/goodput`.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,17 +16,19 @@ from typing import Any
 
 from evidence import RESULTS, keep
 
-from decoupled_diloco.goodput.pace import pace_of
-from decoupled_diloco.goodput.picture import plot_goodput, plot_timeline
-from decoupled_diloco.goodput.published import CHIPS, SCAVENGED
-from decoupled_diloco.goodput.scavenge import (
+from decoupled_diloco_plan.goodput.pace import pace_of
+from decoupled_diloco_plan.goodput.picture import plot_goodput, plot_timeline
+from decoupled_diloco_plan.goodput.published import CHIPS
+from decoupled_diloco_plan.goodput.scavenge import (
     BLOCK_CHIPS,
     PREEMPTED_A_DAY,
-    relative_time,
     stay_of,
 )
-from decoupled_diloco.goodput.settings import SYSTEMS, YEAR_SECONDS, Cluster, Constants
-from decoupled_diloco.goodput.study import Effort, Row, cells, study
+from decoupled_diloco_plan.goodput.settings import SYSTEMS, YEAR_SECONDS, Cluster, Constants
+from decoupled_diloco_plan.goodput.study import Effort, Row, cells, study
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from simulation.scavenging import SCAVENGED, relative_time
 
 ESTIMATE = (
     "two systems of one learner are fitted, within 3 points; decoupled, which is predicted, is "

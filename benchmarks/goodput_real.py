@@ -22,13 +22,13 @@ from typing import Any
 from evidence import keep
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.goodput.accounts import Account, Feed, enter
-from decoupled_diloco.goodput.chance import Slices
-from decoupled_diloco.goodput.life import NEVER, Habits, Life
-from decoupled_diloco.goodput.settings import microseconds
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.run_model import read_run
+from decoupled_diloco_plan.goodput.accounts import Account, Feed, enter
+from decoupled_diloco_plan.goodput.chance import Slices
+from decoupled_diloco_plan.goodput.life import NEVER, Habits, Life
+from decoupled_diloco_plan.goodput.settings import microseconds
 
 ESTIMATE = (
     "within 2 points of goodput for one kill at a time; up to 5 too high where several learners "

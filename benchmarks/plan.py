@@ -15,12 +15,13 @@ from typing import Any
 
 from evidence import RESULTS, keep
 
-from decoupled_diloco.plan import compare, published
-from decoupled_diloco.plan.network import Link, Network, equal_sites
-from decoupled_diloco.plan.plots import save_curves
-from decoupled_diloco.plan.search import Wanted, propose
-from decoupled_diloco.plan.setting import Model, wire_format
-from decoupled_diloco.plan.timeline import utilization
+from decoupled_diloco_plan.bandwidth import compare, published
+from decoupled_diloco_plan.bandwidth.network import Link, Network, equal_sites
+from decoupled_diloco_plan.bandwidth.options import PlanOptions
+from decoupled_diloco_plan.bandwidth.plots import save_curves
+from decoupled_diloco_plan.bandwidth.search import propose
+from decoupled_diloco_plan.bandwidth.setting import Model
+from decoupled_diloco_plan.bandwidth.timeline import utilization
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from unit.plan.published_cells import CELLS, MODELS
@@ -51,10 +52,7 @@ def grid_index(gbit: float) -> int:
 def cells() -> list[dict[str, Any]]:
     found = []
     for (name, system, period), aims in CELLS.items():
-        params, layers, step = MODELS[name]
-        rows = published.rows(
-            params=params, layers=layers, step_seconds=step, period=period, systems=[system]
-        )
+        rows = published.rows(Model(*MODELS[name]), period, [system])
         for row, aim in zip(rows, aims, strict=True):
             assert row.gbit_per_second is not None
             found.append(
@@ -77,16 +75,17 @@ def region_links(gbit: float) -> Network:
 
 
 def headline() -> list[dict[str, Any]]:
-    bf16 = wire_format("bf16")
     found = []
     for step in STEP_SECONDS:
         for gbit in GBIT:
             model = Model(PARAMS, LAYERS, step)
-            proposal = propose(model, region_links(gbit), Wanted(0.95, [(bf16, bf16)]))
-            stands = compare.standings(model, proposal.setting, proposal.network)
+            proposal = propose(
+                model, region_links(gbit), PlanOptions(utilization=0.95, up="bf16", down="bf16")
+            )
+            stands = compare.standings(proposal.case)
             by_name = {s.system: s for s in stands}
             single, ours = by_name["data-parallel"], by_name[compare.DECOUPLED]
-            o = proposal.setting.options
+            o = proposal.case.options
             found.append(
                 {
                     "step_seconds": step,
@@ -120,12 +119,11 @@ def draw(folder: Path) -> None:
     title = "The published tables' simulation: 10B, a step of 0.8 s, H=100"
     save_curves(lines, folder / "published.png", title=title)
     model, network = Model(PARAMS, LAYERS, 2.0), region_links(3.0)
-    bf16 = wire_format("bf16")
-    found = propose(model, network, Wanted(0.95, [(bf16, bf16)]))
+    found = propose(model, network, PlanOptions(utilization=0.95, up="bf16", down="bf16"))
     save_curves(
-        compare.curves(model, found.setting, found.network),
+        compare.curves(found.case),
         folder / "headline.png",
-        title=f"12B over four regions, a step of 2 s, H={found.setting.options.period}",
+        title=f"12B over four regions, a step of 2 s, H={found.case.options.period}",
         given=3e9 / 8,
         error_of=compare.DECOUPLED,
     )

@@ -27,11 +27,13 @@ from evidence import RESULTS, keep
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.plan.inputs import read_run
-from decoupled_diloco.plan.network import HUB, Link, Network, Site
-from decoupled_diloco.plan.rounds import Rounds, simulate
-from decoupled_diloco.plan.setting import Model, Setting, wire_format
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.inputs import read_run
+from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
+from decoupled_diloco_plan.bandwidth.rounds import simulate
+from decoupled_diloco_plan.bandwidth.setting import Model, Setting, wire_format
+from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from network import spaces
@@ -105,7 +107,7 @@ def predicted(config: RunConfig, mbit: float, handling_seconds: float) -> Rounds
     setting = Setting(options, wire_format(sync.uplink_codec), wire_format(sync.downlink_codec))
     assert found.step_seconds is not None
     model = Model(found.params, found.layers or 1, found.step_seconds)
-    return simulate(model, setting, network, handling_seconds=handling_seconds)
+    return simulate(Case(model, setting, network, handling_seconds=handling_seconds))
 
 
 def counters() -> tuple[float, int, int]:

@@ -1,9 +1,8 @@
 """The wheel alone is the product: command, recipes, completion, types; the sdist can build it.
 
-The wheel is installed where nothing else of this project can be seen. That environment borrows what
-this one has installed (torch above all) by a ``.pth`` line, which needs no network and takes no
-time. Such a line adds a folder to the path, but does not carry out the ``.pth`` files in it: the
-editable installation of the working tree stays invisible.
+Beside it there is the wheel of what plans, which adds two commands. A wheel is installed where
+nothing else of this project can be seen. That environment borrows what else this one has installed
+(torch above all) by links, which needs no network and takes no time.
 """
 
 from __future__ import annotations
@@ -57,16 +56,18 @@ echo "${{COMPREPLY[@]}}"
 
 
 class Environment:
-    """A new environment with the wheel in it."""
+    """A new environment with these wheels in it."""
 
-    def __init__(self, path: Path, wheel: Path) -> None:
+    def __init__(self, path: Path, *wheels: Path) -> None:
         self.path = path
         self.python = path / "bin" / "python"
         venv.create(path, with_pip=False, symlinks=True)
         pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet"]
-        subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True)
-        own = sysconfig.get_path("purelib", vars={"base": str(path)})
-        Path(own, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([*pip, "--no-deps", "--no-index", *wheels], check=True)
+        own = Path(sysconfig.get_path("purelib", vars={"base": str(path)}))
+        for each in Path(sysconfig.get_path("purelib")).iterdir():
+            if "decoupled_diloco" not in each.name:
+                (own / each.name).symlink_to(each)
 
     def run(self, *command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """What a command prints whose program is looked for in this environment first."""
@@ -79,14 +80,24 @@ class Environment:
         )
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it."""
-    folder = tmp_path_factory.mktemp("dist")
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
-    done = subprocess.run(build, capture_output=True, text=True)
+def build(project: Path, folder: Path) -> Path:
+    """A folder with the sdist of a project, and the wheel that was built from it."""
+    command = [sys.executable, "-m", "build", "--no-isolation"]
+    done = subprocess.run([*command, "--outdir", folder, project], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist and the wheel of the core."""
+    return build(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def built_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist and the wheel of what plans."""
+    return build(ROOT / "packages" / "plan", tmp_path_factory.mktemp("dist-plan"))
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +113,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environm
     return Environment(tmp_path_factory.mktemp("environment") / "venv", wheel)
 
 
+@pytest.fixture(scope="module")
+def installed_plan(
+    wheel: Path, built_plan: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Environment:
+    """Both wheels, installed."""
+    return Environment(tmp_path_factory.mktemp("both") / "venv", wheel, *built_plan.glob("*.whl"))
+
+
 def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_path: Path) -> None:
     which = "import decoupled_diloco; print(decoupled_diloco.__file__)"
     assert str(installed.path) in installed.run("python", "-c", which, cwd=tmp_path).stdout
@@ -112,6 +131,39 @@ def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_pat
     assert load_weights(folder / "weights.safetensors")
     for name in ("run.toml", "tape/shard-0.jsonl", "report.html", "report.png"):
         assert (folder / name).stat().st_size > 0, name
+
+
+PLAN = ("plan", "--params", "1e9", "--step-seconds", "1s", "--sites", "2", "--link", "1Gbit")
+GOODPUT = ("goodput", "--chips", "10k", "--days", "0.1", "--seeds", "1", "--system", "elastic")
+
+
+@pytest.mark.parametrize("command", [PLAN, GOODPUT], ids=["plan", "goodput"])
+def test_the_wheel_alone_says_how_to_install_what_plans(
+    installed: Environment, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    done = installed.run("ddiloco", *command, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: ddiloco {command[0]} is not installed: pip install")
+    told = installed.run("ddiloco", "--help", cwd=tmp_path, COLUMNS="120").stdout
+    assert f"Not here: ddiloco {command[0]} says why, and how to install it." in told
+
+
+def test_both_wheels_plan(installed_plan: Environment, tmp_path: Path) -> None:
+    plan = installed_plan.run("ddiloco", *PLAN, cwd=tmp_path)
+    assert plan.returncode == 0, plan.stderr
+    assert plan.stdout.startswith("1B parameters, 24 layers, a step of 1 s; 2 learners at 2 sites")
+    goodput = installed_plan.run("ddiloco", *GOODPUT, cwd=tmp_path)
+    assert goodput.returncode == 0, goodput.stderr
+    assert goodput.stdout.splitlines()[1].startswith("elastic")
+
+
+def test_the_wheel_of_what_plans_holds_its_package_and_nothing_else(built_plan: Path) -> None:
+    (found,) = built_plan.glob("*.whl")
+    with zipfile.ZipFile(found) as archive:
+        names = set(archive.namelist())
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"decoupled_diloco_plan"}
+    assert "decoupled_diloco_plan/py.typed" in names
 
 
 @pytest.mark.parametrize("command", [["ddiloco"], ["python", "-m", "decoupled_diloco"]])
@@ -192,6 +244,7 @@ def test_the_sdist_holds_what_it_takes_to_build_and_test(built: Path) -> None:
     needed = {"pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"}
     needed |= {"recipes/quickstart.toml", "examples/train.py", "docs/notation.md"}
     needed |= {"tests/process/test_packaging.py", "benchmarks/README.md"}
+    needed |= {"packages/plan/pyproject.toml"}
     assert needed <= names
     private = ("runs/", "dist/", "site/", ".venv/", ".mypy_cache/", ".hypothesis/")
     assert not [name for name in names if name.startswith(private) or "__pycache__" in name]

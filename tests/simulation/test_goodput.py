@@ -7,11 +7,11 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from decoupled_diloco.goodput.calibrate import NAMES, calibrated, residuals, rounded
-from decoupled_diloco.goodput.published import CELLS, CHIPS, SCAVENGED, Cell
-from decoupled_diloco.goodput.scavenge import relative_time
-from decoupled_diloco.goodput.settings import Cluster, Constants, System
-from decoupled_diloco.goodput.systems import simulate
+from decoupled_diloco_plan.goodput.calibrate import NAMES, calibrated, residuals, rounded
+from decoupled_diloco_plan.goodput.published import CELLS, CHIPS, Cell
+from decoupled_diloco_plan.goodput.settings import Cluster, Constants, System
+from decoupled_diloco_plan.goodput.systems import simulate
+from simulation.scavenging import SCAVENGED, relative_time
 
 POINTS = 3.0
 

@@ -8,12 +8,14 @@ from statistics import mean
 
 import pytest
 
-from decoupled_diloco.plan.network import HUB, Link, Network, Site
-from decoupled_diloco.plan.rounds import Rounds, simulate
-from decoupled_diloco.plan.setting import Format, Model, Setting
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
+from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
+from decoupled_diloco_plan.bandwidth.rounds import simulate
+from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
+from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 PARAMETERS, LEARNERS, PERIOD, STEPS = 48_000_000, 4, 12, 120
 
@@ -104,7 +106,7 @@ def planned(
     sites = tuple(Site(f"all at {step}", LEARNERS // len(steps), link, step) for step in steps)
     network = Network(sites, HUB, Link(math.inf, math.inf, 0.0005))
     bf16 = Format("bf16", 16.0)
-    return simulate(
+    case = Case(
         Model(PARAMETERS, 4, 1.0),
         Setting(options, bf16, bf16),
         network,
@@ -112,6 +114,7 @@ def planned(
         step_overhead=0.0,
         handling_seconds=0.0,
     )
+    return simulate(case)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The shape of the package: imports go one way, the core is pure, and decides alone."""
+"""The shape of the packages: imports go one way, the core is pure, and decides alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import decoupled_diloco
+import decoupled_diloco_plan
 
 ROOT = Path(decoupled_diloco.__file__).parent
+PLAN = Path(decoupled_diloco_plan.__file__).parent
 PACKAGE = "decoupled_diloco"
 
 LAYERS = (
@@ -19,12 +21,15 @@ LAYERS = (
     ("transport",),
     ("config", "storage", "observe", "workloads"),
     ("learner", "syncer", "simulate"),
-    ("chaos", "dashboard", "evaluate", "export", "goodput", "integrations", "launch", "plan"),
+    ("chaos", "dashboard", "evaluate", "export", "integrations", "launch"),
     ("cli", "__main__"),
 )
 """Who may import whom: a package imports its own layer and those above this line's."""
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+OF_PLAN = {"errors", "units", "protocol", "merge", "config", "observe", "simulate", "cli"}
+"""What of the core the distribution `decoupled-diloco-plan` may use."""
 
 PURE = ("protocol", "merge")
 IMPURE_MODULES = {
@@ -59,10 +64,10 @@ DECISIONS = {
 """Names of what decides quorum, grace, clock and versions."""
 
 
-def modules(*packages: str) -> Iterator[tuple[str, str, ast.Module]]:
+def modules(*packages: str, root: Path = ROOT) -> Iterator[tuple[str, str, ast.Module]]:
     """Package, path and syntax tree of every module; of these packages, or of all."""
-    for path in sorted(ROOT.rglob("*.py")):
-        relative = path.relative_to(ROOT)
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
         package = relative.parts[0].removesuffix(".py")
         if package == "__init__" or (packages and package not in packages):
             continue
@@ -78,6 +83,11 @@ def imports(tree: ast.Module) -> Iterator[str]:
             yield node.module
             if node.module == PACKAGE:
                 yield from (f"{PACKAGE}.{alias.name}" for alias in node.names)
+
+
+def roots(tree: ast.Module) -> Iterator[str]:
+    """The first names of what a module imports."""
+    yield from (name.split(".")[0] for name in imports(tree))
 
 
 def test_every_package_has_its_layer() -> None:
@@ -96,11 +106,28 @@ def test_imports_go_one_way() -> None:
     assert not wrong
 
 
+def test_nothing_of_the_core_knows_what_plans() -> None:
+    """It finds its commands by their entry points."""
+    known = [path for _, path, tree in modules() if "decoupled_diloco_plan" in set(roots(tree))]
+    assert not known
+
+
+def test_what_plans_uses_of_the_core_what_it_shares() -> None:
+    used = {
+        rest.split(".")[0]
+        for _, _, tree in modules(root=PLAN)
+        for name in imports(tree)
+        for root, _, rest in (name.partition("."),)
+        if root == PACKAGE
+    }
+    assert used == OF_PLAN
+
+
 @pytest.mark.parametrize("package", PURE)
 def test_the_core_does_no_io_and_reads_no_clock(package: str) -> None:
     forbidden = IMPURE_MODULES | (TENSOR_MODULES if package == "protocol" else set())
     for _, path, tree in modules(package):
-        used = {name.split(".")[0] for name in imports(tree)}
+        used = set(roots(tree))
         assert not used & forbidden, path
         calls = {
             node.func.id
@@ -119,7 +146,7 @@ def test_protocol_and_merge_do_not_know_each_other() -> None:
 def test_quorum_grace_clock_and_versions_are_decided_in_the_protocol_alone() -> None:
     """There is no second implementation: all worlds drive the same machines."""
     wrong = []
-    for package, path, tree in modules():
+    for package, path, tree in (*modules(), *modules(root=PLAN)):
         if package == "protocol":
             continue
         for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""What the package imports is what it declares; what its users are told to install exists."""
+"""What the packages import is what they declare; what users are told to install exists."""
 
 from __future__ import annotations
 
@@ -9,24 +9,36 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import decoupled_diloco
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+PLAN = ROOT / "packages" / "plan"
 
 
 def names(requirements: list[str]) -> set[str]:
     return {canonicalize_name(Requirement(text).name) for text in requirements}
 
 
-def imported() -> set[str]:
-    """The first names of all modules that the package imports, of this project and others."""
+def project(folder: Path) -> dict[str, Any]:
+    """What a distribution says of itself."""
+    described = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert isinstance(described, dict)
+    return described
+
+
+def imported(folder: Path) -> set[str]:
+    """The first names of all modules that a distribution imports, its own and others."""
     found = set()
-    for path in (ROOT / "src").rglob("*.py"):
+    for path in (folder / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -35,13 +47,26 @@ def imported() -> set[str]:
     return found
 
 
-def test_what_is_imported_is_declared() -> None:
+@pytest.mark.parametrize("folder", [ROOT, PLAN], ids=["core", "plan"])
+def test_what_is_imported_is_declared(folder: Path) -> None:
     """Else it goes when another library no longer needs it."""
-    declared = names([*PROJECT["dependencies"], *(r for each in EXTRAS.values() for r in each)])
+    described, own = project(folder), {each.name for each in (folder / "src").iterdir()}
+    extras = described.get("optional-dependencies", {}).values()
+    declared = names([*described["dependencies"], *(r for each in extras for r in each)])
     distributions = packages_distributions()
-    others = imported() - set(sys.stdlib_module_names) - {"decoupled_diloco"}
-    of = {module: {canonicalize_name(d) for d in distributions[module]} for module in others}
+    others = imported(folder) - set(sys.stdlib_module_names) - own
+    of = {
+        module: {canonicalize_name(d) for d in distributions.get(module, [module])}
+        for module in others
+    }
     assert not {module for module, owners in of.items() if not owners & declared}
+
+
+def test_both_distributions_are_of_one_version() -> None:
+    version = PROJECT["version"]
+    assert project(PLAN)["version"] == version == decoupled_diloco.__version__
+    assert EXTRAS["plan"] == [f"decoupled-diloco-plan=={version}"]
+    assert f"decoupled-diloco=={version}" in project(PLAN)["dependencies"]
 
 
 def test_transformers_is_new_enough_for_the_layouts_of_an_export() -> None:
@@ -61,6 +86,7 @@ def test_an_extra_is_named_for_a_clone_and_for_an_installation() -> None:
             text = path.read_text()
             installed = set(re.findall(r"'decoupled-diloco\[([a-z]+)\]'", text))
             cloned = set(re.findall(r"-e '\.\[([a-z]+)\]'", text))
+            cloned |= set(re.findall(r"-e packages/([a-z]+)", text))
             assert installed == cloned <= EXTRAS.keys(), path
 
 

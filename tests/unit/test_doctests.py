@@ -9,10 +9,12 @@ import pkgutil
 import pytest
 
 import decoupled_diloco
+import decoupled_diloco_plan
 
 MODULES = sorted(
     module.name
-    for module in pkgutil.walk_packages(decoupled_diloco.__path__, "decoupled_diloco.")
+    for package in (decoupled_diloco, decoupled_diloco_plan)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.endswith("__main__")
 )
 

@@ -10,15 +10,14 @@ from typing import Annotated, NoReturn
 import typer
 
 from decoupled_diloco import __version__
+from decoupled_diloco.cli.added import add_command
 from decoupled_diloco.cli.chaos import chaos
 from decoupled_diloco.cli.checkpoint import checkpoint
 from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
-from decoupled_diloco.cli.goodput import goodput
 from decoupled_diloco.cli.ledger import ledger
 from decoupled_diloco.cli.options import INTERRUPTED, fail
-from decoupled_diloco.cli.plan import plan
 from decoupled_diloco.cli.recipes import recipes, scenarios
 from decoupled_diloco.cli.replay import replay
 from decoupled_diloco.cli.report import report
@@ -49,7 +48,7 @@ app.command()(evaluator)
 app.command()(recipes)
 app.command()(scenarios)
 app.command()(simulate)
-app.command()(plan)
+add_command(app, "plan")
 app.command()(chaos)
 app.command()(export)
 app.command()(doctor)
@@ -60,7 +59,7 @@ app.command()(explain)
 app.command()(report)
 app.command()(tape)
 app.command()(replay)
-app.command()(goodput)
+add_command(app, "goodput")
 app.command()(ledger)
 app.command()(checkpoint)
 

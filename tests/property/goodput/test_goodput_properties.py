@@ -7,7 +7,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoupled_diloco.goodput.settings import (
+from decoupled_diloco.protocol.clock import advanced, reached_at, stands
+from decoupled_diloco.protocol.quorum import window_over
+from decoupled_diloco_plan.goodput.settings import (
     YEAR_SECONDS,
     Cluster,
     Constants,
@@ -15,9 +17,7 @@ from decoupled_diloco.goodput.settings import (
     Scavenged,
     Stragglers,
 )
-from decoupled_diloco.goodput.systems import simulate
-from decoupled_diloco.protocol.clock import advanced, reached_at, stands
-from decoupled_diloco.protocol.quorum import window_over
+from decoupled_diloco_plan.goodput.systems import simulate
 
 CONSTANTS = st.builds(
     Constants,

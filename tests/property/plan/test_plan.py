@@ -7,13 +7,14 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoupled_diloco.plan.flows import Flow, Flows
-from decoupled_diloco.plan.network import HUB, Link, Network, Site
-from decoupled_diloco.plan.published import SYSTEMS, schedule_of
-from decoupled_diloco.plan.rounds import demand, simulate
-from decoupled_diloco.plan.setting import Model, Setting
-from decoupled_diloco.plan.timeline import utilization
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco_plan.bandwidth.case import Case, demand
+from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
+from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
+from decoupled_diloco_plan.bandwidth.published import SYSTEMS, schedule_of
+from decoupled_diloco_plan.bandwidth.rounds import simulate
+from decoupled_diloco_plan.bandwidth.setting import Model, Setting
+from decoupled_diloco_plan.bandwidth.timeline import utilization
 
 steps = st.floats(0.01, 30.0)
 
@@ -95,8 +96,8 @@ def test_rounds_never_exceed_the_link_nor_what_is_due(
         site = Site("here", learners, Link(rate, rate))
         return Network((site,), HUB, Link(math.inf, math.inf))
 
-    rate *= demand(model, setting, network(rate)) / used
-    rounds = simulate(model, setting, network(rate))
+    rate *= demand(Case(model, setting, network(rate))) / used
+    rounds = simulate(Case(model, setting, network(rate)))
     assert 0.0 <= rounds.kept <= min(1.0, 1 / used) + 0.15
     assert 0.0 < rounds.compute <= 1.0
     for t in rounds.traffic:

@@ -16,7 +16,7 @@ from decoupled_diloco.launch.local import Outcome
 from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.progress import SteadyConsole
 
-SOURCE = Path(__file__).parents[3] / "src" / "decoupled_diloco"
+ROOT = Path(__file__).parents[3]
 
 
 class Served:
@@ -53,14 +53,15 @@ def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyP
     assert "no [/data] here; no weights" in text
 
 
-def test_no_console_of_the_package_takes_markup() -> None:
+def test_no_console_of_the_packages_takes_markup() -> None:
     console = make_console()
     with console.capture() as capture:
         console.print("[bold]a[/bold] [/b]")
     assert "[bold]a[/bold] [/b]" in capture.get()
     calls = [
         path.name
-        for path in SOURCE.rglob("*.py")
+        for source in (ROOT / "src", ROOT / "packages")
+        for path in source.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console"
     ]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from decoupled_diloco.goodput.chance import Slices
-from decoupled_diloco.goodput.life import (
+from decoupled_diloco_plan.goodput.chance import Slices
+from decoupled_diloco_plan.goodput.life import (
     DOWNSCALE,
     LOST,
     NEVER,

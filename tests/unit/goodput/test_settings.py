@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.goodput.scavenge import blocks_of
-from decoupled_diloco.goodput.settings import (
+from decoupled_diloco_plan.goodput.scavenge import blocks_of
+from decoupled_diloco_plan.goodput.settings import (
     Cluster,
     Constants,
     Preemption,
     Scavenged,
     Stragglers,
 )
-from decoupled_diloco.goodput.study import Effort
+from decoupled_diloco_plan.goodput.study import Effort
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_impossible_clusters(fields: dict[str, Any], message: str) -> None:
         (lambda: Constants(step_seconds=1e-9), "step_seconds=1e-09 .* at least 0.001"),
         (lambda: Constants(slice_chips=0), "slice_chips=0"),
         (lambda: Constants(repair_tail=0.0), "repair_tail=0"),
-        (lambda: Stragglers(0.0), "interval_seconds of stragglers=0"),
+        (lambda: Stragglers(0.0), "interval_seconds=0"),
         (lambda: Scavenged(chips=2, blocks=3), "blocks=3 exceed scavenged chips=2"),
         (lambda: Preemption(0.0, 60.0, 1.5), "share=1.5 of a preemption"),
         (lambda: blocks_of(100, -1.0), "scavenged share=-1"),

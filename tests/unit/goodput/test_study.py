@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from decoupled_diloco.goodput.settings import Cluster, Constants
-from decoupled_diloco.goodput.study import INTERVAL_POINTS, Effort, cells, half_width, study
+from decoupled_diloco_plan.goodput.settings import Cluster, Constants
+from decoupled_diloco_plan.goodput.study import INTERVAL_POINTS, Effort, cells, half_width, study
 
 
 def test_the_horizon_is_made_long_enough_for_the_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("decoupled_diloco.goodput.study.FAILURES_FIRST", 100)
-    monkeypatch.setattr("decoupled_diloco.goodput.study.DAYS_MIN", 0.01)
+    monkeypatch.setattr("decoupled_diloco_plan.goodput.study.FAILURES_FIRST", 100)
+    monkeypatch.setattr("decoupled_diloco_plan.goodput.study.DAYS_MIN", 0.01)
     cluster = Cluster("elastic", 1_200_000)
     first, row = study(cluster, Effort(seeds=5, days=0.05)), study(cluster, Effort(seeds=5))
     assert first.interval is not None

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.goodput.accounts import overlap, stepping, working
-from decoupled_diloco.goodput.life import RUN
-from decoupled_diloco.goodput.scavenge import MACHINE_CHIPS, PREEMPTED_A_DAY, stay_of
-from decoupled_diloco.goodput.settings import (
+from decoupled_diloco_plan.goodput.accounts import overlap, stepping, working
+from decoupled_diloco_plan.goodput.life import RUN
+from decoupled_diloco_plan.goodput.scavenge import MACHINE_CHIPS, PREEMPTED_A_DAY, stay_of
+from decoupled_diloco_plan.goodput.settings import (
     SECOND,
     YEAR_SECONDS,
     Cluster,
@@ -25,7 +25,7 @@ from decoupled_diloco.goodput.settings import (
     Scavenged,
     Stragglers,
 )
-from decoupled_diloco.goodput.systems import simulate
+from decoupled_diloco_plan.goodput.systems import simulate
 
 DAY = 86400.0
 NEVER_FAILS = 1e9 * YEAR_SECONDS
@@ -356,7 +356,7 @@ def test_the_last_wait_is_told_though_its_round_has_no_end() -> None:
 def test_windows_leave_no_trace(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(system, 600_000, 1 if system == "elastic" else 3, sudden=True)
     whole = simulate(cluster, DAY, 0)
-    monkeypatch.setattr("decoupled_diloco.goodput.systems.WINDOW_FAILURES", 7)
+    monkeypatch.setattr("decoupled_diloco_plan.goodput.systems.WINDOW_FAILURES", 7)
     assert simulate(cluster, DAY, 0) == whole
 
 
@@ -365,7 +365,7 @@ def test_spells_of_slowness_have_their_closed_form(
     window_failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A learner is slow for 1 − exp(−L/I) of the time, and then s/(1 + s) of it is lost."""
-    monkeypatch.setattr("decoupled_diloco.goodput.systems.WINDOW_FAILURES", window_failures)
+    monkeypatch.setattr("decoupled_diloco_plan.goodput.systems.WINDOW_FAILURES", window_failures)
     terms = Stragglers(20_000 * 1000.0, 800.0, 0.5)
     cluster = Cluster("decoupled", 20_000, 1, mtbi_seconds=NEVER_FAILS, stragglers=terms)
     account = simulate(cluster, 30 * DAY, 0)

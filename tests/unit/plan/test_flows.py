@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decoupled_diloco.plan.flows import Flow, Flows
+from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
 
 
 def test_one_transfer_has_the_link() -> None:

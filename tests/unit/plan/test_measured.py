@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.plan import measured
+from decoupled_diloco_plan.bandwidth import measured
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 

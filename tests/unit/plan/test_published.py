@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.plan.published import (
+from decoupled_diloco_plan.bandwidth.published import (
     GRID_GBIT,
     SYSTEMS,
     TARGETS,
@@ -16,6 +16,7 @@ from decoupled_diloco.plan.published import (
     rows,
     source_of,
 )
+from decoupled_diloco_plan.bandwidth.setting import Model
 from unit.plan.published_cells import CELLS, MODELS
 
 
@@ -27,15 +28,7 @@ def misses(source: Source | None = None) -> dict[tuple[str, str, int, float], in
     """By how many grid steps each cell is off, where it is."""
     found = {}
     for (model, system, period), published in CELLS.items():
-        params, layers, step_seconds = MODELS[model]
-        rebuilt = rows(
-            params=params,
-            layers=layers,
-            step_seconds=step_seconds,
-            period=period,
-            systems=[system],
-            source=source,
-        )
+        rebuilt = rows(Model(*MODELS[model]), period, [system], source)
         for row, gbit in zip(rebuilt, published, strict=True):
             assert row.gbit_per_second is not None
             off = grid_index(row.gbit_per_second) - grid_index(gbit)
@@ -73,62 +66,48 @@ def test_the_source_is_the_paper_that_has_the_row() -> None:
 
 
 def test_a_period_of_one_step_is_data_parallel() -> None:
-    given = {"params": 10e9, "layers": 48, "step_seconds": 0.8, "period": 1}
-    found = rows(**given, systems=["data-parallel", "diloco"])  # type: ignore[arg-type]
+    found = rows(Model(10e9, 48, 0.8), 1, ["data-parallel", "diloco"])
     assert [r.gbit_per_second for r in found[:5]] == [r.gbit_per_second for r in found[5:]]
 
 
 def test_more_is_needed_for_more() -> None:
     """At sizes that no table lists."""
-    for params, layers, step_seconds in ((100e9, 108, 4.9), (405e9, 126, 26.0), (3e9, 31, 0.3)):
+    for model in (Model(100e9, 108, 4.9), Model(405e9, 126, 26.0), Model(3e9, 31, 0.3)):
         for system in SYSTEMS:
-            needed = [
-                row.gbit_per_second or math.inf
-                for row in rows(
-                    params=params,
-                    layers=layers,
-                    step_seconds=step_seconds,
-                    period=100,
-                    systems=[system],
-                )
-            ]
+            needed = [row.gbit_per_second or math.inf for row in rows(model, 100, [system])]
             assert all(a <= b for a, b in pairwise(needed)), system
             assert needed[0] < math.inf
 
 
 def test_what_the_grid_does_not_reach_is_told() -> None:
-    (row,) = rows(
-        params=1e15,
-        layers=10,
-        step_seconds=0.1,
-        period=1,
-        systems=["data-parallel"],
-        targets=(0.99,),
-    )
+    (row,) = rows(Model(1e15, 10, 0.1), 1, ["data-parallel"], targets=(0.99,))
     assert row.gbit_per_second is None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"params": 0.0}, "params=0 is out of range"),
-        ({"layers": 0}, "layers=0 is out of range"),
-        ({"step_seconds": -1.0}, "step-seconds=-1 is out of range"),
         ({"period": 0}, "period=0 is out of range"),
         ({"systems": ["dilco"]}, "did you mean 'diloco'"),
         ({"targets": (1.5,)}, "utilization=1.5 is no share"),
     ],
 )
 def test_impossible_input_is_refused(change: dict[str, object], message: str) -> None:
-    given: dict[str, object] = {
-        "params": 1e9,
-        "layers": 24,
-        "step_seconds": 0.1,
-        "period": 100,
-        **change,
-    }
     with pytest.raises(ConfigError, match=message):
-        rows(**given)  # type: ignore[arg-type]
+        rows(**{"model": Model(1e9, 24, 0.1), "period": 100, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((0.0, 24, 0.1), "params=0 is out of range"),
+        ((1e9, 0, 0.1), "layers=0 is out of range"),
+        ((1e9, 24, -1.0), "step_seconds=-1 is out of range"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(given: tuple[float, int, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Model(*given)
 
 
 def test_the_targets_are_those_of_the_tables() -> None:

@@ -7,12 +7,14 @@ import math
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.plan import measured
-from decoupled_diloco.plan.network import HUB, SPREAD, Link, Network, Site, equal_sites
-from decoupled_diloco.plan.predict import predict
-from decoupled_diloco.plan.rounds import Rounds, demand, simulate
-from decoupled_diloco.plan.setting import Format, Model, Setting
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.case import Case, demand
+from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Link, Network, Site, equal_sites
+from decoupled_diloco_plan.bandwidth.predict import predict
+from decoupled_diloco_plan.bandwidth.rounds import simulate
+from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
+from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 BF16 = Format("bf16", 16.0)
 MODEL = Model(24e6, 12, 1.0)
@@ -27,7 +29,7 @@ def hub(rate: float, latency: float = 0.0, learners: int = 4, shared: bool = Tru
 def run(network: Network, model: Model = MODEL, **options: object) -> Rounds:
     setting = Setting(Options(**options), BF16, BF16)  # type: ignore[arg-type]
     return simulate(
-        model, setting, network, link_share=1.0, step_overhead=0.0, handling_seconds=0.0
+        Case(model, setting, network, link_share=1.0, step_overhead=0.0, handling_seconds=0.0)
     )
 
 
@@ -55,9 +57,8 @@ def test_learners_that_never_wait_lose_rounds_instead_of_steps() -> None:
     """The link carries 40 % of what is due; who still fetches a copy cannot answer yet."""
     rate = 0.4 * 4 * 2e6 * MORE
     network = hub(rate)
-    assert demand(MODEL, Setting(Options(), BF16, BF16), network, link_share=1.0) == pytest.approx(
-        2.5
-    )
+    case = Case(MODEL, Setting(Options(), BF16, BF16), network, link_share=1.0)
+    assert demand(case) == pytest.approx(2.5)
     rounds = run(network)
     assert rounds.compute == pytest.approx(1.0)
     assert 0.32 < rounds.kept <= 0.4
@@ -76,8 +77,8 @@ def test_learners_that_wait_lose_steps_instead_of_rounds() -> None:
 def test_a_syncer_at_a_site_needs_more_of_its_link_than_one_that_is_spread() -> None:
     sites = equal_sites(4, 4, Link(1e9, 1e9))
     setting = Setting(Options(shards=4), BF16, BF16)
-    spread = demand(MODEL, setting, Network(sites, SPREAD), link_share=1.0)
-    one = demand(MODEL, setting, Network(sites, "site-0"), link_share=1.0)
+    spread = demand(Case(MODEL, setting, Network(sites, SPREAD), link_share=1.0))
+    one = demand(Case(MODEL, setting, Network(sites, "site-0"), link_share=1.0))
     assert one == pytest.approx(2 * spread)
 
 
@@ -89,7 +90,7 @@ def test_a_link_of_ones_own_is_as_good_as_many() -> None:
 
 def test_the_grace_window_is_the_protocols_own() -> None:
     setting = Setting(Options(grace_margin=0.5, overlap=3), BF16, BF16)
-    found = predict(MODEL, setting, hub(1e8), link_share=1.0)
+    found = predict(Case(MODEL, setting, hub(1e8), link_share=1.0))
     r = found.rounds
     slack = 3 * r.step_seconds - (r.quorum_seconds + r.merge_seconds + r.broadcast_seconds)
     assert found.grace.slack == pytest.approx(slack)
@@ -125,12 +126,14 @@ def test_without_a_window_who_is_slower_is_in_fewer_rounds_but_misses_no_fragmen
 
 
 def test_a_new_learner_fetches_the_whole_copy_over_what_is_left() -> None:
-    found = predict(MODEL, Setting(Options(), BF16, BF16), hub(1e9, learners=1), link_share=1.0)
+    found = predict(
+        Case(MODEL, Setting(Options(), BF16, BF16), hub(1e9, learners=1), link_share=1.0)
+    )
     assert found.join_seconds == pytest.approx(4 * 24e6 / (1e9 - 2e6 * MORE), rel=1e-3)
 
 
 def test_memory_is_what_shards_keep_and_bodies_on_their_way() -> None:
-    found = predict(MODEL, Setting(Options(shards=2), BF16, BF16), hub(1e9), link_share=1.0)
+    found = predict(Case(MODEL, Setting(Options(shards=2), BF16, BF16), hub(1e9), link_share=1.0))
     assert found.memory_bytes == pytest.approx(16 * 12e6 + 4 * 2 * 1e6 * 2)
 
 
@@ -141,7 +144,7 @@ def test_memory_is_what_shards_keep_and_bodies_on_their_way() -> None:
         ({"fragments": 0}, "fragments=0 is out of range"),
         ({"period": 2, "fragments": 2, "overlap": 2}, "overlap=2 is not below period=2"),
         ({"shards": 25}, "shards=25 exceeds fragments=24"),
-        ({"grace_margin": 1.0}, "grace-margin=1 is out of range"),
+        ({"grace_margin": 1.0}, "grace_margin=1 is out of range"),
     ],
 )
 def test_settings_that_no_run_could_have_are_refused(
@@ -154,17 +157,17 @@ def test_settings_that_no_run_could_have_are_refused(
 def test_links_and_sites_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="up=-1 is no bandwidth"):
         Link(-1.0, 1.0)
-    with pytest.raises(ConfigError, match=r"latency=-1 s"):
+    with pytest.raises(ConfigError, match="latency_seconds=-1"):
         Link(1.0, 1.0, -1.0)
-    with pytest.raises(ConfigError, match="learners=0"):
+    with pytest.raises(ConfigError, match="learners of site 'a'=0"):
         Site("a", 0, Link(1.0, 1.0))
     with pytest.raises(ConfigError, match="there is no site"):
         Network(())
     with pytest.raises(ConfigError, match="learners=2 is below sites=3"):
         equal_sites(3, 2, Link(1.0, 1.0))
-    with pytest.raises(ConfigError, match="step of 0 s"):
+    with pytest.raises(ConfigError, match="step_seconds of site 'a'=0"):
         Site("a", 1, Link(1.0, 1.0), 0.0)
     with pytest.raises(ConfigError, match="two sites have one name"):
         Network((Site("a", 1, Link(1.0, 1.0)), Site("a", 1, Link(1.0, 1.0))))
-    with pytest.raises(ConfigError, match="link-share=2"):
-        simulate(MODEL, Setting(), hub(1e8), link_share=2.0)
+    with pytest.raises(ConfigError, match="link_share=2"):
+        Case(MODEL, Setting(), hub(1e8), link_share=2.0)

@@ -1,0 +1,1 @@
+"""A run before it is made: which links and settings, and the goodput of a whole cluster."""

@@ -1,0 +1,229 @@
+"""What a plan starts from, with what was assumed where nothing was said."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from decoupled_diloco.config import RunConfig, load_config
+from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.tape import TapeReader, tapes_in
+from decoupled_diloco.units import format_count, format_duration
+from decoupled_diloco_plan.bandwidth.network import (
+    HUB,
+    SPREAD,
+    Link,
+    Network,
+    equal_sites,
+    parse_link,
+    parse_site,
+)
+from decoupled_diloco_plan.bandwidth.options import PlanOptions
+from decoupled_diloco_plan.bandwidth.predict import Prices
+from decoupled_diloco_plan.bandwidth.setting import (
+    Model,
+    assumed_layers,
+    assumed_step_seconds,
+    step_seconds_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A model on a network, what else was said, and what was assumed, in sentences."""
+
+    options: PlanOptions
+    model: Model
+    network: Network
+    prices: Prices | None
+    assumed: tuple[str, ...]
+
+
+def read_inputs(options: PlanOptions) -> Inputs:
+    """What the command line and the run's file say.
+
+    Raises:
+        ConfigError: something is missing, out of its range, or given twice.
+    """
+    assumed: list[str] = []
+    if (run := options.run) is not None:
+        config = load_config(find_shipped("recipes", run))
+        options = options.after(_settings_of(config))
+        if options.step_seconds is None and options.flops is None:
+            step = _taped(run, config.run.folder)
+            told = format_duration(step)
+            assumed.append(f"a step of {told}, as on the tape in {config.run.folder}")
+            options = options.after({"step_seconds": step})
+    model = _model(options, assumed)
+    return Inputs(options, model, _network(options), _prices(options), tuple(assumed))
+
+
+def _model(options: PlanOptions, assumed: list[str]) -> Model:
+    """The model, with layers and step time assumed where they are not given."""
+    if options.params is None:
+        raise ConfigError("the model's size is missing: give --params, such as 12e9, or a RUN")
+    if options.tokens is not None and options.tokens_per_step is None:
+        raise ConfigError("--tokens needs --tokens-per-step, to know the number of steps: add it")
+    layers = options.layers
+    if layers is None:
+        layers = assumed_layers(options.params) if options.params > 0 else 1
+        assumed.append(f"{layers} layers, by the published models' depth (--layers)")
+    step, why = _step_seconds(options, options.params)
+    if why:
+        assumed.append(f"a step of {format_duration(step)}{why}")
+    return Model(options.params, layers, step)
+
+
+def _step_seconds(options: PlanOptions, params: float) -> tuple[float, str]:
+    """A step, and where it is from if it was not given."""
+    chips, tokens = options.chips, options.tokens_per_step
+    if options.step_seconds is not None:
+        if None not in (options.flops, chips, tokens) and options.tokens is None:
+            raise ConfigError(
+                "the step's length is given twice, by --step-seconds and by --flops with --chips: "
+                "leave one out"
+            )
+        return options.step_seconds, ""
+    if options.flops is None:
+        why = ", as the published 10B model's 0.8 s (--step-seconds)"
+        return assumed_step_seconds(params), why
+    if chips is None or tokens is None:
+        raise ConfigError("--flops gives the step with --chips and --tokens-per-step: add them")
+    step = step_seconds_of(params, tokens, chips, options.flops)
+    return step, ": 6·N·B/(R·Q), nothing lost within a learner"
+
+
+def _prices(options: PlanOptions) -> Prices | None:
+    """The prices, if there are any."""
+    if options.price_chip_hour is None and options.price_gb is None:
+        return None
+    if options.chips is None or options.tokens_per_step is None:
+        raise ConfigError(
+            "a cost per token needs --chips and --tokens-per-step besides the prices: add them"
+        )
+    rates = (options.price_chip_hour or 0.0, options.price_gb or 0.0)
+    return Prices(*rates, options.chips, options.tokens_per_step)
+
+
+def _network(options: PlanOptions) -> Network:
+    count, learners = _given_or(options.sites, options.learners, 1), options.learners
+    alone = options.site is None and count == 1
+    place = options.syncer or (HUB if alone or options.hub_link is not None else SPREAD)
+    hub = None
+    if options.hub_link is not None:
+        hub = parse_link(options.hub_link)
+    elif place == HUB:
+        hub = Link(math.inf, math.inf)
+    if options.site is not None:
+        return _of_sites(options, place, hub)
+    if options.link is None:
+        raise ConfigError("the link is missing: give --link, such as 2Gbit, or --site for each one")
+    link = parse_link(options.link, latency_seconds=options.latency, shared=not options.own)
+    return Network(equal_sites(count, _given_or(learners, max(1, count)), link), place, hub)
+
+
+def _of_sites(options: PlanOptions, place: str, hub: Link | None) -> Network:
+    """Sites that were given one by one."""
+    for name, value in (("sites", options.sites), ("link", options.link)):
+        if value is not None:
+            raise ConfigError(f"--site says what --{name} says: give one of them")
+    network = Network(tuple(map(parse_site, options.site or ())), place, hub)
+    if options.learners not in (None, network.learners):
+        raise ConfigError(
+            f"learners={options.learners}, but the sites have {network.learners}: give each "
+            "--site its part"
+        )
+    return network
+
+
+def _given_or(*values: int | None) -> int:
+    """The first that is given."""
+    return next(value for value in values if value is not None)
+
+
+def _settings_of(config: RunConfig) -> Mapping[str, Any]:
+    """What a run's file says, by the names of the options."""
+    found, sync = read_run(config), config.sync
+    same = ("quorum", "period", "fragments", "overlap", "grace_margin", "partition")
+    return {
+        **{name: getattr(sync, name) for name in (*same, "wait", "apply", "alignment")},
+        "params": float(found.params),
+        "layers": found.layers,
+        "step_seconds": found.step_seconds,
+        "learners": config.run.learners,
+        "shards": config.syncer.shards,
+        "up": sync.uplink_codec,
+        "down": sync.downlink_codec,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class OfRun:
+    """What a run's file says of a plan; the step only where its workload has one of its own."""
+
+    params: int
+    layers: int | None
+    step_seconds: float | None
+
+
+def read_run(config: RunConfig) -> OfRun:
+    """The size of a run's model, and its step if it is paced.
+
+    Raises:
+        ConfigError: the workload's model cannot be built.
+    """
+    from decoupled_diloco.simulate.simulation import workload_of  # it imports torch
+
+    tensors = {
+        name: each.numel()
+        for name, each in workload_of(config).model().named_parameters()
+        if each.requires_grad
+    }
+    blocks = {match[0] for name in tensors if (match := re.match(r".*?\.\d+\.", name))}
+    pace = config.workload.options.get("step_seconds") if config.workload.name == "paced" else None
+    step = max(pace) if isinstance(pace, list | tuple) else pace
+    return OfRun(sum(tensors.values()), len(blocks) or None, step)
+
+
+def _taped(run: str, folder: Path) -> float:
+    """What a step took in a run that was made: the median learner's median."""
+    medians = []
+    tapes = [tape for tape in tapes_in(folder / "tape") if tape.name.startswith("learner-")]
+    for path in tapes:
+        ends = [record.at for record in TapeReader(path) if record.type == "StepFinished"]
+        if len(ends) > 1:
+            medians.append(median(b - a for a, b in pairwise(ends)))
+    if not medians:
+        raise ConfigError(
+            f"{run} does not say how long a step takes, and {folder} has no tape of a run that "
+            "was made: give --step-seconds, as measured on the learners' machines"
+        )
+    return median(medians)
+
+
+def size_of(params: float) -> str:
+    """Parameters as people say them.
+
+    >>> size_of(12e9), size_of(853_120)
+    ('12B', '853k')
+    """
+    return format_count(params).replace("G", "B")
+
+
+def told(model: Model, network: Network) -> str:
+    """What is planned, in one line."""
+    n, m = len(network.sites), network.learners
+    paces = sorted(set(network.paces(model.step_seconds)))
+    ends = dict.fromkeys((paces[0], paces[-1]))
+    return (
+        f"{size_of(model.params)} parameters, {model.layers} layers, a step of "
+        f"{' to '.join(map(format_duration, ends))}; {m} learner{'s' * (m > 1)} at {n} "
+        f"site{'s' * (n > 1)}"
+    )

@@ -1,0 +1,228 @@
+"""Where learners and shards are, and the links between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.units import parse_duration, parse_rate
+from decoupled_diloco_plan.checks import above, at_least
+
+SITE_FORM = "NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]"
+"""How a site is written."""
+
+SPREAD, HUB = "spread", "hub"
+"""Shards divided evenly among the sites; all of them at a place without learners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins a place to all others.
+
+    Attributes:
+        up: Bandwidth away from the place, bytes a second, greater than 0.
+        down: Bandwidth towards it, bytes a second, greater than 0.
+        latency_seconds: One way, to the middle of the network: two places are the sum of both
+            apart.
+        shared: Whether all learners of the place share it; False: each has one like it.
+    """
+
+    up: float
+    down: float
+    latency_seconds: float = 0.0
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        for name, rate in (("up", self.up), ("down", self.down)):
+            if not rate > 0:
+                raise ConfigError(f"a link's {name}={rate:g} is no bandwidth: it must be above 0")
+        at_least(0, latency_seconds=self.latency_seconds)
+
+    @property
+    def least(self) -> float:
+        """Bandwidth of its slower direction."""
+        return min(self.up, self.down)
+
+    def scaled(self, factor: float) -> Link:
+        """The same link with more or less bandwidth."""
+        return replace(self, up=self.up * factor, down=self.down * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place with learners.
+
+    Attributes:
+        name: Of the place.
+        learners: At least 1.
+        link: What joins it to the others.
+        step_seconds: An inner step of its learners, greater than 0; None: the model's.
+    """
+
+    name: str
+    learners: int
+    link: Link
+    step_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.step_seconds is not None:
+            above(0, **{f"step_seconds of site {self.name!r}": self.step_seconds})
+        at_least(1, **{f"learners of site {self.name!r}": self.learners})
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The sites, and where the shards are.
+
+    Attributes:
+        sites: At least one.
+        syncer: `SPREAD`, `HUB`, or the name of a site.
+        hub: The hub's link, if the syncer is there.
+    """
+
+    sites: tuple[Site, ...]
+    syncer: str = SPREAD
+    hub: Link | None = None
+
+    def __post_init__(self) -> None:
+        names = [site.name for site in self.sites]
+        if not names:
+            raise ConfigError("there is no site: give at least one, for example with --sites 4")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"two sites have one name: {', '.join(names)}")
+        if self.syncer not in (SPREAD, HUB, *names):
+            raise ConfigError(
+                f"syncer={self.syncer!r} is no place: choose {SPREAD!r}, {HUB!r} or one of "
+                + ", ".join(names)
+            )
+        if (self.hub is not None) != (self.syncer == HUB):
+            raise ConfigError(
+                "a hub's link goes with a syncer at the hub: leave --hub-link out, or say "
+                "--syncer hub"
+            )
+
+    @property
+    def learners(self) -> int:
+        """M."""
+        return sum(site.learners for site in self.sites)
+
+    def paces(self, step_seconds: float) -> tuple[float, ...]:
+        """An inner step of each site's learners, where the model's takes so long."""
+        return tuple(
+            step_seconds if site.step_seconds is None else site.step_seconds for site in self.sites
+        )
+
+    def kth(self, values: Sequence[float], quorum: int) -> float:
+        """The K-th smallest of the learners' values, one for each site: the quorum's."""
+        learners = 0
+        for value, site in sorted(zip(values, self.sites, strict=True), key=lambda pair: pair[0]):
+            learners += site.learners
+            if learners >= quorum:
+                return value
+        raise AssertionError("the quorum is at most M")
+
+    @property
+    def places(self) -> tuple[Link, ...]:
+        """The links of all sites, and of the hub, if there is one."""
+        links = tuple(site.link for site in self.sites)
+        return links if self.hub is None else (*links, self.hub)
+
+    def names(self) -> tuple[str, ...]:
+        """The names of `places`."""
+        return (*(site.name for site in self.sites), *((HUB,) if self.hub else ()))
+
+    def capacity(self, place: int, *, up: bool) -> float:
+        """Bytes a second of all that goes out of a place, or in."""
+        link = self.places[place]
+        own = place < len(self.sites) and not link.shared
+        return (link.up if up else link.down) * (self.sites[place].learners if own else 1)
+
+    def host(self, shard: int, shards: int) -> int:
+        """The place of a shard."""
+        if self.syncer == HUB:
+            return len(self.sites)
+        if self.syncer == SPREAD:
+            return shard * len(self.sites) // shards if shards > len(self.sites) else shard
+        return [site.name for site in self.sites].index(self.syncer)
+
+    def latency(self, a: int, b: int) -> float:
+        """One way between two places, seconds."""
+        return 0.0 if a == b else self.places[a].latency_seconds + self.places[b].latency_seconds
+
+    def scaled(self, factor: float) -> Network:
+        """The same with more or less bandwidth on the sites' links; a hub's stays."""
+        sites = tuple(replace(site, link=site.link.scaled(factor)) for site in self.sites)
+        return replace(self, sites=sites)
+
+
+def parse_link(text: str, *, latency_seconds: float = 0.0, shared: bool = True) -> Link:
+    """A link from UP, or UP/DOWN.
+
+    Raises:
+        ConfigError: it is no bandwidth.
+
+    >>> parse_link("2Gbit/1Gbit").down
+    125000000.0
+    """
+    up, down = _split_rates(text)
+    try:
+        return Link(
+            up=parse_rate(up), down=parse_rate(down), latency_seconds=latency_seconds, shared=shared
+        )
+    except ValueError as error:
+        raise ConfigError(f"link {text!r}: {error}") from None
+
+
+def _split_rates(text: str) -> tuple[str, str]:
+    """UP and DOWN; the slash of a unit such as Mbit/s is none of ours."""
+    marked = text.replace("bit/s", "bit").replace("B/s", "B")
+    up, slash, down = marked.partition("/")
+    return up, down if slash else up
+
+
+def parse_site(text: str) -> Site:
+    """A site from NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME].
+
+    Raises:
+        ConfigError: it is not of that form.
+
+    >>> parse_site("oslo:2:5Gbit/1Gbit:20ms:step=1.2s").step_seconds
+    1.2
+    """
+    name, *rest = text.split(":")
+    steps = [each.removeprefix("step=") for each in rest if each.startswith("step=")]
+    fields = [each for each in rest if each not in ("own", "shared") and "=" not in each]
+    marked = [each for each in rest if "=" in each]
+    whole = bool(name) and len(fields) in (2, 3) and fields[0].isdecimal()
+    if not whole or len(steps) > 1 or len(marked) > len(steps):
+        raise ConfigError(
+            f"site {text!r} is not of the form {SITE_FORM}: write it as 'oslo:2:5Gbit/1Gbit:20ms'"
+        )
+    try:
+        latency = parse_duration(fields[2]) if len(fields) == 3 else 0.0
+        step = parse_duration(steps[0]) if steps else None
+    except ValueError as error:
+        raise ConfigError(f"site {text!r}: {error}") from None
+    link = parse_link(fields[1], latency_seconds=latency, shared="own" not in rest)
+    return Site(name, int(fields[0]), link, step)
+
+
+def equal_sites(count: int, learners: int, link: Link) -> tuple[Site, ...]:
+    """Sites that are alike, with learners divided among them.
+
+    Raises:
+        ConfigError: there are fewer learners than sites.
+    """
+    at_least(1, sites=count)
+    if learners < count:
+        raise ConfigError(
+            f"learners={learners} is below sites={count}: a site needs at least one learner"
+        )
+    share = [learners // count + (i < learners % count) for i in range(count)]
+    return tuple(Site(f"site-{i}", n, link) for i, n in enumerate(share))
+
+
+def slowest(sites: Sequence[Site]) -> Link:
+    """The link with the least bandwidth in its slower direction."""
+    return min((site.link for site in sites), key=lambda link: link.least)

@@ -1,0 +1,162 @@
+"""One plan in numbers: utilisation, traffic, slack, staleness, memory, joining, cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoupled_diloco.protocol.grace import Grace, MovingAverage, Timing
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.rounds import simulate
+from decoupled_diloco_plan.bandwidth.steady import Rounds
+from decoupled_diloco_plan.checks import above, at_least
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the chips and the links cost.
+
+    Attributes:
+        chip_hour: of one chip for an hour, in any currency.
+        gigabyte: of 10⁹ bytes that leave a place.
+        chips: of all learners together, greater than 0.
+        tokens_per_step: of all learners together, greater than 0.
+    """
+
+    chip_hour: float
+    gigabyte: float
+    chips: float
+    tokens_per_step: float
+
+    def __post_init__(self) -> None:
+        at_least(0, price_chip_hour=self.chip_hour, price_gb=self.gigabyte)
+        above(0, chips=self.chips, tokens_per_step=self.tokens_per_step)
+
+    def per_million_tokens(self, step_seconds: float, step_bytes: float) -> float:
+        """Cost of a million tokens.
+
+        Args:
+            step_seconds: wall-clock of a step.
+            step_bytes: what leaves all places in it.
+        """
+        compute = self.chips * self.chip_hour * step_seconds / 3600
+        return 1e6 * (compute + self.gigabyte * step_bytes / 1e9) / self.tokens_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a setting comes to on a network.
+
+    Attributes:
+        rounds: the steady state.
+        grace: slack and grace window of a round, by the protocol's own formula.
+        up_bytes: what a learner sends in one step, mean.
+        down_bytes: what it receives.
+        discarded: share of the trained tokens that overwriting throws away.
+        age_steps: steps since a fragment's values left their learners, just before the next apply.
+        memory_bytes: of one shard: its fragments, and bodies on their way.
+        cores: that all shards keep busy.
+        join_seconds: for a new learner to fetch the whole published copy, where it takes longest.
+        cost: of a million tokens; None without prices.
+        error: of the utilisation, as it was measured for such learners; 0 to 1.
+        traffic_error: of the traffic, as a share of it.
+    """
+
+    rounds: Rounds
+    grace: Grace
+    up_bytes: float
+    down_bytes: float
+    discarded: float
+    age_steps: float
+    memory_bytes: float
+    cores: float
+    join_seconds: float
+    cost: float | None
+    error: float
+    traffic_error: float
+
+    @property
+    def utilization(self) -> float:
+        """See `Rounds.utilization`."""
+        return self.rounds.utilization
+
+    @property
+    def utilization_low(self) -> float:
+        """The lower end of the measured error bar."""
+        return max(0.0, self.utilization - self.error)
+
+    @property
+    def utilization_high(self) -> float:
+        """The upper end of the measured error bar."""
+        return min(1.0, self.utilization + self.error)
+
+    @property
+    def join_steps(self) -> float:
+        """Steps of the others while a new learner fetches."""
+        return self.join_seconds / self.rounds.step_seconds
+
+
+def predict(case: Case, prices: Prices | None = None) -> Prediction:
+    """Simulates some periods and derives the rest; without prices it leaves the cost out."""
+    rounds, o = simulate(case), case.options
+    each = case.model.params * rounds.kept / o.period / 8
+    period = o.period / max(rounds.kept, 1e-9)
+    sent = sum(t.mean for t in rounds.traffic if t.direction == "up") * rounds.pace_seconds
+    return Prediction(
+        rounds=rounds,
+        grace=_grace(case, rounds),
+        up_bytes=each * case.setting.up.bits,
+        down_bytes=each * case.setting.down.bits,
+        discarded=min(1.0, rounds.delay_steps / period) if o.alignment == "overwrite" else 0.0,
+        age_steps=period + rounds.delay_steps,
+        memory_bytes=_memory(case),
+        cores=_cores(case, rounds),
+        join_seconds=_join_seconds(case, rounds),
+        cost=prices.per_million_tokens(rounds.pace_seconds, sent) if prices else None,
+        error=measured.UTILIZATION_ERRORS[o.wait],
+        traffic_error=measured.TRAFFIC_ERRORS[o.wait],
+    )
+
+
+def _grace(case: Case, rounds: Rounds) -> Grace:
+    """Eq. 3, with the simulated times in the place of measured ones."""
+    timing = Timing(
+        quorum=MovingAverage(rounds.quorum_seconds),
+        merge=MovingAverage(rounds.merge_seconds),
+        broadcast=MovingAverage(rounds.broadcast_seconds),
+    )
+    o = case.options
+    return timing.window(o.overlap, o.grace_margin, rounds.step_seconds)
+
+
+def _memory(case: Case) -> float:
+    """Of the shard with the most fragments."""
+    o, fragment = case.options, case.fragment_params
+    bodies = case.network.learners * o.open_rounds_max * fragment * case.setting.up.bits / 8
+    largest = -(-o.fragments // o.shards)
+    return measured.SYNCER_BYTES * fragment * largest + bodies
+
+
+def _cores(case: Case, rounds: Rounds) -> float:
+    """Folding and merging of all shards, per second of wall-clock."""
+    numel = case.model.params * rounds.kept / case.options.period
+    return measured.core_seconds(case.network.learners, numel) / rounds.step_seconds
+
+
+def _join_seconds(case: Case, rounds: Rounds) -> float:
+    """The whole copy over what the rounds leave free; at least a fair part of the link."""
+    network, hosts, free = case.network, case.hosts, {}
+    for t in rounds.traffic:
+        place = network.names().index(t.place)
+        users = network.sites[place].learners if place < len(network.sites) else network.learners
+        free[place, t.direction] = max(t.capacity - t.mean, t.capacity / (users + 1))
+    whole, slowest = measured.COPY_BYTES * case.model.params, 0.0
+    for site, there in enumerate(network.sites):
+        away = [host for host in hosts if host != site]
+        if not away:
+            continue
+        own = min(free[site, "down"], there.link.down * case.link_share)
+        far = max(away.count(host) / free[host, "up"] for host in set(away)) / len(hosts)
+        latency = 6 * max(network.latency(site, host) for host in away)
+        slowest = max(slowest, whole * max(len(away) / len(hosts) / own, far) + latency)
+    return slowest

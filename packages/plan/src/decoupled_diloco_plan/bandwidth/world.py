@@ -1,0 +1,520 @@
+"""Rounds of Decoupled DiLoCo as events: steps, uploads, merges, downloads, on links they share.
+
+Theory of operation. The clock has the pace of the K-th fastest learner. At a tick every fragment
+that is due opens a round at its shard, at most ⌈τ·P/H⌉ at once, the others in order; a fragment
+whose round is open opens the next one when that has merged, and skips its turn if it is due once
+more by then. A round is six one-way latencies and two transfers long:
+
+| what | when |
+|---|---|
+| the round opens | the K-th report is there: one latency after the step |
+| a learner is pulled | one latency later, if it finished a step since the last tick, or does so |
+|   | within the grace window, or missed this fragment's last round; its upload shares the links. |
+|   | It contributes once from each copy that it holds: without a newer one it is not asked |
+| its contribution is there | one latency after the last byte has left; it is folded in |
+| merged | when the last one is folded in, or K are and τ steps of the fastest learner are over, |
+|   | and the shard's core has done it. What comes later goes into the fragment's next round |
+| a learner fetches | it is told, and asks: two latencies; the download shares the links. At most |
+|   | ⌈τ·P/H⌉ come from a shard at a time, in order, each in its newest version |
+| applied | one latency after the last byte, at the next boundary; or, if it waits, τ steps on |
+
+Each body also costs its processes some time besides moving and merging it: `handling_seconds`.
+
+How long the window is says the protocol's own formula (`protocol/grace.py`), fed with the simulated
+times. Learners of a site do everything alike: where the links do not bear all rounds theirs have
+everybody's contribution or nobody's, the protocol's some of them.
+`tests/simulation/test_plan_against_protocol.py` compares the two on the same links,
+`benchmarks/plan_real.py` with real runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from math import ceil, floor, gcd
+from typing import Any
+
+from decoupled_diloco.protocol.grace import Timing
+from decoupled_diloco_plan.bandwidth import measured
+from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
+from decoupled_diloco_plan.bandwidth.steady import Rounds, Traffic
+
+ROUNDS_WARM = 48
+ROUNDS_MEASURED = 96
+"""At least so many rounds are due. Where the links bear everything in as many steps as
+the pattern of dues repeats in, else in whole periods: what is still on its way skips its turn."""
+
+ROUNDING = 1e-9
+"""Steps that are so nearly over are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tick:
+    """A fragment is due: when each site took its snapshot, and when the shard hears of it."""
+
+    fragment: int
+    step: int
+    snapshots: list[float]
+    reported: list[float]
+    counts: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Shard:
+    host: int
+    open: int = 0
+    queue: list[_Round] = field(default_factory=list)
+    core_free_at: float = 0.0
+    busy_seconds: float = 0.0
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """`awaited`: sites that were asked in it; `delivered`: learners that are folded in."""
+
+    tick: _Tick
+    shard: _Shard
+    closed_at: float = 0.0
+    merged_at: float = 0.0
+    awaited: set[_Site] = field(default_factory=set)
+    delivered: int = 0
+    downloads: int = 0
+    opened: bool = False
+    holds_slot: bool = True
+    delivery_over: bool = False
+    settled: bool = False
+    following: _Tick | None = None
+
+    @property
+    def fragment(self) -> int:
+        return self.tick.fragment
+
+
+@dataclass(slots=True, eq=False)
+class _Site:
+    """The learners of one place.
+
+    `sending`: of these fragments an upload is under way; `spent`: they have contributed from the
+    copy that they hold; `asked_for`: the round that would ask them, had they a newer one.
+    `wanted`: copies that wait for their turn, by fragment; `fetching`: those that come.
+    """
+
+    number: int
+    learners: int
+    pace: float
+    step: int = 0
+    at: float = 0.0
+    rounds: int = 0
+    owed: dict[int, int] = field(default_factory=dict)
+    holding: bool = False
+    marks: list[float] = field(default_factory=list)
+    missed: set[int] = field(default_factory=set)
+    sending: set[int] = field(default_factory=set)
+    spent: set[int] = field(default_factory=set)
+    asked_for: dict[int, _Round] = field(default_factory=dict)
+    fetching: dict[int, _Round] = field(default_factory=dict)
+    wanted: dict[int, _Round] = field(default_factory=dict)
+
+
+class World:
+    """One simulation.
+
+    Args:
+        case: of what.
+        more: so many periods are measured; None: as few steps as the pattern of dues has.
+    """
+
+    def __init__(self, case: Case, more: int | None = None) -> None:
+        self.case, self.network, self.options = case, case.network, case.options
+        slower, network = 1 + case.step_overhead, case.network
+        alone = zip(network.sites, network.paces(case.model.step_seconds), strict=True)
+        self.sites = [
+            _Site(number, site.learners, pace * slower) for number, (site, pace) in enumerate(alone)
+        ]
+        self.tick = case.tick_seconds * slower
+        self.waits = self.options.wait == "at_overlap"
+        self.alike = len({site.pace for site in self.sites}) == 1
+        self.window = self.options.overlap * min(site.pace for site in self.sites)
+        self.flows = Flows(
+            [
+                network.capacity(place, up=up) * case.link_share
+                for place in range(len(network.places))
+                for up in (True, False)
+            ]
+        )
+        self.shards = [_Shard(host) for host in case.hosts]
+        self.rounds: dict[int, _Round] = {}
+        self.late = [0] * self.options.fragments
+        self.published: dict[int, float] = {}
+        self.reports: dict[int, dict[int, float]] = {}
+        period, fragments = self.options.period, self.options.fragments
+        parts = gcd(period, fragments) if more is None else 1
+        unit = (more or 1) * period // parts
+        self.first_step = ceil(ROUNDS_WARM * parts / fragments) * unit
+        self.steps = ceil(ROUNDS_MEASURED * parts / fragments) * unit
+        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.numbers = count()
+        self.due = self.skipped = self.asked = self.unheard = 0
+        self.delays: list[float] = []
+        self.merges: list[float] = []
+        self.broadcasts: list[float] = []
+        self.quorums: list[float] = []
+
+    def run(self) -> Rounds:
+        """From the first step until every site has made those that are measured."""
+        if self.waits:
+            for site in self.sites:
+                self._at(0.0, self._boundary, site, 0)
+        else:
+            self._at(0.0, self._clock, 0)
+        while any(len(site.marks) < 2 for site in self.sites):
+            soon = min(self.heap[0][0] if self.heap else float("inf"), self.flows.next_end())
+            for flow in self.flows.advance(soon):
+                landed, round, site = flow.key
+                self._land(landed, round, site)
+            while self.heap and self.heap[0][0] <= soon:
+                _, _, function, arguments = heapq.heappop(self.heap)
+                function(*arguments)
+        return self._result()
+
+    def _at(self, instant: float, function: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self.heap, (instant, next(self.numbers), function, arguments))
+
+    @property
+    def now(self) -> float:
+        """Seconds from the beginning."""
+        return self.flows.now
+
+    def _away(self, site: _Site, shard: _Shard) -> float:
+        """One way between them, seconds."""
+        return self.network.latency(site.number, shard.host)
+
+    def _shard_of(self, fragment: int) -> _Shard:
+        return self.shards[self.options.owner(fragment)]
+
+    def _tick_of(self, fragment: int, step: int, ends: list[float], arrived: list[float]) -> _Tick:
+        return _Tick(fragment, step, ends, arrived, counts=step >= self.first_step)
+
+    # ---- learners that never wait
+
+    def _clock(self, step: int) -> None:
+        """The run's clock is at a step in which something happens."""
+        if step in (self.first_step, self.first_step + self.steps):
+            for site in self.sites:
+                site.marks.append(self.now)
+        for fragment in self.options.due(step):
+            away = [self._away(site, self._shard_of(fragment)) for site in self.sites]
+            told = [
+                late if self._leads(site) else float("inf")
+                for site, late in zip(self.sites, away, strict=True)
+            ]
+            lead = self.network.kth(told, self.options.quorum)
+            ends = [
+                self._first_end(site.pace, step, lead - late)
+                for site, late in zip(self.sites, away, strict=True)
+            ]
+            arrived = list(map(operator.add, ends, away))
+            tick = self._tick_of(fragment, step, ends, arrived)
+            self._at(self.now + lead, self._is_due, tick)
+        ahead = self._next_due(step)
+        self._at(ahead * self.tick, self._clock, ahead)
+
+    def _leads(self, site: _Site) -> bool:
+        """Whether it is at least as fast as the clock."""
+        return site.pace <= self.tick
+
+    def _first_end(self, pace: float, step: int, nearer: float) -> float:
+        """When a site's learners end the first step that is told of after the clock's last one.
+
+        `nearer`: by how much reports come from there in less time than the one that is waited for.
+        """
+        if pace == self.tick:
+            return step * pace
+        return pace * (floor(((step - 1) * self.tick + nearer) / pace + ROUNDING) + 1)
+
+    # ---- learners that wait
+
+    def _boundary(self, site: _Site, step: int) -> None:
+        """A site's learners have finished a step in which something happens."""
+        site.step, site.at = step, self.now
+        if step in (self.first_step, self.first_step + self.steps):
+            site.marks.append(self.now)
+        for fragment in self.options.due(step):
+            site.owed[fragment] = step + self.options.overlap
+        if self.options.due(step):
+            self._report(site, step)
+        self._go_on(site)
+
+    def _go_on(self, site: _Site) -> None:
+        """Waits for what is owed, or steps on to where something happens next."""
+        site.holding = any(due <= site.step for due in site.owed.values())
+        if site.holding:
+            return
+        soon = min([self._next_due(site.step), *site.owed.values()])
+        self._at(self.now + (soon - site.step) * site.pace, self._boundary, site, soon)
+
+    def _next_due(self, step: int) -> int:
+        """The next step with a fragment due; the first step of a period always counts."""
+        phases, period = self.options.due_by_phase, self.options.period
+        ahead = range(step + 1, step + period + 1)
+        return next(each for each in ahead if phases[each % period] or each % period == 0)
+
+    def _report(self, site: _Site, step: int) -> None:
+        """When all sites have told a step, each shard's clock has reached it, K reports on."""
+        reports = self.reports.setdefault(step, {})
+        reports[site.number] = self.now
+        if len(reports) < len(self.sites):
+            return
+        del self.reports[step]
+        told = [reports[each.number] for each in self.sites]
+        for fragment in self.options.due(step):
+            shard = self._shard_of(fragment)
+            away = [self._away(each, shard) for each in self.sites]
+            arrived = list(map(operator.add, told, away))
+            opens = max(self.now, self.network.kth(arrived, self.options.quorum))
+            self._at(opens, self._is_due, self._tick_of(fragment, step, told, arrived))
+
+    # ---- rounds
+
+    def _is_due(self, tick: _Tick) -> None:
+        self.due += tick.counts
+        open_now = self.rounds.get(tick.fragment)
+        if open_now is None:
+            self._queue(tick)
+            return
+        self.skipped += tick.counts and open_now.following is not None
+        open_now.following = tick
+
+    def _queue(self, tick: _Tick) -> None:
+        shard = self._shard_of(tick.fragment)
+        self.rounds[tick.fragment] = _Round(tick, shard)
+        shard.queue.append(self.rounds[tick.fragment])
+        self._open(shard)
+
+    def _open(self, shard: _Shard) -> None:
+        while shard.queue and shard.open < self.options.open_rounds_max:
+            shard.open += 1
+            self._pull(shard.queue.pop(0))
+
+    def _pull(self, round: _Round) -> None:
+        """Asks who has reported, and who will within the window."""
+        fragment, reported, timing = round.fragment, round.tick.reported, round.shard.timing
+        round.opened = True
+        first = min(reported[s.number] for s in self.sites if self.waits or self._leads(s))
+        self.quorums.append(max(0.0, self.now - first))
+        timing.quorum.update(self.quorums[-1])
+        window = timing.window(self.options.overlap, self.options.grace_margin, self.tick).seconds
+        late = float("inf") if self.waits or self.alike else self.now + window
+        qualified = [
+            self.now if fragment in site.missed else reported[site.number] for site in self.sites
+        ]
+        asked = [site for site in self.sites if qualified[site.number] <= late]
+        everybody = len(asked) == len(self.sites)
+        round.closed_at = max(self.now, *qualified) if everybody else late
+        round.downloads, round.awaited = len(self.sites), set(asked)
+        round.delivered, self.late[fragment] = self.late[fragment], 0
+        for site in self.sites:
+            (site.missed.discard if site in round.awaited else site.missed.add)(fragment)
+        for site in asked:
+            pulled = max(self.now, reported[site.number]) + self._away(site, round.shard)
+            self._at(pulled, self._answer, round, site)
+        self._at(self.now + self.window, self._delivery_over, round)
+
+    def _answer(self, round: _Round, site: _Site) -> None:
+        """A site hears the pull: what it sends already is its answer."""
+        fragment = round.fragment
+        self.asked += round.tick.counts * site.learners
+        if fragment in site.sending:
+            self._not_heard(round, site)
+        elif fragment in site.spent:
+            self._not_heard(site.asked_for.pop(fragment, None), site)
+            site.asked_for[fragment] = round
+            if self.now - self.published.get(fragment, 0.0) > self.window:
+                round.awaited.discard(site)  # nobody waits for it who need not
+                self._settle(round)
+        else:
+            self._send(round, site)
+
+    def _not_heard(self, round: _Round | None, site: _Site) -> None:
+        if round is not None:
+            self.unheard += round.tick.counts * site.learners
+
+    def _holds(self, site: _Site, fragment: int) -> None:
+        """A site has something to contribute from: it is asked, if its round has no quorum yet."""
+        site.spent.discard(fragment)
+        round = site.asked_for.pop(fragment, None)
+        if round is None:
+            return
+        if fragment in site.sending or (round.settled and site not in round.awaited):
+            self._not_heard(round, site)
+        else:
+            round.awaited.add(site)
+            self._send(round, site)
+
+    def _send(self, round: _Round, site: _Site) -> None:
+        site.rounds += 1
+        site.sending.add(round.fragment)
+        site.spent.add(round.fragment)
+        self._transfer(self._delivered, round, site)
+
+    def _delivery_over(self, round: _Round) -> None:
+        """From here on the round waits for its quorum alone, and others may open meanwhile."""
+        round.delivery_over = True
+        self._settle(round)
+        if not round.settled:
+            self._free_slot(round)
+
+    def _free_slot(self, round: _Round) -> None:
+        if round.holds_slot:
+            round.holds_slot = False
+            round.shard.open -= 1
+            self._open(round.shard)
+
+    def _transfer(self, landed: Callable[..., None], round: _Round, site: _Site) -> None:
+        """A fragment begins to move: up, to be `_delivered`, or down, until it has `_arrived`."""
+        up, here, host = landed == self._delivered, site.number, round.shard.host
+        if here == host:
+            self._land(landed, round, site)
+            return
+        away, towards = (here, host) if up else (host, here)
+        bits = (self.case.setting.up if up else self.case.setting.down).bits
+        nbytes = self.case.fragment_params * bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
+        links = (2 * away, 2 * towards + 1)
+        self.flows.start(Flow((landed, round, site), links, site.learners, nbytes))
+
+    def _land(self, landed: Callable[..., None], round: _Round, site: _Site) -> None:
+        """Its last byte has left."""
+        there = self.now + self._away(site, round.shard) + self.case.handling_seconds
+        self._at(there, landed, round, site)
+
+    def _delivered(self, round: _Round, site: _Site) -> None:
+        """A contribution goes into its fragment's round, whichever that is by now."""
+        seconds = measured.fold_seconds(self.case.fragment_params)
+        self._work(round.shard, site.learners * seconds)
+        site.sending.discard(round.fragment)
+        current = self.rounds.get(round.fragment)
+        if current is None or current.settled or not current.opened:
+            self.late[round.fragment] += site.learners
+            return
+        current.awaited.discard(site)
+        current.delivered += site.learners
+        self._settle(current)
+
+    def _settle(self, round: _Round) -> None:
+        """Merges a round, if it need not wait for more."""
+        enough = round.delivered >= self.options.quorum
+        if round.settled or not enough or (round.awaited and not round.delivery_over):
+            return
+        round.settled = True
+        self._work(round.shard, measured.merge_seconds(self.case.fragment_params))
+        self._at(max(round.shard.core_free_at, round.closed_at), self._merged, round)
+
+    def _work(self, shard: _Shard, seconds: float) -> None:
+        """Occupies a shard's core."""
+        shard.core_free_at = max(shard.core_free_at, self.now) + seconds
+        if self.sites[0].marks:
+            shard.busy_seconds += seconds
+
+    def _merged(self, round: _Round) -> None:
+        round.merged_at = self.published[round.fragment] = self.now
+        self.merges.append(self.now - round.closed_at)
+        round.shard.timing.merge.update(self.merges[-1])
+        del self.rounds[round.fragment]
+        for site in self.sites:
+            self._at(self.now + 2 * self._away(site, round.shard), self._fetch, round, site)
+        self._free_slot(round)
+        if round.following is not None:
+            self._queue(round.following)
+
+    # ---- copies
+
+    def _fetch(self, round: _Round, site: _Site) -> None:
+        """A site wants a copy; an older one that waits for its turn is not needed any more."""
+        if round.fragment in site.wanted:
+            self._over(site.wanted[round.fragment])
+        site.wanted[round.fragment] = round
+        self._fetch_wanted(site, round.shard)
+
+    def _fetch_wanted(self, site: _Site, shard: _Shard) -> None:
+        flying = sum(round.shard is shard for round in site.fetching.values())
+        for fragment, round in list(site.wanted.items()):
+            if flying >= self.options.open_rounds_max:
+                return
+            if round.shard is shard and fragment not in site.fetching:
+                site.fetching[fragment] = site.wanted.pop(fragment)
+                self._transfer(self._arrived, round, site)
+                flying += 1
+
+    def _over(self, round: _Round) -> None:
+        """A site has a round's copy, or a newer one."""
+        round.downloads -= 1
+        if round.downloads == 0:
+            self.broadcasts.append(self.now - round.merged_at)
+            round.shard.timing.broadcast.update(self.broadcasts[-1])
+
+    def _arrived(self, round: _Round, site: _Site) -> None:
+        fragment = round.fragment
+        self._over(round)
+        self.delays.append(self._delay(round, site))
+        del site.fetching[fragment]
+        self._fetch_wanted(site, round.shard)
+        self._holds(site, fragment)
+        if site.owed.pop(fragment, None) is not None and site.holding:
+            site.at = self.now
+            self._go_on(site)
+
+    def _delay(self, round: _Round, site: _Site) -> int:
+        """Steps from the snapshot to the boundary at which the merge is applied."""
+        if self.waits:
+            steps = site.step if site.holding else site.step + (self.now - site.at) / site.pace
+            steps -= round.tick.step
+        else:
+            steps = (self.now - round.tick.snapshots[site.number]) / site.pace
+        whole = max(0, ceil(steps))
+        held = self.waits or self.options.apply == "at_tau"
+        return max(whole, self.options.overlap) if held else whole
+
+    # ---- afterwards
+
+    def _result(self) -> Rounds:
+        begin = min(site.marks[0] for site in self.sites)
+        end = max(site.marks[1] for site in self.sites)
+        took = [
+            (site.marks[1] - site.marks[0]) / self.steps if self.waits else site.pace
+            for site in self.sites
+        ]
+        alone = self.network.paces(self.case.model.step_seconds)
+        learners, all_learners = [site.learners for site in self.sites], self.network.learners
+        taken = map(operator.truediv, alone, took)
+        merged = 1.0 - self.skipped / max(1, self.due)
+        return Rounds(
+            compute=sum(map(operator.mul, taken, learners)) / all_learners,
+            merged=merged,
+            kept=merged * (1.0 - self.unheard / max(1, self.asked)),
+            delay_steps=_mean(self.delays),
+            delay_steps_max=max(self.delays, default=float("inf")),
+            merge_seconds=_mean(self.merges),
+            broadcast_seconds=_mean(self.broadcasts),
+            quorum_seconds=_mean(self.quorums),
+            shard_busy=max(s.busy_seconds for s in self.shards) / (end - begin),
+            traffic=tuple(self._traffic(begin, end)),
+            step_seconds=(end - begin) / self.steps,
+            pace_seconds=all_learners / sum(map(operator.truediv, learners, took)),
+            participation=tuple(s.rounds / max(1, len(self.quorums)) for s in self.sites),
+        )
+
+    def _traffic(self, begin: float, end: float) -> Iterator[Traffic]:
+        for link, capacity in enumerate(self.flows.capacities):
+            mean, peak = self.flows.mean_and_peak(link, begin, end, self.tick)
+            place, direction = self.network.names()[link // 2], ("up", "down")[link % 2]
+            yield Traffic(place, direction, mean, peak, capacity)
+
+
+def _mean(values: list[float]) -> float:
+    """The mean; infinite where nothing ever came to an end."""
+    return sum(values) / len(values) if values else float("inf")

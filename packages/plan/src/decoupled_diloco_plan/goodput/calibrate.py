@@ -1,0 +1,144 @@
+"""Finds the constants that nobody has published, on the cells that may be used for it.
+
+    ddiloco goodput --calibrate
+
+Five lengths of time for ten cells: a step, a downscale, an upscale, its window, a restart. The
+least squares of the residuals, by Gauss's and Newton's method with Levenberg's damping; all
+simulations have the same seed, so that the residuals are smooth in the constants. The valley is
+flat: steps of 4 to 6 s with windows of 60 to 80 s do as well, to a tenth of a point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from decoupled_diloco_plan.goodput.published import CELLS, Cell
+from decoupled_diloco_plan.goodput.settings import Cluster, Constants
+from decoupled_diloco_plan.goodput.systems import simulate
+
+NAMES = (
+    "step_seconds",
+    "downscale_seconds",
+    "upscale_seconds",
+    "upscale_window_seconds",
+    "restart_seconds",
+)
+MATTER = {
+    "data-parallel": ("step_seconds", "restart_seconds"),
+    "elastic": NAMES[:4],
+}
+"""For each system the constants on which it depends."""
+
+START = (5.0, 15.0, 15.0, 60.0, 80.0)
+"""Where the search begins: tens of seconds, as operators tell of such stops."""
+
+FAILURES = 50_000
+"""Failures in the simulation of each cell."""
+
+ITERATIONS = 7
+DIFFERENCE = 0.15
+"""Of each constant, for the derivative: large against what is left of the chance."""
+
+DAMPING = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """One cell: what was published, and what the constants give, percent."""
+
+    cell: Cell
+    goodput: float
+
+    @property
+    def points(self) -> float:
+        """How far above what was published."""
+        return self.goodput - self.cell.goodput
+
+    def as_json(self) -> dict[str, Any]:
+        """The cell of a file."""
+        return {
+            "system": self.cell.system,
+            "chips": self.cell.chips,
+            "learners": self.cell.learners,
+            "published": self.cell.goodput,
+            "goodput": round(self.goodput, 2),
+            "calibrated": self.cell.calibrate,
+        }
+
+
+def calibrated(
+    tell: Callable[[str], None] = lambda text: None,
+    start: tuple[float, ...] = START,
+    iterations: int = ITERATIONS,
+    failures: int = FAILURES,
+) -> Constants:
+    """The constants, from the cells marked for calibration alone.
+
+    Args:
+        tell: is told of each iteration.
+        start: where the search begins, seconds, in the order of `NAMES`.
+        iterations: how many.
+        failures: in the simulation of each cell.
+    """
+    cells = [cell for cell in CELLS if cell.calibrate]
+    found = np.log(np.array(start))
+    misses = _misses(found, cells, failures)
+    for _ in range(iterations):
+        tell(_told(found, misses))
+        slopes = _slopes(found, cells, misses, failures)
+        normal = slopes.T @ slopes
+        damped = normal + DAMPING * np.diag(np.diag(normal))
+        found = found - np.linalg.solve(damped, slopes.T @ misses)
+        misses = _misses(found, cells, failures)
+    tell(_told(found, misses))
+    return _constants(found)
+
+
+def rounded(constants: Constants) -> Constants:
+    """The same to three digits, which is more than the published figures tell."""
+    values: dict[str, Any] = {name: float(f"{getattr(constants, name):.3g}") for name in NAMES}
+    return replace(Constants(), **values)
+
+
+def residuals(constants: Constants, cells: tuple[Cell, ...] = CELLS) -> list[Residual]:
+    """What these constants give for the cells."""
+    return [Residual(cell, _goodput(cell, constants)) for cell in cells]
+
+
+def _constants(found: np.ndarray) -> Constants:
+    values: dict[str, Any] = dict(zip(NAMES, np.exp(found).tolist(), strict=True))
+    return replace(Constants(), **values)
+
+
+def _slopes(found: np.ndarray, cells: list[Cell], misses: np.ndarray, failures: int) -> np.ndarray:
+    """Points for each constant's logarithm, shape (cells, constants)."""
+    slopes = np.zeros((len(cells), len(NAMES)))
+    for index, name in enumerate(NAMES):
+        moved = found.copy()
+        moved[index] += DIFFERENCE
+        rows = [row for row, cell in enumerate(cells) if name in MATTER[cell.system]]
+        there = _misses(moved, [cells[row] for row in rows], failures)
+        slopes[rows, index] = (there - misses[rows]) / DIFFERENCE
+    return slopes
+
+
+def _misses(found: np.ndarray, cells: list[Cell], failures: int) -> np.ndarray:
+    constants = _constants(found)
+    return np.array([_goodput(cell, constants, failures) - cell.goodput for cell in cells])
+
+
+def _goodput(cell: Cell, constants: Constants, failures: int = FAILURES) -> float:
+    cluster = Cluster(cell.system, cell.chips, cell.learners, constants=constants)
+    seconds = failures * cluster.mtbi_seconds / cell.chips
+    return simulate(cluster, max(seconds, 86400.0), seed=1).goodput
+
+
+def _told(found: np.ndarray, misses: np.ndarray) -> str:
+    values = ", ".join(
+        f"{name} {value:.3g}" for name, value in zip(NAMES, np.exp(found), strict=True)
+    )
+    return f"{values}: largest residual {np.abs(misses).max():.1f} points"

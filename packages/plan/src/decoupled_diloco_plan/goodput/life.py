@@ -1,0 +1,247 @@
+"""One learner's life: it runs, stands while it changes its size, and runs on.
+
+Theory of operation. Time is cut into *spans*. In a span of kind `RUN` the learner steps with the
+chips that it has; in all others it stands.
+
+| in | comes | then |
+|---|---|---|
+| a run | a chip fails | at the end of the step under way, its slice leaves: `DOWNSCALE` |
+| a run | the window of a returned slice is over | at the step's end all returned join: `UPSCALE` |
+| a stop | a chip fails | its slice is left out of the same stop, which gets no longer |
+| a stop | a slice returns | it waits for its window |
+| the end of a stop | fewer slices than the minimum | `SHORT`, until enough have returned |
+
+Why a stop takes failures in: the published systems go on with 13 s between two failures and stops
+several times as long, which could not be if each failure made a stop begin anew. Not elastic
+training has one kind of stop, `RESTART`: its slice is replaced by a spare one, so it is whole
+again afterwards, and what ran since the last checkpoint is `LOST`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from decoupled_diloco_plan.goodput.chance import Failures, Slices
+
+NEVER = 2**62
+RUN, DOWNSCALE, UPSCALE, RESTART, LOST, SHORT = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How one learner answers to what happens; lengths of time in microseconds.
+
+    ``spare``: it is whole again after each stop, having lost what ran since the last checkpoint.
+    """
+
+    step: int
+    downscale: int
+    upscale: int
+    window: int
+    minimum: int = 1
+    spare: bool = False
+    checkpoint: int = 0
+    sudden: bool = False
+
+
+@dataclass(slots=True)
+class Visits:
+    """Slices that leave by themselves, not because a chip fails.
+
+    ``first``: those from here on are scavenged; they stay and stay away as ``stay`` and ``away``
+    draw. ``heap`` has (instant, slice, how long it is away; −1: drawn).
+    """
+
+    first: int = NEVER
+    stay: Callable[[], int] = lambda: NEVER
+    away: Callable[[], int] = lambda: 0
+    heap: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class Life:
+    """One learner, from instant 0 on.
+
+    Args:
+        slices: its own ones; scavenged ones come after them, with numbers from ``slices.count`` on.
+        habits: how it answers.
+        failures: what fails when.
+        visits: what leaves and comes besides.
+        scavenged: chips of each scavenged slice; all are there at first.
+    """
+
+    def __init__(
+        self,
+        slices: Slices,
+        habits: Habits,
+        failures: Failures,
+        visits: Visits | None = None,
+        scavenged: tuple[int, ...] = (),
+    ) -> None:
+        self.spans = array("q")
+        """What has happened: start, end, kind, chips in it, chips allocated; five numbers each."""
+
+        self._slices, self._habits, self._failures = slices, habits, failures
+        self._visits = visits or Visits()
+        self._extra = scavenged
+        for index in range(len(scavenged)):
+            leaves = (self._visits.stay(), slices.count + index, -1)
+            self._visits.heap.append(leaves)
+        heapify(self._visits.heap)
+        self._clock = 0
+        self._chips = slices.chips + sum(scavenged)
+        self._allocated = self._chips
+        self._members = slices.count + len(scavenged)
+        self._gone: set[int] = set()
+        self._held: dict[int, int] = {}
+        self._returns: list[tuple[int, int]] = []
+        self._times: list[int] = []
+        self._which: list[int] = []
+        self._lengths: list[int] = []
+        self._next = 0
+        self._more()
+
+    def advance(self, until: int) -> None:
+        """Lives on until this instant, or as far beyond as the last span goes: none is cut."""
+        while self._clock < until:
+            self._run()
+            if self._clock < NEVER:
+                self._stop()
+
+    def _run(self) -> None:
+        """Steps until something calls for a stop."""
+        habits, start = self._habits, self._clock
+        at = self._next_stop()
+        if at <= start:
+            return
+        end = at if habits.sudden else start - (start - at) // habits.step * habits.step
+        self._clock = end = min(end, NEVER)
+        kept = self._kept(end - start)
+        if kept:
+            self.spans.extend((start, start + kept, RUN, self._chips, self._allocated))
+        if start + kept < end:
+            self.spans.extend((start + kept, end, LOST, self._chips, self._allocated))
+
+    def _kept(self, length: int) -> int:
+        """What of a run that was interrupted is not lost."""
+        habits = self._habits
+        kept = length // habits.step * habits.step if habits.sudden else length
+        if habits.spare and habits.checkpoint:
+            kept = kept // habits.checkpoint * habits.checkpoint
+        return kept
+
+    def _stop(self) -> None:
+        """Stands, if slices leave or are due to join."""
+        habits, start = self._habits, self._clock
+        if self._leave(start):
+            kind, length = (RESTART if habits.spare else DOWNSCALE), habits.downscale
+        elif self._returns and self._returns[0][0] + habits.window <= start:
+            kind, length = (RESTART if habits.spare else UPSCALE), habits.upscale
+        else:
+            return
+        self._stand(kind, start + length)
+        while self._members < habits.minimum:
+            self._wait_for_more()
+
+    def _stand(self, kind: int, end: int) -> None:
+        """A stop; who has returned at its start joins an upscale, or a restart."""
+        start = self._clock
+        joining = [] if kind == DOWNSCALE else self._returned(start)
+        if end > start:
+            self.spans.extend((start, end, kind, self._chips, self._allocated))
+        self._clock = end
+        self._leave(end)
+        for which in joining:
+            self._join(which, end)
+
+    def _wait_for_more(self) -> None:
+        """Stands until as many slices have returned as the minimum needs, and takes them in."""
+        start, missing = self._clock, self._habits.minimum - self._members
+        ready = sorted(self._returns)[:missing]
+        end = max(start, ready[-1][0])
+        if end > start:
+            self.spans.extend((start, end, SHORT, self._chips, self._allocated))
+        self._clock = end
+        self._leave(end)
+        self._stand(UPSCALE, end + self._habits.upscale)
+
+    # ---- who leaves and who joins
+
+    def _next_stop(self) -> int:
+        """When the next upscale is due, or the next slice leaves that is there."""
+        at = self._returns[0][0] + self._habits.window if self._returns else NEVER
+        if self._visits.heap:
+            at = min(at, self._visits.heap[0][0])
+        while self._times[self._next] < at and self._which[self._next] in self._gone:
+            self._skip()
+        return min(at, self._times[self._next])
+
+    def _leave(self, now: int) -> bool:
+        """Takes out the slices whose chips have failed, or that were taken, until now."""
+        left = False
+        while self._times[self._next] <= now:
+            which = self._which[self._next]
+            if which not in self._gone:
+                left = True
+                if not self._habits.spare:
+                    back = self._times[self._next] + self._lengths[self._next]
+                    self._take_out(which, max(now, back))
+            self._skip()
+        visits = self._visits.heap
+        while visits and visits[0][0] <= now:
+            at, which, length = heappop(visits)
+            if length < 0 and which in self._gone:
+                continue
+            away = self._visits.away() if length < 0 else length
+            if length >= 0:
+                self._held[which] = at + length
+            if which not in self._gone:
+                left = True
+                self._take_out(which, max(now, at + away))
+        return left
+
+    def _take_out(self, which: int, until: int) -> None:
+        self._gone.add(which)
+        self._members -= 1
+        self._chips -= self._size(which)
+        if which >= self._slices.count:
+            self._allocated -= self._size(which)
+        heappush(self._returns, (until, which))
+
+    def _returned(self, now: int) -> list[int]:
+        """The slices that are back now, but for those that are held elsewhere."""
+        ready = []
+        while self._returns and self._returns[0][0] <= now:
+            _, which = heappop(self._returns)
+            held = self._held.get(which, 0)
+            if held > now:
+                heappush(self._returns, (held, which))
+            else:
+                self._held.pop(which, None)
+                ready.append(which)
+        return ready
+
+    def _join(self, which: int, now: int) -> None:
+        self._gone.discard(which)
+        self._members += 1
+        self._chips += self._size(which)
+        if which >= self._slices.count:
+            self._allocated += self._size(which)
+            heappush(self._visits.heap, (now + self._visits.stay(), which, -1))
+
+    def _size(self, which: int) -> int:
+        own = self._slices.count
+        return self._slices.size(which) if which < own else self._extra[which - own]
+
+    # ---- failures
+
+    def _skip(self) -> None:
+        self._next += 1
+        if self._next == len(self._times):
+            self._more()
+
+    def _more(self) -> None:
+        self._times, self._which, self._lengths = next(self._failures)
+        self._next = 0

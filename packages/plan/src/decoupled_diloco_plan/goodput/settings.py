@@ -1,0 +1,280 @@
+"""What a simulated cluster is: its chips, how they fail, and how learners answer to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.units import format_count
+from decoupled_diloco_plan.checks import above, at_least
+
+System = Literal["data-parallel", "elastic", "barrier", "decoupled"]
+SYSTEMS: dict[System, str] = {
+    "data-parallel": "one learner, restarts at each failure",
+    "elastic": "one learner, goes on without the slices that failed",
+    "barrier": "DiLoCo: every H steps all learners wait for the last one",
+    "decoupled": "Decoupled DiLoCo: nobody waits",
+}
+ALONE = ("data-parallel", "elastic")
+"""Systems that are one learner."""
+
+SECOND = 1_000_000
+"""Instants and lengths of time are whole microseconds, so that accounts are exact."""
+
+YEAR_SECONDS = 365.25 * 86400
+CHIPS_MAX = 10**8
+BLOCKS_MAX = 10**6
+STEP_SECONDS_MIN = 1e-3
+FAILURE_SECONDS_MIN = 1e-3
+"""Shorter times between two failures of a cluster are not simulated: it could do nothing else."""
+
+
+STOPS = ("downscale_seconds", "upscale_seconds", "upscale_window_seconds", "restart_seconds")
+REPAIRS = ("repair_seconds", "repair_power", "repair_tail")
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """The times that nobody has published, the same for every cluster.
+
+    The first five are what `ddiloco goodput --calibrate` finds, to three digits. The others are
+    chosen beforehand, as operators tell of such machines, and are not fitted.
+    """
+
+    step_seconds: float = 4.76
+    """Length of a step. An interruption takes effect between steps."""
+
+    downscale_seconds: float = 15.9
+    """A learner stands so long when slices leave it."""
+
+    upscale_seconds: float = 13.7
+    """A learner stands so long when slices join it."""
+
+    upscale_window_seconds: float = 72.3
+    """From a slice's return to the upscale that takes it in; who returns meanwhile shares it."""
+
+    restart_seconds: float = 82.1
+    """Data-parallel training that is not elastic stands so long, and is then whole again."""
+
+    slice_chips: int = 256
+    """Chips that leave together when one of them fails: a pod of one interconnect."""
+
+    repair_seconds: float = 600.0
+    """Mean time until a slice is back: most often it is replaced by a healthy one."""
+
+    repair_power: float = 2.0
+    """First shape of the exponentiated Weibull distribution: above 1, no repair takes no time."""
+
+    repair_tail: float = 0.6
+    """Its second shape, Weibull's own: below 1, the tail is heavy."""
+
+    def __post_init__(self) -> None:
+        at_least(STEP_SECONDS_MIN, step_seconds=self.step_seconds)
+        at_least(1, slice_chips=self.slice_chips)
+        at_least(0, **{name: getattr(self, name) for name in STOPS})
+        above(0, **{name: getattr(self, name) for name in REPAIRS})
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """Chips that are slow for a while; a learner steps at the pace of its slowest chip."""
+
+    interval_seconds: float
+    """Mean time between two such spells of one chip."""
+
+    seconds: float = 600.0
+    """Length of a spell."""
+
+    slowdown: float = 0.2
+    """A step takes (1 + slowdown) times as long."""
+
+    def __post_init__(self) -> None:
+        above(0, interval_seconds=self.interval_seconds, seconds=self.seconds)
+        at_least(0, slowdown=self.slowdown)
+
+
+@dataclass(frozen=True, slots=True)
+class Scavenged:
+    """Chips that are there for a while: in blocks, each of which comes and goes by itself.
+
+    A learner of a system with several is one block; with one learner, each block is a slice of it.
+    A block goes when it is preempted, and when one of its chips fails.
+    """
+
+    chips: int
+    """Chips of all blocks together."""
+
+    blocks: int
+    """How many blocks they are."""
+
+    stay_seconds: float = 600.0
+    """Mean time until a block is preempted."""
+
+    away_seconds: float = 0.0
+    """Mean time that it stays away; 0: another one takes its place at once."""
+
+    join_seconds: float = 1.0
+    """A learner that has come fetches the weights before its first step."""
+
+    def __post_init__(self) -> None:
+        at_least(1, scavenged_chips=self.chips, scavenged_blocks=self.blocks)
+        if self.blocks > self.chips:
+            raise ConfigError(
+                f"scavenged blocks={self.blocks} exceed scavenged chips={self.chips}: lower blocks"
+            )
+        if self.blocks > BLOCKS_MAX:
+            raise ConfigError(
+                f"scavenged blocks={self.blocks} exceed {BLOCKS_MAX}: raise the chips of a block"
+            )
+        above(0, stay_seconds=self.stay_seconds)
+        at_least(0, away_seconds=self.away_seconds, join_seconds=self.join_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A share of every learner's slices is taken at an instant, and given back later."""
+
+    at_seconds: float
+    seconds: float
+    share: float
+
+    def __post_init__(self) -> None:
+        at_least(0, at_seconds=self.at_seconds)
+        above(0, seconds=self.seconds)
+        if not 0 < self.share <= 1:
+            raise ConfigError(
+                f"share={self.share:g} of a preemption is out of range: above 0, at most 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """One cell of a table: which system on which chips.
+
+    Raises:
+        ConfigError: It cannot be; the message names value, limit and way out.
+    """
+
+    system: System
+    chips: int
+    learners: int = 1
+    mtbi_seconds: float = YEAR_SECONDS
+    """Mean time between interruptions of one chip."""
+
+    constants: Constants = field(default_factory=Constants)
+    quorum: int = 1
+    """K: with fewer learners stepping, the syncer's clock stands, and steps are not useful."""
+
+    period: int = 24
+    """H: a barrier waits for everybody after so many steps."""
+
+    minimum_share: float = 0.0
+    """A learner with less than this share of its slices waits for more."""
+
+    checkpoint_seconds: float = 0.0
+    """Data-parallel: useful time between two checkpoints; 0: in the memory of others, each step."""
+
+    sudden: bool = False
+    """Whether an interruption takes effect at once, so that the step under way is lost."""
+
+    slowdowns: tuple[float, ...] = ()
+    """For each learner how many times as long its step takes; none: 1 for all."""
+
+    jitter: float = 0.0
+    """Standard deviation of a learner's step, as a share of its length."""
+
+    slack_steps: int = 0
+    """Steps that a learner goes on before a round that it waits for is over: what transfers leave
+    of the overlap τ. Only a quorum above 1 makes anybody wait."""
+
+    grace: bool = True
+    """Whether a round stays open for slow learners as long as the slack allows."""
+
+    stragglers: Stragglers | None = None
+    scavenged: Scavenged | None = None
+    preemptions: tuple[Preemption, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.system not in SYSTEMS:
+            raise ConfigError(f"system={self.system!r} is none of {', '.join(SYSTEMS)}")
+        at_least(1, chips=self.chips, learners=self.learners, period=self.period)
+        chips = self.chips + (self.scavenged.chips if self.scavenged else 0)
+        if chips > CHIPS_MAX:
+            raise ConfigError(
+                f"chips={chips} exceeds {CHIPS_MAX}, beyond which accounts are not exact: lower "
+                "chips" + (" or the scavenged share" if self.scavenged else "")
+            )
+        above(0, mtbi_seconds=self.mtbi_seconds)
+        if self.mtbi_seconds / self.chips < FAILURE_SECONDS_MIN:
+            raise ConfigError(
+                f"mtbi_seconds={self.mtbi_seconds:g} is {self.mtbi_seconds / self.chips:.1g} s "
+                f"between failures of {format_count(self.chips)} chips, less than "
+                f"{FAILURE_SECONDS_MIN:g}: raise mtbi, or lower chips"
+            )
+        self._check_learners()
+        if self.scavenged is not None and self.system == "barrier":
+            raise ConfigError(
+                "scavenged chips cannot join system='barrier', where all learners must be there: "
+                "use elastic or decoupled"
+            )
+        at_least(0, checkpoint_seconds=self.checkpoint_seconds, jitter=self.jitter)
+        at_least(0, slack_steps=self.slack_steps)
+        if not 0 <= self.minimum_share <= 1:
+            raise ConfigError(f"minimum_share={self.minimum_share:g} is out of range: 0 to 1")
+
+    def _check_learners(self) -> None:
+        if self.alone and self.learners != 1:
+            raise ConfigError(
+                f"learners={self.learners}: {self.system} is one learner; use barrier or decoupled"
+            )
+        if self.learners > self.slices:
+            raise ConfigError(
+                f"learners={self.learners} exceed the {self.slices} slices of "
+                f"{format_count(self.chips)} chips: lower learners or slice_chips="
+                f"{self.constants.slice_chips}"
+            )
+        if not 1 <= self.quorum <= self.learners:
+            raise ConfigError(
+                f"quorum={self.quorum} is out of range: 1 to learners={self.learners}; lower "
+                "quorum or cut into more learners"
+            )
+        if self.slowdowns and len(self.slowdowns) != self.learners:
+            raise ConfigError(
+                f"speeds are given for {len(self.slowdowns)} learners, learners={self.learners}: "
+                "give one for each"
+            )
+        if any(not slowdown >= 1 for slowdown in self.slowdowns):
+            raise ConfigError("a slowdown is at least 1: how many times as long a step takes")
+
+    @property
+    def name(self) -> str:
+        """The system, and how many learners it is cut into."""
+        return self.system if self.alone else f"{self.system} M={self.learners}"
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one learner by nature."""
+        return self.system in ALONE
+
+    @property
+    def slices(self) -> int:
+        """Slices of all learners together."""
+        return max(1, round(self.chips / self.constants.slice_chips))
+
+    def chips_of(self, learner: int) -> int:
+        """Chips of one learner: as even as can be."""
+        return self.chips // self.learners + (learner < self.chips % self.learners)
+
+    @property
+    def block_stay_seconds(self) -> float:
+        """Mean time that a scavenged block stays: until it is preempted, or a chip of it fails."""
+        terms = self.scavenged
+        assert terms is not None
+        failures = terms.chips / terms.blocks / self.mtbi_seconds
+        return 1 / (1 / terms.stay_seconds + failures)
+
+
+def microseconds(seconds: float) -> int:
+    """Seconds as whole microseconds."""
+    return round(seconds * SECOND)

@@ -1,0 +1,301 @@
+"""What the lives of several learners are together, in each system.
+
+| system | learners | a failure stops | who waits |
+|---|---|---|---|
+| data-parallel | 1, not elastic | everything, for a restart | nobody |
+| elastic | 1 | everything, for a downscale | nobody |
+| barrier | M, elastic | its learner | all for the last one, every H steps |
+| decoupled | M, elastic | its learner | nobody, as long as K learners step |
+
+What the protocol core decides is asked of it: when a clock stands, when a barrier's window closes,
+and, for unequal speeds, every tick (`pace`). That it stands is asked once for each number of
+learners: a month is millions of ticks, and the answer depends on nothing else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+
+from decoupled_diloco.protocol.clock import stands
+from decoupled_diloco_plan.goodput.accounts import (
+    Account,
+    Feed,
+    enter,
+    overlap,
+    runs_of,
+    stepping,
+)
+from decoupled_diloco_plan.goodput.barrier import Barrier
+from decoupled_diloco_plan.goodput.chance import Integers, Repair, Slices, failures
+from decoupled_diloco_plan.goodput.life import RUN, UPSCALE, Habits, Life, Visits
+from decoupled_diloco_plan.goodput.pace import pace_of
+from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
+
+WARM_UP_REPAIRS = 6
+"""The account begins after so many mean repairs: at first all slices are there."""
+
+WINDOW_FAILURES = 50_000
+"""Failures in one window: memory is that of a window, however many chips there are."""
+
+EXACT_MAX = 4 * 10**18
+"""Chip-microseconds of a window stay below it, so that its sums are exact in 64 bits."""
+
+
+class Guest:
+    """A scavenged block that is a learner of its own: it comes, fetches the weights, and goes."""
+
+    def __init__(self, cluster: Cluster, chips: int, rng: np.random.Generator) -> None:
+        assert cluster.scavenged is not None
+        self.spans = array("q")
+        self._chips, self._terms, self._rng = chips, cluster.scavenged, rng
+        self._stay_seconds = cluster.block_stay_seconds
+        self._clock = 0
+
+    def advance(self, until: int) -> None:
+        """Comes and goes up to this instant."""
+        while self._clock < until:
+            stay = _exponential(self._stay_seconds, self._rng)
+            join = min(stay, microseconds(self._terms.join_seconds))
+            ready, end = self._clock + join, self._clock + stay
+            if join:
+                self.spans.extend((self._clock, ready, UPSCALE, self._chips, self._chips))
+            if ready < end:
+                self.spans.extend((ready, end, RUN, self._chips, self._chips))
+            self._clock = end + _exponential(self._terms.away_seconds, self._rng)
+
+
+def simulate(
+    cluster: Cluster,
+    seconds: float,
+    seed: int,
+    watch: Callable[[list[Integers], list[Integers]], None] | None = None,
+) -> Account:
+    """One run.
+
+    Args:
+        cluster: what is simulated.
+        seconds: how long, after a warm-up that is not counted.
+        seed: the same seed gives the same run.
+        watch: is given, window by window, for each learner its spans, and the intervals in which
+            it waited for others as far as they are known, shape (n, 2); at the end what is left of
+            the latter. What learners of unequal speed wait is a share, without instants.
+
+    Returns:
+        Its account, which is complete: `Account.check` holds.
+    """
+    warm_up = microseconds(WARM_UP_REPAIRS * cluster.constants.repair_seconds)
+    begin = 0 if cluster.preemptions else warm_up
+    end = begin + microseconds(seconds)
+    feeds = [Feed(life) for life in _lives(cluster, seed)]
+    for feed in feeds:
+        if begin:
+            feed.take(begin)
+    account = Account(wall=end - begin)
+    books = _Books(cluster, seed, account, begin, len(feeds))
+    window = _window(cluster)
+    for start in range(begin, end, window):
+        until = min(end, start + window)
+        spans = [feed.take(until) for feed in feeds]
+        waits = books.enter(spans, start, until)
+        if watch is not None:
+            watch(spans, waits)
+    waits = books.close(end)
+    if watch is not None:
+        watch([each[:0] for each in spans], waits)
+    account.check()
+    return account
+
+
+def _window(cluster: Cluster) -> int:
+    """Microseconds of one window."""
+    scavenged = cluster.scavenged
+    chips = cluster.chips + (scavenged.chips if scavenged else 0)
+    rate = cluster.chips / cluster.mtbi_seconds
+    if scavenged:
+        rate += scavenged.blocks / cluster.block_stay_seconds
+    if cluster.stragglers:
+        rate += cluster.chips / cluster.stragglers.interval_seconds
+    return max(1, min(EXACT_MAX // chips, microseconds(min(1e12, WINDOW_FAILURES / rate))))
+
+
+class _Books:
+    """Keeps the account of a run, window by window."""
+
+    def __init__(
+        self, cluster: Cluster, seed: int, account: Account, begin: int, lives: int
+    ) -> None:
+        self._cluster, self._account = cluster, account
+        self._rngs = [np.random.default_rng((seed, m, 3)) for m in range(lives)]
+        self._slow_until = [0] * lives
+        self._slowdowns = [*(cluster.slowdowns or (1.0,) * cluster.learners)]
+        self._slowdowns += [1.0] * (lives - cluster.learners)
+        self._useful = [Fraction(1)] * lives
+        unequal = cluster.quorum > 1 and (cluster.slowdowns or cluster.jitter)
+        if cluster.system == "decoupled" and unequal:
+            pace = pace_of(cluster, seed)
+            self._useful[: cluster.learners] = [_fraction(share) for share in pace.useful]
+        self._barrier: Barrier | None = None
+        if cluster.system == "barrier":
+            self._barrier = Barrier(cluster, begin, np.random.default_rng((seed, 5)))
+
+    def enter(self, spans: list[Integers], start: int, until: int) -> list[Integers]:
+        """Books one window; for each learner the intervals in which it waited, if known."""
+        runs = [runs_of(each) for each in spans]
+        for each in spans:
+            enter(self._account, each)
+        slow = [self._slow(m, start, until) for m in range(len(runs))]
+        if self._barrier is not None:
+            return self._barrier.take(runs, slow)
+        halted = self._halted(runs, start, until)
+        self._account.up += until - start - int(np.diff(halted, axis=1).sum())
+        for m, each in enumerate(runs):
+            self._learner(m, each, halted, slow[m])
+        return [halted] * len(runs)
+
+    def close(self, end: int) -> list[Integers]:
+        """Books what is left when the run ends; for each learner where it waited besides."""
+        if self._barrier is not None:
+            return self._barrier.close(self._account, end)
+        return [np.empty((0, 2), np.int64)] * len(self._slowdowns)
+
+    def _halted(self, runs: list[Integers], start: int, until: int) -> Integers:
+        """The intervals in which the syncer's clock stands, as the protocol core says."""
+        at, count = stepping(runs)
+        table = [stands(live, self._cluster.quorum) for live in range(len(runs) + 1)]
+        edges = np.concatenate([[start], at, [until]])
+        still = np.array(table)[np.concatenate([[0], count])]
+        return np.asarray(np.stack([edges[:-1], edges[1:]], axis=1)[still])
+
+    def _learner(
+        self,
+        m: int,
+        runs: Integers,
+        halted: Integers,
+        slow: tuple[Integers, Integers],
+    ) -> None:
+        """Takes from one learner's runs what was not useful after all."""
+        account, chips = self._account, runs[:, 3]
+        run = int(np.dot(runs[:, 1] - runs[:, 0], chips))
+        waited = int(np.dot(overlap(runs, *halted.T), chips))
+        waited += _part(run - waited, 1 - self._useful[m])
+        account.move("waiting", waited)
+        dragged = 0
+        if len(slow[0]) and run:
+            inside = int(np.dot(overlap(runs, *slow), chips))
+            dragged = _part(inside * (run - waited) // run, self._drag())
+            account.move("stragglers", dragged)
+        account.tokens += _part(run - waited - dragged, 1 / _fraction(self._slowdowns[m]))
+
+    def _drag(self) -> Fraction:
+        assert self._cluster.stragglers is not None
+        slowdown = _fraction(self._cluster.stragglers.slowdown)
+        return slowdown / (1 + slowdown)
+
+    def _slow(self, m: int, start: int, until: int) -> tuple[Integers, Integers]:
+        """The intervals in which one learner has a straggler, in order and apart."""
+        terms = self._cluster.stragglers
+        if terms is None or m >= self._cluster.learners:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        rng, chips = self._rngs[m], self._cluster.chips_of(m)
+        count = rng.poisson(chips * (until - start) / microseconds(terms.interval_seconds))
+        begins = np.sort(rng.integers(start, until, count))
+        if self._slow_until[m] > start:
+            begins = np.concatenate([[start], begins])
+        ends = begins + microseconds(terms.seconds)
+        if self._slow_until[m] > start:
+            ends[0] = max(self._slow_until[m], start)
+        ends = np.maximum.accumulate(ends)
+        if len(ends):
+            self._slow_until[m] = int(ends[-1])
+        apart = np.concatenate([[True], begins[1:] > ends[:-1]]) if len(begins) else begins > 0
+        last = np.concatenate([apart[1:], [True]]) if len(begins) else apart
+        return begins[apart], np.minimum(ends[last], until)
+
+
+def _lives(cluster: Cluster, seed: int) -> list[Life | Guest]:
+    """Every learner, and after them the scavenged ones."""
+    blocks = _blocks(cluster)
+    if not blocks or cluster.alone:
+        return [_life(cluster, m, seed, blocks) for m in range(cluster.learners)]
+    own = [_life(cluster, m, seed, ()) for m in range(cluster.learners)]
+    rngs = (np.random.default_rng((seed, m, 2)) for m in range(len(blocks)))
+    return [*own, *(Guest(cluster, chips, rng) for chips, rng in zip(blocks, rngs, strict=True))]
+
+
+def _blocks(cluster: Cluster) -> tuple[int, ...]:
+    """Chips of every scavenged block."""
+    terms = cluster.scavenged
+    return () if terms is None else tuple(Slices(terms.chips, terms.blocks).sizes())
+
+
+def _life(cluster: Cluster, m: int, seed: int, blocks: tuple[int, ...]) -> Life:
+    constants, chips = cluster.constants, cluster.chips_of(m)
+    slices = Slices(chips, max(1, round(chips / constants.slice_chips)))
+    repair = Repair(constants.repair_seconds, constants.repair_power, constants.repair_tail)
+    rng = np.random.default_rng((seed, m, 0))
+    return Life(
+        slices,
+        habits_of(cluster, slices.count),
+        failures(slices, cluster.mtbi_seconds, repair, rng),
+        _visits(cluster, slices.count, np.random.default_rng((seed, m, 1))),
+        blocks,
+    )
+
+
+def habits_of(cluster: Cluster, slices: int) -> Habits:
+    """How a learner of so many slices answers."""
+    constants = cluster.constants
+    elastic = Habits(
+        step=microseconds(constants.step_seconds),
+        downscale=microseconds(constants.downscale_seconds),
+        upscale=microseconds(constants.upscale_seconds),
+        window=microseconds(constants.upscale_window_seconds),
+        minimum=max(1, -int(-cluster.minimum_share * slices // 1)),
+        sudden=cluster.sudden,
+    )
+    if cluster.system != "data-parallel":
+        return elastic
+    restart = microseconds(constants.restart_seconds)
+    return replace(
+        elastic,
+        downscale=restart,
+        upscale=restart,
+        spare=True,
+        checkpoint=microseconds(cluster.checkpoint_seconds),
+    )
+
+
+def _visits(cluster: Cluster, slices: int, rng: np.random.Generator) -> Visits:
+    """What leaves and comes by itself: preempted slices, scavenged blocks."""
+    taken = [
+        (microseconds(each.at_seconds), which, microseconds(each.seconds))
+        for each in cluster.preemptions
+        for which in range(-int(-each.share * slices // 1))
+    ]
+    terms = cluster.scavenged
+    if terms is None or not cluster.alone:
+        return Visits(heap=taken)
+    stay_seconds = cluster.block_stay_seconds
+    return Visits(
+        stay=lambda: _exponential(stay_seconds, rng),
+        away=lambda: _exponential(terms.away_seconds, rng),
+        heap=taken,
+    )
+
+
+def _exponential(mean_seconds: float, rng: np.random.Generator) -> int:
+    return microseconds(rng.exponential(mean_seconds)) if mean_seconds else 0
+
+
+def _fraction(value: float) -> Fraction:
+    return Fraction(value).limit_denominator(10**6)
+
+
+def _part(amount: int, share: Fraction) -> int:
+    """So much of an amount, rounded down."""
+    return amount * share.numerator // share.denominator

@@ -1,0 +1,96 @@
+"""Commands that are made from models: what is written, what is told, what is known."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from decoupled_diloco_plan.bandwidth import options as bandwidth
+from decoupled_diloco_plan.bandwidth.options import PlanOptions
+from decoupled_diloco_plan.goodput.options import GoodputOptions
+from decoupled_diloco_plan.goodput.settings import SYSTEMS
+from decoupled_diloco_plan.options import Options, command, named, option_of
+
+
+class Small(Options):
+    """A model with each kind of field."""
+
+    name: Annotated[str | None, typer.Argument()] = None
+    """What it is
+    called."""
+
+    size: Annotated[float, typer.Option("--big", parser=lambda text: 2 * float(text))] = 1.5
+    """Twice of it."""
+
+    loud: Annotated[bool, typer.Option("--loud/--quiet")] = False
+    """How."""
+
+    hidden: int = 3
+
+
+def told(*arguments: str) -> Small:
+    """The options that a command of these arguments gets."""
+    found: list[Small] = []
+
+    @command(Small)
+    def small(options: Small) -> None:
+        """A command."""
+        found.append(options)
+
+    app = typer.Typer()
+    app.command()(small)
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return found[0]
+
+
+def test_what_is_written_is_given_and_parsed_and_the_rest_is_default() -> None:
+    assert told().given == {}
+    assert told() == Small(name=None, size=1.5, loud=False, hidden=3)
+    assert told("x", "--big", "4", "--loud").given == {"name": "x", "size": 8.0, "loud": True}
+    assert told("--big", "1.5").given == {"size": 3.0}
+
+
+def test_an_option_is_named_as_it_is_written() -> None:
+    assert option_of(Small, "name") == "NAME"
+    assert option_of(Small, "size") == "--big"
+    assert option_of(Small, "loud") == "--loud"
+    assert option_of(PlanOptions, "hub_link") == "--hub-link"
+    assert list(named(Small)) == ["name", "size", "loud"]
+
+
+@pytest.mark.parametrize("model", [PlanOptions, GoodputOptions])
+def test_every_option_says_what_it_is_for(model: type[Options]) -> None:
+    assert all(len(field.description or "") > 5 for field in named(model).values())
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "known"),
+    [
+        (PlanOptions, "partition", bandwidth.PARTITIONS),
+        (PlanOptions, "system", bandwidth.SYSTEMS),
+        (PlanOptions, "method", bandwidth.METHODS),
+        (PlanOptions, "table", bandwidth.SOURCES),
+        (GoodputOptions, "system", tuple(SYSTEMS)),
+    ],
+)
+def test_the_help_names_all_that_is_known(
+    model: type[Options], name: str, known: tuple[str, ...]
+) -> None:
+    text = model.model_fields[name].description or ""
+    assert all(each in text for each in known)
+
+
+@pytest.mark.parametrize("module", ["commands", "bandwidth.options", "goodput.command"])
+def test_whatever_is_imported_first_the_commands_are_found(module: str) -> None:
+    code = (
+        f"import decoupled_diloco_plan.{module}; from decoupled_diloco.cli.main import app; "
+        "print([c.callback.__module__ for c in app.registered_commands if c.name == 'plan'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "['decoupled_diloco_plan.options']\n", done.stderr
