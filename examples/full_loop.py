@@ -43,15 +43,18 @@ class Data:
         self.text, self.seed, self.position = text, seed, 0
 
     def next(self) -> Tensor:
+        """The next batch, int64 [BATCH, CONTEXT + 1]."""
         rng = torch.Generator().manual_seed(self.seed * 10**9 + self.position)
         self.position += 1
         starts = torch.randint(len(self.text) - CONTEXT, (BATCH,), generator=rng)
         return self.text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
 
     def state_dict(self) -> dict[str, int]:
+        """What the learner's checkpoint keeps."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from what `state_dict` gave."""
         self.position = state["position"]
 
 

@@ -22,7 +22,9 @@ def draw() -> str:
     drawing = Drawing(860, 320, "Every learner exchanges fragments with every shard")
     up, down = "up: what training changed, one fragment at a time", "down: the merged fragments"
     drawing.text(430, 28, up, colour=GREY, size=13, anchor="middle")
-    drawing.text(430, 306, f"{down}; no learner waits for them", colour=GREY, size=13, anchor="middle")
+    drawing.text(
+        430, 306, f"{down}; no learner waits for them", colour=GREY, size=13, anchor="middle"
+    )
     for learner in range(len(LEARNERS)):
         for shard in range(len(SHARDS)):
             _link(drawing, learner, shard)
