@@ -136,7 +136,8 @@ def train(syncer: str, token_file: Path, name: str, checkpoints: Path) -> None:
         print(f"{name}: the run's final weights, held out {evaluate(model, held_out):.3f}")
 
 
-try:
-    train(**vars(parser.parse_args()))
-except (dd.Error, OSError) as error:
-    sys.exit(f"error: {error}")
+if __name__ == "__main__":
+    try:
+        train(**vars(parser.parse_args()))
+    except (dd.Error, OSError) as error:
+        sys.exit(f"error: {error}")
