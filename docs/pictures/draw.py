@@ -13,10 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import apply
 import clock
+import overview
 import planes
 import round
 
 PICTURES: dict[str, Callable[[], str]] = {
+    "../overview.svg": overview.draw,
     "apply.svg": apply.draw,
     "clock.svg": clock.draw,
     "planes.svg": planes.draw,

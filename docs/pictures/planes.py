@@ -32,7 +32,7 @@ def _learner(drawing: Drawing) -> None:
     drawing.box(40, 182, 244, 78, fill="#ffffff")
     drawing.text(54, 206, "background thread")
     drawing.text(54, 226, "encodes, sends, fetches, decodes;", colour=GREY, size=13)
-    drawing.text(54, 244, "dials out, listens to nobody", colour=GREY, size=13)
+    drawing.text(54, 244, "only dials out, opens no port", colour=GREY, size=13)
 
 
 def _shard(drawing: Drawing, top: float, title: str, text: str) -> None:

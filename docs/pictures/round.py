@@ -1,4 +1,4 @@
-"""One round of one fragment, in time: who is asked, who makes it, what nobody waits for."""
+"""One round of one fragment, in time: which learners take part, and that none of them waits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _shard(drawing: Drawing) -> None:
     drawing.text(TICK - 8, SHARD - 8, "tick: the round opens", anchor="end", size=13)
     drawing.box(434, SHARD - 14, MERGED - 434, 28, stroke=GREEN, fill=PALE_GREEN)
     drawing.text(460, SHARD + 5, "merge", colour=GREEN, anchor="middle", size=13)
-    drawing.text(MERGED + 8, SHARD + 22, "published to everybody", colour=GREEN, size=13)
+    drawing.text(MERGED + 8, SHARD + 22, "published to all learners", colour=GREEN, size=13)
 
 
 def _up(drawing: Drawing, name: str, asked: float, arrives: float) -> None:
@@ -79,7 +79,7 @@ def _down(drawing: Drawing) -> None:
         y = LANES[name]
         drawing.line([(MERGED, SHARD - 16), (arrives, y + 14)], colour=GREEN, arrow=True)
         drawing.dot(applied, y, GREEN, 6)
-    drawing.text(620, 114, "● taken at the next boundary", colour=GREEN, size=13)
-    drawing.text(400, 272, "fragments", colour=BLUE, anchor="end", size=13)
+    drawing.text(620, 114, "● applied at the next boundary", colour=GREEN, size=13)
+    drawing.text(358, 272, "fragments", colour=BLUE, anchor="end", size=13)
     drawing.text(620, 254, "learner 2 was not asked: its step", colour=GREY, size=13)
     drawing.text(620, 271, "ended after the window had closed", colour=GREY, size=13)

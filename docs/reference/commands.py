@@ -14,9 +14,9 @@ from decoupled_diloco.cli.main import app
 HEAD = """\
 # Commands
 
-One name, `ddiloco`; `python -m decoupled_diloco` is the same. `ddiloco COMMAND --help` tells what
-stands here. `RUN` is a TOML file or the name of a shipped recipe; a file goes first. `ddiloco
---install-completion` makes the shell complete commands, options and recipes.
+The command is `ddiloco`; `python -m decoupled_diloco` is the same. `ddiloco COMMAND --help` prints
+what this page says. `RUN` is a TOML file or the name of a shipped recipe; a file of that name takes
+precedence. `ddiloco --install-completion` makes the shell complete commands, options and recipes.
 
 {epilog}
 """

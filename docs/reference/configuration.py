@@ -21,9 +21,9 @@ HEAD = """\
 # Configuration
 
 A run is one TOML file. Every setting is optional except a budget: `run.budget_steps`,
-`run.budget_tokens`, or both. A key that does not exist, a value out of range, and a setting that
-would be ignored beside the others are errors. On the command line `--set table.key=value` goes
-before the file; the resolved file, with all defaults, is `run.toml` in the run's folder.
+`run.budget_tokens`, or both. Errors are: a key that does not exist, a value out of range, and a
+setting that the others would make pointless. On the command line `--set table.key=value` overrides
+the file. The resolved file, with all defaults, is `run.toml` in the run's folder.
 
 P, H, τ, K, γ and the other symbols are those of the [notation](../notation.md). *Paper* is
 *Decoupled DiLoCo*, arXiv 2604.21428.
@@ -32,9 +32,9 @@ P, H, τ, K, γ and the other symbols are those of the [notation](../notation.md
 WORKLOADS = """\
 ## `[workload.options]` { #workload-options }
 
-What the built-in workloads are built with. Besides what the file says, they are told the run's
-`seed` and, if the budget is in steps, `total_steps`. A workload of
-[one's own](../how-to/workload.md) gets whatever stands here.
+The options of the built-in workloads. Besides these, a workload gets the run's `seed` and, if the
+budget is in steps, `total_steps`. A workload of [your own](../how-to/workload.md) gets whatever
+this table holds.
 """
 
 

@@ -14,15 +14,15 @@ TABLES = ("learners", "links", "events", "random")
 HEAD = """\
 # Scenario
 
-What `ddiloco simulate` and `ddiloco chaos` are given: which run, and what happens to it. Seconds
-are virtual, or real ones since the first step. [Simulate a scenario](../how-to/simulate.md) and
-[prove it under faults](../how-to/chaos.md) show how.
+A scenario says which run it is, and what happens to it. `ddiloco simulate` and `ddiloco chaos` take
+one. Seconds are virtual seconds, or real seconds since the first step. See
+[simulate a scenario](../how-to/simulate.md) and [prove it under faults](../how-to/chaos.md).
 """
 
 RUN = """\
 ## The run's tables
 
-In the place of `run = "…"` the scenario can hold the run itself: {tables}, as in the
+Instead of `run = "…"` the scenario can hold the run itself: {tables}, as in the
 [configuration](configuration.md).
 """
 

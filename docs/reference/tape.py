@@ -42,16 +42,16 @@ A line is one JSON object:
 {fields}
 
 `kind` is one of four. `start`: the process began, once in each of its lives; its `data` has both
-clocks (`wall`, `monotonic`) and what the process is. `event`: a state machine was told a fact.
-`effect`: it gave an order; `cause` is the `seq` of the event. `sample`: a measurement that no
-machine ever sees. A tape's events, fed to fresh machines, give the same effects again.
+clocks (`wall`, `monotonic`) and describes the process. `event`: a state machine was told a fact.
+`effect`: the machine gave an order; `cause` is the `seq` of the event. `sample`: a measurement that
+no machine sees. Fresh machines give the same effects for the same events.
 
 Below, *integer* is 0 to 2^53, and *null* stands for no value. A field that came into the schema
 later is missing in older tapes.
 """
 
 SECTIONS = (
-    ("Samples", "Measured, or said by the launcher.", (Sample,)),
+    ("Samples", "Measurements, and what the launcher says.", (Sample,)),
     ("Events of a shard", "", (events.SyncerEvent,)),
     ("Events of a learner", "", (events.LearnerEvent,)),
     ("Events of the coordinator", "", (events.CoordinatorEvent,)),
@@ -60,8 +60,8 @@ SECTIONS = (
     ("Effects of the coordinator", "", (effects.CoordinatorEffect,)),
     (
         "Messages",
-        "What processes say to each other. They stand in the field `message` of the events and "
-        "effects above, as an object with its `type`.",
+        "What processes send to each other. The field `message` of the events and effects above "
+        "holds them, as an object with its `type`.",
         (
             messages.ToLearner,
             messages.FromLearner,

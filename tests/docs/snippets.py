@@ -42,7 +42,7 @@ from decoupled_diloco.config import RunConfig
 from process.runs import free_ports
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 SECONDS_MAX = 180.0
 
 _BLOCK = re.compile(

@@ -10,7 +10,8 @@ import pytest
 from docs.snippets import ROOT
 from simulation.breaks import CORE
 
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "ARCHITECTURE.md", ROOT / "README.md"]
+TOP = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in TOP)]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
@@ -23,7 +24,7 @@ def test_every_test_that_a_page_names_is_there(page: Path) -> None:
 
 
 def test_every_break_that_a_page_names_is_there() -> None:
-    text = (ROOT / "docs" / "resilience.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "tests.md").read_text(encoding="utf-8")
     table = text.split("## Faults that were found from outside")[1]
     named = re.findall(r'"([^"]+)"', table)
     assert len(named) >= 5

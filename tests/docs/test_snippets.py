@@ -1,4 +1,4 @@
-"""Every command and snippet of the documentation and of the README works."""
+"""Every command and snippet of the documentation, of the README and of CONTRIBUTING.md works."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, kept: Path) -> 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
     told = {b.where: b.directives["not run"] for b in BLOCKS if "not run" in b.directives}
     assert all(len(reason) > 10 for reason in told.values())
-    assert len(told) <= 8, told
+    assert len(told) <= 10, told
 
 
 def test_only_known_languages_are_shown() -> None:

@@ -1,0 +1,89 @@
+"""The site and its pictures in a real Chromium, opened as files."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser.chromium import CHROMIUM, DRIVER, Browser, opened
+from docs.snippets import ROOT
+
+pytestmark = pytest.mark.timeout(300)
+
+PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
+MARGIN = 6.0
+"""Least distance of a text from the border of its box and of the picture."""
+
+BOXES = """(() => {
+  const box = each => { const b = each.getBBox(); return [b.x, b.y, b.x + b.width, b.y + b.height] }
+  const all = name => [...document.querySelectorAll(name)]
+  return {
+    texts: all("text").map(each => [each.textContent, ...box(each)]),
+    frames: all("rect:not([stroke=none])").map(box),
+  }
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    missing = [name for name in (CHROMIUM, DRIVER) if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"no {' and no '.join(missing)} here, so pages are not looked at in a browser")
+    with opened() as driver:
+        yield Browser(driver)
+
+
+def found(browser: Browser, words: str, seconds: float = 30.0) -> list[str]:
+    """Where the search results lead."""
+    browser.driver.execute_script(
+        "const box = document.querySelector('[data-md-component=search-query]');"
+        "box.focus(); box.value = arguments[0]; box.dispatchEvent(new Event('keyup'))",
+        words,
+    )
+    links = "[...document.querySelectorAll('.md-search-result__link')].map(each => each.href)"
+    deadline = time.monotonic() + seconds
+    while not (there := browser.run(links)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return list(there)
+
+
+@pytest.mark.parametrize("page", ["index.html", "how-to/resume.html"])
+def test_search_works_in_pages_that_are_opened_as_files(
+    browser: Browser, site: Path, page: str
+) -> None:
+    browser.open(site / page, 1200)
+    assert any("how-to/buffers.html" in link for link in found(browser, "BatchNorm"))
+    asked, _ = browser.network()
+    assert [address for address in asked if address.startswith("http")] == []
+
+
+def inside(inner: list[float], outer: list[float], margin: float) -> bool:
+    return (
+        inner[0] >= outer[0] + margin
+        and inner[1] >= outer[1]
+        and inner[2] <= outer[2] - margin
+        and inner[3] <= outer[3]
+    )
+
+
+def holds(frame: list[float], text: list[float]) -> bool:
+    """Whether a text begins in a frame."""
+    middle = (text[1] + text[3]) / 2
+    return frame[0] <= text[0] <= frame[2] and frame[1] <= middle <= frame[3]
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
+def test_no_text_touches_a_border(browser: Browser, picture: Path) -> None:
+    browser.open(picture, 900)
+    drawn: Any = browser.run(BOXES)
+    assert drawn["texts"]
+    for words, *text in drawn["texts"]:
+        around = [frame for frame in drawn["frames"] if holds(frame, text)]
+        assert around, f"{words!r} is outside of the picture"
+        for frame in around:
+            assert inside(text, frame, MARGIN), f"{words!r} touches the border of {frame}"

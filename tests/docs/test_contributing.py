@@ -1,0 +1,53 @@
+"""The files, folders, make targets and names that CONTRIBUTING.md sends a newcomer to are there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from docs.snippets import ROOT
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PATHS = sorted(
+    set(re.findall(r"`((?:src|tests|docs|recipes|benchmarks)(?:/[\w.-]+)*)`", TEXT))
+    | set(re.findall(r"\]\(([^)#:]+)\)", TEXT))
+)
+NAMES = {
+    "src/decoupled_diloco/merge/codec.py": ("class Codec", "def register_codec", "def group"),
+    "src/decoupled_diloco/workloads/base.py": ("class Workload",),
+    "src/decoupled_diloco/workloads/__init__.py": ("BUILT_IN", "def load_workload"),
+    "src/decoupled_diloco/workloads/vit.py": ("class VitOptions",),
+    "src/decoupled_diloco/config/run.py": ("uplink_codec", "downlink_codec"),
+    "src/decoupled_diloco/protocol/syncer.py": ("def handle", "def check", "def snapshot"),
+    "src/decoupled_diloco/protocol/learner.py": ("def handle", "def check", "def snapshot"),
+    "src/decoupled_diloco/protocol/coordinator.py": ("def handle", "def check", "def snapshot"),
+}
+"""What a step says is in a file."""
+
+
+def test_it_names_many() -> None:
+    assert len(PATHS) > 30
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_it_names_is_there(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_what_a_step_looks_for_is_in_the_file(path: str) -> None:
+    assert f"`{path}`" in TEXT
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert [name for name in NAMES[path] if name not in text] == []
+
+
+def test_every_folder_of_tests_is_explained() -> None:
+    folders = {f"tests/{p.name}" for p in (ROOT / "tests").iterdir() if any(p.glob("**/test_*.py"))}
+    assert {f for f in folders if f"`{f}`" not in TEXT} == set()
+
+
+def test_make_targets_are_there() -> None:
+    targets = set(re.findall(r"\bmake ([a-z-]+)", TEXT))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)} == set()

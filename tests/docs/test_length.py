@@ -1,0 +1,42 @@
+"""The pages stay short: a newcomer reads the tutorial whole, and a how-to page in a few minutes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.snippets import ROOT
+
+TUTORIAL_WORDS_MAX = 2500
+HOW_TO_WORDS_MAX = 400
+README_LINES_MAX = 40
+"""Before the line that divides the README: what it is, a picture, two commands, five lines."""
+
+
+def words_of(page: Path) -> int:
+    """Words that a reader sees, those of code and tables among them."""
+    text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return len(re.findall(r"\S*\w\S*", text))
+
+
+def test_the_tutorial_is_read_in_one_go() -> None:
+    pages = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
+    assert len(pages) >= 5
+    assert sum(map(words_of, pages)) <= TUTORIAL_WORDS_MAX
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda page: page.name
+)
+def test_a_how_to_page_is_short(page: Path) -> None:
+    assert words_of(page) <= HOW_TO_WORDS_MAX
+
+
+def test_the_readme_begins_with_one_screen() -> None:
+    begin, divider, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n---\n")
+    assert divider
+    assert len(begin.splitlines()) <= README_LINES_MAX
+    for needed in ("docs/overview.svg", "make train", "make test", "# added"):
+        assert needed in begin
