@@ -321,9 +321,11 @@ class LearnerMachine:
         if self.role != "learner" or not self._has_last_copies():
             return effects
         for index, view in enumerate(state.fragments):
-            if state.has_rest(view):
+            if state.has_rest(view) and view.fetching is None:
                 assert view.held is not None
-                discarded = state.tokens_of(view)
+                sent, view.sent, view.snapshot = view.sent, None, None
+                merged = sent.taken.tokens if sent is not None and sent.version is not None else 0
+                discarded = state.tokens_of(view) - merged
                 view.steps_before, view.tokens_before = state.step, state.tokens
                 state.discarded_tokens += discarded
                 why = NOT_TAKEN

@@ -545,6 +545,8 @@ def test_the_run_is_over_as_well_when_the_shard_is_gone(learner_bench: Any) -> N
     bench.publish(V1, V0)
     bench.hear(Finished())
     bench.told(Unlinked(0))
+    for _ in range(2):  # the difference, then the whole
+        bench.told(FetchFailed(0, V1, "its shard is out of reach"))
     bench.told(Paused())
     assert [order.mode for order in bench.orders(Apply)] == ["overwrite"], "no rest is kept"
     assert bench.orders(RunOver)

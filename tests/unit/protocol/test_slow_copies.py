@@ -26,6 +26,7 @@ from decoupled_diloco.protocol.events import (
     Paused,
     Said,
     Tick,
+    Unlinked,
 )
 from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
 from decoupled_diloco.protocol.messages import (
@@ -33,6 +34,7 @@ from decoupled_diloco.protocol.messages import (
     Decline,
     Ending,
     EndOrdered,
+    Finished,
     Holding,
     Leave,
     Leaving,
@@ -558,6 +560,44 @@ def test_rule_5_shards_do_not_share_their_slots(learner_bench: Any) -> None:
         bench.publish(V1, V0, fragment)
         fetched += [order.fragment for order in bench.orders(Fetch)]
     assert fetched == [0, 1]
+
+
+def test_rule_12_a_copy_that_comes_after_the_link_is_gone_is_taken(learner_bench: Any) -> None:
+    """What it has sent is in that copy: nothing is discarded, and nothing is counted twice."""
+    bench = learner_bench(fragments=1, period=4, overlap=1)
+    for _ in range(4):
+        bench.step()
+    bench.hear(Ending())
+    bench.hear(Pull(0, Asking(1, 1), V0, 4, "bf16", "overwrite", "/up", True, ()))
+    bench.told(Paused())
+    assert bench.orders(SendBody)
+    bench.hear(Outcome(0, Asking(1, 1), "accepted", "because", V1))
+    bench.publish(V1, V0)
+    bench.hear(Finished())
+    bench.told(Unlinked(0))
+    bench.told(Paused())
+    assert not bench.orders(Apply), "the copy may still come"
+    bench.fetched(V1)
+    bench.told(Paused())
+    (applied,) = bench.orders(Apply)
+    assert (applied.version, applied.discarded_tokens) == (V1, 0)
+
+
+def test_rule_12_what_was_merged_is_not_discarded_though_its_copy_never_comes(
+    learner_bench: Any,
+) -> None:
+    bench = learner_bench(fragments=1, period=4, overlap=1)
+    for _ in range(4):
+        bench.step()
+    bench.hear(Ending())
+    bench.hear(Pull(0, Asking(1, 1), V0, 4, "bf16", "overwrite", "/up", True, ()))
+    bench.told(Paused())
+    bench.hear(Outcome(0, Asking(1, 1), "accepted", "because", V1))
+    bench.hear(Finished())
+    bench.told(Unlinked(0))
+    bench.told(Paused())
+    (applied,) = bench.orders(Apply)
+    assert (applied.version, applied.discarded_tokens) == (V0, 0)
 
 
 def test_rule_16_who_joins_fetches_everything_at_once(learner_bench: Any) -> None:
