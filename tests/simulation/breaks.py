@@ -305,7 +305,7 @@ STORAGE = (
         ShardDisk,
         "checkpoint",
         "if self._journal is not None:\n        self._journal.settle()",
-        "for file in self._files('.safetensors'):\n        self._disk.remove(file)",
+        "for file in self._files('.safetensors'):\n        runtime().disk.remove(file)",
     ),
     Break(
         "merges go on in the old journal when a checkpoint has failed",

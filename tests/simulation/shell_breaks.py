@@ -10,7 +10,6 @@ from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
 from decoupled_diloco.syncer.intake import Intake, Offers
-from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.slices import Slices
@@ -32,13 +31,6 @@ LEARNERS = (
         "pass",
     ),
     Break(
-        "a whole copy is taken whatever its digest",
-        Background,
-        "_fetch",
-        "values = verified(values_of(body, numel), fragment, effect.digest)",
-        "values = values_of(body, numel)",
-    ),
-    Break(
         "a learner is not woken at its deadlines",
         Background,
         "_arm",
@@ -56,7 +48,7 @@ LEARNERS = (
         "what the model has is not brought back from its checkpoint",
         Keeper,
         "restore",
-        "self._model.load_state_dict(dict(checkpoint.model))",
+        "self._model.load_state_dict(dict(checkpoint.model), strict=whole)",
         "pass",
     ),
     Break(
@@ -141,13 +133,6 @@ COORDINATOR = (
         "_has_a_live_process",
         "return False",
         "return True",
-    ),
-    Break(
-        "what the coordinator has said while a shard was being set up is lost",
-        CoordinatorLink,
-        "let_go",
-        "for message in waiting:",
-        "for message in ():",
     ),
     Break(
         "orders are carried out before what they rest on is on the disk",
