@@ -56,6 +56,14 @@ def timing(
     _print(intervals(found, run=measured), make_console())
 
 
+def import_intervals() -> None:
+    """Imports what knows the intervals, PyTorch with it: half of that import cannot be repeated."""
+    from decoupled_diloco.launch.supervisor import interrupts_deferred
+
+    with interrupts_deferred():
+        import decoupled_diloco.launch.timing  # noqa: F401
+
+
 def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
     """The short table for the start of a run."""
     from rich.table import Table
@@ -74,6 +82,8 @@ def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
 
 def _rows(config: RunConfig) -> list[Interval]:
     from decoupled_diloco.config.method import options_of, public_text, read_public
+
+    import_intervals()
     from decoupled_diloco.launch.timing import intervals
 
     return intervals(

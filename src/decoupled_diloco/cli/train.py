@@ -13,6 +13,7 @@ from rich.console import Console
 from decoupled_diloco.cli.beginning import tell_beginning
 from decoupled_diloco.cli.options import INTERRUPTED
 from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_remains
+from decoupled_diloco.cli.timing import import_intervals
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, Outcome
@@ -100,6 +101,7 @@ def serve_locally(
     try:
         with termination_as_interrupt():
             run.start()
+            import_intervals()  # while the shards import the same
             run.wait_for_shards()
             with reader_may_be_gone():
                 _tell_how_to_join(config, run, console)

@@ -86,6 +86,7 @@ class ProgressDisplay:
         self._heard_at = clock()
         self._waiting: list[tuple[float, str]] = []
         self._problems_told = 0
+        self._has_line = False
         self._stopped = False
 
     @property
@@ -141,7 +142,9 @@ class ProgressDisplay:
 
     def _tell_waiting(self, last: bool) -> None:
         """Tells what is old enough that nothing before it is still to come."""
-        if self._live is None and self._clock() >= self._line_at and self.run.records:
+        due = self._clock() >= self._line_at or (last and not self._has_line)
+        if self._live is None and due and self.run.records:
+            self._has_line = True
             self._line_at = self._clock() + LINE_SECONDS
             self._waiting.append((self.run.duration + self._silent, self.line()))
         silent = self._clock() - self._heard_at
