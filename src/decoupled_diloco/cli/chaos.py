@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoupled_diloco.cli.from_model import Options, command
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
     Sets,
@@ -17,6 +16,7 @@ from decoupled_diloco.cli.options import (
     fail,
     make_console,
 )
+from decoupled_diloco.config.command_line import Options, command
 from decoupled_diloco.config.shipped import find_shipped
 
 if TYPE_CHECKING:

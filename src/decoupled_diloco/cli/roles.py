@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from decoupled_diloco.cli.from_model import Options, command, overrides, setting
 from decoupled_diloco.cli.options import (
     CutToGoBackTo,
     Resume,
@@ -26,6 +25,7 @@ from decoupled_diloco.cli.options import (
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
+from decoupled_diloco.config.command_line import Options, command, overrides, setting
 from decoupled_diloco.config.shipped import find_shipped
 
 

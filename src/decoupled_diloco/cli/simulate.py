@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoupled_diloco.cli.from_model import Options, command
 from decoupled_diloco.cli.options import (
     INTERRUPTED,
     Sets,
@@ -23,6 +22,7 @@ from decoupled_diloco.cli.options import (
     find_recipe,
     make_console,
 )
+from decoupled_diloco.config.command_line import Options, command
 from decoupled_diloco.config.shipped import find_shipped
 
 if TYPE_CHECKING:

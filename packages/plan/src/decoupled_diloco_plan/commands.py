@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from decoupled_diloco.config.command_line import command
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.goodput.options import GoodputOptions
-from decoupled_diloco_plan.options import command
 
 
 @command(PlanOptions)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from decoupled_diloco.cli.options import listed, make_console
+from decoupled_diloco.config.command_line import option_of
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options
@@ -18,7 +19,6 @@ from decoupled_diloco_plan.bandwidth.options import METHODS, PARTITIONS, SOURCES
 from decoupled_diloco_plan.bandwidth.search import PERIODS, Formats, Proposal, look, propose
 from decoupled_diloco_plan.bandwidth.setting import Model, Setting, wire_format
 from decoupled_diloco_plan.bandwidth.tables import print_plan, print_published
-from decoupled_diloco_plan.options import option_of
 from decoupled_diloco_plan.output import STDOUT, check_files, write_json
 
 THOUGHT_OF = "4bit"

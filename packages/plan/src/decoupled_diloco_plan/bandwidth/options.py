@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from decoupled_diloco.config.command_line import Options
 from decoupled_diloco.units import parse_count, parse_duration
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.options import Options
 
 METHODS = ("own", "published")
 SYSTEMS = ("data-parallel", "diloco", "streaming", "streaming-overlap", "streaming-overlap-4bit")

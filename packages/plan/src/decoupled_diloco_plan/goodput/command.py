@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from decoupled_diloco.cli.options import listed, make_console
+from decoupled_diloco.config.command_line import option_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.progress import SteadyConsole
 from decoupled_diloco.units import format_count, parse_count
@@ -28,7 +29,6 @@ from decoupled_diloco_plan.goodput.settings import (
     System,
 )
 from decoupled_diloco_plan.goodput.study import Effort, Row, cells, study
-from decoupled_diloco_plan.options import option_of
 from decoupled_diloco_plan.output import STDOUT, check_files, write_json
 
 SEVERAL = ("barrier", "decoupled")

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from decoupled_diloco.config.command_line import Options
 from decoupled_diloco_plan.goodput.settings import SYSTEMS, Constants
-from decoupled_diloco_plan.options import Options
 
 
 def complete_systems(incomplete: str) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
-from typer.models import ParameterInfo
+from typer.models import ArgumentInfo, ParameterInfo
 
 from decoupled_diloco.config.settings import Settings
 
@@ -90,6 +90,8 @@ def named(model: type[Options]) -> dict[str, FieldInfo]:
 def option_of(model: type[Options], name: str) -> str:
     """How a field is written on the command line."""
     (info,) = _infos(model.model_fields[name])
+    if isinstance(info, ArgumentInfo):
+        return name.upper()
     names = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
     return names[0].partition("/")[0] if names else "--" + name.replace("_", "-")
 
@@ -113,7 +115,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     default = field.default
     if info.parser is not None:
         annotation = str  # a default is parsed as well
-        default = f"{default:g}" if isinstance(default, float) else default or None
+        default = f"{default:g}" if isinstance(default, int | float) else default or None
     if field.is_required():
         default = inspect.Parameter.empty
     return inspect.Parameter(

@@ -8,10 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from decoupled_diloco.cli.from_model import Options, command, option_of, overrides, setting
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.cli.options import listed
 from decoupled_diloco.config import SyncerSettings
+from decoupled_diloco.config.command_line import Options, command, option_of, overrides, setting
 
 
 class MineOptions(Options):
