@@ -80,7 +80,7 @@ def test_the_spare_takes_the_place_of_whoever_is_killed(
     taken: dict[str, tuple[int, int | None]] = {}
 
     def script() -> Iterator[None]:
-        spare, children = run.supervisor.spare, run.supervisor.children
+        spare, children = run.placement.spare, run.supervisor.children
         assert spare is not None
         yield from when(lambda: run.used_budget() > 0)
         for name in ("learner-1", "shard-0"):

@@ -178,9 +178,9 @@ class LearnerOptions(DialOptions):
 @command(LearnerOptions)
 def learner(options: LearnerOptions) -> None:
     """One learner that trains the run's workload; start it again and it goes on."""
-    from decoupled_diloco.launch.termination import Termination
+    from decoupled_diloco.launch.termination import SignalledTermination
 
-    termination = Termination()  # First: what follows imports torch, which takes seconds.
+    termination = SignalledTermination()  # First: what follows imports torch, which takes seconds.
     _prepare(options.stop_with_parent)
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.folder import enter_run_folder

@@ -126,18 +126,18 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
         weights: Path | None = None
         try:
             with ProgressDisplay(folder.path, *budget, console=console, virtual=True) as progress:
-                poll = _now_and_then(progress.poll, simulation.tapes.flush)
+                poll = _now_and_then(progress.poll, simulation.system.flush)
                 while not interrupted() and simulation.advance():
                     poll()
                 if simulation.finished and not interrupted():
                     weights = simulation.finish()
-                simulation.tapes.flush()
+                simulation.system.flush()
         finally:
             simulation.close()
         seconds = time.monotonic() - started
         with reader_may_be_gone():
             tell_outcome(folder.path, weights, console)
-            _tell_end(simulation.world.now, seconds, simulation.script, console)
+            _tell_end(simulation.system.now, seconds, simulation.script, console)
             if weights is None:
                 _tell_unfinished(simulation.reason, console)
     return 0 if weights is not None else _code(simulation.reason)
@@ -165,7 +165,7 @@ def simulate_protocol(scenario: Scenario, tape: Path | None, console: Console) -
             run.close()
     with reader_may_be_gone():
         _summarise(run, console)
-        _tell_end(run.world.now, run.real_seconds, run.script, console)
+        _tell_end(run.system.now, run.real_seconds, run.script, console)
         if not run.finished:
             _tell_unfinished(run.reason, console)
     return 0 if run.finished else _code(run.reason)
@@ -234,15 +234,14 @@ def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: Console)
         if time.monotonic() >= line_at:
             line_at = time.monotonic() + LINE_SECONDS
             step = f"step {run.script.clock}" + (f"/{budget}" if budget else "")
-            rate = run.world.events / run.real_seconds
+            rate = run.system.events / run.real_seconds
             with reader_may_be_gone():
                 console.print(
-                    f"{clock_face(run.world.now)}  {step}, {run.tally.merged} rounds, "
-                    f"{run.world.events} events, {rate:.0f}/s",
+                    f"{clock_face(run.system.now)}  {step}, {run.tally.merged} rounds, "
+                    f"{run.system.events} events, {rate:.0f}/s",
                     highlight=False,
                 )
-            if run.tapes is not None:
-                run.tapes.flush()
+            run.flush()
 
 
 @contextlib.contextmanager
@@ -297,7 +296,7 @@ def _rows(run: ProtocolRun) -> list[tuple[str, str]]:
     from decoupled_diloco.observe.words import percent
     from decoupled_diloco.units import format_bytes, format_count, format_duration
 
-    tally, world, config = run.tally, run.world, run.scenario.config
+    tally, system, config = run.tally, run.system, run.scenario.config
 
     def spread(values: list[float]) -> str:
         if not values:
@@ -323,6 +322,6 @@ def _rows(run: ProtocolRun) -> list[tuple[str, str]]:
         ("window closed", spread(tally.closed_seconds)),
         ("round merged", spread(tally.finished_seconds)),
         ("learners sent", format_bytes(run.data_sent)),
-        ("events", f"{format_count(world.events)}, {world.events / run.real_seconds:.0f}/s"),
+        ("events", f"{format_count(system.events)}, {system.events / run.real_seconds:.0f}/s"),
         *([("written", str(run.folder))] if run.folder is not None else []),
     ]

@@ -58,7 +58,7 @@ def timing(
 
 def import_intervals() -> None:
     """Imports what knows the intervals, PyTorch with it: half of that import cannot be repeated."""
-    from decoupled_diloco.launch.supervisor import interrupts_deferred
+    from decoupled_diloco.launch.placement import interrupts_deferred
 
     with interrupts_deferred():
         import decoupled_diloco.launch.timing  # noqa: F401

@@ -18,14 +18,19 @@ from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
-from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of
+from decoupled_diloco.launch.placement import ThisMachine
+from decoupled_diloco.launch.processes import (
+    EVALUATOR,
+    open_tape,
+    process_of,
+    reopen_claims,
+)
 from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.observe.tape import pack_tapes
-from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.storage.files import write_text
 
 # What needs torch is imported where it is needed: it takes seconds, and a syncer's learners wait.
@@ -107,9 +112,10 @@ class LocalRun:
         )
         told = {"machine": "launcher", "settings": read_public(public_text(config))}
         self._tape = open_tape(self.path, "launcher", told)
-        self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
-        if config.run.spare:
-            self.supervisor.keep_spare()
+        self.placement = ThisMachine(
+            self.path, self.folder.descriptors, keep_spare=config.run.spare
+        )
+        self.supervisor = Supervisor(self.placement, self._tape)
         if self.went_back:
             self.tell(WentBack(self.went_back))
         self._followed = FollowedRun(self.path)
@@ -165,8 +171,7 @@ class LocalRun:
         run_file = str(self.path / RUN_FILE)
         joined = ",".join(self._told(self.addresses))
         local = tuple(map(on_this_machine, self.addresses))
-        if config.syncer.standbys:
-            self._reopen_claims()
+        reopen_claims(self.path, config)
         for number, port in enumerate(ports):
             turn, shard = divmod(number, config.syncer.shards)
             arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(port)]
@@ -253,14 +258,6 @@ class LocalRun:
         if learners and all(name in down for name in learners):
             return f"no learner runs: {self.supervisor.last_words(learners[0])}"
         return None
-
-    def _reopen_claims(self) -> None:
-        """The claims of an earlier launch, whose processes are all gone, do not say it is over."""
-        claims, syncer = self.path / CLAIMS, self.config.syncer
-        claims.mkdir(exist_ok=True)
-        for shard in range(syncer.shards):
-            folder = claims / process_of(shard, standby=False)
-            ClaimStore(folder, "", syncer.lease_seconds, "launcher").reopen()
 
     def _processes_of(self, shard: int) -> list[Child]:
         """The processes that act for a shard in turns."""

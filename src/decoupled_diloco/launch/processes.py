@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,16 @@ EVALUATOR = "evaluator"
 def process_of(shard: int, *, standby: bool) -> str:
     """What a process of a shard is called."""
     return f"shard-{shard}-standby" if standby else f"shard-{shard}"
+
+
+def reopen_claims(folder: Path, config: RunConfig) -> None:
+    """The claims of an earlier launch, whose processes are all gone, do not say it is over."""
+    syncer = config.syncer
+    if syncer.standbys:
+        (folder / CLAIMS).mkdir(exist_ok=True)
+        for shard in range(syncer.shards):
+            of_shard = folder / CLAIMS / process_of(shard, standby=False)
+            ClaimStore(of_shard, "", syncer.lease_seconds, "launcher").reopen()
 
 
 def open_tape(

@@ -6,9 +6,8 @@ import json
 import logging
 import os
 import signal
-import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape
-from decoupled_diloco.launch.termination import Termination
+from decoupled_diloco.launch.termination import SignalledTermination, Termination
 from decoupled_diloco.learner.learner import Learner, Observer
 from decoupled_diloco.learner.leased import LeasedBatches
 from decoupled_diloco.observe.samples import (
@@ -29,6 +28,7 @@ from decoupled_diloco.observe.samples import (
     evaluation_of,
 )
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.runtime import blocking, now, runtime
 from decoupled_diloco.workloads import Batch, Workload, load_workload
 from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.parts import WorkloadParts
@@ -40,6 +40,46 @@ EVALUATOR_NICENESS = 10
 
 EVALUATOR_GIVES_UP_SECONDS = 15.0
 """An evaluator that was started too late finds nobody; whoever supervises it starts it again."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a role takes part from where it runs: this machine, or a virtual one.
+
+    Attributes:
+        learner: Makes a `Learner`, from its arguments.
+        observer: Makes an `Observer`, from its arguments.
+        workload: Builds what a run trains.
+        pace: Awaited in each step, before the model is touched; here steps take their own time.
+        open_tape: See `processes.open_tape`.
+    """
+
+    learner: Callable[..., Coroutine[Any, Any, Learner]]
+    observer: Callable[..., Coroutine[Any, Any, Observer]]
+    workload: Callable[[RunConfig], Workload]
+    pace: Callable[[], Coroutine[Any, Any, None]]
+    open_tape: Callable[[Path, str, Mapping[str, Any]], TapeWriter]
+
+
+async def _learner(*arguments: Any, **named: Any) -> Learner:
+    return Learner(*arguments, **named)
+
+
+async def _observer(*arguments: Any, **named: Any) -> Observer:
+    return Observer(*arguments, **named)
+
+
+async def _at_once() -> None:
+    pass
+
+
+def workload_of(config: RunConfig) -> Workload:
+    """What a run trains."""
+    return load_workload(config.workload.name, config.workload_options())
+
+
+HERE = Place(_learner, _observer, workload_of, _at_once, open_tape)
+"""This machine."""
 
 
 def run_learner(
@@ -55,14 +95,30 @@ def run_learner(
 
     Raises:
         Error: the run refuses this learner, or the syncer was out of reach for too long.
+        KeyboardInterrupt: it was told to go.
     """
+    torch.set_num_threads(config.learner.threads)
+    asked = termination or SignalledTermination()
+    blocking(learn(config, index, HERE, asked, syncer=syncer, folder=folder, token=token))
+
+
+async def learn(
+    config: RunConfig,
+    index: int,
+    place: Place,
+    termination: Termination,
+    *,
+    syncer: tuple[str, ...],
+    folder: Path,
+    token: str | None,
+) -> None:
+    """What the process of a learner does; see `run_learner`."""
     if index < 0 or (index >= config.run.learners and not config.data.leases):
         raise ConfigError(
             f"index={index} is no learner of this run: 0 to {config.run.learners - 1}, or raise "
             "learners, or leave data.leases=true, so that there may be any number"
         )
-    torch.set_num_threads(config.learner.threads)
-    workload = load_workload(config.workload.name, config.workload_options())
+    workload = place.workload(config)
     model = workload.model()
     optimizer = workload.optimizer(model)
     for group in optimizer.param_groups:
@@ -73,8 +129,7 @@ def run_learner(
     position = Position()
     parts = LeasedBatches(WorkloadParts(workload, config.data.parts))
     every_seconds = config.learner.checkpoint_every_seconds
-    termination = termination or Termination()
-    with Learner(
+    async with await place.learner(
         model,
         syncer,
         token=token,
@@ -93,13 +148,24 @@ def run_learner(
         if learner.epoch == 1:
             position.batches = 0  # a donor's position is for who has lost its own
         termination.at_boundary(learner.stop_waiting)
+        next_batch: Callable[[], Awaitable[Batch]]
         if config.data.leases:
-            batches: Iterator[Batch] = parts.of(learner)
+            next_batch = parts.of(learner).__anext__
         else:
-            batches = fixed_batches(config, workload, index, position)
-        train(workload, model, optimizer, learner, batches, termination)
+            next_batch = in_turn(fixed_batches(config, workload, index, position))
+        training = Training(workload, model, optimizer, learner, place.pace)
+        await training.run(next_batch, termination)
     if termination.asked:
         raise KeyboardInterrupt
+
+
+def in_turn(batches: Iterator[Batch]) -> Callable[[], Awaitable[Batch]]:
+    """What gives the next batch, and never waits."""
+
+    async def next_batch() -> Batch:
+        return next(batches)
+
+    return next_batch
 
 
 def fixed_batches(
@@ -128,25 +194,36 @@ def _require_same_work(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> No
         )
 
 
-def train(
-    workload: Workload,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    learner: Learner,
-    batches: Iterator[Batch],
-    termination: Termination,
-) -> None:
-    """The training loop of the built-in workloads; ends at a boundary when told to go."""
-    for batch in batches:
-        factor = workload.schedule(learner.global_step)
-        for group in optimizer.param_groups:
+@dataclass
+class Training:
+    """The training loop of the built-in workloads."""
+
+    workload: Workload
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    learner: Learner
+    pace: Callable[[], Coroutine[Any, Any, None]]
+
+    async def run(
+        self, next_batch: Callable[[], Awaitable[Batch]], termination: Termination
+    ) -> None:
+        """Trains until the run ends; when told to go, until the next boundary."""
+        goes_on = True
+        while goes_on and not termination.asked:
+            batch = await next_batch()
+            await self.pace()
+            loss = self._train_on(batch)
+            goes_on = await self.learner.take_step(self.workload.tokens(batch), loss)
+
+    def _train_on(self, batch: Batch) -> float:
+        factor = self.workload.schedule(self.learner.global_step)
+        for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        loss = workload.loss(model, batch)
+        loss = self.workload.loss(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if not learner.step(tokens=workload.tokens(batch), loss=loss.item()) or termination.asked:
-            return
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
 
 
 def run_evaluator(
@@ -158,30 +235,34 @@ def run_evaluator(
         Error: the run refuses the observer.
     """
     torch.set_num_threads(1)
-    workload = load_workload(config.workload.name, config.workload_options())
-    model = workload.model()
     signal.signal(signal.SIGTERM, _interrupt)
-    header = {"machine": "evaluator"}
     os.nice(EVALUATOR_NICENESS)
-    with (
-        open_tape(folder, EVALUATOR, header) as tape,
-        Observer(
+    blocking(evaluate(config, HERE, syncer=syncer, folder=folder, token=token))
+
+
+async def evaluate(
+    config: RunConfig, place: Place, *, syncer: tuple[str, ...], folder: Path, token: str | None
+) -> None:
+    """What the process of an evaluator does; see `run_evaluator`."""
+    workload = place.workload(config)
+    model = workload.model()
+    with place.open_tape(folder, EVALUATOR, {"machine": "evaluator"}) as tape:
+        async with await place.observer(
             model,
             syncer,
             name=_evaluator_name(config),
             token=token,
             give_up_seconds=EVALUATOR_GIVES_UP_SECONDS,
-        ) as observer,
-    ):
-        tape.sample(time.monotonic(), CorpusDescribed(json.dumps(workload.describe())))
-        complete = False
-        while not complete:
-            complete = observer.complete
-            observer.update()
-            _evaluate(workload, model, observer.global_step, tape)
-            if not complete:
-                observer.wait(config.run.evaluate_every_seconds)
-        _sample_text(workload, model, tape)
+        ) as observer:
+            tape.sample(now(), CorpusDescribed(json.dumps(workload.describe())))
+            complete = False
+            while not complete:
+                complete = observer.complete
+                observer.update()
+                _evaluate(workload, model, observer.global_step, tape)
+                if not complete:
+                    await observer.stay(config.run.evaluate_every_seconds)
+            _sample_text(workload, model, tape)
 
 
 def evaluate_result(config: RunConfig, *, folder: Path) -> None:
@@ -195,11 +276,11 @@ def evaluate_result(config: RunConfig, *, folder: Path) -> None:
     """
     torch.set_num_threads(1)
     found = find_weights(folder, config)
-    workload = load_workload(config.workload.name, config.workload_options())
+    workload = workload_of(config)
     model = workload.model()
     fill(model, found.tensors, found.source)
     with open_tape(folder, EVALUATOR, {"machine": "evaluator"}) as tape:
-        tape.sample(time.monotonic(), CorpusDescribed(json.dumps(workload.describe())))
+        tape.sample(now(), CorpusDescribed(json.dumps(workload.describe())))
         _evaluate(workload, model, found.global_step or 0, tape)
         _sample_text(workload, model, tape)
 
@@ -207,7 +288,7 @@ def evaluate_result(config: RunConfig, *, folder: Path) -> None:
 def _sample_text(workload: Workload, model: torch.nn.Module, tape: TapeWriter) -> None:
     text = workload.sample(model)
     if text is not None:
-        tape.sample(time.monotonic(), SampleGenerated(text))
+        tape.sample(now(), SampleGenerated(text))
 
 
 def _evaluator_name(config: RunConfig) -> str:
@@ -217,13 +298,13 @@ def _evaluator_name(config: RunConfig) -> str:
     """
     if config.syncer.principals_file is not None:
         return EVALUATOR
-    return f"{EVALUATOR}-{uuid.uuid4().hex[:8]}"
+    return f"{EVALUATOR}-{runtime().unique_id()[:8]}"
 
 
 def _evaluate(
     workload: Workload, model: torch.nn.Module, global_step: int, tape: TapeWriter
 ) -> None:
-    tape.sample(time.monotonic(), evaluation_of(global_step, workload.evaluate(model)))
+    tape.sample(now(), evaluation_of(global_step, workload.evaluate(model)))
     tape.flush()
 
 

@@ -6,10 +6,8 @@ import asyncio
 import json
 import logging
 import signal
-import time
-import uuid
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,14 @@ from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions
+from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.syncer import cut_requests
 from decoupled_diloco.syncer.cut_requests import CUT_PATH
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
-from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http import HttpClient, HttpServer
 from decoupled_diloco.units import MIB
@@ -39,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS_PER_LEARNER = 4
 """Control channels to coordinator and shard, and two for bodies."""
+
+OpenTape = Callable[..., TapeWriter]
+"""See `processes.open_tape`."""
 
 
 def run_shard(
@@ -58,77 +60,172 @@ def run_shard(
     Raises:
         LeaseError: the other process acts for the shard now.
         Error: the port is taken, or state on disk cannot be read or written.
+        KeyboardInterrupt: it was told to end.
     """
-    process_name = process_of(shard, standby=standby)
     tokens = accepted_tokens(config, token)
     limits = limits_here(config.run.learners)
-    header = {
-        "machine": "shard",
-        "shard": shard,
-        "settings": json.loads(public_text(config)),
-        "versions": versions(),
-    }
-    tapes: list[TapeWriter] = []
-    files = {f"shard-{shard}": process_name}
-    if shard == 0:
-        files["coordinator"] = "coordinator" + process_name.removeprefix("shard-0")
 
-    def begin_tape(who: str, header: Mapping[str, Any]) -> TapeWriter:
-        tapes.append(open_tape(folder, who, header, file=files[who]))
-        return tapes[-1]
-
-    async def serve(tenure: Tenure | Unchallenged) -> bool:
-        loop = asyncio.get_running_loop()
-        tape = begin_tape(f"shard-{shard}", header)
-        if isinstance(tenure, Tenure):
-            taken = TookOver(process_name, shard, tenure.number, tenure.waited_seconds)
-            tape.sample(time.monotonic(), taken)
-        paths = {who: folder / "tape" / f"{file}.jsonl" for who, file in files.items()}
-
-        async def cut_asked(query: Mapping[str, str]) -> Document:
-            return cut_requests.answer(process.host, query)
-
-        tapes_of_process = TapeDocuments(config.run.name, shard, addresses, paths)
-        process = Shard(
-            config,
-            shard,
-            addresses=addresses,
-            folder=folder,
-            server=lambda on_channel: HttpServer(
-                host=config.syncer.host,
-                port=port,
-                tokens=tokens,
-                on_channel=on_channel,
-                health=lambda: process.health(),
-                about=lambda: process.describe(),
-                queries={TAPE_PATH: tapes_of_process, CUT_PATH: cut_asked},
-                pool_bytes=config.syncer.pool_mib * MIB,
-                limits=limits,
-            ),
-            client=HttpClient(token=token),
-            tape=tape,
-            coordinator_tape=partial(begin_tape, "coordinator") if shard == 0 else None,
-            tenure=tenure,
+    def server(on_channel: OnChannel) -> HttpServer:
+        return HttpServer(
+            host=config.syncer.host,
+            port=port,
+            tokens=tokens,
+            on_channel=on_channel,
+            health=lambda: role.acting.health(),
+            about=lambda: role.acting.describe(),
+            queries={TAPE_PATH: role.tape_documents(), CUT_PATH: role.cut_asked},
+            pool_bytes=config.syncer.pool_mib * MIB,
+            limits=limits,
         )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, process.stop)
-        await process.run()
-        return process.finished
 
+    role = ShardRole(
+        config,
+        shard,
+        addresses=addresses,
+        folder=folder,
+        standby=standby,
+        server=server,
+        client=lambda: HttpClient(token=token),
+        open_tape=open_tape,
+    )
     survivors = Survivors()
     survivors.begin()
     try:
-        if config.syncer.standbys:
-            finished = asyncio.run(take_turn(config, shard, folder, standby=standby, serve=serve))
-        else:
-            finished = asyncio.run(serve(UNCHALLENGED))
+        finished = asyncio.run(role.run())
     finally:
         survivors.end()
-        for each in tapes:
-            each.close()
     if not finished:
         # Only the end of the run is a success: whoever supervises this process starts it again.
         raise KeyboardInterrupt
+
+
+@dataclass
+class ShardRole:
+    """One process of a shard, on this machine or on a virtual one.
+
+    Attributes:
+        config: The run.
+        shard: Which shard.
+        addresses: Where the shards are.
+        folder: The run folder.
+        standby: Whether another process is meant to be first.
+        server: Makes the server, given what to run for each channel.
+        client: Makes what dials the coordinator.
+        open_tape: Makes a tape in the run folder.
+        process: The shard, once it is this process's turn.
+    """
+
+    config: RunConfig
+    shard: int
+    addresses: tuple[str, ...]
+    folder: Path
+    standby: bool
+    server: Callable[[OnChannel], Server]
+    client: Callable[[], Client]
+    open_tape: OpenTape
+    process: Shard | None = None
+    tenure: Tenure | Unchallenged = UNCHALLENGED
+    _tapes: list[TapeWriter] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What the process is called."""
+        return process_of(self.shard, standby=self.standby)
+
+    @property
+    def acting(self) -> Shard:
+        """The shard, which serves."""
+        assert self.process is not None, "it listens only once it acts for its shard"
+        return self.process
+
+    @property
+    def _files(self) -> dict[str, str]:
+        """Two processes that act for one shard in turns have a tape each."""
+        files = {f"shard-{self.shard}": self.name}
+        if self.shard == 0:
+            files["coordinator"] = "coordinator" + self.name.removeprefix("shard-0")
+        return files
+
+    async def run(self) -> bool:
+        """Serves; returns whether the run is over.
+
+        Raises:
+            Error: see `run_shard`.
+        """
+        try:
+            return await (self._take_turn() if self.config.syncer.standbys else self._serve())
+        finally:
+            for tape in self._tapes:
+                tape.close()
+
+    async def _take_turn(self) -> bool:
+        """Waits for the shard's claim and serves by it."""
+        name, lease_seconds = self.name, self.config.syncer.lease_seconds
+        folder = self.folder / CLAIMS / f"shard-{self.shard}"
+        store = ClaimStore(folder, runtime().unique_id(), lease_seconds, name)
+        facts = {"machine": "lease", "waits": self.standby}
+        told = {"nonce": store.nonce, "lease_seconds": store.lease_seconds}
+        tape = self.open_tape(self.folder, f"{name}.claims", {**facts, **told})
+        tenure = self.tenure = Tenure(store, tape, waits=self.standby)
+        finished = False
+        _when_told_to_end(tenure.give_up)
+        logger.info("%s waits for its claim in %s", name, store.folder)
+        try:
+            if await tenure.gained():
+                finished = await self._serve()
+            else:
+                finished = tenure.run_over
+        finally:
+            await tenure.end(finished=finished)
+        return finished
+
+    async def _serve(self) -> bool:
+        tape = self._begin_tape(
+            f"shard-{self.shard}",
+            {
+                "machine": "shard",
+                "shard": self.shard,
+                "settings": json.loads(public_text(self.config)),
+                "versions": versions(),
+            },
+        )
+        tenure = self.tenure
+        if isinstance(tenure, Tenure):
+            taken = TookOver(self.name, self.shard, tenure.number, tenure.waited_seconds)
+            tape.sample(now(), taken)
+        process = self.process = Shard(
+            self.config,
+            self.shard,
+            addresses=self.addresses,
+            folder=self.folder,
+            server=self.server,
+            client=self.client(),
+            tape=tape,
+            coordinator_tape=partial(self._begin_tape, "coordinator") if self.shard == 0 else None,
+            tenure=tenure,
+        )
+        _when_told_to_end(process.stop)
+        await process.run()
+        return process.finished
+
+    def _begin_tape(self, who: str, header: Mapping[str, Any]) -> TapeWriter:
+        self._tapes.append(self.open_tape(self.folder, who, header, file=self._files[who]))
+        return self._tapes[-1]
+
+    def tape_documents(self) -> TapeDocuments:
+        """What gives readers elsewhere this process's tapes."""
+        paths = {who: self.folder / "tape" / f"{file}.jsonl" for who, file in self._files.items()}
+        return TapeDocuments(self.config.run.name, self.shard, self.addresses, paths)
+
+    async def cut_asked(self, query: Mapping[str, str]) -> Document:
+        """Answers who asks for a cut of the run, or about one."""
+        return cut_requests.answer(self.acting.host, query)
+
+
+def _when_told_to_end(end: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
 
 
 def limits_here(learners: int) -> Limits:
@@ -147,37 +244,3 @@ def limits_here(learners: int) -> Limits:
             CONNECTIONS_PER_LEARNER,
         )
     return replace(limits, connections=connections)
-
-
-async def take_turn(
-    config: RunConfig,
-    shard: int,
-    folder: Path,
-    *,
-    standby: bool,
-    serve: Callable[[Tenure], Coroutine[Any, Any, bool]],
-) -> bool:
-    """Waits for a shard's claim and serves by it; returns whether the run is over.
-
-    Raises:
-        Error: see `run_shard`.
-    """
-    name = process_of(shard, standby=standby)
-    store = ClaimStore(
-        folder / CLAIMS / f"shard-{shard}", uuid.uuid4().hex, config.syncer.lease_seconds, name
-    )
-    facts = {"machine": "lease", "waits": standby}
-    told = {"nonce": store.nonce, "lease_seconds": store.lease_seconds}
-    tenure = Tenure(store, open_tape(folder, f"{name}.claims", {**facts, **told}), waits=standby)
-    finished, loop = False, asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, tenure.give_up)
-    logger.info("%s waits for its claim in %s", name, store.folder)
-    try:
-        if await tenure.gained():
-            finished = await serve(tenure)
-        else:
-            finished = tenure.run_over
-    finally:
-        await tenure.end(finished=finished)
-    return finished

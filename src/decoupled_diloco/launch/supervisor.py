@@ -1,27 +1,15 @@
-"""Processes of this machine: started, watched, started again with bounded backoff, ended.
-
-No orphan is left: each child's standard input is a pipe from this process, and a child ends when
-that closes, however this process dies.
-"""
+"""The processes of a run: started, watched, started again with bounded backoff, ended."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO
 
-from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.spare import QUIET_SECONDS, Spare
+from decoupled_diloco.launch.placement import Life, Placement
+from decoupled_diloco.launch.spare import QUIET_SECONDS
 from decoupled_diloco.observe.samples import (
     EndRequested,
     ProcessEnded,
@@ -29,11 +17,9 @@ from decoupled_diloco.observe.samples import (
     RestartScheduled,
 )
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.runtime import now
 
 logger = logging.getLogger(__name__)
-
-COMMAND = (sys.executable, "-m", "decoupled_diloco.cli")
-"""What runs a child's arguments: the same as ``ddiloco``."""
 
 RESTART_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays before a process is started again; after as many failures in a row it stays down."""
@@ -52,7 +38,7 @@ class Child:
 
     name: str
     arguments: list[str]
-    process: subprocess.Popen[bytes] | None = None
+    process: Life | None = None
     started_at: float = 0.0
     failures: int = 0
     restart_at: float | None = None
@@ -82,30 +68,14 @@ class Supervisor:
     """The children of this process.
 
     Attributes:
-        folder: The run folder; logs go to ``logs/<name>.log``.
+        placement: Where they are.
         tape: The launcher's tape.
-        descriptors: Open files that every child inherits.
-        spare: The process in reserve, if one is kept.
     """
 
-    folder: Path
+    placement: Placement
     tape: TapeWriter
-    descriptors: tuple[int, ...] = ()
     children: dict[str, Child] = field(default_factory=dict)
     stopping: bool = False
-    spare: Spare | None = None
-
-    def keep_spare(self) -> None:
-        """From now on, one process is kept in reserve for what must be started again."""
-        self.spare = Spare(self._start_spare)
-
-    def _start_spare(self) -> subprocess.Popen[bytes]:
-        """With room in its command line for that of any child, whose place it may take."""
-        room = max(len(" ".join(child.arguments).encode()) for child in self.children.values())
-        log = self.folder / "logs" / "spare.log"
-        with log.open("ab") as errors, interrupts_deferred():
-            arguments = ["spare", str(self.folder / RUN_FILE), " " * room]
-            return self._launch(arguments, subprocess.PIPE, errors)
 
     def start(self, name: str, arguments: list[str], *, held: bool = False) -> None:
         """Starts ``ddiloco ARGUMENTS`` under a name; ``held``: only when it is brought back."""
@@ -115,73 +85,50 @@ class Supervisor:
             self._spawn(child)
 
     def _spawn(self, child: Child) -> None:
-        child.restart_at, child.started_at = None, time.monotonic()
-        path = self.folder / "logs" / f"{child.name}.log"
-        with path.open("ab") as log, interrupts_deferred():
-            spare = self.spare.take(child.arguments, path) if self.spare else None
-            child.process = spare or self._launch(child.arguments, log, subprocess.STDOUT)
+        child.restart_at, child.started_at = None, now()
+        child.process = self.placement.start(child.name, child.arguments)
         self._sample(ProcessStarted(child.name, child.process.pid))
-
-    def _launch(
-        self, arguments: list[str], output: int | IO[bytes], errors: int | IO[bytes]
-    ) -> subprocess.Popen[bytes]:
-        """One way for all: a spare must have the environment of the one whose place it takes."""
-        return subprocess.Popen(
-            [*COMMAND, *arguments],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-            pass_fds=self.descriptors,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
 
     def _sample(
         self, sample: ProcessStarted | ProcessEnded | EndRequested | RestartScheduled
     ) -> None:
-        self.tape.sample(time.monotonic(), sample)
+        self.tape.sample(now(), sample)
         self.tape.flush()
 
     def poll(self) -> None:
         """Takes note of children that ended, and starts again those whose time has come."""
-        now = time.monotonic()
         for child in self.children.values():
             if child.process is not None and (code := child.process.poll()) is not None:
-                self._ended(child, code, now)
-            if child.restart_at is not None and now >= child.restart_at and not self.stopping:
+                self._ended(child, child.process, code)
+            if child.restart_at is not None and now() >= child.restart_at and not self.stopping:
                 self._spawn(child)
-        if self.spare is not None and self._is_quiet(now):
-            self.spare.keep()
+        if self._is_quiet():
+            self.placement.prepare([child.arguments for child in self.children.values()])
 
-    def _is_quiet(self, now: float) -> bool:
+    def _is_quiet(self) -> bool:
         """Whether nothing was started of late, and something may have to be."""
-        started = max((child.started_at for child in self.children.values()), default=now)
+        started = max((child.started_at for child in self.children.values()), default=now())
         may_be_needed = any(child.restarts for child in self.children.values())
-        return may_be_needed and not self.stopping and now - started > QUIET_SECONDS
+        return may_be_needed and not self.stopping and now() - started > QUIET_SECONDS
 
-    def _ended(self, child: Child, code: int, now: float) -> None:
-        assert child.process is not None
-        if child.process.stdin is not None:
-            child.process.stdin.close()
+    def _ended(self, child: Child, life: Life, code: int) -> None:
+        self.placement.ended(life)
         child.process, child.code = None, code
         by_signal = -code if code < 0 else None
         self._sample(ProcessEnded(child.name, None if by_signal else code, by_signal))
         if code == 0 or self.stopping or not child.restarts or child.held:
             return
-        child.failures = 1 if now - child.started_at > HEALTHY_SECONDS else child.failures + 1
+        child.failures = 1 if now() - child.started_at > HEALTHY_SECONDS else child.failures + 1
         if code == ConfigError.exit_code or child.failures > len(RESTART_SECONDS):
             logger.error("%s stays down: %s", child.name, self.last_words(child.name))
             return
         delay = RESTART_SECONDS[child.failures - 1]
-        child.restart_at = now + delay
+        child.restart_at = now() + delay
         self._sample(RestartScheduled(child.name, delay))
 
     def last_words(self, name: str) -> str:
         """The last line that a child wrote to its log."""
-        log = self.folder / "logs" / f"{name}.log"
-        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-        return lines[-1] if lines else "it wrote nothing to its log"
+        return self.placement.last_words(name)
 
     def retire(self) -> None:
         """Starts no process again from now on."""
@@ -227,8 +174,8 @@ class Supervisor:
         ``extra_seconds``: what they may take beyond the usual, to hand in what they have.
         """
         self.stopping = self.stopping or names is None
-        if self.stopping and self.spare is not None:
-            self.spare.end()
+        if self.stopping:
+            self.placement.close()
         chosen = [c for n, c in self.children.items() if names is None or n in names]
         told = []
         for child in chosen:
@@ -238,8 +185,8 @@ class Supervisor:
                 told.append(child.name)
         if told:  # after the signals: nobody lives on because the tape cannot be written
             self._sample(EndRequested(tuple(told)))
-        deadline = time.monotonic() + TERMINATE_SECONDS + extra_seconds
-        while any(child.running for child in chosen) and time.monotonic() < deadline:
+        deadline = now() + TERMINATE_SECONDS + extra_seconds
+        while any(child.running for child in chosen) and now() < deadline:
             time.sleep(0.05)
             self.poll()
         for child in chosen:
@@ -248,27 +195,3 @@ class Supervisor:
                 child.process.kill()
                 child.process.wait()
         self.poll()
-
-
-@contextlib.contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C and SIGTERM take effect at the end of the block, not between a process and its name.
-
-    The handlers are exchanged; blocking the signals would be inherited by the process.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        caught.append(number)
-
-    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        if caught:
-            signal.raise_signal(caught[0])

@@ -14,6 +14,32 @@ INTERRUPTED = 130
 
 
 class Termination:
+    """Whether a process was told to go."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._begun = False
+        self._stop_waiting: Callable[[], None] = lambda: None
+
+    def at_boundary(self, stop_waiting: Callable[[], None] = lambda: None) -> None:
+        """Training begins: from here on there may be something to hand in.
+
+        Args:
+            stop_waiting: Ends a wait of the training loop; called by who tells it to go.
+        """
+        self._stop_waiting = stop_waiting
+        self._begun = True
+
+    def told(self) -> bool:
+        """It is told to go; ``False``: there is nothing to hand in yet, and it ends at once."""
+        if not self._begun:
+            return False
+        self.asked = True
+        self._stop_waiting()
+        return True
+
+
+class SignalledTermination(Termination):
     """SIGTERM and SIGINT of this process, from now on.
 
     Until `at_boundary` is called for the first time there is nothing to hand in, and the process
@@ -22,25 +48,12 @@ class Termination:
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self._begun = False
-        self._stop_waiting: Callable[[], None] = lambda: None
+        super().__init__()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._told)
+            signal.signal(number, self._signalled)
 
-    def at_boundary(self, stop_waiting: Callable[[], None] = lambda: None) -> None:
-        """Training begins: from here on there may be something to hand in.
-
-        Args:
-            stop_waiting: Ends a wait of the training loop; called by the handler.
-        """
-        self._stop_waiting = stop_waiting
-        self._begun = True
-
-    def _told(self, number: int, frame: object) -> None:
-        if not self._begun:
-            os._exit(INTERRUPTED)
+    def _signalled(self, number: int, frame: object) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
-        self._stop_waiting()
+        if not self.told():
+            os._exit(INTERRUPTED)

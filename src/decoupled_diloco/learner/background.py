@@ -87,9 +87,6 @@ _NO_MAIN_THREAD = (
     "thread that trains"
 )
 
-PROGRAM_ENDED_SECONDS = 0.2
-"""How often the background looks whether the program has ended without a `close`."""
-
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
 
@@ -418,8 +415,7 @@ class Background:
 
     async def _end_with_the_program(self) -> None:
         """A program that ends without `close`, by Ctrl-C say, is not held up by this thread."""
-        while runtime().program_runs():  # noqa: ASYNC110  # it sets no event
-            await asyncio.sleep(PROGRAM_ENDED_SECONDS)
+        await runtime().program_ended()
         self._fail(Error(_NO_MAIN_THREAD))
         self._leave("its program has ended")
 
@@ -443,7 +439,7 @@ class Background:
         """Brings the tape to the disk, in a thread: neither the trainer nor the loop waits."""
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
-            if (tape := self._tape) is not None:
+            if (tape := self._tape) is not None and tape.waiting:
                 await self._in_executor(None, tape.flush)
 
     def _check_patience(self, what: str) -> None:

@@ -196,7 +196,10 @@ class _Participant:
 
     def close(self) -> None:
         """Ends the participation and frees the thread and connections; calling it twice is fine."""
-        raise NotImplementedError
+        blocking(self._close())
+
+    async def _close(self) -> None:
+        self._leave("")
 
     def __enter__(self) -> Self:
         return self
@@ -207,8 +210,19 @@ class _Participant:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        blocking(self.__aexit__(kind, error, traceback))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if kind is None:
-            self.close()
+            await self._close()
         else:
             self._leave(f"{kind.__name__} in the training loop", abrupt=True)
 
@@ -396,9 +410,10 @@ class Learner(_Participant):
                 f"{self.name} is closed, and this step is nobody's: call step before close, or "
                 "make a new Learner to take part again"
             )
-        return blocking(self._step(tokens, loss))
+        return blocking(self.take_step(tokens, loss))
 
-    async def _step(self, tokens: int, loss: float | None) -> bool:
+    async def take_step(self, tokens: int, loss: float | None) -> bool:
+        """What `step` does, as a coroutine: `runtime.blocking` says what it may wait for."""
         self._raise_failure()
         if self._unchecked is not None:
             refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
@@ -652,9 +667,10 @@ class Observer(_Participant):
 
     def wait(self, seconds: float) -> None:
         """Returns after so long, or as soon as the run is over and all weights are here."""
-        blocking(self._wait(seconds))
+        blocking(self.stay(seconds))
 
-    async def _wait(self, seconds: float) -> None:
+    async def stay(self, seconds: float) -> None:
+        """What `wait` does, as a coroutine: `runtime.blocking` says what it may wait for."""
         deadline = now() + seconds
         with self._background.changed:
             while now() < deadline and not self.complete:
@@ -669,7 +685,3 @@ class Observer(_Participant):
             view.fetching is None and view.latest is not None and view.latest.version == view.newest
             for view in state.fragments
         )
-
-    def close(self) -> None:
-        """Ends the observation."""
-        self._leave("")

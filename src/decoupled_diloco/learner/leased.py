@@ -145,9 +145,12 @@ class LeasedBatches(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        return blocking(self._next())
+        return blocking(self.__anext__())
 
-    async def _next(self) -> Any:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
         desk = self._desk
         if desk is None:
             raise ConfigError("these batches are nobody's yet: iterate over batches.of(learner)")

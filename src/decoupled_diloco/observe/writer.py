@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +20,7 @@ from decoupled_diloco.observe.segments import (
     open_to_append,
 )
 from decoupled_diloco.protocol import wire
+from decoupled_diloco.runtime import runtime
 
 FLUSH_SECONDS = 0.5
 """How often whoever owns a tape calls `flush`."""
@@ -53,9 +52,10 @@ class TapeWriter:
         path: The file, or the tape folder in which ``<who>.jsonl`` is made.
         who: Name of the process.
         header: JSON values to keep in the start record, for example what a replay needs.
-        clock: The clock of the instants that `event` and the others are given.
-        wall: Seconds since the Unix epoch; a virtual world gives its own.
-        pid: Number of the process; a virtual world gives its own. Default: this process's.
+        clock: The clock of the instants that `event` and the others are given; default: this
+            process's.
+        wall: Seconds since the Unix epoch; default: as this process has them.
+        pid: Number of the process; default: this one's.
         on_failure: Told of the tape's end instead of an error being raised.
 
     Raises:
@@ -68,8 +68,8 @@ class TapeWriter:
         path: str | Path,
         who: str,
         header: Mapping[str, Any] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
+        wall: Callable[[], float] | None = None,
         on_failure: Callable[[StorageError], None] | None = None,
         pid: int | None = None,
     ) -> None:
@@ -92,11 +92,12 @@ class TapeWriter:
             raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
         self._room = SEGMENT_BYTES - self._file.tell()
         self._compressing: Future[None] | None = None
-        now = clock()
+        here = runtime()
+        now = (clock or here.now)()
         start = {
-            "wall": wall(),
+            "wall": (wall or here.wall)(),
             "monotonic": now,
-            "pid": os.getpid() if pid is None else pid,
+            "pid": here.process_id() if pid is None else pid,
             "version": decoupled_diloco.__version__,
             "header": dict(header or {}),
         }
@@ -124,6 +125,11 @@ class TapeWriter:
                     return False
                 self._lines.append(self._line(self._buffer.popleft()))
         return True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something for `flush` to write."""
+        return bool(self._buffer or self._lines)
 
     def flush(self) -> None:
         """Writes what is buffered to the file (the kernel has it then, not yet the disk)."""
@@ -188,6 +194,14 @@ class TapeWriter:
                 self._file.close()
             if self._compressing is not None:
                 self._compressing.result()
+
+    def abandon(self) -> None:
+        """Closes the file as it is, as the death of the process does: what is buffered is lost."""
+        with self._writing, self._making, self._lock:
+            self._ended = True
+            self._buffer.clear()
+            self._lines.clear()
+            self._file.close()
 
     def __enter__(self) -> TapeWriter:
         return self

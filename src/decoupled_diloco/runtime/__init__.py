@@ -25,6 +25,9 @@ from decoupled_diloco.runtime.disk import Disk
 
 _T = TypeVar("_T")
 
+PROGRAM_ENDED_SECONDS = 0.2
+"""How often it is looked whether the program has ended."""
+
 
 class Monitor(Protocol):
     """A lock, and word of changes to what it guards."""
@@ -100,9 +103,10 @@ class Runtime:
         """Runs an event loop beside the caller, until ``main`` returns."""
         return _LoopThread(main, name)
 
-    def program_runs(self) -> bool:
-        """Whether the program's main thread is still there."""
-        return threading.main_thread().is_alive()
+    async def program_ended(self) -> None:
+        """Waits until the program's main thread is gone."""
+        while threading.main_thread().is_alive():  # noqa: ASYNC110  # it sets no event
+            await asyncio.sleep(PROGRAM_ENDED_SECONDS)
 
 
 REAL = Runtime()

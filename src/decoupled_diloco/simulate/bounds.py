@@ -18,8 +18,7 @@ L and observers O that the run has ever had, and its fragments P:
     shard        12·L + O + P·(12 + 16·L + 32)
     learner      8·P + 4·S
 
-whatever happens, and for however long. The bodies that a shard expects are at most ``P·L + P``: one
-of each learner for each fragment, and the first copies.
+whatever happens, and for however long.
 
 *Steps.* A learner that nothing befalls takes its next step within its longest step's time.
 """
@@ -40,10 +39,8 @@ from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
 from decoupled_diloco.protocol.leases import HELD_MAX
 from decoupled_diloco.protocol.messages import Published, Version
 from decoupled_diloco.protocol.syncer import LINGER_SECONDS
-from decoupled_diloco.simulate.bodies import NoBodies
-from decoupled_diloco.simulate.learner_process import LearnerProcess
-from decoupled_diloco.simulate.shard_process import ShardProcess
-from decoupled_diloco.simulate.world import World
+from decoupled_diloco.simulate.hosts import LearnerHost, ShardHost
+from decoupled_diloco.simulate.system import System
 
 LOOK_EVERY = 64
 """Memory is counted at every so many events."""
@@ -55,10 +52,11 @@ SLACK_SECONDS = 0.1
 class Bounds:
     """Watches one world; raises `AssertionError` at the event that exceeds a bound."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.learners = [s for s in world.learners.values() if s.spec.role == "learner"]
-        self.shards = {shard.name: shard for shard in world.shard_processes}
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.disks_are_lost = False
+        self.learners = list(system.learners.values())
+        self.shards = {shard.name: shard for shard in system.shard_processes}
         self.calm_since: float | None = None
         self.behind_most = 0
         self._told: dict[int, tuple[Version, str]] = {}
@@ -67,11 +65,11 @@ class Bounds:
         )
         self._stepped: dict[tuple[str, int], float] = {}
         self._events = 0
-        world.recorders.append(self)
+        system.recorders.append(self)
 
     def calm(self) -> None:
         """Faults have ceased, and what they have led to is over."""
-        self.calm_since = self.world.now
+        self.calm_since = self.system.now
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         """One event that a machine has handled."""
@@ -83,29 +81,33 @@ class Bounds:
             kind = type(effect)
             if kind is Broadcast and type(effect.message) is Published:
                 assert shard is not None
-                if not self.world.is_replaced(shard):
+                if not self.system.is_replaced(shard):
                     self._tell(effect.message)
             elif kind is Install:
                 assert shard is not None
-                if not self.world.is_replaced(shard):
+                if not self.system.is_replaced(shard):
                     self._installed(shard, effect.fragment, effect.version)
             elif kind is Evict and self.calm_since is not None:
                 assert "nothing was heard" not in effect.reason, f"{effect.learner} is evicted"
-        if type(event) is StepFinished and self.calm_since is not None:
-            self._step(self.world.learners[who])
+        if (
+            type(event) is StepFinished
+            and self.calm_since is not None
+            and who in self.system.learners
+        ):
+            self._step(self.system.learners[who])
 
     # ---- what is kept
 
     def _tell(self, message: Published) -> None:
         self._told[message.fragment] = (message.version, message.digest)
         if self.calm_since is not None:
-            self._published[message.fragment].append((self.world.now, message.version))
+            self._published[message.fragment].append((self.system.now, message.version))
             self._rounds_behind(message.fragment)
 
-    def _installed(self, shard: ShardProcess, fragment: int, version: Version) -> None:
+    def _installed(self, shard: ShardHost, fragment: int, version: Version) -> None:
         """A shard whose disk is honest has every version that it has told of, bit for bit."""
         told = self._told.get(fragment)
-        if told is None or self.world.disk_lies or self.world.disk_lost:
+        if told is None or self.disks_are_lost:
             return
         text = f"fragment {fragment}: {told[0]} was told, {version} is restored"
         assert version.counter >= told[0].counter, text
@@ -115,7 +117,7 @@ class Bounds:
     # ---- rounds behind
 
     def _rounds_behind(self, fragment: int) -> None:
-        shard = self.world.acting(self.world.options.owner(fragment))
+        shard = self.system.acting(self.system.options.owner(fragment))
         if shard.machine.state.phase != "running":
             return  # the closing sweep's rounds follow one another at once
         for learner in self.learners:
@@ -125,130 +127,130 @@ class Bounds:
             if self._is_settled(learner, shard.shard):
                 self._is_near(learner, fragment)
 
-    def _is_near(self, learner: LearnerProcess, fragment: int) -> None:
+    def _is_near(self, learner: LearnerHost, fragment: int) -> None:
         held, published = learner.machine.state.fragments[fragment].held, self._published[fragment]
         if held is not None and (not published or published[-1][1] <= held):
             return
         missing = [at for at, v in published if held is None or v > held]
         self.behind_most = max(self.behind_most, len(missing))
-        allowed = rounds_behind_max(self.world, learner)
+        allowed = rounds_behind_max(self.system, learner)
         text = f"{learner.name} is {len(missing)} rounds behind in fragment {fragment}"
         assert len(missing) <= allowed, f"{text}: at most {allowed}"
-        allowed_seconds = behind_seconds_max(self.world, learner)
-        seconds = self.world.now - missing[0] if missing else 0.0
+        allowed_seconds = behind_seconds_max(self.system, learner)
+        seconds = self.system.now - missing[0] if missing else 0.0
         assert seconds <= allowed_seconds, f"{text}, for {seconds:g} s: at most {allowed_seconds:g}"
 
-    def _is_settled(self, learner: LearnerProcess, shard: int) -> bool:
+    def _is_settled(self, learner: LearnerHost, shard: int) -> bool:
         """Whether a learner is connected, and has stepped since all is calm."""
-        linked = shard in learner.shards and learner.machine.state.shards[shard].linked
-        stands = learner.still or (
-            self.world.now - learner.stood_until <= behind_seconds_max(self.world, learner)
+        linked = shard in learner.links and learner.machine.state.shards[shard].linked
+        stands = learner.stands or (
+            self.system.now - learner.stood_until <= behind_seconds_max(self.system, learner)
         )
         return linked and not stands and (learner.name, learner.life) in self._stepped
 
-    def _goes(self, learner: LearnerProcess) -> bool:
+    def _goes(self, learner: LearnerHost) -> bool:
         """Whether its loop has not stood still since a step that was seen here."""
         stepped = self._stepped.get((learner.name, learner.life), float("-inf"))
-        return not learner.still and stepped > learner.stood_until
+        return not learner.stands and stepped > learner.stood_until
 
     # ---- steps
 
-    def _step(self, learner: LearnerProcess) -> None:
-        place, now = (learner.name, learner.life), self.world.now
+    def _step(self, learner: LearnerHost) -> None:
+        place, now = (learner.name, learner.life), self.system.now
         before = self._stepped.get(place)
         self._stepped[place] = now
         for index in range(len(learner.machine.state.fragments)) if before is not None else ():
-            shard = self.world.acting(self.world.options.owner(index))
+            shard = self.system.acting(self.system.options.owner(index))
             if shard.machine.state.phase == "running" and self._is_settled(learner, shard.shard):
                 self._is_near(learner, index)
         stood = before is not None and before <= learner.stood_until
-        if before is not None and not stood and self.world.options.wait == "never":
+        if before is not None and not stood and self.system.options.wait == "never":
             seconds = now - before
             longest = step_seconds_max(learner) + SLACK_SECONDS
             assert seconds <= longest, f"{learner.name} has waited: a step took {seconds:g} s"
 
     def standing(self) -> list[str]:
         """Learners whose next step is overdue at this moment, now that all is calm."""
-        if self.world.options.wait != "never":
+        if self.system.options.wait != "never":
             return []
         return [
             learner.name
             for learner in self.learners
-            if learner.alive and not learner.stopped and self._is_overdue(learner)
+            if learner.alive and not _has_stopped(learner) and self._is_overdue(learner)
         ]
 
-    def _is_overdue(self, learner: LearnerProcess) -> bool:
+    def _is_overdue(self, learner: LearnerHost) -> bool:
         before = self._stepped.get((learner.name, learner.life))
         longest = step_seconds_max(learner) + SLACK_SECONDS
-        overdue = before is not None and self.world.now - before > longest
+        overdue = before is not None and self.system.now - before > longest
         return overdue and self._goes(learner)
 
     # ---- memory
 
     def _memory(self, who: str) -> None:
-        options, count = self.world.options, len(self.world.learners)
+        options, count = self.system.options, len(self.system.participants)
         shard = self.shards.get(who)
-        if shard is not None:
+        if shard is not None and shard.machine is not None:
             owned = len(shard.machine.owned)
             allowed = owned * (12 + 16 * count + SAMPLES_MAX) + 13 * count
-            assert len(shard.expected) <= owned * count + owned, f"{who} expects too many bodies"
-            assert len(shard.bodies_here) <= owned * count, f"{who} keeps too many bodies"
-        elif who in self.world.learners and self.world.learners[who].machine is not None:
+            state = shard.machine.state
+        elif who in self.system.participants:
             allowed = 8 * options.fragments + 4 * options.shards
-            allowed += 0 if self.world.data is None else 3 * HELD_MAX
+            allowed += 3 * HELD_MAX if self.system.config.data.leases else 0
+            state = self.system.participants[who].machine.state
         else:
             return
-        process: Any = shard or self.world.learners[who]
-        count_now = entries(process.machine.state)
-        assert count_now <= allowed, f"{who} remembers {count_now} things: at most {allowed}"
+        kept = entries(state)
+        assert kept <= allowed, f"{who} remembers {kept} things: at most {allowed}"
 
 
-def behind_seconds_max(world: World, learner: LearnerProcess) -> float:
+def behind_seconds_max(system: System, learner: LearnerHost) -> float:
     """D: how long after its publication a copy is applied at the latest; see the module's head."""
-    options, spec = world.options, learner.spec
-    assert isinstance(world.bodies, NoBodies)
-    queue = sum(world.bodies.fragment_bytes) / spec.down_bytes_per_second
-    way = spec.latency + spec.jitter + 0.001
+    options, spec = system.options, learner.spec
+    queue = system.model_bytes / spec.down_bytes_per_second
+    way = spec.latency + spec.jitter + system.link_of_shards.jitter + 0.001
     steps = 1 + (options.overlap if options.apply == "at_tau" else 0)
     alone = options.wait == "never"  # else it steps as the slowest does
-    others = [learner] if alone else [o for o in world.learners.values() if _trains(o)]
+    others = [learner] if alone else list(system.learners.values())
     turns = math.ceil(options.fragments / options.open_rounds_max)
     waiting = 3 * queue + (8 + 2 * turns) * way + RETRY_SECONDS + SLACK_SECONDS
     return waiting + steps * max(map(step_seconds_max, others))
 
 
-def sees_the_end(world: World, learner: str, shard: int) -> bool:
+def sees_the_end(system: System, learner: str, shard: int) -> bool:
     """Whether a learner can have a shard's last copies before that ends: it does not wait long.
 
     Whose link to it breaks in the end goes with what it holds.
     """
-    process, bodies = world.learners[learner], world.bodies
-    nbytes = sum(bodies.fragment_bytes) if isinstance(bodies, NoBodies) else 0
-    in_time = 2 * nbytes / process.spec.down_bytes_per_second < LINGER_SECONDS
-    return in_time and process.machine.state.shards[shard].linked
+    host = system.learners[learner]
+    in_time = 2 * system.model_bytes / host.spec.down_bytes_per_second < LINGER_SECONDS
+    linked: bool = host.machine.state.shards[shard].linked
+    return in_time and linked
 
 
-def rounds_behind_max(world: World, learner: LearnerProcess) -> int:
+def rounds_behind_max(system: System, learner: LearnerHost) -> int:
     """How many rounds a connected learner may be behind; see the module's head."""
-    fastest = min(step_seconds_min(other) for other in world.learners.values() if _trains(other))
-    seconds = behind_seconds_max(world, learner)
-    return 2 + math.ceil(seconds / (world.options.period * fastest))
+    fastest = min(map(step_seconds_min, system.learners.values()))
+    seconds = behind_seconds_max(system, learner)
+    return 2 + math.ceil(seconds / (system.options.period * fastest))
 
 
-def step_seconds_max(learner: LearnerProcess) -> float:
+def step_seconds_max(learner: LearnerHost) -> float:
     """The longest step that there is: seven standard deviations."""
     spec = learner.spec
     return spec.step_seconds * learner.slowness * (1 + 7 * spec.variance)
 
 
-def step_seconds_min(learner: LearnerProcess) -> float:
+def step_seconds_min(learner: LearnerHost) -> float:
     """The shortest step that there is."""
     spec = learner.spec
     return spec.step_seconds * max(0.1, 1 - 7 * spec.variance)
 
 
-def _trains(learner: LearnerProcess) -> bool:
-    return learner.spec.role == "learner"
+def _has_stopped(learner: LearnerHost) -> bool:
+    """Whether its training loop has ended."""
+    machine = learner.machine
+    return machine is None or machine.state.ended or bool(machine.state.leaving)
 
 
 def entries(state: Any) -> int:

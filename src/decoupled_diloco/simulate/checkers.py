@@ -1,6 +1,6 @@
 """What must hold in every world, whatever befalls it; looks at events and effects only.
 
-Safety is checked at every event (and by `NoBodies` at every tensor operation); liveness by asking
+Safety is checked at every event (and by `Lineage` at every tensor operation); liveness by asking
 what has happened since faults have ceased; the end, when a run with a budget is over.
 """
 
@@ -34,18 +34,17 @@ from decoupled_diloco.protocol.events import (
 from decoupled_diloco.protocol.learner import NOT_TAKEN
 from decoupled_diloco.protocol.messages import Published, Pull, Version
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
-from decoupled_diloco.simulate.bodies import LineageLearner
 from decoupled_diloco.simulate.bounds import sees_the_end
-from decoupled_diloco.simulate.learner_process import LearnerProcess
-from decoupled_diloco.simulate.world import World
+from decoupled_diloco.simulate.hosts import LearnerHost
+from decoupled_diloco.simulate.system import System
 
 
 class Checker:
     """Watches one world; raises `AssertionError` at the event that breaks a rule."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.shards = {shard.name: shard for shard in world.shard_processes}
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.shards = {shard.name: shard for shard in system.shard_processes}
         self.published: dict[int, dict[Version, str]] = defaultdict(dict)
         self.newest: dict[int, Version] = {}
         self.clocks: dict[tuple[str, int], int] = {}
@@ -62,7 +61,7 @@ class Checker:
         self.restarts = 0
         self.dropped: dict[tuple[str, int], int] = {}
         self.notes: list[str] = []
-        world.recorders.append(self)
+        system.recorders.append(self)
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         """One event that a machine has handled."""
@@ -81,7 +80,7 @@ class Checker:
                 case ClockAdvanced(clock):
                     self._clock(who, clock)
                 case Hold():
-                    assert self.world.options.wait == "at_overlap", f"{who} waits"
+                    assert self.system.options.wait == "at_overlap", f"{who} waits"
                 case Apply(fragment, _, _, discarded, why):
                     assert discarded >= 0
                     if why == NOT_TAKEN:
@@ -89,7 +88,7 @@ class Checker:
                 case Note(text):
                     self.notes.append(text)
                 case Snapshot():
-                    assert self.world.learners[who].spec.role == "learner"
+                    assert who in self.system.learners, f"{who} trains"
         self._is_later(who, event)
         if isinstance(event, MergeFailed):
             self._merge_failed(who, now, event.fragment)
@@ -102,7 +101,7 @@ class Checker:
     def _is_later(self, who: str, event: Any) -> None:
         """Nobody is told of an epoch or a term that is older than one that was told before."""
         if isinstance(event, Began):
-            epoch = self.world.learners[who].machine.epoch
+            epoch = self.system.participants[who].machine.epoch
             assert epoch >= self.epochs.get(who, 0), "an epoch goes back"
             self.epochs[who] = epoch
         if isinstance(event, TermGranted):
@@ -113,7 +112,7 @@ class Checker:
     def _count(self, fragment: int) -> None:
         self.longest[fragment] = self.seconds_without_merge(fragment)
         self.merges[fragment] += 1
-        self.merged_at[fragment] = self.world.now
+        self.merged_at[fragment] = self.system.now
 
     def _merge_failed(self, who: str, now: float, fragment: int) -> None:
         """Who has failed pauses before it tries again, whatever is due meanwhile."""
@@ -143,7 +142,7 @@ class Checker:
 
     def _is_replaced(self, who: str) -> bool:
         """Whether it tells of nothing new any more; that is seen to by `ClaimChecker`."""
-        return self.world.is_replaced(self.shards[who])
+        return self.system.is_replaced(self.shards[who])
 
     def _published(self, who: str, message: Published) -> None:
         known = self.published[message.fragment]
@@ -164,7 +163,7 @@ class Checker:
         assert (
             0
             < order.steps
-            <= self.world.options.counter_cap_periods * max(1, self.world.options.period)
+            <= self.system.options.counter_cap_periods * max(1, self.system.options.period)
         )
         self.heard[order.fragment].add(order.learner)
 
@@ -173,7 +172,7 @@ class Checker:
         if finished.verdict != "merged":
             return
         folded = {p.learner for p in finished.participants if p.state == "folded"}
-        needed = 1 if "sweep" in finished.why else self.world.options.quorum
+        needed = 1 if "sweep" in finished.why else self.system.options.quorum
         assert len(folded) >= needed, f"too few: {finished}"
 
     def _clock(self, who: str, clock: int) -> None:
@@ -188,29 +187,25 @@ class Checker:
         self.merges.clear()
         self.merged_at.clear()
         self.longest.clear()
-        self.forgot_at = self.world.now
+        self.forgot_at = self.system.now
         self.heard.clear()
         self.pulls = self.pulls_answered_at_once = 0
 
     def fragments_without_merge(self) -> list[int]:
         """Fragments that nothing was merged into since `forget`."""
-        return [p for p in range(self.world.options.fragments) if not self.merges[p]]
+        return [p for p in range(self.system.options.fragments) if not self.merges[p]]
 
     def seconds_without_merge(self, fragment: int) -> float:
         """The longest time since `forget` in which nothing was merged into a fragment."""
         since = self.merged_at.get(fragment, self.forgot_at)
-        return max(self.longest[fragment], self.world.now - since)
+        return max(self.longest[fragment], self.system.now - since)
 
     def unheard(self) -> list[tuple[int, str]]:
         """Live learners that some fragment has not heard since `forget`."""
-        live = [
-            learner.name
-            for learner in self.world.learners.values()
-            if learner.alive and learner.spec.role == "learner"
-        ]
+        live = [learner.name for learner in self.system.learners.values() if learner.alive]
         return [
             (p, name)
-            for p in range(self.world.options.fragments)
+            for p in range(self.system.options.fragments)
             for name in live
             if name not in self.heard[p]
         ]
@@ -218,27 +213,16 @@ class Checker:
     # ---- the end
 
     def check_end(self) -> None:
-        """Everybody who saw the end holds the result, and nothing trained is missing from it."""
-        for learner in self.world.learners.values():
-            if learner.over:
+        """What no version has taken in the end is said, for everybody who saw the end."""
+        for learner in self.system.learners.values():
+            if learner.over and learner.machine is not None and learner.machine.state.over:
                 self._check_result(learner)
 
-    def _check_result(self, learner: LearnerProcess) -> None:
-        bodies = learner.bodies
-        assert isinstance(bodies, LineageLearner)
-        for fragment, local in enumerate(bodies.fragments):
-            assert local.held is not None
-            shard = self.world.acting(self.world.options.owner(fragment))
+    def _check_result(self, learner: LearnerHost) -> None:
+        for fragment in range(self.system.options.fragments):
+            shard = self.system.acting(self.system.options.owner(fragment))
             finished = shard.machine is not None and shard.machine.state.phase == "finished"
-            if not finished or not sees_the_end(self.world, learner.name, shard.shard):
-                continue  # a shard that comes back when all is over has nothing to give
-            newest = max(self.published[fragment])
-            assert local.held.digest == self.published[fragment][newest], (
-                f"{learner.name} ends with another copy of fragment {fragment}"
-            )
-            if learner.spec.role == "learner":
-                rest = bodies.steps - local.since + len(local.earlier)
-                assert rest == 0, f"{rest} steps of {learner.name} are not in fragment {fragment}"
+            if finished and sees_the_end(self.system, learner.name, shard.shard):
                 self._check_dropped(learner.name, fragment)
 
     def _check_dropped(self, learner: str, fragment: int) -> None:

@@ -11,7 +11,7 @@ one is at work (its fragments installed) within
 
 seconds. L: the lease, after which it is claimed, an eighth of it late; s: the storage, one way;
 learners part from who is silent after 11 s, and try it first for 5 s; r: the longest backoff
-(1.5 s), before the coordinator is dialled and before learners come back; w: one way with jitter;
+(5 s), before the coordinator is dialled and before learners come back; w: one way with jitter;
 2: a restored shard waits for holders of newer copies, once more if one must deliver its own. The
 next commit comes as late after that as any does.
 """
@@ -37,8 +37,9 @@ from decoupled_diloco.protocol.membership import LEASE_SECONDS
 from decoupled_diloco.protocol.messages import Published, Version
 from decoupled_diloco.protocol.syncer_fill import SETTLE_SECONDS
 from decoupled_diloco.simulate.network import LOST_SECONDS, STALL_SECONDS
-from decoupled_diloco.simulate.shell import REDIAL_SECONDS
-from decoupled_diloco.simulate.world import World
+from decoupled_diloco.simulate.system import System
+from decoupled_diloco.syncer.tenure import Tenure
+from decoupled_diloco.transport.backoff import CAP_SECONDS
 
 
 class ClaimChecker:
@@ -49,17 +50,18 @@ class ClaimChecker:
         clocks_leap: clocks may leap in this world, so that two may act at once.
     """
 
-    def __init__(self, world: World, *, clocks_leap: bool = False) -> None:
-        self.world = world
+    def __init__(self, system: System, *, clocks_leap: bool = False) -> None:
+        self.system = system
+        self.disks_are_lost = False
         self.clocks_leap = clocks_leap
         self.takeovers = 0
-        self._processes = {process.name: process for process in world.shard_processes}
+        self._processes = {process.name: process for process in system.shard_processes}
         self._claims: dict[int, int] = {}
         self._contents: dict[int, set[str]] = defaultdict(set)
         self._taken: dict[tuple[int, int], tuple[Version, str]] = {}
         self._held: dict[tuple[str, int, int], Version] = {}
         self._heard: dict[tuple[str, str], float] = {}
-        world.recorders.append(self)
+        system.recorders.append(self)
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         """One event that a machine has handled."""
@@ -76,8 +78,8 @@ class ClaimChecker:
                     self._activated(who.removesuffix(".claims"), number)
                 case Broadcast(Published() as message):
                     self._published(who, message)
-                case Evict(learner, reason) if "nothing was heard" in reason:
-                    silent = self.world.now - self._heard.get((who, learner), 0.0)
+                case Evict(learner, reason) if _is_silent(reason) and not self.clocks_leap:
+                    silent = self.system.now - self._heard.get((who, learner), 0.0)
                     text = f"{who} evicts {learner}, which it has heard {silent:.1f} s ago"
                     assert silent >= LEASE_SECONDS / 2, text
                 case Fetch(_, fragment, version, digest=digest):
@@ -100,33 +102,34 @@ class ClaimChecker:
             case _:
                 return
         for name in names:
-            self._heard[who, name] = self.world.now
+            self._heard[who, name] = self.system.now
 
     def _activated(self, who: str, number: int) -> None:
         process = self._processes[who]
         self.takeovers += number > 1
-        for other in self.world.hosts(process.shard):
-            acts = other is not process and other.alive and other.tenure is not None
-            held = acts and other.tenure is not None and other.tenure.holds()
+        for other in self.system.hosts_of(process.shard):
+            tenure = other.tenure
+            acts = other is not process and other.alive and isinstance(tenure, Tenure)
+            held = isinstance(tenure, Tenure) and acts and tenure.machine.holds(self.system.now + other.ahead_seconds)
             assert not held or self.clocks_leap, f"{who} and {other.name} act at once"
 
     def _published(self, who: str, message: Published) -> None:
         contents = self._contents[message.fragment]
-        if self.world.is_replaced(self._processes[who]) and contents:
+        if self.system.is_replaced(self._processes[who]) and contents:
             text = f"{who} was replaced, and tells of {message.version}"
             assert message.digest in contents, text
         contents.add(message.digest)
 
     def _fetched(self, fragment: int, version: Version, digest: str) -> None:
         """Of what is taken as the newest there is one history, whatever the terms."""
-        if self.world.disk_lies or self.world.disk_lost:
+        if self.disks_are_lost:
             return
         before, content = self._taken.setdefault((fragment, version.counter), (version, digest))
         text = f"fragment {fragment}: {before} was taken, and {version} has other bits"
         assert content == digest, text
 
     def _applied(self, who: str, fragment: int, version: Version, why: str) -> None:
-        place = (who, self.world.learners[who].life, fragment)
+        place = (who, self.system.participants[who].life, fragment)
         before = self._held.get(place)
         # In the end what no version has taken makes way for the copy that is held.
         again = version == before and why == NOT_TAKEN
@@ -135,13 +138,15 @@ class ClaimChecker:
         self._held[place] = version
 
 
-def takeover_seconds_max(world: World, shard: int) -> float:
+def _is_silent(reason: str) -> bool:
+    return "nothing was heard" in reason
+
+
+def takeover_seconds_max(system: System) -> float:
     """A: the seconds from the last sign of life until the other process is at work; see above."""
-    claims = world.claims[shard]
-    assert claims is not None
-    lease, redial = claims.settings.lease_seconds, REDIAL_SECONDS[1]
-    way = max(p.link.latency + p.link.jitter for p in world.processes) + 0.001
-    claimed = 1.1 * lease + lease / 8 + 8 * claims.settings.storage_seconds
+    lease, storage = system.config.syncer.lease_seconds, system.claim_seconds
+    way = max(host.link.latency + host.link.jitter for host in system.hosts) + 0.001
+    claimed = 1.1 * lease + lease / 8 + 8 * storage
     parted = LOST_SECONDS + 1.0 + STALL_SECONDS
-    back = 6 * (redial + 2 * way)
+    back = 6 * (CAP_SECONDS + 2 * way)
     return claimed + parted + back + 2 * SETTLE_SECONDS + 1.0

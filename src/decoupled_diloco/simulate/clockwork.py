@@ -63,6 +63,7 @@ class Clockwork:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.processes = 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._planned = 0
 

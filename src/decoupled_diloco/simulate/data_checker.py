@@ -8,80 +8,140 @@ twice, and nothing trained that the ledger does not account for.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.observe.data_ledger import DataAccount, account_of_data
-from decoupled_diloco.protocol.events import CoordinatorTold, MemberSaid, Merged
-from decoupled_diloco.protocol.lease_messages import (
-    DataReport,
-    LeaseState,
-)
+from decoupled_diloco.protocol.effects import Enter
+from decoupled_diloco.protocol.events import CoordinatorTold, Merged
 from decoupled_diloco.protocol.leases import HELD_MAX
 from decoupled_diloco.protocol.ledger import Leased, LedgerEntry, Repeated, Settled, TakenBack
-from decoupled_diloco.simulate.bodies import Life, LineageShard
-from decoupled_diloco.simulate.leased_loop import NumberedParts, Trained, VirtualData
-from decoupled_diloco.simulate.world import World
+from decoupled_diloco.simulate.hosts import LearnerHost
+from decoupled_diloco.simulate.lineage import Lineage, Steps
+from decoupled_diloco.simulate.system import System
+from decoupled_diloco.storage.data_ledger import Basis, ledger_files, read_ledger
+from decoupled_diloco.workloads.text import region
+
+Life = tuple[str, int]
+"""A learner and its epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One batch that was really trained: whose step, under which lease."""
+
+    learner: str
+    epoch: int
+    step: int
+    lease: int
+    turn: int
+    part: int
+    index: int
+    repeat: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Data in parts: so many batches in a pass, in so many parts."""
+
+    parts: int
+    batches: int
+
+    def part(self, number: int) -> range:
+        """The batches of a part."""
+        return region(self.batches, number, self.parts)
+
+
+class Drawn:
+    """The batches that a learner's loop has taken and not trained yet.
+
+    Args:
+        host: Whose.
+        parts: The data.
+        trained: Everything that is trained, in order.
+    """
+
+    def __init__(self, host: LearnerHost, parts: Parts, trained: list[Trained]) -> None:
+        self._host, self._parts, self._trained = host, parts, trained
+        self._taken: list[tuple[int, int, int, int, bool]] = []
+
+    def take(self, turn: int, batch: int) -> None:
+        """A batch of the loop's present lease is drawn."""
+        view = self._host.machine.state.data
+        lease = view.leases[view.current].lease
+        index = batch - self._parts.part(lease.part).start
+        self._taken.append((lease.number, turn, lease.part, index, view.repeating))
+
+    def train(self) -> None:
+        """The step that has drawn them is finished."""
+        machine = self._host.machine
+        step, who = machine.state.step + 1, self._host.name
+        self._trained += [Trained(who, machine.epoch, step, *each) for each in self._taken]
+        self._taken.clear()
 
 
 class DataChecker:
-    """Watches one world with data; raises `AssertionError` at the event that breaks a rule."""
+    """Watches one system with leased data; raises `AssertionError` at what breaks a rule."""
 
-    def __init__(self, world: World) -> None:
-        assert world.data is not None
-        self.world = world
-        self.data: VirtualData = world.data
+    def __init__(self, system: System, lineage: Lineage, parts: Parts) -> None:
+        self.system = system
+        self.parts = parts
+        self.trained: list[Trained] = []
         self.leases: dict[int, Leased] = {}
         self.in_force: set[int] = set()
-        self.merged: list[dict[Life, int]] = [{} for _ in range(world.options.fragments)]
-        self.reported: dict[int, LeaseState] = {}
-        self._trained: dict[tuple[str, int, int], list[Trained]] = defaultdict(list)
+        self.merged: list[dict[Life, int]] = [{} for _ in range(system.options.fragments)]
+        self._lineage = lineage
+        self._by_lease: dict[tuple[str, int, int], list[Trained]] = defaultdict(list)
         self._seen = self._entries = 0
+        self._read: dict[Path, int] = {}
         self._ended: set[Life] = set()
-        world.recorders.append(self)
-
-    def go_on_from(self, earlier: DataChecker) -> None:
-        """This world begins with a cut of another, whose parts must have what is called durable."""
-        self._ended |= earlier._ended
-        if earlier.world.disk_lies or earlier.world.disk_lost:
-            # What such a disk has lost was durable by its own word.
-            self.merged = [dict(merged) for merged in earlier.merged]
-            self.catch_up()
-            return
-        for shard in self.world.shards:
-            for fragment, kept in shard.disk.read().fragments.items():
-                value = kept.content
-                self.merged[fragment] = {life: value.last(life) for life in value.merged}
-        self.catch_up()
+        system.recorders.append(self)
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         """One event that a machine has handled; entries of earlier ones are on the disk by now."""
-        self.catch_up()
         if isinstance(event, Merged):
-            self._note_merged(who, event.fragment)
-        if isinstance(event, MemberSaid) and isinstance(event.message, DataReport):
-            self.reported |= {state.lease: state for state in event.message.leases}
+            self._note_merged(event.fragment)
+        if who == "coordinator" or any(type(effect) is Enter for effect in effects):
+            self.catch_up()
+        learner = self.system.learners.get(who)
+        if learner is None:
+            return
+        state = learner.machine.state
         if isinstance(event, CoordinatorTold):
-            view = self.world.learners[who].machine.state.data
-            assert view is None or len(view.leases) <= HELD_MAX, "leases pile up"
-        learner = self.world.learners.get(who)
-        if learner is not None and (learner.machine.state.ending or learner.machine.state.leaving):
-            self._ended.add((who, learner.epoch))
+            assert state.data is None or len(state.data.leases) <= HELD_MAX, "leases pile up"
+        if state.ending or state.leaving:
+            self._ended.add((who, learner.machine.epoch))
 
     def catch_up(self) -> None:
         """Looks at what has been entered since; an order that a crash forestalled is no entry."""
-        ledger = self.world.coordinator.ledger
-        while self._entries < len(ledger):
-            self._entries += 1
-            self._entered(ledger[self._entries - 1])
+        sizes = {path: path.stat().st_size for path in ledger_files(self.system.folder)}
+        if sizes != self._read:
+            self._read = sizes
+            for item in list(self._ledger())[self._entries :]:
+                self._entries += 1
+                self._look_at(item)
 
-    def _note_merged(self, who: str, fragment: int) -> None:
-        shard = next(shard for shard in self.world.shard_processes if shard.name == who)
-        assert isinstance(shard.bodies, LineageShard)
-        merged = self.merged[fragment]
-        value = shard.bodies.values[fragment]
-        for life in value.merged:
-            merged[life] = max(value.last(life), merged.get(life, 0))
+    def _ledger(self) -> Iterator[LedgerEntry | Basis]:
+        for path in ledger_files(self.system.folder):
+            yield from read_ledger(path)
+
+    def _look_at(self, item: LedgerEntry | Basis) -> None:
+        if isinstance(item, Basis):
+            self.in_force = {n for held in item.book.holders.values() for n in held}
+            for entry in item.entered:
+                if isinstance(entry, Leased):
+                    self.leases[entry.lease] = entry
+        else:
+            self._entered(item)
+
+    def _note_merged(self, fragment: int) -> None:
+        lineage, merged = self._lineage, self.merged[fragment]
+        content: Steps = lineage.contents[fragment, lineage.newest[fragment]]
+        for (who, epoch), life in lineage.epochs.items():
+            last = content.get((who, life), 0).bit_length() - 1
+            merged[who, epoch] = max(last, merged.get((who, epoch), 0))
 
     def _entered(self, entry: LedgerEntry) -> None:
         match entry:
@@ -94,9 +154,8 @@ class DataChecker:
             case Settled(lease, _, batches):
                 self.in_force.remove(lease)
                 self._durable(self.leases[lease], batches)
-                leased, source = self.leases[lease], self.data.source
-                if isinstance(source, NumberedParts):
-                    assert batches == source.length(leased.part, leased.turn), "a part is cut short"
+                whole = len(self.parts.part(self.leases[lease].part))
+                assert batches == whole, f"a part of {whole} batches is cut short at {batches}"
             case TakenBack(lease, _, durable, trained):
                 self.in_force.remove(lease)
                 assert durable <= trained
@@ -121,30 +180,30 @@ class DataChecker:
             )
 
     def _of_lease(self, leased: Leased) -> list[Trained]:
-        for batch in self.data.trained[self._seen :]:
-            self._trained[batch.learner, batch.epoch, batch.lease].append(batch)
-        self._seen = len(self.data.trained)
-        return self._trained[leased.learner, leased.epoch, leased.lease]
+        for batch in self.trained[self._seen :]:
+            self._by_lease[batch.learner, batch.epoch, batch.lease].append(batch)
+        self._seen = len(self.trained)
+        return self._by_lease[leased.learner, leased.epoch, leased.lease]
 
     # ---- liveness
 
     def check_progress(self, seconds: float) -> None:
         """Without faults every part of the passes that are open now becomes durable."""
-        world = self.world
-        turns = set(world.coordinator.machine.state.data.turns)
-        deadline = world.now + seconds
-        while world.now < deadline and not world.finished:
-            world.run(until=min(deadline, world.now + seconds / 12))
-            if not turns & world.coordinator.machine.state.data.turns.keys():
+        system = self.system
+        turns = set(system.coordinator.state.data.turns)
+        deadline = system.now + seconds
+        while system.now < deadline and not system.finished:
+            system.run(until=min(deadline, system.now + seconds / 100))
+            if not turns & system.coordinator.state.data.turns.keys():
                 return
-        ending = world.coordinator.machine.state.phase in ("ending", "finished")
+        ending = system.coordinator.state.phase in ("ending", "finished")
         assert ending, f"passes {sorted(turns)} are never complete"
 
     # ---- the end
 
     def account(self) -> DataAccount:
         """The ledger as it stands, which must add up."""
-        account = account_of_data(self.world.coordinator.ledger)
+        account = account_of_data(self._ledger())
         assert not account.problems, account.problems
         return account
 
@@ -158,7 +217,7 @@ class DataChecker:
         self.catch_up()
         self.account()
         back, settled, again = dict[int, int](), dict[int, int](), defaultdict[int, int](int)
-        for entry in self.world.coordinator.ledger:
+        for entry in self._ledger():
             match entry:
                 case TakenBack(lease, _, durable):
                     back[lease] = durable

@@ -1,29 +1,16 @@
-"""Random worlds: options, learners, links and what befalls them, all drawn from one seed."""
+"""What a random world is made of, drawn from one seed: settings, learners, links."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.simulate.bodies import NoBodies
-from decoupled_diloco.simulate.bounds import Bounds
-from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.claim_checker import ClaimChecker
-from decoupled_diloco.simulate.claims import Standbys
-from decoupled_diloco.simulate.faults import (
-    Fault,
-    random_faults,
-    random_hardships,
-    random_takeovers,
-    strike,
-)
-from decoupled_diloco.simulate.learner_process import LearnerSpec
-from decoupled_diloco.simulate.leased_loop import NumberedParts, VirtualData
-from decoupled_diloco.simulate.network import Link
-from decoupled_diloco.simulate.shrink import Changes, Size
-from decoupled_diloco.simulate.world import Mishaps, World
+from decoupled_diloco.simulate.data_checker import Parts
+from decoupled_diloco.simulate.spec import LearnerSpec
+
+CONTRIBUTED = 0.5
+"""Bytes of a contribution for each of a copy: bf16 and fp32."""
 
 
 def random_options(choices: Choices, learners: int) -> Options:
@@ -36,7 +23,7 @@ def random_options(choices: Choices, learners: int) -> Options:
     return Options(
         fragments=fragments,
         period=period,
-        overlap=min(overlap, period - 1) if wait else overlap,
+        overlap=min(overlap, period - 1),
         quorum=quorum,
         shards=choices.integer(1, min(3, fragments)),
         grace_margin=choices.chance(0.7) * choices.uniform(0.0, 0.95),
@@ -46,6 +33,7 @@ def random_options(choices: Choices, learners: int) -> Options:
         apply=choices.pick(["on_arrival", "at_tau"]),
         wait="at_overlap" if wait else "never",
         counter_cap_periods=choices.integer(1, 4),
+        late=choices.fork("late").pick(["next", "next", "drop"]),
         norm_gate=choices.fork("gate").pick([0.0, 10.0]),
         oversized=choices.fork("oversized").pick(["refuse", "clip"]),
         checkpoint_every_seconds=choices.fork("cuts").pick([0.0, 2.0, 5.0, 15.0]),
@@ -73,16 +61,16 @@ def random_learners(choices: Choices, count: int, step_seconds: float) -> list[L
             )
         )
     if choices.chance(0.2):
-        specs.append(LearnerSpec("observer", joins_at=choices.uniform(0, 20), role="observer"))
+        specs.append(LearnerSpec("evaluator", joins_at=choices.uniform(0, 20), role="observer"))
     return specs
 
 
 def random_sizes(choices: Choices, fragments: int) -> list[int]:
-    """Bytes of the fragments' copies: in a third of all worlds one is far larger than the rest."""
-    sizes = [choices.integer(10, 1000) for _ in range(fragments)]
+    """Elements of the fragments: in a third of all worlds one is far larger than the rest."""
+    sizes = [choices.integer(2, 250) for _ in range(fragments)]
     uneven = choices.fork("uneven")
     if uneven.chance(0.33):
-        sizes = [uneven.integer(80, 160) for _ in sizes]
+        sizes = [uneven.integer(20, 40) for _ in sizes]
         sizes[uneven.integer(0, fragments - 1)] *= uneven.integer(2, 60)
     return sizes
 
@@ -92,13 +80,13 @@ def with_slow_links(
 ) -> list[LearnerSpec]:
     """In a third of all worlds some uplinks and some downlinks are slow, each by itself.
 
-    So slow that all contributions to the model's fragments take up to a hundred and twenty steps;
+    So slow that all contributions to the model's fragments take up to sixty steps;
     a third of that where others wait for them.
     """
     if not choices.chance(0.33):
         return learners
-    longest = 120.0 if options.wait == "never" else 40.0
-    nbytes = NoBodies.ratio * sum(sizes)
+    longest = 60.0 if options.wait == "never" else 20.0
+    nbytes = 4 * CONTRIBUTED * sum(sizes)
 
     def rate(learner: LearnerSpec, otherwise: float) -> float:
         steps = choices.log_uniform(0.5, longest)
@@ -114,171 +102,44 @@ def with_slow_links(
     ]
 
 
-def random_data(choices: Choices) -> VirtualData | None:
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What the learners lease."""
+
+    parts: Parts
+    ahead: int
+
+
+def random_data(choices: Choices) -> Data | None:
     """Parts of some batches each, in half of all worlds."""
     if choices.chance(0.5):
         return None
-    parts = NumberedParts(choices.integer(1, 12), choices.pick([1, 4, 12]))
-    return VirtualData(parts, choices.integer(1, 3), choices.pick([1, 1, 3]))
+    parts = choices.integer(1, 12)
+    batches = parts * choices.pick([1, 4, 12]) + choices.integer(0, parts - 1)
+    return Data(Parts(parts, batches), choices.integer(1, 3))
 
 
-def random_standbys(choices: Choices, changes: Changes) -> Standbys | None:
+@dataclass(frozen=True, slots=True)
+class Standbys:
+    """That each shard has a second process, and of the storage where both claim it.
+
+    Attributes:
+        lease_seconds: How long a claim holds without a sign of life.
+        storage_seconds: How long an operation takes.
+        storage_fails: That it fails.
+    """
+
+    lease_seconds: float
+    storage_seconds: float
+    storage_fails: float
+
+
+def random_standbys(choices: Choices) -> Standbys | None:
     """A standby for every shard, in a third of all worlds."""
-    without = choices.chance(0.67) and not changes.with_standbys
-    if without or changes.without_standbys:
+    if choices.chance(0.67):
         return None
     return Standbys(
         lease_seconds=choices.log_uniform(1.0, 15.0),
         storage_seconds=choices.log_uniform(0.0005, 0.1),
         storage_fails=choices.pick([0.0, 0.0, 0.05]),
     )
-
-
-@dataclass(slots=True)
-class Scenario:
-    """One random world and what will befall it."""
-
-    seed: int
-    options: Options
-    learners: list[LearnerSpec]
-    faults: list[Fault]
-    mishaps: Mishaps
-    world: World
-    checker: Checker
-    bounds: Bounds
-    claims: ClaimChecker
-    faulty_seconds: float
-    step_seconds: float
-    ends: bool
-
-    @property
-    def size(self) -> Size:
-        """What can be taken away from it."""
-        mishaps = tuple(f.name for f in fields(Mishaps) if getattr(self.mishaps, f.name))
-        learners = tuple(spec.name for spec in self.learners)
-        return Size(len(self.faults), learners, mishaps, self.faulty_seconds)
-
-
-def draw(seed: int, changes: Changes | None = None) -> Scenario:
-    """The random world of a seed, without what is taken away from it."""
-    changes = changes or Changes()
-    choices = Choices(seed)
-    count = choices.pick([1, 2, 2, 3, 4, 6])
-    faulty = choices.uniform(20.0, 80.0)
-    step_seconds = faulty * count / choices.log_uniform(30.0, 160.0)
-    step_seconds = min(step_seconds, 2.0)
-    options = random_options(choices.fork("options"), count)
-    ends = choices.chance(0.6)
-    if ends:
-        after, amid = choices.uniform(0.0, 60.0), choices.fork("amid")
-        until = amid.uniform(0.2, 1.0) * faulty if amid.chance(0.25) else faulty + after
-        steps = int(until / step_seconds) + 1
-        options = replace(options, budget_steps=steps)
-    learners = random_learners(choices.fork("learners"), count, step_seconds)
-    often = choices.pick([0.0, 0.0, 0.02])
-    mishaps = Mishaps(
-        spurious_ticks=choices.pick([0.0, 0.1]),
-        spoil=often,
-        merge_fails=often,
-        crash_after_persist=choices.pick([0.0, 0.0, 0.2]),
-        poison=choices.fork("poison").pick([0.0, 0.0, 0.02]),
-        disk_lies=choices.fork("lies").pick([0.0, 0.0, 0.1]),
-        disk_lost=choices.fork("disks").pick([0.0, 0.3, 1.0]),
-        checkpoints=choices.fork("checkpoints").pick([0.0, 0.05, 0.5]),
-        checkpoint_lost=choices.fork("checkpoint lost").pick([0.0, 0.3]),
-        donors=choices.fork("donors").pick([0.0, 1.0]),
-        preempted=choices.fork("preempted").pick([0.0, 0.5]),
-        crash_after_merge=choices.fork("power").pick([0.0, 0.0, 0.0, 0.02]),
-        stalls=choices.fork("stalls").pick([0.0, 0.0, 0.0, 0.01]),
-        slips=choices.fork("slips").pick([0.0, 0.0, 0.005]),
-        copies_slip=choices.fork("copies slip").pick([0.0, 0.0, 0.3]),
-    )
-    from_file = choices.chance(0.2)
-    fragment_bytes = random_sizes(choices, options.fragments)
-    slow_links = choices.fork("slow links")
-    learners = with_slow_links(slow_links, learners, options, fragment_bytes)
-    inbox_seconds = choices.fork("inbox").pick([0.0, 0.0, 0.02, 0.3])
-    mean = choices.pick([2.0, 5.0, 15.0, 1000.0])
-    faults = random_faults(
-        choices.fork("faults"),
-        [spec.name for spec in learners],
-        options.shards,
-        until=faulty,
-        mean_seconds=mean,
-    )
-    standbys = random_standbys(choices.fork("standbys"), changes)
-    faults += _of_claims(choices.fork("takeovers"), options.shards, standbys, faulty)
-    options = replace(options, **changes.options)
-    mishaps = replace(mishaps, **changes.mishaps)
-    kept = [
-        replace(s, **changes.learners) for s in learners if s.name not in changes.without_learners
-    ]
-    world = World(
-        options,
-        kept,
-        seed=f"{seed}/world",
-        mishaps=mishaps,
-        weights_from_file=from_file,
-        fragment_bytes=fragment_bytes[: options.fragments],
-        inbox_seconds=inbox_seconds,
-        data=random_data(choices.fork("data")),
-        standbys=standbys,
-    )
-    # Its orders reach one participant long before another: what a cut must not mind.
-    world.coordinator.link = Link(jitter=choices.fork("orders").pick([0.0, 0.0, 3.0, 10.0]))
-    faults += _hardships(choices.fork("hardships"), world, faulty)
-    strike(world, _left(faults, world, changes))
-    return Scenario(
-        seed,
-        options,
-        kept,
-        faults,
-        mishaps,
-        world,
-        Checker(world),
-        Bounds(world),
-        ClaimChecker(world),
-        changes.faulty_seconds or faulty,
-        step_seconds,
-        options.budget_steps is not None,
-    )
-
-
-def _of_claims(
-    choices: Choices, shards: int, standbys: Standbys | None, until: float
-) -> list[Fault]:
-    """What befalls claims, where there are any."""
-    if standbys is None:
-        return []
-    often = choices.pick([3.0, 10.0, 30.0])
-    return random_takeovers(choices, shards, until=until, mean_seconds=often)
-
-
-def _hardships(choices: Choices, world: World, until: float) -> list[Fault]:
-    """What makes learners late, in half of all worlds."""
-    learners = [learner for learner in world.learners.values() if not learner.is_observer]
-    if choices.chance(0.5) or not learners:
-        return []
-    assert isinstance(world.bodies, NoBodies)
-    sizes = world.bodies.fragment_bytes
-    return random_hardships(
-        choices,
-        learners,
-        world.options.shards,
-        body_bytes=NoBodies.ratio * sum(sizes) / len(sizes),
-        until=until,
-        mean_seconds=choices.pick([4.0, 10.0, 30.0]),
-    )
-
-
-def _left(faults: Sequence[Fault], world: World, changes: Changes) -> list[Fault]:
-    """The faults that are not taken away, nor the process that they would strike."""
-    there = {"", *(process.name for process in world.processes)}
-    until = changes.faulty_seconds or float("inf")
-    return [
-        fault
-        for number, fault in enumerate(faults)
-        if number not in changes.without_faults
-        and {fault.process, fault.peer} <= there
-        and fault.at < until
-    ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.hosts import Host, LearnerHost, ParticipantHost
 from decoupled_diloco.simulate.network import Way
+from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.system import System
 
 Kind = Literal[
     "crash",
@@ -23,6 +26,7 @@ Kind = Literal[
     "fill",
     "leap",
     "unmount",
+    "lose",
 ]
 
 
@@ -37,10 +41,9 @@ class Fault:
             but the other end is not told), ``slow`` (steps take longer), ``stall`` (the loop
             stands, all else goes on), ``choke`` (the link carries less), ``fill`` (its disk is
             full), ``leap`` (its clock leaps ahead, once), ``unmount`` (the storage of its claims is
-            out of its reach; shards with standbys only). Slow, stall and choke befall learners
-            only, fill shards only.
-        process: whom it strikes: a learner's name, ``shard-0``, ``shard-0-standby``,
-            ``coordinator``.
+            out of its reach; shards with standbys only), ``lose`` (it is killed, and its disk is
+            empty when it comes back). Slow, stall and choke befall learners only.
+        process: whom it strikes: a learner's name, ``shard-0``, ``shard-0-standby``.
         seconds: how long it lasts, then it is undone; infinity: for good. How far a clock leaps.
         peer: the other end of a cut, break or slip; empty: everybody.
         factor: how many times longer steps take, or less the link carries.
@@ -56,81 +59,77 @@ class Fault:
     way: Way = "up"
 
 
-def strike(world: Any, faults: Iterable[Fault]) -> None:
-    """Plans the faults, and their end, in a `System`, or in a `World`."""
-    processes = {process.name: process for process in world.processes}
+def strike(system: System, faults: Iterable[Fault]) -> None:
+    """Plans the faults, and their end."""
+    hosts = {host.name: host for host in system.hosts}
     for fault in faults:
-        process = processes[fault.process]
-        peers = [processes[fault.peer]] if fault.peer else _peers(world, process)
-        world.clockwork.at(fault.at, _begin, world, fault, process, peers)
+        host = hosts[fault.process]
+        peers = [hosts[fault.peer]] if fault.peer else _peers(system, host)
+        system.clockwork.at(fault.at, _begin, system, fault, host, peers)
         if fault.seconds < float("inf"):
-            world.clockwork.at(fault.at + fault.seconds, _end, world, fault, process, peers)
+            system.clockwork.at(fault.at + fault.seconds, _end, system, fault, host, peers)
 
 
-def _peers(world: Any, process: Any) -> list[Any]:
-    if hasattr(process, "spec"):
-        return [world.coordinator, *world.shard_processes]
-    return [other for other in world.processes if other is not process]
+def _peers(system: System, host: Host) -> list[Host]:
+    if isinstance(host, ParticipantHost):
+        return [*system.shard_processes]
+    return [other for other in system.hosts if other is not host]
 
 
-def _begin(world: Any, fault: Fault, process: Any, peers: list[Any]) -> None:
+def _begin(system: System, fault: Fault, host: Host, peers: list[Host]) -> None:
     match fault.kind:
-        case "crash" if hasattr(process, "spec") and _is_told(world, process):
-            process.told_to_go(process.choices.log_uniform(0.5, 30.0))
-        case "crash" | "vanish":
-            world.crash(process, silent=fault.kind == "vanish")
+        case "crash" if isinstance(host, LearnerHost) and host.choices.chance(system.preempted):
+            system.tell_to_go(host, host.choices.log_uniform(0.5, 30.0), signal.SIGTERM)
+        case "crash" | "vanish" | "lose":
+            system.crash(host, silent=fault.kind == "vanish")
+            if fault.kind == "lose":
+                system.lose_disk(host)
         case "pause":
-            world.pause(process)
+            system.pause(host)
         case "cut":
             for peer in peers:
-                world.cut(process, peer)
+                system.cut(host, peer)
         case "break":
             for peer in peers:
-                world.break_connections(process, peer)
+                system.break_connections(host, peer)
         case "slip":
             for peer in peers:
-                world.network.slip(process, peer)
-        case "slow":
-            if hasattr(process, "spec"):
-                process.slowness = fault.factor
-        case "stall":
-            process.stand_still()
-        case "choke":
-            process.choke(fault.factor, fault.way)
+                system.network.slip(host, peer)
         case "fill":
-            process.disk_is_full = True
+            host.disk_is_full = True
         case "leap":
-            process.leap(fault.seconds)
+            host.leap(fault.seconds)
         case "unmount":
-            process.storage_gone = True
+            host.storage_gone = True
+        case "slow" if isinstance(host, LearnerHost):
+            host.slowness = fault.factor
+        case "stall" if isinstance(host, LearnerHost):
+            host.stand_still()
+        case "choke" if isinstance(host, ParticipantHost):
+            host.choke(fault.factor, fault.way)
 
 
-def _is_told(world: Any, process: Any) -> bool:
-    return bool(world.preempted) and process.choices.chance(world.preempted)
-
-
-def _end(world: Any, fault: Fault, process: Any, peers: list[Any]) -> None:
+def _end(system: System, fault: Fault, host: Host, peers: list[Host]) -> None:
     match fault.kind:
-        case "crash" | "vanish":
-            world.restart(process)
+        case "crash" | "vanish" | "lose":
+            system.restart(host)
         case "pause":
-            world.resume(process)
+            system.resume(host)
         case "cut":
             for peer in peers:
-                world.heal(process, peer)
-        case "slow":
-            if hasattr(process, "spec"):
-                process.slowness = 1.0
-        case "stall":
-            process.step_again()
-        case "choke":
-            process.choke(1.0, fault.way)
+                system.heal(host, peer)
         case "fill":
-            process.disk_is_full = False
+            host.disk_is_full = False
         case "unmount":
-            process.storage_gone = False
-        case "break" | "slip" | "leap":
-            pass
+            host.storage_gone = False
+        case "slow" if isinstance(host, LearnerHost):
+            host.slowness = 1.0
+        case "stall" if isinstance(host, LearnerHost):
+            host.step_again()
+        case "choke" if isinstance(host, ParticipantHost):
+            host.choke(1.0, fault.way)
+        case _:
+            pass  # what happens at once is over
 
 
 def random_faults(
@@ -154,7 +153,7 @@ def random_faults(
         share = choices.uniform(0.0, 1.0)
         process = choices.pick(learners)
         if share > 0.6 and kind != "slow":
-            process = choices.pick(names) if share < 0.85 else "coordinator"
+            process = choices.pick(names) if share < 0.85 else names[0]
         peer = ""
         if kind in ("cut", "break") and process in learners and choices.chance(0.5):
             peer = choices.pick(names)
@@ -166,7 +165,7 @@ def random_faults(
 
 def random_hardships(
     choices: Choices,
-    learners: Sequence[LearnerProcess],
+    learners: Sequence[LearnerSpec],
     shards: int,
     *,
     body_bytes: float,
@@ -194,15 +193,14 @@ def random_hardships(
     at = choices.exponential(mean_seconds)
     while at < until:
         kind, learner = choices.pick(kinds), choices.pick(learners)
-        name, step_seconds = learner.name, learner.spec.step_seconds
+        name, step_seconds = learner.name, learner.step_seconds
         rest = until - at
         if kind == "stall":
             lasts = min(step_seconds * choices.log_uniform(3.0, 400.0), rest)
             faults.append(Fault(at, kind, name, lasts))
         elif kind == "choke":
             way: Way = choices.pick(["up", "down"])
-            spec = learner.spec
-            rate = spec.up_bytes_per_second if way == "up" else spec.down_bytes_per_second
+            rate = learner.up_bytes_per_second if way == "up" else learner.down_bytes_per_second
             seconds = choices.log_uniform(1.0, 50.0) * step_seconds
             factor = max(1.0, rate * seconds / body_bytes)
             lasts = min(choices.log_uniform(5.0, 60.0), rest)
@@ -239,7 +237,8 @@ def random_takeovers(
     at = choices.exponential(mean_seconds)
     while at < until:
         kind, process = choices.pick(kinds), choices.pick(names)
-        peer = "coordinator" if kind in ("cut", "break") and choices.chance(0.5) else ""
+        peer = "shard-0" if kind in ("cut", "break") and choices.chance(0.5) else ""
+        peer = "" if process.startswith(peer) else peer
         lasts = min(choices.log_uniform(0.05, 40.0), until - at)
         faults.append(Fault(at, kind, process, lasts, peer))
         at += choices.exponential(mean_seconds)

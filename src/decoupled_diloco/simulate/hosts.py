@@ -1,49 +1,57 @@
-"""The processes of a virtual run: the product's own `Shard` and `Learner`, each in its own host."""
+"""The processes of a virtual run: what `launch` runs on a real machine, each on one of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
-import random
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from torch import nn
 
 from decoupled_diloco.errors import Error
+from decoupled_diloco.launch.processes import process_of
+from decoupled_diloco.launch.roles import Place as RolePlace
+from decoupled_diloco.launch.roles import evaluate, learn
+from decoupled_diloco.launch.shard_role import ShardRole
+from decoupled_diloco.launch.termination import INTERRUPTED, Termination
 from decoupled_diloco.learner.keeper import Written
-from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.learner.learner import Learner, Observer
 from decoupled_diloco.merge import digest
+from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.simulate.disk import SimulatedDisk, lose_power
-from decoupled_diloco.simulate.learner_process import LearnerSpec
 from decoupled_diloco.simulate.network import Connection, Link, Way
 from decoupled_diloco.simulate.runtime import VirtualProcess
+from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.transport import Place, VirtualClient, VirtualServer
-from decoupled_diloco.syncer.shard import Shard
+from decoupled_diloco.storage.claims import CLAIMS
+from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
+from decoupled_diloco.workloads import Workload
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.system import System
 
-FAILED_SECONDS = 1.0
-"""How long the launcher waits before it starts a process that has failed again."""
+GOODBYE_SECONDS = 1.0
+"""How long the background of a learner that has ended may take to say goodbye."""
 
 
 class UnsyncedDisk(Disk):
     """The machine's own; nobody waits for it: a killed process loses nothing that is written.
 
     Args:
-        is_full: Whether there is no room for anything more.
+        trouble: Raises what an operation on a path fails with, if it does.
     """
 
-    def __init__(self, is_full: Callable[[], bool]) -> None:
-        self._is_full = is_full
+    def __init__(self, trouble: Callable[[Path, bool], None]) -> None:
+        self._trouble = trouble
         self._handles: list[BinaryIO] = []
 
     def close(self) -> None:
@@ -54,29 +62,40 @@ class UnsyncedDisk(Disk):
 
     def open(self, path: Path) -> BinaryIO:
         """See `Disk`."""
-        self._take_room(path)
+        self._trouble(path, True)
         file = super().open(path)
         self._handles.append(file)
         return file
 
+    def read(self, path: Path) -> bytes:
+        """See `Disk`."""
+        self._trouble(path, False)
+        return super().read(path)
+
     def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
         """See `Disk`."""
-        self._take_room(Path(file.name))
+        self._trouble(Path(file.name), True)
         super().write(file, content)
 
     def fill(self, path: Path, fill: Callable[[Path], None]) -> None:
         """See `Disk`."""
-        self._take_room(path)
+        self._trouble(path, True)
         super().fill(path, fill)
 
     def put(self, path: Path, content: bytes | memoryview) -> None:
         """See `Disk`."""
-        self._take_room(path)
+        self._trouble(path, True)
         super().put(path, content)
 
-    def _take_room(self, path: Path) -> None:
-        if self._is_full():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    def rename(self, source: Path, target: Path) -> None:
+        """See `Disk`."""
+        self._trouble(target, False)
+        super().rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """See `Disk`."""
+        self._trouble(target, False)
+        super().link(source, target)
 
     def sync_file(self, file: Any) -> None:
         """At once."""
@@ -85,91 +104,197 @@ class UnsyncedDisk(Disk):
         """At once."""
 
 
-class WatchedTape(TapeWriter):
-    """Tells the world of every event and its effects, and writes no file."""
+class HostTape(TapeWriter):
+    """A process's tape: whoever watches the run is told of every event and its effects, too.
 
-    def __init__(self, tell: Callable[[float, Any, Sequence[Any]], None]) -> None:
-        self._tell_world = tell
+    Args:
+        tell: Told of each event.
+        file: Where it is written; ``None``: nowhere.
+        bytes_factor: See `System`.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[float, Any, Sequence[Any]], None],
+        file: TapeWriter | None,
+        bytes_factor: float,
+    ) -> None:
+        self._bytes_factor = bytes_factor
+        self._watcher = tell
+        self._file_tape = file
         self._event: Any = None
         self.dropped = 0
 
     def event(self, now: float, event: Any) -> int:
         """See `TapeWriter`."""
         self._event = event
-        return 0
+        return 0 if self._file_tape is None else self._file_tape.event(now, event)
 
     def effects(self, now: float, cause_seq: int, effects: Sequence[Any]) -> None:
         """See `TapeWriter`."""
-        self._tell_world(now, self._event, effects)
+        if self._file_tape is not None:
+            self._file_tape.effects(now, cause_seq, effects)
+        self._watcher(now, self._event, effects)
 
     def sample(self, now: float, sample: Any) -> None:
-        """Nobody looks."""
+        """See `TapeWriter`."""
+        if self._file_tape is None:
+            return
+        if isinstance(sample, BytesMoved) and self._bytes_factor != 1.0:
+            sample = replace(
+                sample,
+                data_sent=round(self._bytes_factor * sample.data_sent),
+                data_received=round(self._bytes_factor * sample.data_received),
+            )
+        self._file_tape.sample(now, sample)
 
     def make_text(self, records: int) -> bool:
-        """There is none."""
-        return False
+        """See `TapeWriter`."""
+        return self._file_tape is not None and self._file_tape.make_text(records)
+
+    @property
+    def waiting(self) -> bool:
+        """See `TapeWriter`."""
+        return self._file_tape is not None and self._file_tape.waiting
 
     def flush(self) -> None:
-        """There is nothing."""
+        """See `TapeWriter`."""
+        if self._file_tape is not None:
+            self._file_tape.flush()
 
     def close(self) -> None:
-        """There is nothing."""
+        """See `TapeWriter`."""
+        if self._file_tape is not None:
+            self._file_tape.close()
+
+    def lose(self) -> None:
+        """The process is gone: what it had not yet written is lost."""
+        if self._file_tape is not None:
+            self._file_tape.abandon()
 
 
 class Host(VirtualProcess):
-    """A process that the launcher would start, and start again."""
+    """A process that the launcher starts, and starts again.
+
+    Attributes:
+        code: How its last life ended, as `subprocess.Popen.returncode`.
+        over: It has ended well, and is not started again.
+        last_words: What its log would end with.
+    """
 
     def __init__(self, system: System, name: str, link: Link) -> None:
         super().__init__(name, system.clockwork, system.choices.fork(name))
         self.system = system
         self.link = link
         self.place: Place = system.streets.settle(self)
-        self.over = False
-        self.disk_is_full = False
-        self.failures: list[str] = []
+        self.code: int | None = None
+        self.over = self.is_silent = False
+        self.disk_is_full = self.storage_gone = False
+        self.last_words = ""
+        self._tapes: list[HostTape] = []
 
     # ---- lives
 
     def begin(self) -> None:
         """A new life."""
-        if not self.alive and not self.over:
-            self.boot(self._live, self._disk())
+        assert not self.alive
+        self._tapes.clear()
+        self.boot(self._live, self._disk())
+        assert self.loop is not None
 
     def _disk(self) -> Disk:
         if self.system.power is None:
-            return UnsyncedDisk(lambda: self.disk_is_full)
+            return UnsyncedDisk(self._trouble)
         return SimulatedDisk(self.system.folder, full=lambda _: self.disk_is_full)
 
+    def _trouble(self, path: Path, needs_room: bool) -> None:
+        if CLAIMS in path.parts:
+            gone = self.storage_gone or self.choices.chance(self.system.storage_fails)
+            if gone:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        elif needs_room and self.disk_is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
     async def _live(self) -> None:
+        code = 0
         try:
             await self.main()
-            self.over = True
+        except KeyboardInterrupt:
+            code = INTERRUPTED
         except Error as error:
             if type(error) is Error:  # what the background tells of itself
                 self.system.broken(self, error)
-            self.failures.append(f"{type(error).__name__}: {error}")
-            self.clockwork.after(FAILED_SECONDS, self.begin)
+            self.last_words, code = f"{type(error).__name__}: {error}", error.exit_code
         except Exception as error:
             self.system.broken(self, error)
-        self.end()
+        await self.farewell()
+        self.over = code == 0
+        self._gone(code, silent=False)
 
     async def main(self) -> None:
         """What the process does."""
         raise NotImplementedError
 
-    def end(self, *, silent: bool = False) -> None:
-        """The process is gone; ``silent``: with its machine, so that nobody is told."""
-        if self.alive:
-            self.crash()
-            assert isinstance(self.disk, UnsyncedDisk | SimulatedDisk)
-            self.disk.close()
-            if silent and self.system.power is not None and isinstance(self.disk, SimulatedDisk):
-                lose_power(self.disk, self.system.power)
-            self.place.forget()
-            self.system.network.crashed(self, silent=silent)
-            requests, self.place.requests = self.place.requests, {}
-            for fail in requests.values():
-                fail("the process is gone")
+    async def farewell(self) -> None:
+        """What its other threads still do."""
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        assert self.loop is not None
+        if not self.loop.signalled(signal.SIGTERM):
+            self._gone(-signal.SIGTERM, silent=False)
+
+    def kill(self) -> None:
+        """SIGKILL; or its machine is gone, and nobody is told."""
+        self._gone(-signal.SIGKILL, silent=self.is_silent)
+
+    def _gone(self, code: int, *, silent: bool) -> None:
+        if not self.alive:
+            return
+        self.code = code
+        self.crash()
+        if code < 0:
+            self.lose_tapes()
+        assert isinstance(self.disk, UnsyncedDisk | SimulatedDisk)
+        self.disk.close()
+        if silent and self.system.power is not None and isinstance(self.disk, SimulatedDisk):
+            lose_power(self.disk, self.system.power)
+        self.place.forget()
+        self.system.network.crashed(self, silent=silent)
+        requests, self.place.requests = self.place.requests, {}
+        for fail in requests.values():
+            fail("the process is gone")
+        self.system.ended(self)
+
+    # ---- its tapes
+
+    def lose_tapes(self) -> None:
+        """Its tapes end as they are."""
+        for tape in self._tapes:
+            tape.lose()
+
+    def flush_tapes(self) -> None:
+        """What they have buffered is written."""
+        for tape in self._tapes:
+            tape.flush()
+
+    def close_tapes(self) -> None:
+        """Its tapes are written as far as they go."""
+        for tape in self._tapes:
+            tape.close()
+
+    def open_tape(
+        self, folder: Path, who: str, header: Mapping[str, Any], *, file: str | None = None
+    ) -> HostTape:
+        """See `launch.processes.open_tape`."""
+        system = self.system
+        tape = HostTape(
+            lambda now, event, did: system.record(self, who, now, event, did),
+            system.tape_writer(who, header, file or who),
+            system.bytes_factor,
+        )
+        self._tapes.append(tape)
+        return tape
 
     # ---- the network
 
@@ -185,158 +310,298 @@ class Host(VirtualProcess):
 
 
 class ShardHost(Host):
-    """One shard's process."""
+    """One process of a shard."""
 
-    def __init__(self, system: System, shard: int) -> None:
-        super().__init__(system, f"shard-{shard}", Link())
+    def __init__(self, system: System, shard: int, *, standby: bool = False) -> None:
+        super().__init__(system, process_of(shard, standby=standby), system.link_of_shards)
         self.shard = shard
-        self.process: Shard | None = None
+        self.is_standby = standby
+        self.role: ShardRole | None = None
 
     @property
     def machine(self) -> Any:
-        """The shard's state machine."""
-        return None if self.process is None else self.process.machine
+        """The shard's state machine, once it acts for its shard."""
+        process = None if self.role is None else self.role.process
+        return None if process is None else process.machine
+
+    @property
+    def coordinator(self) -> Any:
+        """The coordinator's state machine, if it is here."""
+        process = None if self.role is None else self.role.process
+        return None if process is None or process.host is None else process.host.machine
+
+    @property
+    def tenure(self) -> Tenure | Unchallenged:
+        """That by which it acts for its shard."""
+        return UNCHALLENGED if self.role is None else self.role.tenure
+
+    @property
+    def tensors(self) -> ShardTensors:
+        """The fragments of the shard."""
+        assert self.role is not None
+        tensors = self.role.acting._tensors
+        assert tensors is not None, "the shard knows the model's layout"
+        return tensors
+
+    @property
+    def claim(self) -> int:
+        """The number of its claim; 0: it has none."""
+        return self.tenure.number
+
+    def tick(self) -> None:
+        """Has its machine look at the clock, too early."""
+        process = None if self.role is None else self.role.process
+        if self.alive and process is not None and self.loop is not None:
+            self.loop.run(process._wake)
+
+    def seconds_of(self, worker: str) -> float:
+        """See `VirtualProcess`: the storage of claims may be slow."""
+        return self.system.claim_seconds if worker == "claim" else super().seconds_of(worker)
 
     async def main(self) -> None:
         """Serves until the run is over."""
-        system, shard = self.system, self.shard
-
-        def tape_of(who: str) -> WatchedTape:
-            return WatchedTape(lambda now, event, effects: system.record(who, now, event, effects))
-
-        def coordinator_tape(header: Mapping[str, Any]) -> TapeWriter:
-            return tape_of("coordinator")
-
-        self.process = Shard(
+        system = self.system
+        address = system.address_of(self)
+        self.role = ShardRole(
             system.config,
-            shard,
+            self.shard,
             addresses=system.addresses,
             folder=system.folder,
-            server=lambda on_channel: VirtualServer(
-                self.place, system.addresses[shard], on_channel=on_channel
-            ),
-            client=VirtualClient(self.place),
-            tape=tape_of(self.name),
-            coordinator_tape=coordinator_tape if shard == 0 else None,
+            standby=self.is_standby,
+            server=lambda on_channel: VirtualServer(self.place, address, on_channel=on_channel),
+            client=lambda: VirtualClient(self.place),
+            open_tape=self.open_tape,
         )
-        await self.process.run()
-        assert self.process.finished, "nobody has told it to stop"
-
-
-class Vectors(nn.Module):
-    """A model of one vector for each fragment."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.vectors = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+        if not await self.role.run():
+            raise KeyboardInterrupt
 
 
 class VirtualLearner(Learner):
     """A `Learner` whose loop is a coroutine."""
 
-    on_checkpoint: Callable[[int], None] = staticmethod(lambda steps: None)
+    def __init__(self, host: LearnerHost, *arguments: Any, **named: Any) -> None:
+        self.host = host
+        super().__init__(*arguments, **named, client=host.client)
 
     def _enter(self) -> None:
         """It joins in its own time."""
 
     def _tape_maker(self, tape: Any) -> Callable[[dict[str, Any]], TapeWriter]:
-        return lambda header: tape
+        return lambda header: self.host.open_tape(self.host.system.folder, self.name, header)
+
+    async def joined(self) -> VirtualLearner:
+        """Itself, once the run has let it in."""
+        await self._join()
+        return self
 
     def checkpoint(self, cut: int | None = None) -> Future[Written] | None:
         """See `Learner`."""
-        self.on_checkpoint(self.steps)
+        self.host.system.on_checkpoint(self.host.name, self.steps)
         return super().checkpoint(cut)
 
-    join = Learner._join
-    take_step = Learner._step
-    end = Learner._close
+    async def take_step(self, tokens: int, loss: float | None) -> bool:
+        """See `Learner`."""
+        self.host.stepped(loss)
+        return await super().take_step(tokens, loss)
+
+    async def _close(self) -> None:
+        stopped_at = self.host.clockwork.now
+        await super()._close()
+        self.host.waited_seconds = self.host.clockwork.now - stopped_at
 
 
-class LearnerHost(Host):
-    """One learner's process: its training loop, and the background beside it."""
+class VirtualObserver(Observer):
+    """An `Observer` whose loop is a coroutine."""
+
+    def __init__(self, host: EvaluatorHost, *arguments: Any, **named: Any) -> None:
+        self.host = host
+        super().__init__(*arguments, **named, client=host.client)
+
+    def _enter(self) -> None:
+        """It joins in its own time."""
+
+    def _tape_maker(self, tape: Any) -> Callable[[dict[str, Any]], TapeWriter]:
+        system, host = self.host.system, self.host
+        return lambda header: HostTape(
+            lambda now, event, did: system.record(host, host.name, now, event, did), None, 1.0
+        )
+
+    async def joined(self) -> VirtualObserver:
+        """Itself, once the run has let it in."""
+        await self._join()
+        return self
+
+
+class ParticipantHost(Host):
+    """A process that takes part in a run: a learner's, or an evaluator's."""
 
     def __init__(self, system: System, spec: LearnerSpec) -> None:
-        link = Link(spec.latency, spec.jitter, spec.up_bytes_per_second, spec.down_bytes_per_second)
-        super().__init__(system, spec.name, link)
+        super().__init__(system, spec.name, system.link_of(spec))
         self.spec = spec
-        self.slowness = 1.0
-        self.stands = False
-        self.goes = asyncio.Event()
-        self.loaded_steps = 0
-        self.waited_seconds: float | None = None
-        self.learner: VirtualLearner | None = None
+        self.participant: VirtualLearner | VirtualObserver | None = None
 
     @property
     def machine(self) -> Any:
-        """The learner's state machine, once the run has let it in."""
-        shared = None if self.learner is None else self.learner._background.shared
+        """The machine that takes part, once the run has let it in."""
+        shared = None if self.participant is None else self.participant._background.shared
         return None if shared is None else shared.machine
 
-    def bits_of(self, fragment: int) -> str:
-        """The digest of a fragment's parameters as they are."""
-        assert self.learner is not None
-        tensors = self.learner._shared.tensors
-        return digest(tensors.store.read(tensors.plan.fragments[fragment]))
+    @property
+    def links(self) -> Mapping[int, Any]:
+        """The shards that it is connected to."""
+        return {} if self.participant is None else self.participant._background._channels
 
-    # ---- what befalls it
+    def client(self) -> VirtualClient:
+        """What dials the syncer."""
+        return VirtualClient(self.place, limits=self.system.limits)
 
-    def stand_still(self) -> None:
-        """Its loop stands; all else goes on."""
-        self.stands = True
+    def role_place(self, workload: Workload) -> RolePlace:
+        """Where its role takes part from."""
+        return RolePlace(
+            self._learner, self._observer, lambda config: workload, self._pace, self.open_tape
+        )
 
-    def step_again(self) -> None:
-        """Its loop goes on."""
-        self.stands = False
-        self.goes.set()
+    async def _learner(self, *arguments: Any, **named: Any) -> Learner:
+        raise NotImplementedError
+
+    async def _observer(self, *arguments: Any, **named: Any) -> Observer:
+        raise NotImplementedError
+
+    async def _pace(self) -> None:
+        """What it does takes no time."""
+
+    async def farewell(self) -> None:
+        """See `Host`."""
+        if self.participant is not None:
+            await asyncio.sleep(GOODBYE_SECONDS)
 
     def choke(self, factor: float, way: Way) -> None:
         """Its link carries so much less than it should."""
         spec = self.spec
         rate = spec.up_bytes_per_second if way == "up" else spec.down_bytes_per_second
-        self.link.stretch(way, rate / factor, self.clockwork)
+        if rate < float("inf"):
+            self.link.stretch(way, rate / factor, self.clockwork)
+
+    def stand_still(self) -> None:
+        """Its training loop stands; who has none does not mind."""
+
+    def step_again(self) -> None:
+        """Its training loop goes on."""
+
+
+class EvaluatorHost(ParticipantHost):
+    """The process of an evaluator."""
+
+    async def main(self) -> None:
+        """Follows the run until it is over."""
+        self.participant = None
+        system = self.system
+        await evaluate(
+            system.config,
+            self.role_place(system.workload(self)),
+            syncer=system.addresses,
+            folder=system.folder,
+            token=None,
+        )
+
+    async def _observer(self, *arguments: Any, **named: Any) -> Observer:
+        observer = self.participant = VirtualObserver(self, *arguments, **named)
+        return await observer.joined()
+
+
+class LearnerHost(ParticipantHost):
+    """One learner's process: its training loop, and the background beside it.
+
+    Attributes:
+        slowness: How many times longer a step takes.
+        stands: Its loop stands in its present step.
+        stood_until: When it did last.
+        stepping: It is within a step.
+        loaded_steps: Of the checkpoint that its present life began with.
+        waited_seconds: How long it has waited for the end, once it has.
+        losses: Of its steps so far, those of all lives.
+        model: What its present life trains.
+    """
+
+    def __init__(self, system: System, spec: LearnerSpec) -> None:
+        super().__init__(system, spec)
+        self.index = int(spec.name.rpartition("-")[2])
+        self.slowness = 1.0
+        self.stands = False
+        self.stood_until = float("-inf")
+        self.loaded_steps = 0
+        self.waited_seconds: float | None = None
+        self.losses: list[float] = []
+        self.termination = Termination()
+        self.model: torch.nn.Module | None = None
+        self._goes = asyncio.Event()
+
+    def bits_of(self, fragment: int) -> str:
+        """The digest of a fragment's parameters as they are."""
+        assert self.participant is not None
+        tensors = self.participant._shared.tensors
+        return digest(tensors.store.read(tensors.plan.fragments[fragment]))
+
+    # ---- what befalls it
+
+    def stand_still(self) -> None:
+        """See `ParticipantHost`."""
+        self.stands = True
+
+    def step_again(self) -> None:
+        """See `ParticipantHost`."""
+        if self.stands:
+            self.stands, self.stood_until = False, self.clockwork.now
+            self._goes.set()
+
+    def terminate(self) -> None:
+        """See `Host`: whoever has not begun to train goes at once."""
+        assert self.loop is not None
+        if not self.loop.run(self.termination.told):
+            self._gone(INTERRUPTED, silent=False)
 
     # ---- what it does
 
     async def main(self) -> None:
-        """Trains until the run is over."""
-        self.learner, self.waited_seconds = None, None
-        system, name = self.system, self.name
+        """Trains until the run is over, or it is told to go."""
+        self.participant, self.waited_seconds = None, None
+        self.termination, self.stands = Termination(), False
+        self._steps = self.choices.fork(f"steps of life {self.life}")
         torch.manual_seed(0)
-        model = Vectors(system.sizes)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-        tape = WatchedTape(lambda now, event, effects: system.record(name, now, event, effects))
-        learner = self.learner = VirtualLearner(
-            model,
-            system.addresses,
-            learner_id=name,
-            optimizer=optimizer,
-            checkpoint=system.checkpoints,
-            checkpoint_every_seconds=system.checkpoint_seconds,
-            join_timeout=None,
-            client=lambda: VirtualClient(self.place, limits=system.limits),
-            tape=tape,  # type: ignore[arg-type]
+        system = self.system
+        await learn(
+            system.config,
+            self.index,
+            self.role_place(system.workload(self)),
+            self.termination,
+            syncer=system.addresses,
+            folder=system.folder,
+            token=None,
         )
-        learner.on_checkpoint = partial(system.on_checkpoint, name)
+
+    async def _learner(self, *arguments: Any, **named: Any) -> Learner:
+        learner = self.participant = VirtualLearner(self, *arguments, **named)
+        self.model = arguments[0]
         loaded = learner._keeper.loaded
         self.loaded_steps = 0 if loaded is None else loaded.steps
-        await learner.join()
-        rng = random.Random(f"{name} {self.life}")
-        while True:
-            await self._train(model, rng)
-            if not await learner.take_step(self.spec.tokens_per_step, 1.0):
-                break
-        stopped_at = self.clockwork.now
-        await learner.end()
-        self.waited_seconds = self.clockwork.now - stopped_at
-        await asyncio.sleep(1.0)  # until the background has said goodbye
+        return await learner.joined()
 
-    async def _train(self, model: Vectors, rng: random.Random) -> None:
+    async def _pace(self) -> None:
         spec = self.spec
-        seconds = max(0.1, rng.gauss(1.0, spec.variance)) * spec.step_seconds * self.slowness
+        seconds = spec.step_seconds * self.slowness
+        if spec.variance:
+            seconds *= max(0.1, self._steps.normal(1.0, spec.variance))
+        if self._steps.chance(self.system.stalls):
+            self.stand_still()
+            stall = spec.step_seconds * self._steps.log_uniform(3, 400)
+            self.loop.at(self.clockwork.now + stall, False, self.step_again)  # type: ignore[union-attr]
         await asyncio.sleep(seconds)
         while self.stands:
-            self.goes = asyncio.Event()
-            await self.goes.wait()
-        with torch.no_grad():
-            for vector in model.vectors:
-                vector.add_(rng.uniform(-0.01, 0.01))
+            self._goes = asyncio.Event()
+            await self._goes.wait()
+
+    def stepped(self, loss: float | None) -> None:
+        """A step is finished, but for the exchange."""
+        if loss is not None:
+            self.losses.append(loss)
+        self.system.on_step(self)

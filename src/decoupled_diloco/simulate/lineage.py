@@ -36,6 +36,7 @@ from decoupled_diloco.protocol.events import (
 from decoupled_diloco.protocol.messages import Asking, Outcome, Version
 
 if TYPE_CHECKING:
+    from decoupled_diloco.simulate.hosts import ShardHost
     from decoupled_diloco.simulate.system import System
 
 Life = tuple[str, int]
@@ -113,6 +114,7 @@ class Lineage:
 
     def __init__(self, system: System) -> None:
         self.system = system
+        self.shards = {host.name: host for host in system.shard_processes}
         self.contents: dict[tuple[int, Version], Steps] = {}
         self.newest: dict[int, Version] = {}
         self.digests: dict[tuple[int, Version], str] = {}
@@ -130,8 +132,8 @@ class Lineage:
         """One event that a machine has handled."""
         if who in self.system.learners:
             self._learner(self._trainer(who), event, effects)
-        elif who.startswith("shard-"):
-            self._shard(who, event, effects)
+        elif who in self.shards:
+            self._shard(self.shards[who], event, effects)
 
     # ---- learners
 
@@ -221,8 +223,8 @@ class Lineage:
 
     # ---- shards
 
-    def _shard(self, who: str, event: Any, effects: Sequence[Any]) -> None:
-        life = self.system.shards[int(who[6:])].life
+    def _shard(self, host: ShardHost, event: Any, effects: Sequence[Any]) -> None:
+        who, life = host.name, host.life
         if isinstance(event, Merged):
             order, folded = self.merging.pop((who, life, event.fragment))
             base = self.contents[event.fragment, order.base]
@@ -230,7 +232,7 @@ class Lineage:
             self._content(event.fragment, order.version, event.digest, union(base, folded))
         elif isinstance(event, Recovered):
             for copy in event.copies:
-                self._recovered(who, copy)
+                self._recovered(host, copy)
         elif isinstance(event, MergeFailed):
             self.merging.pop((who, life, event.fragment), None)
         for effect in effects:
@@ -244,25 +246,19 @@ class Lineage:
                     taken = self.folded.pop((who, life, fragment), {})
                     self.merging[who, life, fragment] = (effect, taken)
                 case Install(fragment, version):
-                    digest = (
-                        self.system.shards[int(who[6:])].machine.state.fragments[fragment].digest
-                    )
+                    digest = host.machine.state.fragments[fragment].digest
                     content = self.by_digest.get((fragment, digest), {})
                     self._content(fragment, version, digest, content)
 
-    def _recovered(self, who: str, copy: DurableCopy) -> None:
+    def _recovered(self, host: ShardHost, copy: DurableCopy) -> None:
         """The disk may have a version of which its process had no time to tell anybody."""
         if (copy.fragment, copy.version) in self.contents:
             return
+        mine = [other.name for other in self.system.hosts_of(host.shard)]
         for (shard, _, fragment), (order, folded) in self.merging.items():
-            if (shard, fragment, order.version) == (who, copy.fragment, copy.version):
+            if shard in mine and (fragment, order.version) == (copy.fragment, copy.version):
                 content = union(self.contents[fragment, order.base], folded)
                 self._content(fragment, copy.version, copy.digest, content)
-
-    def _digest_at(self, who: str, fragment: int) -> str:
-        machine = self.system.shards[int(who[6:])].machine
-        digest: str = machine.state.fragments[fragment].digest
-        return digest
 
     def _content(self, fragment: int, version: Version, digest: str, content: Steps) -> None:
         self.contents[fragment, version] = content

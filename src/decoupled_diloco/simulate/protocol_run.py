@@ -1,12 +1,12 @@
-"""A scenario without tensors: the protocol alone, for thousands of learners.
+"""A scenario without tensors to speak of: the protocol alone, for many learners.
 
-What is merged is a lineage of steps instead of numbers; every decision is the real one.
+Up to `MANY` learners the whole system runs, with a model of some hundred elements in the place of
+the real one, and links as much slower. For more there are only the bare state machines; see `bare`.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,27 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.roles import workload_of
 from decoupled_diloco.observe.tape import pack_tapes
 from decoupled_diloco.protocol.effects import RoundFinished
-from decoupled_diloco.simulate.bodies import NoBodies
-from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.scenario import Scenario
 from decoupled_diloco.simulate.script import Script
-from decoupled_diloco.simulate.shell import Shell
-from decoupled_diloco.simulate.simulation import Clockwatch, specs_of, workload_of
-from decoupled_diloco.simulate.tapes import VirtualTapes
-from decoupled_diloco.simulate.world import World
+from decoupled_diloco.simulate.simulation import Clockwatch, specs_of
+from decoupled_diloco.simulate.system import System
 
-BYTES = {"fp32": 4, "bf16": 2}
-"""Bytes of an element on the wire."""
-
-
-MANY = 256
-INBOX_SECONDS = 0.05
-"""With so many learners a shard takes the reports of this much time at once, and the invariants of
-its whole state are not asserted after each event: both would cost more than all the rest."""
+ELEMENTS = 64
+"""Of a fragment that stands for a real one."""
 
 
 @dataclass
@@ -61,12 +52,11 @@ class Tally:
     finished_seconds: list[float] = field(default_factory=list)
 
     def record(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        """A `world.Recorder`."""
-        if not who.startswith("shard-"):
-            return
-        for effect in effects:
-            if type(effect) is RoundFinished:
-                self.take(effect)
+        """A `system.Recorder`."""
+        if who.startswith("shard-"):
+            for effect in effects:
+                if type(effect) is RoundFinished:
+                    self.take(effect)
 
     def take(self, round: RoundFinished) -> None:
         """One more round is over."""
@@ -106,8 +96,7 @@ class ProtocolRun:
     """
 
     def __init__(self, scenario: Scenario, tape: Path | None = None) -> None:
-        config = scenario.config
-        if config.syncer.record_payloads:
+        if scenario.config.syncer.record_payloads:
             raise ConfigError(
                 "syncer.record_payloads=true would be ignored, because without tensors there are "
                 "no bodies: leave --protocol-only out, or set it to false"
@@ -115,31 +104,23 @@ class ProtocolRun:
         self.scenario = scenario
         self.folder = tape
         self.tally = Tally()
-        public = read_public(public_text(config))
-        options = options_of(public)
-        nbytes = 4 * math.ceil(_parameters(scenario) / options.fragments)
-        ratio = BYTES.get(config.sync.uplink_codec, 2) / 4
-        self.world = World(
-            options,
-            specs_of(scenario),
+        config = _without_tensors(scenario.config)
+        fragments = config.sync.fragments
+        self._factor = _parameters(scenario) / (fragments * ELEMENTS)
+        self._files = tempfile.TemporaryDirectory()
+        self.system = System(
+            config,
+            specs_of(scenario, self._factor),
+            Path(self._files.name),
             seed=scenario.seed,
-            bodies=NoBodies([nbytes] * options.fragments, ratio),
-            recorder=self.tally.record,
-            weights_from_file=True,
-            checks=config.run.learners < MANY,
-            inbox_seconds=0.0 if config.run.learners < MANY else INBOX_SECONDS,
+            sizes=[ELEMENTS] * fragments,
+            tapes=tape,
+            bytes_factor=self._factor,
+            checks=False,
         )
-        self._sent_before = 0
-        self.world.watchers.append(self)
-        if tape is None:
-            for learner in self.world.learners.values():
-                learner.recorders = []  # the tally looks at shards only
-        self.tapes: VirtualTapes | None = None
-        if tape is not None:
-            self.tapes = VirtualTapes(tape, self.world, json.loads(public_text(config)))
-        tellers = (self.tapes.fault, self.tapes.fault_ended) if self.tapes else ()
-        self.script = Script(self.world, scenario, *tellers)
-        self._watch = Clockwatch(self.world, self.script, scenario)
+        self.system.recorders.append(self.tally.record)
+        self.script = Script(self.system, scenario)
+        self._watch = Clockwatch(self.system, self.script, scenario)
         self._began = time.perf_counter()
 
     @property
@@ -150,7 +131,7 @@ class ProtocolRun:
     @property
     def finished(self) -> bool:
         """Whether the run's budget is spent."""
-        return self.world.finished
+        return self.system.finished
 
     @property
     def real_seconds(self) -> float:
@@ -160,25 +141,22 @@ class ProtocolRun:
     @property
     def tokens(self) -> int:
         """Tokens that all learners together have reported."""
-        return max(shard.machine.state.tokens for shard in self.world.shards if shard.machine)
+        machines = [shard.machine for shard in self.system.shards]
+        return max((machine.state.tokens for machine in machines if machine), default=0)
 
     @property
     def data_sent(self) -> int:
         """Bytes of bodies that all learners have sent."""
-        present = sum(p.data_sent for p in self.world.learners.values() if p.alive)
-        return self._sent_before + present
-
-    def began(self, process: Shell) -> None:
-        """See `world.Watcher`."""
-
-    def ended(self, process: Shell, *, killed: bool) -> None:
-        """See `world.Watcher`: what a life has sent counts on."""
-        if isinstance(process, LearnerProcess):
-            self._sent_before += process.data_sent
+        sent = sum(host.data_sent for host in self.system.learners.values())
+        return round(self._factor * sent)
 
     def advance(self, events: int = 4096) -> bool:
         """Lets some more happen; ``False``: it is over, see `reason`."""
         return self._watch.advance(events)
+
+    def flush(self) -> None:
+        """Writes what is buffered of the tape."""
+        self.system.flush()
 
     def close(self) -> None:
         """Ends the tape, if there is one, and compresses it.
@@ -186,9 +164,19 @@ class ProtocolRun:
         Raises:
             StorageError: it cannot be written.
         """
-        if self.tapes is not None and self.folder is not None:
-            self.tapes.close()
+        self.system.close()
+        self._files.cleanup()
+        if self.folder is not None:
             pack_tapes(self.folder)
+
+
+def _without_tensors(config: RunConfig) -> RunConfig:
+    """The run without what is about the model itself, and without checkpoints of learners."""
+    changes: dict[str, Any] = {
+        "sync": config.sync.model_copy(update={"initial_weights": None}),
+        "learner": config.learner.model_copy(update={"checkpoint_every_seconds": 0.0}),
+    }
+    return config.model_copy(update=changes)
 
 
 def _parameters(scenario: Scenario) -> int:

@@ -8,12 +8,15 @@ their turns in one thread, from one queue (`clockwork`), so that a seed decides 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import random
 import warnings
 from asyncio import events
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any, Self
 
 from decoupled_diloco.runtime import CURRENT, Runtime
@@ -22,8 +25,8 @@ from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.network import Endpoint
 
-EPOCH = 1_767_225_600.0
-"""When a virtual world begins, seconds since the Unix epoch: the first of January 2026."""
+EPOCH = 946_684_800.0
+"""When a virtual world begins, seconds since the Unix epoch: 2000-01-01, 00:00 UTC."""
 
 LEVELS_MAX = 50
 """So many times a coroutine may want to await something on its way out."""
@@ -49,6 +52,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.tasks: list[asyncio.Task[Any]] = []
         self.problems: list[str] = []
         self._timers: set[asyncio.TimerHandle] = set()
+        self._handlers: dict[int, Callable[[], None]] = {}
 
     # ---- what asyncio needs
 
@@ -120,11 +124,25 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Future[Any]:
         """Has a worker do something."""
         worker = executor or VirtualWorker(self)
-        return asyncio.wrap_future(worker.submit(func, *args), loop=self)
+        assert isinstance(worker, VirtualWorker)
+        return worker.run(func, *args)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """What would be logged is kept for the checkers."""
         self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def add_signal_handler(  # type: ignore[override]
+        self, sig: int, callback: Callable[..., None], *args: Any
+    ) -> None:
+        """What a signal does from now on."""
+        self._handlers[sig] = lambda: callback(*args)
+
+    def signalled(self, sig: int) -> bool:
+        """A signal is here; ``False``: nobody handles it."""
+        handler = self._handlers.get(sig)
+        if handler is not None:
+            self.call_soon(handler)
+        return handler is not None
 
     def get_debug(self) -> bool:
         """Never."""
@@ -150,7 +168,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return copy_context() if events._get_running_loop() is self else self.context.copy()
 
     def _plan(self, handle: asyncio.TimerHandle) -> None:
-        instant = handle.when() - self.process.ahead_seconds
+        ahead = self.process.ahead_seconds
+        instant = handle.when() - ahead
+        while instant + ahead < handle.when():  # rounded off: it would be too early for ever
+            instant = math.nextafter(instant, math.inf)
         self.at(instant, True, self._due, handle)
 
     def _due(self, handle: asyncio.TimerHandle) -> None:
@@ -179,10 +200,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def bury(self) -> None:
         """At the end of the world: what the tasks of dead processes held is let go."""
+        level = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)  # the dead have nothing more to say
         for task in self.tasks:
             if not task.done():
                 self.run(_let_go, task.get_coro())
         self.tasks.clear()
+        logging.disable(level)
 
 
 def _let_go(coroutine: Any) -> None:
@@ -208,27 +232,29 @@ class VirtualWorker(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """See `Executor`."""
-        if self._closed:
-            raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[Any] = Future()
-        clockwork = self._loop.clockwork
-        self._free_at = max(clockwork.now, self._free_at) + self._seconds
-        context = copy_context()
-        self._loop.at(self._free_at, False, self._do, future, context, fn, args, kwargs)
+        self._later(future, partial(copy_context().run, fn, *args, **kwargs))
         return future
 
-    def _do(
-        self,
-        future: Future[Any],
-        context: Context,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        if not future.set_running_or_notify_cancel():
+    def run(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """The same for who awaits the result in this loop."""
+        future = self._loop.create_future()
+        self._later(future, partial(copy_context().run, function, *args))
+        return future
+
+    def _later(self, future: Future[Any] | asyncio.Future[Any], task: Callable[[], Any]) -> None:
+        if self._closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        clockwork = self._loop.clockwork
+        self._free_at = max(clockwork.now, self._free_at) + self._seconds
+        self._loop.at(self._free_at, False, self._do, future, task)
+
+    @staticmethod
+    def _do(future: Future[Any] | asyncio.Future[Any], task: Callable[[], Any]) -> None:
+        if future.cancelled():
             return
         try:
-            result = context.run(fn, *args, **kwargs)
+            result = task()
         except Exception as error:
             future.set_exception(error)
         else:
@@ -272,7 +298,7 @@ class _Beside:
 class VirtualRuntime(Runtime):
     """The surroundings of one life of a process."""
 
-    def __init__(self, loop: VirtualLoop, choices: Choices, disk: Disk) -> None:
+    def __init__(self, loop: VirtualLoop, choices: Choices, disk: Disk | None) -> None:
         super().__init__(disk)
         self._loop = loop
         self._choices = choices
@@ -288,7 +314,7 @@ class VirtualRuntime(Runtime):
 
     def process_id(self) -> int:
         """See `Runtime`."""
-        return self._loop.process.life
+        return self._loop.process.pid
 
     def unique_id(self) -> str:
         """See `Runtime`."""
@@ -302,7 +328,7 @@ class VirtualRuntime(Runtime):
 
     def worker(self, name: str) -> Executor:
         """See `Runtime`."""
-        return VirtualWorker(self._loop)
+        return VirtualWorker(self._loop, self._loop.process.seconds_of(name))
 
     def monitor(self) -> VirtualMonitor:
         """See `Runtime`."""
@@ -313,15 +339,16 @@ class VirtualRuntime(Runtime):
         self._loop.create_task(main())
         return _Beside()
 
-    def program_runs(self) -> bool:
-        """See `Runtime`."""
-        return True
+    async def program_ended(self) -> None:
+        """See `Runtime`: never."""
+        await self._loop.create_future()
 
 
 class VirtualProcess(Endpoint):
     """A process in which real shells run; each life has a loop of its own.
 
     Attributes:
+        pid: Of its present life, or its last one.
         ahead_seconds: How far its clock has leapt ahead of the world's.
     """
 
@@ -333,17 +360,27 @@ class VirtualProcess(Endpoint):
         self.ahead_seconds = 0.0
         self.loop: VirtualLoop | None = None
         self.graves: list[VirtualLoop] = []
+        self.pid = 0
+
+    def new_loop(self) -> VirtualLoop:
+        """The event loop of its present life."""
+        return VirtualLoop(self.clockwork, self, Context())  # type: ignore[abstract]
 
     def boot(self, main: Callable[[], Coroutine[Any, Any, None]], disk: Disk) -> None:
         """A new life, whose main task is this."""
         self.start()
         self.disk = disk
-        context = Context()
-        loop = self.loop = VirtualLoop(self.clockwork, self, context)  # type: ignore[abstract]
+        self.clockwork.processes += 1
+        self.pid = self.clockwork.processes
+        loop = self.loop = self.new_loop()
         self.graves.append(loop)
         runtime = VirtualRuntime(loop, self.choices.fork(f"life-{self.life}"), disk)
-        context.run(CURRENT.set, runtime)
+        loop.context.run(CURRENT.set, runtime)
         loop.call_soon(lambda: loop.create_task(main()))
+
+    def seconds_of(self, worker: str) -> float:
+        """How long a worker of this name takes for a task."""
+        return WORK_SECONDS
 
     def leap(self, seconds: float) -> None:
         """Its clock leaps ahead, as after a sleep of its machine."""

@@ -7,25 +7,22 @@ any more, and as slow as all that slows it down together.
 from __future__ import annotations
 
 import math
+import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.supervisor import TERMINATE_SECONDS
+from decoupled_diloco.observe.samples import FaultEnded, FaultInjected
 from decoupled_diloco.protocol.effects import ClockAdvanced, Tell
 from decoupled_diloco.protocol.messages import Progress
 from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.hosts import Host, LearnerHost
 from decoupled_diloco.simulate.network import Link
-from decoupled_diloco.simulate.scenario import Happening, Recurrence, Scenario, Target
-from decoupled_diloco.simulate.shard_process import ShardProcess
-from decoupled_diloco.simulate.shell import Shell
-from decoupled_diloco.simulate.world import World
-
-Teller = Callable[[str, Target], None]
-"""Told of a fault: its kind, and whom it strikes."""
+from decoupled_diloco.simulate.scenario import COORDINATOR, Happening, Recurrence, Scenario, Target
+from decoupled_diloco.simulate.system import System
 
 LASTING = ("cut", "pause", "slow", "throttle", "delay", "loss", "corrupt", "disk-full")
 """What ends only when it is undone; of others it is told who comes back."""
@@ -38,10 +35,8 @@ class Script:
     """The faults, joins and leaves of one scenario in one world.
 
     Args:
-        world: Where they happen; the script listens to its clock.
+        system: Where they happen; the script listens to its clock.
         scenario: What happens.
-        tell: Told of every fault when it begins, for the event tape.
-        tell_end: Told of every fault that lasts when it is undone.
 
     Attributes:
         clock: The latest global step of any shard.
@@ -51,18 +46,15 @@ class Script:
 
     def __init__(
         self,
-        world: World,
+        system: System,
         scenario: Scenario,
-        tell: Teller = lambda kind, target: None,
-        tell_end: Teller = lambda kind, target: None,
     ) -> None:
-        self.world = world
+        self.system = system
         self.clock = self.tokens = 0
         self.changed_at = 0.0
-        _require_no_standbys(scenario)
         self._run = scenario.config.run
-        self._tell, self._tell_end = tell, tell_end
-        self._processes = {process.name: process for process in world.processes}
+        self._hosts = {host.name: host for host in system.hosts}
+        self._hosts[COORDINATOR] = system.shards[0]
         self._away: defaultdict[str, set[int]] = defaultdict(set)
         self._pauses: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._cuts: Counter[tuple[str, str]] = Counter()
@@ -73,7 +65,7 @@ class Script:
         self._lossy: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         self._rates = {
             id(p.link): (p.link.up_bytes_per_second, p.link.down_bytes_per_second)
-            for p in world.learners.values()
+            for p in system.participants.values()
         }
         for name, group in scenario.members.items():
             if not group.present:
@@ -87,11 +79,10 @@ class Script:
                 self._to_come.append(happening)
             else:
                 self._timed += 1
-                world.clockwork.at(happening.at_seconds, self._on_time, happening)
+                system.clockwork.at(happening.at_seconds, self._on_time, happening)
         for recurrence in scenario.recurrences:
             self._recur(recurrence, scenario)
-        world.recorders.append(self._watch)
-        world.may_restart = lambda process: not self._away[process.name]
+        system.recorders.append(self._watch)
 
     @property
     def planned(self) -> bool:
@@ -130,7 +121,7 @@ class Script:
 
     def _clock_has_moved(self) -> None:
         """What is due happens next, when the shard has carried its orders out."""
-        clockwork = self.world.clockwork
+        clockwork = self.system.clockwork
         due = [h for h in self._to_come if self._is_due(h)]
         if due:
             self._to_come = [h for h in self._to_come if h not in due]
@@ -159,18 +150,18 @@ class Script:
         self._begin(happening, number)
         if happening.for_seconds is not None:
             self._undone_later += 1
-            self.world.clockwork.after(happening.for_seconds, self._undo_on_time, happening, number)
+            self.system.clockwork.after(happening.for_seconds, self._undo_on_time, happening, number)
         elif happening.until_step is not None:
             if happening.until_step <= self.clock:
-                self.world.clockwork.after(0.0, self._undo, happening, number)
+                self.system.clockwork.after(0.0, self._undo, happening, number)
             else:
                 self._to_end.append((happening.until_step, happening, number))
 
     def _aimed(self, happening: Happening) -> Happening:
         """At those whom chance chooses, and who are there: without tensors nobody evaluates."""
         target = happening.target.some(happening.choose, self._choices)
-        there = tuple(name for name in target.processes if name in self._processes)
-        return replace(happening, target=replace(target, processes=there))
+        there = [self._hosts[name].name for name in target.processes if name in self._hosts]
+        return replace(happening, target=replace(target, processes=tuple(dict.fromkeys(there))))
 
     # ---- at random
 
@@ -182,33 +173,34 @@ class Script:
         coming = recurrence.next(choices, since)
         if coming is not None:
             at, over_at, happening = coming
-            self.world.clockwork.at(at, self._strike, happening)
-            self.world.clockwork.at(over_at, self._plan_next, recurrence, choices, over_at)
+            self.system.clockwork.at(at, self._strike, happening)
+            self.system.clockwork.at(over_at, self._plan_next, recurrence, choices, over_at)
 
     # ---- what happens, and how it is undone
 
     def _begin(self, happening: Happening, number: int) -> None:
         kind, target = happening.kind, happening.target
         if kind not in ("join", "leave"):  # which is no fault
-            self._tell(kind, target)
+            self.system.sample(FaultInjected(kind, target.name, target.processes))
         match kind:
             case "cut":
                 self._cut(happening, 1)
             case "break":
                 for struck, other in self._pairs(happening):
-                    self.world.break_connections(struck, other)
+                    self.system.break_connections(struck, other)
             case "throttle":
                 self._throttle(happening, begins=True)
             case "delay" | "loss" | "corrupt":
                 self._spoil(happening, begins=True)
             case _:
                 for name in target.processes:
-                    self._befall(self._processes[name], happening, number)
+                    self._befall(self._hosts[name], happening, number)
 
     def _undo(self, happening: Happening, number: int) -> None:
-        self.changed_at = self.world.now
+        self.changed_at = self.system.now
         if happening.kind in LASTING:
-            self._tell_end(happening.kind, happening.target)
+            target = happening.target
+            self.system.sample(FaultEnded(happening.kind, target.name, target.processes))
         match happening.kind:
             case "cut":
                 self._cut(happening, -1)
@@ -218,67 +210,63 @@ class Script:
                 self._spoil(happening, begins=False)
             case _:
                 for name in happening.target.processes:
-                    self._recover(self._processes[name], happening, number)
+                    self._recover(self._hosts[name], happening, number)
 
-    def _befall(self, process: Shell, happening: Happening, number: int) -> None:
+    def _befall(self, host: Host, happening: Happening, number: int) -> None:
         match happening.kind:
-            case "kill" | "vanish":
-                self._away[process.name].add(number)
-                self.world.crash(process, silent=happening.kind == "vanish")
-            case "disk-lost":
-                self._away[process.name].add(number)
-                self.world.crash(process)
-                if isinstance(process, ShardProcess):  # the coordinator's state is elsewhere
-                    process.disk.clear()
+            case "kill" | "vanish" | "disk-lost":
+                self._away[host.name].add(number)
+                self.system.crash(host, silent=happening.kind == "vanish")
+                if happening.kind == "disk-lost":
+                    self.system.lose_disk(host)
             case "disk-full":
-                self._fill(process, 1)
-            case "restart" if not isinstance(process, LearnerProcess):
-                self._away[process.name].add(number)
-                self.world.crash(process)
+                self._fill(host, 1)
             case "leave" | "restart":
-                self._go(process, number)
+                self._go(host, number)
             case "clock-jump":
-                process.leap(happening.jump_seconds)
+                host.leap(happening.jump_seconds)
             case "join":
-                self._away[process.name].clear()
-                self.world.restart(process)
+                self._away[host.name].clear()
+                self.system.restart(host)
             case "pause":
-                self._pauses[process.name][number] = process.life
-                self.world.pause(process)
+                self._pauses[host.name][number] = host.pid
+                self.system.pause(host)
             case "slow":
-                self._slowed[process.name].append(happening.factor)
-                self._set_pace(process)
+                self._slowed[host.name].append(happening.factor)
+                self._set_pace(host)
 
-    def _recover(self, process: Shell, happening: Happening, number: int) -> None:
+    def _recover(self, host: Host, happening: Happening, number: int) -> None:
         match happening.kind:
             case "disk-full":
-                self._fill(process, -1)
+                self._fill(host, -1)
             case "kill" | "vanish" | "restart" | "disk-lost" | "leave":
-                away = self._away[process.name]
+                away = self._away[host.name]
                 if number in away:
                     away.discard(number)
                     if not away:
-                        self.world.restart(process)
+                        self.system.restart(host)
             case "join":
-                self._go(process, number)
+                self._go(host, number)
             case "pause":
-                pauses = self._pauses[process.name]
+                pauses = self._pauses[host.name]
                 del pauses[number]
-                if process.life not in pauses.values():  # a new process is not the one that stands
-                    self.world.resume(process)
+                if host.pid not in pauses.values():  # a new process is not the one that stands
+                    self.system.resume(host)
             case "slow":
-                self._slowed[process.name].remove(happening.factor)
-                self._set_pace(process)
+                self._slowed[host.name].remove(happening.factor)
+                self._set_pace(host)
 
-    def _go(self, process: Shell, number: int) -> None:
-        assert isinstance(process, LearnerProcess)
-        self._away[process.name].add(number)
-        if process.alive:
-            process.leave("its loop has ended")
+    def _go(self, host: Host, number: int) -> None:
+        self._away[host.name].add(number)
+        if host.alive:
+            seconds = TERMINATE_SECONDS
+            if isinstance(host, LearnerHost):
+                seconds += self.system.config.learner.hand_in_seconds
+            self.system.tell_to_go(host, seconds, signal.SIGTERM)
 
-    def _set_pace(self, process: Shell) -> None:
-        assert isinstance(process, LearnerProcess)
-        process.slowness = math.prod(self._slowed[process.name])
+    def _set_pace(self, host: Host) -> None:
+        assert isinstance(host, LearnerHost)
+        host.slowness = math.prod(self._slowed[host.name])
 
     def _throttle(self, happening: Happening, *, begins: bool) -> None:
         struck = {id(link): link for link in map(self._link_of, happening.target.processes)}
@@ -305,13 +293,12 @@ class Script:
             else:
                 link.corruption = share
 
-    def _fill(self, process: Shell, change: int) -> None:
-        if isinstance(process, ShardProcess):  # the coordinator's state is elsewhere
-            self._full[process.name] += change
-            process.disk_is_full = self._full[process.name] > 0
+    def _fill(self, host: Host, change: int) -> None:
+        self._full[host.name] += change
+        host.disk_is_full = self._full[host.name] > 0
 
     def _link_of(self, name: str) -> Link:
-        return self._processes[name].link
+        return self._hosts[name].link
 
     def _cut(self, happening: Happening, change: int) -> None:
         for struck, other in self._pairs(happening):
@@ -320,28 +307,17 @@ class Script:
             for a, b in ways[happening.direction]:
                 self._cuts[a.name, b.name] += change
                 if change > 0 and self._cuts[a.name, b.name] == 1:
-                    self.world.cut(a, b, back=False)
+                    self.system.cut(a, b, back=False)
                 elif change < 0 and self._cuts[a.name, b.name] == 0:
-                    self.world.heal(a, b, back=False)
+                    self.system.heal(a, b, back=False)
 
-    def _pairs(self, happening: Happening) -> list[tuple[Shell, Shell]]:
+    def _pairs(self, happening: Happening) -> list[tuple[Host, Host]]:
         """Those who are struck, each with everybody outside whom it talks to."""
-        struck = [self._processes[name] for name in happening.target.processes]
-        hosts = [self.world.coordinator, *self.world.shards]
-        pairs: list[tuple[Shell, Shell]] = []
-        for process, other in product(struck, self.world.processes):
-            talk = process in hosts or other in hosts
+        struck = [self._hosts[name] for name in happening.target.processes]
+        shards = self.system.shard_processes
+        pairs: list[tuple[Host, Host]] = []
+        for host, other in product(struck, self.system.hosts):
+            talk = host in shards or other in shards
             if talk and other not in struck:
-                pairs.append((process, other))
+                pairs.append((host, other))
         return pairs
-
-
-def _require_no_standbys(scenario: Scenario) -> None:
-    targets = [happening.target for happening in scenario.happenings]
-    targets += [recurrence.target for recurrence in scenario.recurrences]
-    for name in (name for target in targets for name in target.processes):
-        if name.endswith("-standby"):
-            raise ConfigError(
-                f"target={name!r} is not in the virtual world, whose shards have no standbys: take "
-                "it out, or carry the scenario out on real processes: ddiloco chaos"
-            )

@@ -3,7 +3,7 @@
 `Changes` take parts of a random world away; they are one line of JSON, so that what is left can be
 repeated::
 
-    python -m decoupled_diloco.simulate.fuzz --seed 17 --with '{"without_faults": [0, 2]}'
+    python -m decoupled_diloco.simulate.worlds --seed 17 --with '{"without_faults": [0, 2]}'
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Size:
     faulty_seconds: float
 
 
-def signature(error: AssertionError) -> str:
+def signature(error: Exception) -> str:
     """Where an assertion has failed and what it said, numbers left out: what makes it the same."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.name}:{re.sub(r'[0-9.]+', 'N', str(error))[:40]}"

@@ -11,42 +11,26 @@ simulation.close()           # the tape, compressed
 
 from __future__ import annotations
 
-import json
-from collections import deque
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import public_text
-from decoupled_diloco.errors import ConfigError, MergeError
-from decoupled_diloco.observe.samples import (
-    CorpusDescribed,
-    PayloadsEnded,
-    SampleGenerated,
-    WeightsSaved,
-    evaluation_of,
-)
+from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.processes import EVALUATOR
+from decoupled_diloco.launch.roles import evaluate_result
+from decoupled_diloco.observe.samples import WeightsSaved
 from decoupled_diloco.observe.tape import pack_tapes
-from decoupled_diloco.protocol.effects import Ready, RunOver
-from decoupled_diloco.simulate.learner_process import LearnerProcess, LearnerSpec
+from decoupled_diloco.simulate.hosts import ParticipantHost
 from decoupled_diloco.simulate.scenario import Scenario
 from decoupled_diloco.simulate.script import Script
-from decoupled_diloco.simulate.tapes import VirtualTapes
-from decoupled_diloco.simulate.tensors import TensorLearner, TensorShard
-from decoupled_diloco.simulate.training import VirtualRun, virtual_run
-from decoupled_diloco.simulate.world import World
-from decoupled_diloco.syncer.fragments import ShardTensors
-from decoupled_diloco.syncer.payloads import Payloads
-from decoupled_diloco.syncer.result import RESULT, assemble, save_share
-from decoupled_diloco.workloads import Workload, load_workload
-from decoupled_diloco.workloads.gpt import GptWorkload
-from decoupled_diloco.workloads.paced import PacedOptions
-
-EVALUATOR = "evaluator"
+from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.system import System
+from decoupled_diloco.simulate.training import unpaced
+from decoupled_diloco.syncer.result import RESULT, assemble, read_layout
+from decoupled_diloco.workloads import Workload
 
 FAREWELL_SECONDS = 60.0
 """How long learners and the evaluator may take for the last copies, in virtual time."""
@@ -64,13 +48,13 @@ class Clockwatch:
     """Notices how a simulation ends: the run is over, its time is up, or nothing moves any more.
 
     Args:
-        world: What is simulated.
+        system: What is simulated.
         script: What befalls it.
         scenario: Where its limits are.
     """
 
-    def __init__(self, world: World, script: Script, scenario: Scenario) -> None:
-        self.world = world
+    def __init__(self, system: System, script: Script, scenario: Scenario) -> None:
+        self.system = system
         self.script = script
         self.reason = ""
         self._until = scenario.file.until_seconds
@@ -81,14 +65,18 @@ class Clockwatch:
 
     def advance(self, events: int) -> bool:
         """Lets so many events happen; ``False``: it is over, and ``reason`` says why."""
-        world = self.world
-        why = world.run(until=self._until, events=world.events + events)
+        system = self.system
+        soon = system.now + self._patience
+        until = soon if self._until is None else min(soon, self._until)
+        why = system.run(
+            until=until, events=system.events + events, stop=lambda: system.finished
+        )
         if self.script.clock != self._clock:
-            self._clock, self._moved_at = self.script.clock, world.now
-        still = world.now - self._moved_at
-        if why == "finished":
+            self._clock, self._moved_at = self.script.clock, system.now
+        still = system.now - self._moved_at
+        if why == "stop":
             self.reason = "the budget is spent"
-        elif why == "until":
+        elif self._until is not None and system.now >= self._until:
             self.reason = f"until_seconds={self._until:g} of the scenario is reached"
         elif why == "nothing left" or self._is_hopeless(still):
             self.reason = self._stand_still(still)
@@ -97,12 +85,12 @@ class Clockwatch:
     def _is_hopeless(self, still: float) -> bool:
         if still <= self._patience or self.script.planned:
             return False
-        since_change = self.world.now - self.script.changed_at
+        since_change = self.system.now - self.script.changed_at
         lasts_on = still > STILL_TIMES * self._patience
         return lasts_on or (since_change > self._patience and not self.script.waiting)
 
     def _stand_still(self, seconds: float) -> str:
-        alive = sum(p.alive and p.spec.role == "learner" for p in self.world.learners.values())
+        alive = sum(host.alive for host in self.system.learners.values())
         return (
             f"the clock has stood still for {seconds:.0f} s at step {max(0, self._clock)}, with "
             f"{alive} learners there and quorum={self._quorum}"
@@ -122,7 +110,12 @@ class Simulation:
             that tensors have of themselves.
     """
 
-    def __init__(self, scenario: Scenario, folder: Path, workload: Workload | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        folder: Path,
+        workload: Callable[[ParticipantHost], Workload] | None = None,
+    ) -> None:
         torch.set_num_threads(1)
         config = scenario.config
         self.scenario = scenario
@@ -130,37 +123,16 @@ class Simulation:
         specs = specs_of(scenario)
         if config.run.evaluator:
             specs.append(LearnerSpec(EVALUATOR, role="observer"))
-        workload = workload or trained_in(scenario)
-        self.run: VirtualRun = virtual_run(config, specs, seed=scenario.seed, workload=workload)
-        self.world = self.run.world
-        settings = json.loads(public_text(config))
-        self.tapes = VirtualTapes(folder, self.world, settings, self.run.losses)
-        self.script = Script(self.world, scenario, self.tapes.fault, self.tapes.fault_ended)
-        self._watch = Clockwatch(self.world, self.script, scenario)
-        if config.syncer.record_payloads:
-            self._keep_bodies()
-        if config.run.evaluator:
-            process = self.world.learners[EVALUATOR]
-            seconds = config.run.evaluate_every_seconds
-            Evaluator(process, self.run.workload, self.tapes, seconds)
-
-    def _keep_bodies(self) -> None:
-        """Bodies are kept as by real shards; a disk that is full ends that, and is told."""
-        bodies, options = self.run.bodies, self.world.options
-
-        def ended(problem: str, who: str) -> None:
-            self.tapes.sample(PayloadsEnded(problem), who)
-
-        kept = []
-        for shard in self.world.shards:
-            tensors = ShardTensors(bodies.plan, options.owned(shard.shard))
-            on_end = partial(ended, who=shard.name)
-            payloads = Payloads(self.folder, shard.shard, tensors, on_end)
-            if self.world.weights_from_file:
-                initial = ((p, bodies.initial[p]) for p in tensors.owned)
-                deque(payloads.keep_file(initial), maxlen=0)
-            kept.append(payloads)
-        self.world.keep_body = lambda shard, path, body: kept[shard].keep(path, body.payload)
+        self.system = System(
+            config,
+            specs,
+            folder,
+            seed=scenario.seed,
+            workload=workload or trained_in(scenario),
+            tapes=folder,
+        )
+        self.script = Script(self.system, scenario)
+        self._watch = Clockwatch(self.system, self.script, scenario)
 
     @property
     def reason(self) -> str:
@@ -170,31 +142,28 @@ class Simulation:
     @property
     def finished(self) -> bool:
         """Whether the run's budget is spent."""
-        return self.world.finished
+        return self.system.finished
 
     def advance(self, events: int = 32) -> bool:
         """Lets some more happen; ``False``: it is over, see `reason`."""
         return self._watch.advance(events)
 
     def finish(self) -> Path:
-        """Lets everybody take the last copies, and writes the global weights.
+        """Lets everybody take the last copies, and puts the global weights together.
 
         Raises:
             StorageError: they cannot be written.
         """
-        world = self.world
-        over_at = world.now + FAREWELL_SECONDS
-        while world.now < over_at and any(p.alive for p in world.learners.values()):
-            if world.run(until=over_at, events=world.events + 1, finish=False) != "events":
-                break
-        world.run(until=world.now, finish=False)  # the evaluator's last look
-        for shard in world.shards:
-            if not isinstance(shard.bodies, TensorShard):
-                raise MergeError(f"{shard.name} has no tensors")
-            versions = {p: str(v) for p, v in shard.bodies.versions.items()}
-            save_share(self.folder, shard.shard, shard.bodies.tensors, versions)
-        weights = assemble(self.folder, self.run.bodies.plan, len(world.shards))
-        self.tapes.sample(WeightsSaved(RESULT))
+        system, config = self.system, self.scenario.config
+        there = system.participants.values()
+        system.run(
+            until=system.now + FAREWELL_SECONDS, stop=lambda: not any(p.alive for p in there)
+        )
+        plan = plan_of(read_layout(self.folder), read_public(public_text(config)))
+        weights = assemble(self.folder, plan, config.syncer.shards)
+        system.sample(WeightsSaved(RESULT))
+        if config.run.evaluator and not system.participants[EVALUATOR].over:
+            system.launcher(evaluate_result, config, folder=self.folder)
         return weights
 
     def close(self) -> None:
@@ -203,64 +172,11 @@ class Simulation:
         Raises:
             StorageError: they cannot be written.
         """
-        self.tapes.close()
+        self.system.close()
         pack_tapes(self.folder)
 
 
-class Evaluator:
-    """Scores what an observer of a world holds, at intervals of virtual time.
-
-    Args:
-        process: The observer.
-        workload: What scores.
-        tapes: Where the scores go.
-        seconds: From one evaluation to the next; they take no virtual time.
-    """
-
-    def __init__(
-        self, process: LearnerProcess, workload: Workload, tapes: VirtualTapes, seconds: float
-    ) -> None:
-        self._process = process
-        self._world = process.world
-        self._workload = workload
-        self._tapes = tapes
-        self._seconds = seconds
-        self._world.recorders.append(self._record)
-
-    def _record(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        if who != EVALUATOR:
-            return
-        if any(type(effect) is Ready for effect in effects):
-            self._tapes.open(EVALUATOR, {"machine": EVALUATOR})
-            description = json.dumps(self._workload.describe())
-            self._tapes.sample(CorpusDescribed(description), EVALUATOR)
-            self._world.clockwork.after(0.0, self._again, self._process.life)
-        if any(type(effect) is RunOver for effect in effects):
-            self._world.clockwork.after(0.0, self._last)
-
-    def _again(self, life: int) -> None:
-        if self._process.alive and self._process.life == life and not self._process.over:
-            self._evaluate()
-            self._world.clockwork.after(self._seconds, self._again, life)
-
-    def _last(self) -> None:
-        self._evaluate()
-        text = self._workload.sample(self._model())
-        if text is not None:
-            self._tapes.sample(SampleGenerated(text), EVALUATOR)
-
-    def _evaluate(self) -> None:
-        metrics = self._workload.evaluate(self._model())
-        step = self._process.machine.global_step
-        self._tapes.sample(evaluation_of(step, metrics), EVALUATOR)
-
-    def _model(self) -> torch.nn.Module:
-        bodies = self._process.bodies
-        assert isinstance(bodies, TensorLearner)
-        return bodies.trainee.model
-
-
-def trained_in(scenario: Scenario) -> Workload:
+def trained_in(scenario: Scenario) -> Callable[[ParticipantHost], Workload]:
     """What the learners of a scenario train, where there are tensors.
 
     Raises:
@@ -275,11 +191,16 @@ def trained_in(scenario: Scenario) -> Workload:
                 f"{name}={value} in the scenario would be ignored, because tensors have it of "
                 f"themselves: add --protocol-only, or take {name} out"
             )
-    return workload_of(scenario.config)
+    return unpaced(scenario.config)
 
 
-def specs_of(scenario: Scenario) -> list[LearnerSpec]:
-    """The learners of a scenario, as a virtual world wants them."""
+def specs_of(scenario: Scenario, bytes_factor: float = 1.0) -> list[LearnerSpec]:
+    """The learners of a scenario, as a virtual run wants them.
+
+    Args:
+        scenario: Where they are described.
+        bytes_factor: Of a model of which only so small a part is there; links are as much slower.
+    """
     specs = []
     for name, group in scenario.members.items():
         link = None if group.link is None else scenario.links[group.link]
@@ -288,8 +209,8 @@ def specs_of(scenario: Scenario) -> list[LearnerSpec]:
             spec = {
                 "latency": link.latency_seconds,
                 "jitter": link.jitter_seconds,
-                "up_bytes_per_second": link.up_bytes_per_second,
-                "down_bytes_per_second": link.down_bytes_per_second,
+                "up_bytes_per_second": link.up_bytes_per_second / bytes_factor,
+                "down_bytes_per_second": link.down_bytes_per_second / bytes_factor,
                 "shared_link": link.name if link.shared else "",
             }
         specs.append(
@@ -303,11 +224,3 @@ def specs_of(scenario: Scenario) -> list[LearnerSpec]:
             )
         )
     return specs
-
-
-def workload_of(config: RunConfig) -> Workload:
-    """The run's workload; in virtual time a paced one does not sleep."""
-    options = config.workload_options()
-    if config.workload.name == "paced":
-        return GptWorkload(PacedOptions(**options))
-    return load_workload(config.workload.name, options)

@@ -1,35 +1,129 @@
-"""A whole run in virtual time: the product's own processes on virtual machines and links."""
+"""A whole run in virtual time: the product's own processes on virtual machines and links.
+
+What `launch` does on a real machine is done here by the same code: the roles of the processes, and
+the supervisor that starts them again. Everything random follows from one seed, so that a run can be
+repeated exactly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.addresses import BETWEEN
 from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.launch.processes import reopen_claims
+from decoupled_diloco.launch.resume import LEARNERS
+from decoupled_diloco.launch.supervisor import Supervisor
+from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.runtime import CURRENT
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.disk import Loss
-from decoupled_diloco.simulate.hosts import Host, LearnerHost, ShardHost
-from decoupled_diloco.simulate.learner_process import LearnerSpec
-from decoupled_diloco.simulate.network import Network
+from decoupled_diloco.simulate.drift import Drift
+from decoupled_diloco.simulate.hosts import (
+    EvaluatorHost,
+    Host,
+    HostTape,
+    LearnerHost,
+    ParticipantHost,
+    ShardHost,
+)
+from decoupled_diloco.simulate.network import Link, Network
+from decoupled_diloco.simulate.runtime import WORK_SECONDS, VirtualProcess, VirtualRuntime
+from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.transport import Streets
+from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.workloads import Workload
+
+PORT = 7070
+
+LAUNCHER = "launcher"
 
 Recorder = Callable[[str, float, Any, Sequence[Any]], None]
+"""Called as ``recorder(who, now, event, effects)`` for every event that a machine has handled."""
+
+_T = TypeVar("_T")
+
+
+class VirtualLife:
+    """One life of a host, as the supervisor sees it."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.pid = host.pid
+
+    def poll(self) -> int | None:
+        """See `Life`."""
+        return None if self.host.alive and self.host.pid == self.pid else self.host.code
+
+    def send_signal(self, sig: int) -> None:
+        """See `Life`: SIGKILL or SIGTERM."""
+        if sig == signal.SIGKILL:
+            self.kill()
+        elif self.poll() is None:
+            self.host.terminate()
+
+    def kill(self) -> None:
+        """See `Life`."""
+        if self.poll() is None:
+            self.host.kill()
+
+    def wait(self) -> int:
+        """See `Life`: who was killed has ended at once."""
+        code = self.poll()
+        assert code is not None
+        return code
+
+
+class VirtualMachines:
+    """A `Placement`: each process has a virtual machine of its own."""
+
+    def __init__(self, hosts: Mapping[str, Host]) -> None:
+        self._hosts = hosts
+
+    def start(self, name: str, arguments: list[str]) -> VirtualLife:
+        """See `Placement`."""
+        host = self._hosts[name]
+        host.begin()
+        return VirtualLife(host)
+
+    def ended(self, life: Any) -> None:
+        """See `Placement`."""
+
+    def prepare(self, arguments: list[list[str]]) -> None:
+        """See `Placement`: starting takes no time."""
+
+    def close(self) -> None:
+        """See `Placement`."""
+
+    def last_words(self, name: str) -> str:
+        """See `Placement`."""
+        return self._hosts[name].last_words
 
 
 class System:
     """One virtual run.
 
+    Attributes:
+        finished: Whether every shard has ended of itself.
+
     Args:
         config: The run's settings.
-        learners: Its learners.
+        learners: Its learners, by the ids of ``config.learner_ids``, and observers.
         folder: The run folder.
         seed: Every random choice follows from it.
-        sizes: Elements of each fragment.
-        checkpoint_seconds: How often learners keep checkpoints; 0: never.
+        workload: What a process trains or evaluates; default: `Drift`.
+        sizes: Elements of each fragment of the default's model.
+        tapes: The folder in whose ``tape/`` the event tape is written; ``None``: it is not.
+        bytes_factor: Bytes of bodies are told of as so many times more: of a model of which only a
+            small part is there.
         power: What a machine that loses its power loses of what nobody waited for; ``None``:
             nothing.
         checks: Assert every invariant of a machine after each of its events.
@@ -42,8 +136,10 @@ class System:
         folder: Path,
         *,
         seed: int | str = 0,
+        workload: Callable[[ParticipantHost], Workload] | None = None,
         sizes: Sequence[int] | None = None,
-        checkpoint_seconds: float = 0.0,
+        tapes: Path | None = None,
+        bytes_factor: float = 1.0,
         power: Loss | None = None,
         checks: bool = True,
     ) -> None:
@@ -54,24 +150,112 @@ class System:
         self.network = Network(self.clockwork, self.choices.fork("network"))
         self.streets = Streets(self.network, self.choices.fork("bodies"))
         self.sizes = list(sizes or [8] * config.sync.fragments)
-        self.checkpoint_seconds = checkpoint_seconds
-        self.checkpoints = folder / "checkpoints" if checkpoint_seconds else None
+        self.workload = workload or self._drift
         self.power = power
         self.checks = checks
+        self.stalls = self.storage_fails = self.preempted = 0.0
+        self.claim_seconds = WORK_SECONDS
         self.options = options_of(read_public(public_text(config)))
         self.limits = Limits()
         self.events = 0
         self.recorders: list[Recorder] = []
         self.error: BaseException | None = None
+        self.finished = False
         self.on_checkpoint: Callable[[str, int], None] = lambda who, steps: None
-        shards = range(config.syncer.shards)
-        self.addresses = tuple(self.streets.address(f"shard-{shard}", 7070) for shard in shards)
+        self.on_step: Callable[[LearnerHost], None] = lambda learner: None
+        self.link_of_shards = Link()
+        self._shared_links: dict[str, Link] = {}
+        self._tapes = tapes
+        self.bytes_factor = bytes_factor
+        self._make_hosts(learners)
+        self._launch()
+
+    def _drift(self, host: ParticipantHost) -> Workload:
+        return Drift(self.sizes, host.spec.tokens_per_step)
+
+    def _make_hosts(self, learners: Iterable[LearnerSpec]) -> None:
+        count, standbys = self.config.syncer.shards, self.config.syncer.standbys
+        shards = range(count)
+        names = [[f"shard-{s}", *([f"shard-{s}-standby"] if standbys else [])] for s in shards]
+        self._addresses = {n: self.streets.address(n, PORT) for each in names for n in each}
+        self.addresses = tuple(BETWEEN.join(map(self._addresses.__getitem__, n)) for n in names)
         self.shards = [ShardHost(self, shard) for shard in shards]
-        self.learners = {spec.name: LearnerHost(self, spec) for spec in learners}
-        for shard in self.shards:
-            self.clockwork.at(0.0, shard.begin)
-        for learner in self.learners.values():
-            self.clockwork.at(learner.spec.joins_at, learner.begin)
+        self.standbys = [ShardHost(self, s, standby=True) for s in shards if standbys]
+        kinds = {"learner": LearnerHost, "observer": EvaluatorHost}
+        self.participants: dict[str, ParticipantHost] = {
+            spec.name: kinds[spec.role](self, spec) for spec in learners
+        }
+        self.learners = {
+            name: host for name, host in self.participants.items() if isinstance(host, LearnerHost)
+        }
+        """Those who train."""
+
+    # ---- its launcher
+
+    def _launch(self) -> None:
+        launcher = VirtualProcess(LAUNCHER, self.clockwork, self.choices.fork(LAUNCHER))
+        self._context = Context()
+        self._context.run(CURRENT.set, VirtualRuntime(launcher.new_loop(), self.choices, None))
+        self.launcher(self._open_tape)
+        reopen_claims(self.folder, self.config)
+        self.supervisor = Supervisor(
+            VirtualMachines({host.name: host for host in self.hosts}), self.tape
+        )
+        for host in self.hosts:
+            at = host.spec.joins_at if isinstance(host, ParticipantHost) else 0.0
+            if at > 0.0:
+                self.launcher(self.supervisor.start, host.name, [], held=True)
+            if at < float("inf"):
+                self.clockwork.at(at, self._begin, host)
+
+    def _open_tape(self) -> None:
+        header = {"machine": LAUNCHER, "settings": read_public(public_text(self.config))}
+        writer = self.tape_writer(LAUNCHER, header, LAUNCHER)
+        self.tape = HostTape(lambda now, event, effects: None, writer, 1.0)
+
+    def _begin(self, host: Host) -> None:
+        if host.name in self.supervisor.children:
+            self.restart(host)
+        else:
+            self.launcher(self.supervisor.start, host.name, [])
+
+    def launcher(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
+        """Runs something as the launcher."""
+        return self._context.copy().run(function, *arguments, **named)
+
+    def ended(self, host: Host) -> None:
+        """A process has ended: the supervisor sees it next."""
+        shards = range(len(self.shards))
+        self.finished = all(any(each.over for each in self.hosts_of(shard)) for shard in shards)
+        self.clockwork.after(0.0, self._poll)
+
+    def _poll(self) -> None:
+        self.launcher(self.supervisor.poll)
+        for child in self.supervisor.children.values():
+            if child.restart_at is not None:
+                self.clockwork.at(child.restart_at, self._poll)
+        if any(self.supervisor.children[p.name].done for p in self.hosts_of(0)):
+            self.supervisor.retire()  # the coordinator ends last: nobody is needed any more
+
+    def tape_writer(
+        self, who: str, header: Mapping[str, Any], file: str
+    ) -> TapeWriter | None:
+        """The tape of a process, if tapes are written."""
+        if self._tapes is None:
+            return None
+        return TapeWriter(self._tapes / "tape" / f"{file}.jsonl", who, header)
+
+    def flush(self) -> None:
+        """Writes what is buffered of all tapes, for readers."""
+        self.tape.flush()
+        for host in self.hosts:
+            host.flush_tapes()
+
+    def sample(self, sample: Any) -> None:
+        """Puts something that the launcher knows on its tape."""
+        self.tape.sample(self.now, sample)
+
+    # ---- who there is
 
     @property
     def now(self) -> float:
@@ -79,76 +263,111 @@ class System:
         return self.clockwork.now
 
     @property
-    def hosts(self) -> list[Host]:
-        """Every process, dead or alive."""
-        return [*self.shards, *self.learners.values()]
+    def shard_processes(self) -> list[ShardHost]:
+        """Every process of every shard."""
+        return [*self.shards, *self.standbys]
 
     @property
-    def finished(self) -> bool:
-        """Whether every shard has ended of itself."""
-        return all(shard.over for shard in self.shards)
+    def hosts(self) -> list[Host]:
+        """Every process, dead or alive."""
+        return [*self.shard_processes, *self.participants.values()]
 
-    def record(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        """A machine has handled an event."""
+    def hosts_of(self, shard: int) -> list[ShardHost]:
+        """The processes of a shard: one, or two that may act in each other's place."""
+        return self.shard_processes[shard :: len(self.shards)]
+
+    def acting(self, shard: int) -> ShardHost:
+        """Which of a shard's processes acts for it, or was the last to do so."""
+        return max(self.hosts_of(shard), key=lambda host: host.claim)
+
+    @property
+    def coordinator(self) -> Any:
+        """The coordinator's state machine, where it acts or acted last."""
+        return self.acting(0).coordinator
+
+    def is_replaced(self, host: ShardHost) -> bool:
+        """Whether somebody has made a newer claim than the one by which a process acts."""
+        return host is not self.acting(host.shard)
+
+    def address_of(self, host: ShardHost) -> str:
+        """Where a process listens."""
+        return self._addresses[host.name]
+
+    def link_of(self, spec: LearnerSpec) -> Link:
+        """What lies between a participant and the rest, which it may share."""
+        own = Link(spec.latency, spec.jitter, spec.up_bytes_per_second, spec.down_bytes_per_second)
+        return self._shared_links.setdefault(spec.shared_link, own) if spec.shared_link else own
+
+    @property
+    def model_bytes(self) -> int:
+        """Of a copy of the default workload's model, fp32."""
+        return 4 * sum(self.sizes)
+
+    # ---- told by the processes
+
+    def record(self, host: Host, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """A machine has handled an event; a shard's tape is called after its process here."""
         self.events += 1
+        who = host.name if who.startswith("shard-") and not who.endswith(".claims") else who
         try:
             if self.checks:
-                self._check(who)
+                self._check(host, who)
             for recorder in self.recorders:
-                recorder(who, now, event, effects)
+                recorder(who, self.now, event, effects)
         except AssertionError as error:
             self.error = self.error or error
 
-    def _check(self, who: str) -> None:
-        machine: Any
+    def _check(self, host: Host, who: str) -> None:
+        machine: Any = getattr(host, "machine", None)
         if who == "coordinator":
-            host = self.shards[0].process and self.shards[0].process.host
-            machine = host and host.machine
-        elif who.startswith("shard-"):
-            machine = self.shards[int(who[6:])].machine
-        else:
-            machine = self.learners[who].machine
+            machine = getattr(host, "coordinator", None)
+        elif who.endswith(".claims"):
+            machine = host.tenure.machine  # type: ignore[attr-defined]
         if machine is not None:
             machine.check()
 
-    def broken(self, host: Host, error: Exception) -> None:
+    def broken(self, host: Host, error: BaseException) -> None:
         """The code of a process has failed in a way that it must not."""
         self.error = self.error or error
 
     # ---- what may be done to it
 
-    preempted = 0.0
-
-    @property
-    def coordinator(self) -> ShardHost:
-        """The process that hosts it."""
-        return self.shards[0]
-
-    @property
-    def shard_processes(self) -> list[ShardHost]:
-        """Every process of every shard."""
-        return self.shards
-
-    @property
-    def processes(self) -> list[Host]:
-        """Every process, dead or alive."""
-        return self.hosts
-
-    def acting(self, shard: int) -> ShardHost:
-        """Which process acts for a shard."""
-        return self.shards[shard]
-
-    def is_replaced(self, host: ShardHost) -> bool:
-        """Whether somebody else acts for its shard."""
-        return False
-
     def crash(self, host: Host, *, silent: bool = False) -> None:
-        """SIGKILL; ``silent``: the machine is gone, so that nobody is told."""
-        host.end(silent=silent)
+        """SIGKILL, and it stays down; ``silent``: with its machine, so that nobody is told."""
+        host.is_silent = silent
+        self._take_down(host)
+        host.is_silent = False
+
+    def _take_down(self, host: Host, *signals: Any) -> None:
+        if host.name in self.supervisor.children:
+            self.launcher(self.supervisor.take_down, host.name, *signals)
+            self._poll()
+
+    def tell_to_go(self, host: Host, seconds: float, number: Any) -> None:
+        """SIGTERM; who has not ended after so many seconds is killed. It stays down."""
+        life = host.pid
+        self._take_down(host, number)
+        self.clockwork.after(seconds, self._insist, host, life)
+
+    def _insist(self, host: Host, life: int) -> None:
+        if host.alive and host.pid == life:
+            self._take_down(host)
+
+    def lose_disk(self, host: Host) -> None:
+        """What a process that is down has kept is gone: a shard's versions, or checkpoints."""
+        folder = self.folder / (LEARNERS if isinstance(host, ParticipantHost) else DURABLE)
+        shutil.rmtree(folder / host.name.removesuffix("-standby"), ignore_errors=True)
 
     def restart(self, host: Host) -> None:
-        """A process that is dead starts again."""
-        host.begin()
+        """What is down starts again, unless it has ended well; who is about to go, once it has."""
+        child = self.supervisor.children.get(host.name)
+        if child is None or child.done or child.restart_at is not None:
+            return
+        child.failures = 0
+        if host.alive:
+            child.held = False
+            return
+        self.launcher(self.supervisor.bring_back, host.name)
 
     def pause(self, host: Host) -> None:
         """SIGSTOP."""
@@ -174,21 +393,46 @@ class System:
 
     # ---- time
 
-    def run(self, *, until: float, stop: Callable[[], bool] = lambda: False) -> None:
-        """Lets time pass.
+    def run(
+        self,
+        *,
+        until: float | None = None,
+        events: int | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """Lets time pass until one of the limits is reached.
+
+        Args:
+            until: Virtual instant, seconds.
+            events: Number of events that machines have handled, all in all.
+            stop: Looked at before everything that happens.
+
+        Returns:
+            Why it stopped: ``"until"``, ``"events"``, ``"stop"`` or ``"nothing left"``.
 
         Raises:
             AssertionError: Something does not hold.
         """
         clockwork = self.clockwork
-        while (instant := clockwork.next) is not None and instant <= until and not stop():
+        while not stop():
+            if events is not None and self.events >= events:
+                return "events"
+            instant = clockwork.next
+            if instant is None:
+                return "nothing left"
+            if until is not None and instant > until:
+                clockwork.now = max(clockwork.now, until)
+                return "until"
             clockwork.step()
             if self.error is not None:
                 raise self.error
-        clockwork.now = max(clockwork.now, until) if not stop() else clockwork.now
+        return "stop"
 
     def close(self) -> None:
-        """Lets go of what the processes held."""
+        """Lets go of what the processes held, and ends the launcher's tape."""
         for host in self.hosts:
+            if host.alive:
+                host.close_tapes()
             for loop in host.graves:
                 loop.bury()
+        self.tape.close()

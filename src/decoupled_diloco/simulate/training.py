@@ -9,92 +9,69 @@ result.evaluate()["loss"]
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import (
-    blend_alpha_of,
-    options_of,
-    plan_of,
-    public_text,
-    read_public,
-)
+from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import Error
-from decoupled_diloco.merge import gather, layout_of, tensors_of
-from decoupled_diloco.simulate.learner_process import LearnerSpec
-from decoupled_diloco.simulate.leased_loop import VirtualData
-from decoupled_diloco.simulate.tensors import TensorBodies, TensorShard, Trainee, global_weights
-from decoupled_diloco.simulate.world import Recorder, World
-from decoupled_diloco.syncer.result import initial_values
-from decoupled_diloco.workloads import Batch, Workload, load_workload
-from decoupled_diloco.workloads.parts import WorkloadParts
+from decoupled_diloco.launch.roles import workload_of
+from decoupled_diloco.merge import layout_of, tensors_of
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.simulate.hosts import ParticipantHost
+from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.system import Recorder, System
+from decoupled_diloco.workloads import Workload
+from decoupled_diloco.workloads.base import Placed
+from decoupled_diloco.workloads.gpt import GptWorkload
+from decoupled_diloco.workloads.paced import PacedOptions
 
-
-@dataclass
-class WorkloadTrainee:
-    """A workload's model, optimizer and data, trained step by step."""
-
-    workload: Workload
-    draw: Callable[[], Batch]
-    global_step: Callable[[], int]
-    on_step: Callable[[float], None]
-    model: nn.Module = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.model = self.workload.model()
-        self.optimizer = self.workload.optimizer(self.model)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
-
-    def step(self) -> int:
-        """One inner step."""
-        batch = self.draw()
-        factor = self.workload.schedule(self.global_step())
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-        loss = self.workload.loss(self.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.on_step(loss.item())
-        return self.workload.tokens(batch)
-
-
-@dataclass
-class Onlooker:
-    """What an evaluator has: a model that it never trains."""
-
-    model: nn.Module
-
-    def step(self) -> int:
-        """An observer takes no steps."""
-        raise AssertionError("an observer does not train")
+RAM = "/dev/shm"
+"""Where the files of a run that is not kept are, if this machine has it."""
 
 
 @dataclass
 class VirtualRun:
-    """A run in virtual time and what became of it."""
+    """A run in virtual time and what became of it.
 
-    world: World
+    Attributes:
+        system: The run; lets the time pass.
+        workload: What its learners train.
+        plan: The model's layout, how it is cut, and how it is merged.
+    """
+
+    system: System
     workload: Workload
-    bodies: TensorBodies
-    losses: dict[str, list[float]]
+    plan: MergePlan
+    _folder: tempfile.TemporaryDirectory[str]
 
-    def weights(self) -> list[torch.Tensor]:
+    @property
+    def losses(self) -> dict[str, list[float]]:
+        """Of the steps of each learner."""
+        return {name: host.losses for name, host in self.system.learners.items()}
+
+    def weights(self) -> list[Tensor]:
         """The global weights, fp32, in the order of the layout."""
-        shards = [shard.bodies for shard in self.world.shards]
-        assert all(isinstance(shard, TensorShard) for shard in shards)
-        return global_weights(shards, self.bodies.plan)  # type: ignore[arg-type]
+        flat = [torch.empty(spec.numel) for spec in self.plan.layout.tensors]
+        for shard in self.system.shards:
+            for fragment, entry in shard.tensors.fragments.items():
+                start = 0
+                for piece in self.plan.fragments[fragment].pieces:
+                    values = entry.published[start : start + piece.numel]
+                    flat[piece.tensor][piece.start : piece.stop] = values
+                    start += piece.numel
+        shapes = [spec.shape for spec in self.plan.layout.tensors]
+        return [tensor.view(shape) for tensor, shape in zip(flat, shapes, strict=True)]
 
     def model(self) -> nn.Module:
         """A model with the global weights."""
         model = self.workload.model()
-        own = tensors_of(model, self.bodies.plan.layout)
+        own = tensors_of(model, self.plan.layout)
         with torch.no_grad():
             for tensor, values in zip(own, self.weights(), strict=True):
                 tensor.copy_(values)
@@ -107,7 +84,8 @@ class VirtualRun:
     @property
     def tokens(self) -> int:
         """Tokens that were trained, all learners together."""
-        return self.world.shards[0].machine.state.tokens
+        tokens: int = self.system.shards[0].machine.state.tokens
+        return tokens
 
 
 def virtual_run(
@@ -117,9 +95,10 @@ def virtual_run(
     seed: int | None = None,
     workload: Workload | None = None,
     recorder: Recorder | None = None,
-    **world: Any,
 ) -> VirtualRun:
-    """Builds a run in virtual time; `VirtualRun.world` lets the time pass.
+    """Builds a run in virtual time; `VirtualRun.system` lets the time pass.
+
+    Its files are gone with it. Nobody fails in it, so learners keep no checkpoints.
 
     Args:
         config: The run's settings; the learners' data parts follow ``run.learners``.
@@ -128,79 +107,62 @@ def virtual_run(
         seed: Of the world's own choices (variance, jitter, faults); default: the run's.
         workload: What is trained; default: the configuration's.
         recorder: The event tape.
-        world: Further arguments of `World`.
     """
-    workload = workload or load_workload(config.workload.name, config.workload_options())
-    public = read_public(public_text(config))
-    first = workload.model()
-    plan = plan_of(layout_of(first), public)
-    parameters = tensors_of(first, plan.layout)
-    losses: dict[str, list[float]] = {name: [] for name in config.learner_ids}
-
-    def trainee(name: str, epoch: int) -> Trainee:
-        if name in observers:
-            return Onlooker(workload.model())
-        if name not in losses:
-            raise Error(f"{name!r} is no learner of this run: {', '.join(losses)}")
-        return WorkloadTrainee(
-            workload,
-            draw=_leased(built, name) if data else _fixed(workload, config, name, losses),
-            global_step=lambda: built.learners[name].machine.global_step,
-            on_step=losses[name].append,
-        )
-
-    path = config.sync.initial_weights
-    initial = (
-        tuple(gather(fragment, parameters) for fragment in plan.fragments)
-        if path is None
-        else tuple(v for _, v in initial_values(path, plan, range(len(plan.fragments))))
+    torch.set_num_threads(1)
+    config = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"checkpoint_every_seconds": 0.0})}
     )
-    bodies = TensorBodies(plan, trainee, blend_alpha_of(public), initial)
+    workload = workload or workload_of(config)
+    folder = tempfile.TemporaryDirectory(dir=RAM if Path(RAM).is_dir() else None)
     specs = learners or [LearnerSpec(name) for name in config.learner_ids]
-    observers = {spec.name for spec in specs if spec.role == "observer"}
-    data = None
-    if config.data.leases:
-        data = VirtualData(WorkloadParts(workload, config.data.parts), config.data.leases_ahead)
-    built = World(
-        options_of(public),
+    unknown = {s.name for s in specs if s.role == "learner"} - set(config.learner_ids)
+    if unknown:
+        names = ", ".join(config.learner_ids)
+        raise Error(f"{min(unknown)!r} is no learner of this run: {names}")
+    system = System(
+        config,
         specs,
+        Path(folder.name),
         seed=config.run.seed if seed is None else seed,
-        bodies=bodies,
-        recorder=recorder,
-        data=data,
-        **{"weights_from_file": path is not None, **world},
+        workload=lambda host: workload,
     )
-    return VirtualRun(built, workload, bodies, losses)
-
-
-def _leased(world: World, name: str) -> Callable[[], Batch]:
-    def draw() -> Batch:
-        loop = world.learners[name].loop
-        assert loop is not None, "the world has data"
-        return loop.batch
-
-    return draw
-
-
-def _fixed(
-    workload: Workload, config: RunConfig, name: str, losses: Mapping[str, Sequence[float]]
-) -> Callable[[], Batch]:
-    """The batches of a learner's fixed part; a restarted one goes on where it was."""
-    part, parts = config.learner_ids.index(name), config.run.learners
-    return partial(next, workload.batches(part, parts, len(losses[name])))
+    if recorder is not None:
+        system.recorders.append(recorder)
+    plan = plan_of(layout_of(workload.model()), read_public(public_text(config)))
+    return VirtualRun(system, workload, plan, folder)
 
 
 def train_virtually(
-    config: RunConfig, learners: Sequence[LearnerSpec] = (), **arguments: Any
+    config: RunConfig,
+    learners: Sequence[LearnerSpec] = (),
+    *,
+    seed: int | None = None,
+    workload: Workload | None = None,
+    recorder: Recorder | None = None,
 ) -> VirtualRun:
     """Runs to the end of the budget; see `virtual_run` for the arguments.
 
     Raises:
         Error: nothing more can happen although the budget is not spent.
     """
-    run = virtual_run(config, learners, **arguments)
-    outcome = run.world.run()
-    if outcome != "finished":
-        state = json.dumps({s.name: s.machine.state.clock for s in run.world.shards})
-        raise Error(f"the virtual run came to a standstill ({outcome}); clocks: {state}")
+    run = virtual_run(config, learners, seed=seed, workload=workload, recorder=recorder)
+    outcome = run.system.run(stop=lambda: run.system.finished, until=FOREVER_SECONDS)
+    if outcome != "stop":
+        clocks = {shard.name: shard.machine.state.clock for shard in run.system.shards}
+        raise Error(f"the virtual run came to a standstill ({outcome}); {json.dumps(clocks)}")
     return run
+
+
+FOREVER_SECONDS = 1e9
+"""Thirty years: a run that is not over by then goes nowhere."""
+
+
+def unpaced(config: RunConfig) -> Callable[[ParticipantHost], Workload]:
+    """What the processes of a run train; in virtual time a paced workload does not sleep."""
+    if config.workload.name == "paced":
+        gpt = GptWorkload(PacedOptions(**config.workload_options()))
+        return lambda host: gpt
+    shared = workload_of(config)
+    if isinstance(shared, Placed):  # each learner has its own
+        return lambda host: workload_of(config)
+    return lambda host: shared

@@ -300,11 +300,10 @@ class Shard:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             for tape in self._tapes():
-                more = True
-                while more:
-                    more = tape.make_text(SLICE)
+                while tape.make_text(SLICE):
                     await asyncio.sleep(0)
-            await asyncio.to_thread(self._flush)
+            if any(tape.waiting for tape in self._tapes()):
+                await asyncio.to_thread(self._flush)
 
     async def _count_bytes(self) -> None:
         while True:

@@ -45,5 +45,5 @@ def test_a_syncers_shards_do_not_wait_for_imports_of_the_launcher(tmp_path: Path
 def test_a_spare_is_kept_if_the_settings_say_so(tmp_path: Path, wanted: bool) -> None:
     settings = {"folder": tmp_path / "run", "budget_steps": 9, "spare": wanted}
     run = LocalRun(RunConfig(run=settings, syncer={"port": 0}), learners=False)
-    assert (run.supervisor.spare is not None) == wanted
+    assert (run.placement.spare is not None) == wanted
     run.close()

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.launch import placement
 from decoupled_diloco.launch import supervisor as module
-from decoupled_diloco.launch.spare import DEATHS_MAX
+from decoupled_diloco.launch.placement import ThisMachine
+from decoupled_diloco.launch.spare import DEATHS_MAX, Spare
 from decoupled_diloco.launch.supervisor import Supervisor
 from decoupled_diloco.observe.tape import TapeWriter
 
@@ -34,10 +36,9 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(module, "RESTART_SECONDS", (0.01, 0.02))
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", CHILD))
+    monkeypatch.setattr(placement, "COMMAND", (sys.executable, "-c", CHILD))
     with TapeWriter(tmp_path / "tape", "launcher") as tape:
-        supervisor = Supervisor(tmp_path, tape)
-        supervisor.keep_spare()
+        supervisor = Supervisor(ThisMachine(tmp_path, keep_spare=True), tape)
         supervisor.start("a", ["learner", "--index", "0", "ünicode"])
         yield supervisor
         supervisor.stop()
@@ -52,10 +53,16 @@ def poll_until(supervisor: Supervisor, condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+def kept_by(supervisor: Supervisor) -> Spare:
+    here = supervisor.placement
+    assert isinstance(here, ThisMachine)
+    assert here.spare is not None
+    return here.spare
+
+
 def spare_of(supervisor: Supervisor) -> int:
     """The spare's process, once it is ready."""
-    spare = supervisor.spare
-    assert spare is not None
+    spare = kept_by(supervisor)
     poll_until(supervisor, lambda: spare.pid)
     assert spare.pid is not None
     return spare.pid
@@ -94,8 +101,7 @@ def test_a_spare_that_dies_is_replaced_but_not_for_ever(supervisor: Supervisor) 
         os.kill(pid := spare_of(supervisor), signal.SIGKILL)
         poll_until(supervisor, lambda pid=pid: not lives(pid))
     supervisor.poll()
-    assert supervisor.spare is not None
-    assert supervisor.spare.pid is None
+    assert kept_by(supervisor).pid is None
     first = pid_of(supervisor, "a")
     supervisor.kill("a", restart=True)
     poll_until(supervisor, lambda: pid_of(supervisor, "a") not in (None, first))
@@ -113,14 +119,13 @@ def test_a_spare_that_has_just_died_is_not_taken(supervisor: Supervisor, tmp_pat
 @pytest.mark.parametrize("end", ["stop", "the launcher is gone"])
 def test_the_spare_ends_with_its_launcher(supervisor: Supervisor, end: str) -> None:
     pid = spare_of(supervisor)
-    assert supervisor.spare is not None
     if end == "stop":
         supervisor.stop()
         assert not lives(pid)
         supervisor.poll()
-        assert supervisor.spare.pid is None
+        assert kept_by(supervisor).pid is None
     else:
-        process = supervisor.spare._process
+        process = kept_by(supervisor)._process
         assert process is not None
         assert process.stdin is not None
         process.stdin.close()  # as the system does for who is killed
@@ -132,9 +137,8 @@ def test_there_is_no_spare_while_others_start_nor_once_the_run_is_over(
 ) -> None:
     monkeypatch.setattr(module, "QUIET_SECONDS", 3600.0)
     supervisor.poll()
-    assert supervisor.spare is not None
-    assert supervisor.spare._process is None
+    assert kept_by(supervisor)._process is None
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
     supervisor.retire()
     supervisor.poll()
-    assert supervisor.spare._process is None
+    assert kept_by(supervisor)._process is None

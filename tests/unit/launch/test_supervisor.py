@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.launch import placement
 from decoupled_diloco.launch import supervisor as module
-from decoupled_diloco.launch.supervisor import Supervisor, interrupts_deferred
+from decoupled_diloco.launch.placement import ThisMachine, interrupts_deferred
+from decoupled_diloco.launch.supervisor import Supervisor
 from decoupled_diloco.observe.tape import TapeWriter, read_tape
 
 
@@ -20,9 +22,9 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
     """A supervisor whose children are ``python -c TEXT``."""
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(module, "RESTART_SECONDS", (0.01, 0.02))
-    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-S", "-c"))
+    monkeypatch.setattr(placement, "COMMAND", (sys.executable, "-S", "-c"))
     with TapeWriter(tmp_path / "tape", "launcher") as tape:
-        supervisor = Supervisor(tmp_path, tape)
+        supervisor = Supervisor(ThisMachine(tmp_path), tape)
         yield supervisor
         supervisor.stop()
 

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from decoupled_diloco.launch.termination import Termination
+from decoupled_diloco.launch.termination import SignalledTermination
 
 
 @pytest.fixture
-def termination() -> Iterator[Termination]:
+def termination() -> Iterator[SignalledTermination]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield Termination()
+    yield SignalledTermination()
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_the_first_asks_and_ends_a_wait_and_the_second_interrupts(termination: Termination) -> None:
+def test_the_first_asks_and_ends_a_wait_and_the_second_interrupts(termination: SignalledTermination) -> None:
     told: list[bool] = []
     termination.at_boundary(lambda: told.append(termination.asked))
     assert not termination.asked

@@ -179,7 +179,7 @@ def read_run(config: RunConfig) -> OfRun:
     Raises:
         ConfigError: the workload's model cannot be built.
     """
-    from decoupled_diloco.simulate.simulation import workload_of  # it imports torch
+    from decoupled_diloco.launch.roles import workload_of  # it imports torch
 
     tensors = {
         name: each.numel()

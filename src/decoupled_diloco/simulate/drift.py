@@ -1,0 +1,101 @@
+"""A workload that costs next to nothing: its parameters drift. For runs whose loss nobody reads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decoupled_diloco.workloads import Batch, Workload
+
+POISON = 1e6
+
+
+class Vectors(nn.Module):
+    """A model of one vector for each fragment."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+
+
+class Drift(Workload):
+    """Every batch moves all parameters a little, each batch by as much as its number says.
+
+    Args:
+        sizes: Elements of each fragment.
+        tokens: Of a batch.
+        pass_batches: Batches of a pass over the data.
+        on_drawn: Told of every batch of a pass that is taken: the pass and its number.
+
+    Attributes:
+        poisoned: Whether a step goes a million times too far; the next one takes it back.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        tokens: int = 1,
+        pass_batches: int = 64,
+        on_drawn: Callable[[int, int], None] = lambda turn, index: None,
+    ) -> None:
+        self._sizes = tuple(sizes)
+        self._tokens = tokens
+        self._pass_batches = pass_batches
+        self._on_drawn = on_drawn
+        self.poisoned: Callable[[], bool] = lambda: False
+        self._excess = 0.0
+
+    def model(self) -> Vectors:
+        """See `Workload`."""
+        return Vectors(self._sizes)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """See `Workload`."""
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, foreach=True)
+
+    def batches(self, part: int, parts: int, start: int = 0) -> Iterator[Batch]:
+        """See `Workload`."""
+        return (number * parts + part for number in itertools.count(start))
+
+    def pass_batches(self) -> int:
+        """See `InPasses`."""
+        return self._pass_batches
+
+    def pass_batch(self, turn: int, index: int) -> Batch:
+        """See `InPasses`."""
+        self._on_drawn(turn, index)
+        return turn * self._pass_batches + index
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Its gradient is the same for all elements: −0.5 to 0.5, by the number of the batch."""
+        slope = (batch * 0.618034) % 1.0 - 0.5 - self._excess
+        self._excess = 0.0
+        if self.poisoned():
+            self._excess = POISON
+            slope += POISON
+        return _Sloping.apply(slope, *model.parameters())  # type: ignore[no-untyped-call, no-any-return]
+
+    def tokens(self, batch: Batch) -> int:
+        """See `Workload`."""
+        return self._tokens
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """See `Workload`."""
+        return {"loss": 0.0}
+
+
+class _Sloping(torch.autograd.Function):
+    """Zero, with one slope in all directions: a tenth of the time of the sums that it replaces."""
+
+    @staticmethod
+    def forward(ctx: Any, slope: float, *vectors: Tensor) -> Tensor:
+        ctx.slope, ctx.sizes = slope, [len(vector) for vector in vectors]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(torch.full((size,), ctx.slope) for size in ctx.sizes))

@@ -1,0 +1,476 @@
+"""The random world of a seed: a run on virtual machines, what befalls it, and who watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.protocol.effects import Broadcast, Merge, Persist, Send
+from decoupled_diloco.protocol.messages import CopyWanted
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.simulate.bounds import Bounds
+from decoupled_diloco.simulate.checkers import Checker
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.claim_checker import ClaimChecker
+from decoupled_diloco.simulate.data_checker import DataChecker, Drawn
+from decoupled_diloco.simulate.disk import Loss
+from decoupled_diloco.simulate.drawn import (
+    CONTRIBUTED,
+    Data,
+    Standbys,
+    random_data,
+    random_learners,
+    random_options,
+    random_sizes,
+    random_standbys,
+    with_slow_links,
+)
+from decoupled_diloco.simulate.drift import Drift
+from decoupled_diloco.simulate.faults import (
+    Fault,
+    random_faults,
+    random_hardships,
+    random_takeovers,
+    strike,
+)
+from decoupled_diloco.simulate.hosts import Host, LearnerHost, ParticipantHost
+from decoupled_diloco.simulate.lineage import Lineage
+from decoupled_diloco.simulate.shrink import Changes, Size
+from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.system import System
+from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.workloads import Workload
+
+FAULTY_STEPS = 25.0
+"""For how many steps of the fastest learner faults befall a world, at the most."""
+
+ENDLESS_STEPS = 10**9
+
+GOES_ON = 0.06
+"""Share of the worlds with an end in which it is looked before whether everything goes on."""
+
+WEIGHTS = "initial.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Mishaps:
+    """Probabilities of small things that go wrong all the time; see `faults` for big ones.
+
+    Attributes:
+        spurious_ticks: of an extra, early ``Tick`` after each event of a shard.
+        loss: that a range of a body finds its connection broken on the way.
+        corruption: that a piece of it arrives with other bits.
+        impatience: that a body is not tried more than twice.
+        crash_after_persist: that the coordinator's machine dies as it writes its state.
+        crash_after_merge: that a shard's machine loses its power as a merge is written.
+        stalls: that a learner's loop stands in a step, for up to some four hundred steps.
+        slips: that what a shard tells a learner is lost, with the connection, and the learner
+            connects anew before the shard knows.
+        copies_slip: the same of a shard that asks for a whole copy.
+        poison: that a step moves the parameters a million times too far; the next one takes it
+            back.
+        preempted: that a learner that is struck down is told before, and hands in what it has.
+        clocks_leap: that a process's clock leaps ahead now and then.
+    """
+
+    spurious_ticks: float = 0.0
+    loss: float = 0.0
+    corruption: float = 0.0
+    impatience: float = 0.0
+    crash_after_persist: float = 0.0
+    crash_after_merge: float = 0.0
+    stalls: float = 0.0
+    slips: float = 0.0
+    copies_slip: float = 0.0
+    poison: float = 0.0
+    preempted: float = 0.0
+    clocks_leap: float = 0.0
+
+
+@dataclass
+class Scene:
+    """A random world before it runs.
+
+    Attributes:
+        seed: Everything follows from it.
+        options: The method's settings.
+        learners: Who is there.
+        faults: What befalls it.
+        mishaps: What goes wrong all the time.
+        system: The run.
+        ends: Whether its budget can be spent.
+        goes_on: Whether it is looked, before the end, whether everything goes on.
+        calm_at: When faults cease.
+    """
+
+    seed: int | str
+    options: Options
+    learners: list[LearnerSpec]
+    faults: list[Fault]
+    mishaps: Mishaps
+    system: System
+    ends: bool
+    goes_on: bool
+    calm_at: float
+    lineage: Lineage
+    checker: Checker
+    bounds: Bounds
+    claims: ClaimChecker
+    data: DataChecker | None
+
+    @property
+    def size(self) -> Size:
+        """What can be taken away from it."""
+        mishaps = tuple(f.name for f in fields(Mishaps) if getattr(self.mishaps, f.name))
+        learners = tuple(spec.name for spec in self.learners)
+        return Size(len(self.faults), learners, mishaps, self.calm_at)
+
+
+def draw(seed: int | str, folder: Path, changes: Changes | None = None) -> Scene:
+    """The world of a seed, without what is taken away from it."""
+    changes = changes or Changes()
+    choices = Choices(seed)
+    count = choices.integer(1, 4)
+    options = random_options(choices.fork("options"), count)
+    ends = choices.chance(0.96)
+    goes_on = not ends or choices.chance(GOES_ON)
+    step = choices.log_uniform(0.5 if goes_on else 0.05, 2.0)
+    options = replace(options, budget_steps=choices.integer(8, 24) if ends else ENDLESS_STEPS)
+    options = replace(options, **changes.options)
+    sizes = random_sizes(choices.fork("sizes"), options.fragments)
+    drawn = random_learners(choices.fork("learners"), count, step)
+    drawn = with_slow_links(choices.fork("links"), drawn, options, sizes)
+    learners = [
+        replace(spec, **changes.learners)
+        for spec in drawn
+        if spec.name not in changes.without_learners
+    ]
+    standbys = random_standbys(choices.fork("standbys"))
+    if changes.without_standbys:
+        standbys = None
+    data = random_data(choices.fork("data"))
+    mishaps = replace(_mishaps(choices), **changes.mishaps)
+    folder.mkdir(parents=True)
+    power = choices.fork("power")
+    loses_power = power.chance(0.4) and standbys is None
+    checkpoints = choices.fork("checkpoints").pick([0.0, 2.0, 10.0]) * step
+    initial = _initial_weights(folder, sizes) if choices.fork("file").chance(0.2) else None
+    config = config_of(
+        options,
+        folder,
+        learners=count,
+        checkpoint_seconds=checkpoints,
+        hand_in_seconds=choices.fork("hand in").pick([0.0, 5.0]),
+        standbys=standbys,
+        data=data,
+        initial=initial,
+    )
+    system = System(
+        config,
+        learners,
+        folder,
+        seed=seed,
+        sizes=sizes,
+        power=_loss(power) if loses_power else None,
+    )
+    scene = _watched(seed, options, learners, mishaps, system, ends, data)
+    scene.goes_on = goes_on
+    scene.calm_at = changes.faulty_seconds or FAULTY_STEPS * step
+    _go_wrong(scene, choices, standbys)
+    faults = _faults(choices, scene, standbys)
+    scene.faults = faults
+    strike(system, _left(faults, scene, changes))
+    return scene
+
+
+def config_of(
+    options: Options,
+    folder: Path,
+    *,
+    learners: int,
+    checkpoint_seconds: float = 0.0,
+    hand_in_seconds: float = 0.0,
+    standbys: Standbys | None = None,
+    data: Data | None = None,
+    initial: Path | None = None,
+) -> RunConfig:
+    """A run's settings; those that would be ignored are left out."""
+    sync: dict[str, Any] = {
+        "fragments": options.fragments,
+        "period": options.period,
+        "overlap": options.overlap,
+        "quorum": options.quorum,
+        "grace_margin": options.grace_margin,
+        "participants": options.participants,
+        "alignment": options.alignment,
+        "missed": options.missed,
+        "apply": options.apply,
+        "wait": options.wait,
+        "counter_cap_periods": options.counter_cap_periods,
+        "late": options.late,
+        "partition": "tensor",
+    }
+    if options.wait == "never":
+        sync["norm_gate"] = options.norm_gate
+        if options.norm_gate:
+            sync["oversized"] = options.oversized
+    if initial is not None:
+        sync["initial_weights"] = initial
+    syncer: dict[str, Any] = {"shards": options.shards}
+    if standbys is not None:
+        syncer |= {"standbys": 1, "lease_seconds": standbys.lease_seconds}
+    leased: dict[str, Any] = {"leases": data is not None}
+    if data is not None:
+        leased |= {"parts": data.parts.parts, "leases_ahead": data.ahead}
+    tables: dict[str, Any] = {
+        "run": {
+            "name": "world",
+            "learners": learners,
+            "budget_steps": options.budget_steps,
+            "evaluator": False,
+            "folder": folder,
+            "checkpoint_every_seconds": options.checkpoint_every_seconds,
+        },
+        "sync": sync,
+        "syncer": syncer,
+        "learner": {
+            "checkpoint_every_seconds": checkpoint_seconds,
+            "hand_in_seconds": hand_in_seconds,
+        },
+        "data": leased,
+        "workload": {},
+    }
+    return RunConfig(**tables)
+
+
+def _initial_weights(folder: Path, sizes: Sequence[int]) -> Path:
+    path = folder / WEIGHTS
+    save_file({f"vectors.{n}": torch.full((size,), 0.5) for n, size in enumerate(sizes)}, path)
+    return path
+
+
+def _mishaps(choices: Choices) -> Mishaps:
+    def often(name: str, *values: float) -> float:
+        return choices.fork(name).pick(values)
+
+    return Mishaps(
+        spurious_ticks=often("ticks", 0.0, 0.1),
+        loss=often("loss", 0.0, 0.0, 0.1, 0.5),
+        corruption=often("corruption", 0.0, 0.0, 0.01),
+        impatience=often("impatience", 0.0, 1.0),
+        crash_after_persist=often("persist", 0.0, 0.0, 0.1),
+        crash_after_merge=often("merge", 0.0, 0.0, 0.02),
+        stalls=often("stalls", 0.0, 0.0, 0.0, 0.01),
+        slips=often("slips", 0.0, 0.0, 0.005),
+        copies_slip=often("copies slip", 0.0, 0.0, 0.3),
+        poison=often("poison", 0.0, 0.0, 0.02),
+        preempted=often("preempted", 0.0, 0.5),
+        clocks_leap=often("leaps", 0.0, 0.0, 1.0),
+    )
+
+
+def _loss(choices: Choices) -> Loss:
+    return Loss(
+        choices,
+        names=choices.pick([0.0, 0.5, 1.0]),
+        writes=choices.pick([0.0, 0.5, 1.0]),
+        torn=choices.pick([0.0, 0.5]),
+        zeros=choices.pick([0.0, 0.5]),
+    )
+
+
+def _watched(
+    seed: int | str,
+    options: Options,
+    learners: list[LearnerSpec],
+    mishaps: Mishaps,
+    system: System,
+    ends: bool,
+    data: Data | None,
+) -> Scene:
+    lineage = Lineage(system)
+    system.on_checkpoint = lineage.checkpoint
+    checker = None if data is None else DataChecker(system, lineage, data.parts)
+    drawn: dict[str, Drawn] = {}
+    poison = system.choices.fork("poison")
+
+    def workload(host: ParticipantHost) -> Workload:
+        if checker is None or not isinstance(host, LearnerHost):
+            made = Drift(system.sizes, host.spec.tokens_per_step)
+        else:
+            parts = checker.parts
+            mine = drawn[host.name] = Drawn(host, parts, checker.trained)
+            made = Drift(system.sizes, host.spec.tokens_per_step, parts.batches, mine.take)
+        made.poisoned = lambda: system.now < scene.calm_at and poison.chance(mishaps.poison)
+        return made
+
+    def stepped(host: LearnerHost) -> None:
+        if host.name in drawn:
+            drawn[host.name].train()
+
+    system.workload, system.on_step = workload, stepped
+    scene = Scene(
+        seed,
+        options,
+        learners,
+        [],
+        mishaps,
+        system,
+        ends,
+        not ends,
+        0.0,
+        lineage,
+        Checker(system),
+        Bounds(system),
+        ClaimChecker(system, clocks_leap=mishaps.clocks_leap > 0),
+        checker,
+    )
+    return scene
+
+
+def _go_wrong(scene: Scene, choices: Choices, standbys: Standbys | None) -> None:
+    """Has small things go wrong until all is calm."""
+    system, mishaps = scene.system, scene.mishaps
+    system.streets.loss, system.streets.corruption = mishaps.loss, mishaps.corruption
+    if mishaps.impatience:
+        system.limits = Limits(retries=1)
+    system.stalls, system.preempted = mishaps.stalls, mishaps.preempted
+    if standbys is not None:
+        system.claim_seconds = standbys.storage_seconds
+        system.storage_fails = standbys.storage_fails
+    system.link_of_shards.jitter = choices.fork("orders").pick([0.0, 0.0, 0.0, 0.3])
+    _tick_early(scene, choices.fork("ticks"))
+    _strike_at_writes(scene, choices.fork("writes"))
+    _slip(scene, choices.fork("slips"))
+    system.clockwork.at(scene.calm_at, _be_calm, system)
+
+
+def _be_calm(system: System) -> None:
+    system.streets.be_sound()
+    system.stalls = 0.0
+
+
+def _tick_early(scene: Scene, choices: Choices) -> None:
+    """Machines do not mind a tick too many."""
+    system, share = scene.system, scene.mishaps.spurious_ticks
+    shards = {host.name: host for host in system.shard_processes}
+
+    def look(who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        if who in shards and system.now < scene.calm_at and choices.chance(share):
+            shards[who].tick()
+
+    if share:
+        system.recorders.append(look)
+
+
+def _strike_at_writes(scene: Scene, choices: Choices) -> None:
+    """Now and then a machine loses its power while something is on its way to its disk."""
+    system, mishaps = scene.system, scene.mishaps
+    shares = {Persist: mishaps.crash_after_persist, Merge: mishaps.crash_after_merge}
+    shards = {host.name: host for host in system.shard_processes}
+
+    def look(who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        for effect in effects:
+            if system.now < scene.calm_at and choices.chance(shares.get(type(effect), 0.0)):
+                host = system.acting(0) if who == "coordinator" else shards[who]
+                system.clockwork.after(choices.uniform(0.0, 0.01), lose_power, host)
+
+    def lose_power(host: Host) -> None:
+        system.crash(host, silent=True)
+        system.clockwork.after(choices.log_uniform(0.05, 10.0), system.restart, host)
+
+    if any(shares.values()):
+        system.recorders.append(look)
+
+
+def _slip(scene: Scene, choices: Choices) -> None:
+    """Now and then what a shard tells a learner is lost with the connection, unnoticed by it."""
+    system, mishaps = scene.system, scene.mishaps
+    shards = {host.name: host for host in system.shard_processes}
+
+    def look(who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        if who not in shards or system.now >= scene.calm_at:
+            return
+        for effect in effects:
+            if type(effect) is Send:
+                copies = isinstance(effect.message, CopyWanted)
+                share = mishaps.copies_slip if copies else mishaps.slips
+                slip(effect.learner, who, share)
+            elif type(effect) is Broadcast:
+                for name in system.learners:
+                    slip(name, who, mishaps.slips)
+
+    def slip(learner: str, shard: str, share: float) -> None:
+        if learner in system.learners and choices.chance(share):
+            system.network.slip(system.learners[learner], shards[shard])
+
+    if mishaps.slips or mishaps.copies_slip:
+        system.recorders.append(look)
+
+
+def _faults(choices: Choices, scene: Scene, standbys: Standbys | None) -> list[Fault]:
+    system, until = scene.system, scene.calm_at
+    names, shards = list(system.participants), len(system.shards)
+    often = choices.fork("often").pick([4.0, 10.0, 30.0]) * until / 60
+    drawn = partial(random_faults, until=until, mean_seconds=often)
+    faults = drawn(choices.fork("faults"), names, shards)
+    if choices.fork("hard").chance(0.5) and system.learners:
+        faults += random_hardships(
+            choices.fork("hardships"),
+            [host.spec for host in system.learners.values()],
+            shards,
+            body_bytes=CONTRIBUTED * system.model_bytes / len(system.sizes),
+            until=until,
+            mean_seconds=often,
+        )
+    if standbys is not None:
+        takeovers = choices.fork("takeovers")
+        faults += random_takeovers(takeovers, shards, until=until, mean_seconds=2 * often)
+    if scene.mishaps.clocks_leap:
+        faults += _leaps(choices.fork("leaps"), [host.name for host in system.hosts], until)
+    return faults
+
+
+def _leaps(choices: Choices, names: Sequence[str], until: float) -> list[Fault]:
+    return [
+        Fault(choices.uniform(0.0, until), "leap", choices.pick(names), choices.log_uniform(1, 100))
+        for _ in range(choices.integer(1, 4))
+    ]
+
+
+def _left(faults: Sequence[Fault], scene: Scene, changes: Changes) -> list[Fault]:
+    """The faults that are not taken away, nor the process that they would strike."""
+    there = {"", *(host.name for host in scene.system.hosts)}
+    return [
+        fault
+        for number, fault in enumerate(faults)
+        if number not in changes.without_faults
+        and {fault.process, fault.peer} <= there
+        and fault.at < scene.calm_at
+    ]
+
+
+def heal(scene: Scene) -> None:
+    """No faults from here on; whoever is down comes back."""
+    system = scene.system
+    _be_calm(system)
+    system.storage_fails = system.preempted = 0.0
+    for host in system.hosts:
+        host.storage_gone = host.disk_is_full = False
+        system.resume(host)
+        for other in system.hosts:
+            system.heal(host, other)
+        if isinstance(host, ParticipantHost):
+            host.step_again()
+            host.choke(1.0, "up")
+            host.choke(1.0, "down")
+        if isinstance(host, LearnerHost):
+            host.slowness = 1.0
+        system.restart(host)
