@@ -16,7 +16,8 @@ import pytest
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol.effects import Fold, RoundFinished
 from decoupled_diloco.protocol.events import BodyArrived, StepFinished
-from decoupled_diloco.simulate import LearnerSpec, World
+from decoupled_diloco.simulate import LearnerSpec
+from decoupled_diloco.simulate.crowd import Crowd
 
 FRAGMENT_BYTES = 2_000_000
 BODY_BYTES = FRAGMENT_BYTES / 2
@@ -26,7 +27,7 @@ WARM_UP = 120.0
 class Seen:
     """What befell the rounds and the slow learner after the beginning."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Crowd) -> None:
         self.world = world
         self.merged = 0
         self.heard: Counter[int] = Counter()
@@ -88,7 +89,7 @@ def run(
         )
     )
     sizes = list(sizes or [FRAGMENT_BYTES] * options.fragments)
-    world = World(options, specs, seed=1, fragment_bytes=sizes, checks=False)
+    world = Crowd(options, specs, seed=1, fragment_bytes=sizes, checks=False)
     seen = Seen(world)
     world.run(until=WARM_UP + steps)
     return seen

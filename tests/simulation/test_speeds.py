@@ -17,7 +17,8 @@ import pytest
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol.effects import Apply, RoundFinished
 from decoupled_diloco.protocol.events import StepFinished
-from decoupled_diloco.simulate import Choices, LearnerSpec, World
+from decoupled_diloco.simulate import Choices, LearnerSpec
+from decoupled_diloco.simulate.crowd import Crowd
 
 SPEEDS = {"learner-0": 4.0, "learner-1": 4.0, "learner-2": 2.0, "learner-3": 1.0}
 FRAGMENTS = 24
@@ -95,7 +96,8 @@ def books(participants: Participants, missed: Missed, alignment: Alignment) -> B
     options = Options(
         participants=participants, missed=missed, alignment=alignment, budget_tokens=BUDGET
     )
-    assert World(options, specs, seed=1, recorder=seen).run() == "finished"
+    crowd = Crowd(options, specs, seed=1, recorders=[seen])
+    assert crowd.run(stop=lambda: crowd.finished) == "stop"
     return seen
 
 

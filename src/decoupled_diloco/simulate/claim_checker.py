@@ -110,7 +110,11 @@ class ClaimChecker:
         for other in self.system.hosts_of(process.shard):
             tenure = other.tenure
             acts = other is not process and other.alive and isinstance(tenure, Tenure)
-            held = isinstance(tenure, Tenure) and acts and tenure.machine.holds(self.system.now + other.ahead_seconds)
+            held = (
+                isinstance(tenure, Tenure)
+                and acts
+                and tenure.machine.holds(self.system.now + other.ahead_seconds)
+            )
             assert not held or self.clocks_leap, f"{who} and {other.name} act at once"
 
     def _published(self, who: str, message: Published) -> None:

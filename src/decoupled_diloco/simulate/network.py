@@ -362,8 +362,12 @@ class Network:
         nbytes: int,
         done: Callable[[], None],
         failed: Callable[[], None],
+        *,
+        follows: bool = False,
     ) -> None:
         """Moves a body; ``done`` runs at the receiver when all of it is there.
+
+        ``follows``: it is the rest of one whose beginning has just arrived: no way is long any more.
 
         ``failed`` runs at the sender or the receiver, whichever is the learner's; the world binds
         it to the right process.
@@ -400,7 +404,7 @@ class Network:
                 receiver.run(receiver.life, False, done, ())
 
         way: Way = "up" if bottleneck is sender.link else "down"
-        ends_at = end + self.delay(sender, receiver)
+        ends_at = end if follows else end + self.delay(sender, receiver)
         bottleneck.moving[number] = Moving(way, ends_at, finish)
         clockwork.at(ends_at, finish)
 

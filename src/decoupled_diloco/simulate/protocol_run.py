@@ -6,6 +6,7 @@ the real one, and links as much slower. For more there are only the bare state m
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections import Counter
@@ -15,17 +16,29 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import options_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.roles import workload_of
 from decoupled_diloco.observe.tape import pack_tapes
 from decoupled_diloco.protocol.effects import RoundFinished
+from decoupled_diloco.simulate.crowd import Crowd
 from decoupled_diloco.simulate.scenario import Scenario
 from decoupled_diloco.simulate.script import Script
 from decoupled_diloco.simulate.simulation import Clockwatch, specs_of
 from decoupled_diloco.simulate.system import System
 
+MANY = 100
+"""With more learners there are only the bare state machines."""
+
 ELEMENTS = 64
 """Of a fragment that stands for a real one."""
+
+INBOX_SECONDS = 0.05
+"""A bare shard takes the reports of so much time at once: each by itself would cost more than all
+the rest."""
+
+OF_SHELLS = ("disk-full", "disk-lost", "clock-jump", "corrupt")
+"""What befalls that of which bare machines have nothing."""
 
 
 @dataclass
@@ -104,20 +117,25 @@ class ProtocolRun:
         self.scenario = scenario
         self.folder = tape
         self.tally = Tally()
-        config = _without_tensors(scenario.config)
-        fragments = config.sync.fragments
-        self._factor = _parameters(scenario) / (fragments * ELEMENTS)
-        self._files = tempfile.TemporaryDirectory()
-        self.system = System(
-            config,
-            specs_of(scenario, self._factor),
-            Path(self._files.name),
-            seed=scenario.seed,
-            sizes=[ELEMENTS] * fragments,
-            tapes=tape,
-            bytes_factor=self._factor,
-            checks=False,
-        )
+        self.system: System | Crowd
+        if scenario.config.run.learners > MANY:
+            _require_bare(scenario, tape)
+            self._factor = 1.0
+            self.system = _crowd(scenario)
+        else:
+            fragments = scenario.config.sync.fragments
+            self._factor = _parameters(scenario) / (fragments * ELEMENTS)
+            self._files = tempfile.TemporaryDirectory()
+            self.system = System(
+                _without_tensors(scenario.config),
+                specs_of(scenario, self._factor),
+                Path(self._files.name),
+                seed=scenario.seed,
+                sizes=[ELEMENTS] * fragments,
+                tapes=tape,
+                bytes_factor=self._factor,
+                checks=False,
+            )
         self.system.recorders.append(self.tally.record)
         self.script = Script(self.system, scenario)
         self._watch = Clockwatch(self.system, self.script, scenario)
@@ -156,7 +174,8 @@ class ProtocolRun:
 
     def flush(self) -> None:
         """Writes what is buffered of the tape."""
-        self.system.flush()
+        if isinstance(self.system, System):
+            self.system.flush()
 
     def close(self) -> None:
         """Ends the tape, if there is one, and compresses it.
@@ -164,10 +183,41 @@ class ProtocolRun:
         Raises:
             StorageError: it cannot be written.
         """
-        self.system.close()
-        self._files.cleanup()
+        if isinstance(self.system, System):
+            self.system.close()
+            self._files.cleanup()
         if self.folder is not None:
             pack_tapes(self.folder)
+
+
+def _crowd(scenario: Scenario) -> Crowd:
+    options = options_of(read_public(public_text(scenario.config)))
+    nbytes = 4 * math.ceil(_parameters(scenario) / options.fragments)
+    return Crowd(
+        options,
+        specs_of(scenario),
+        scenario.seed,
+        fragment_bytes=[nbytes] * options.fragments,
+        inbox_seconds=INBOX_SECONDS,
+        checks=False,
+    )
+
+
+def _require_bare(scenario: Scenario, tape: Path | None) -> None:
+    """What bare machines cannot do is told before anything begins."""
+    learners = scenario.config.run.learners
+    way_out = f"with learners={learners}, more than {MANY}, there are only bare state machines"
+    if tape is not None:
+        raise ConfigError(f"--tape would be ignored: {way_out}: leave it out")
+    kinds = [h.kind for h in scenario.happenings] + [r.settings.kind for r in scenario.recurrences]
+    for kind in kinds:
+        if kind in OF_SHELLS:
+            raise ConfigError(f"kind={kind!r} is not possible: {way_out}: take it out")
+    targets = [h.target for h in scenario.happenings] + [r.target for r in scenario.recurrences]
+    for target in targets:
+        ends = [name for name in target.processes if name not in scenario.members]
+        if ends:
+            raise ConfigError(f"target={target.name!r} is not possible: {way_out}: take it out")
 
 
 def _without_tensors(config: RunConfig) -> RunConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -19,9 +19,9 @@ from decoupled_diloco.observe.samples import FaultEnded, FaultInjected
 from decoupled_diloco.protocol.effects import ClockAdvanced, Tell
 from decoupled_diloco.protocol.messages import Progress
 from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.hosts import Host, LearnerHost
+from decoupled_diloco.simulate.crowd import Crowd
 from decoupled_diloco.simulate.network import Link
-from decoupled_diloco.simulate.scenario import COORDINATOR, Happening, Recurrence, Scenario, Target
+from decoupled_diloco.simulate.scenario import COORDINATOR, Happening, Recurrence, Scenario
 from decoupled_diloco.simulate.system import System
 
 LASTING = ("cut", "pause", "slow", "throttle", "delay", "loss", "corrupt", "disk-full")
@@ -46,14 +46,15 @@ class Script:
 
     def __init__(
         self,
-        system: System,
+        system: System | Crowd,
         scenario: Scenario,
     ) -> None:
         self.system = system
         self.clock = self.tokens = 0
         self.changed_at = 0.0
         self._run = scenario.config.run
-        self._hosts = {host.name: host for host in system.hosts}
+        self._hand_in_seconds = scenario.config.learner.hand_in_seconds
+        self._hosts: dict[str, Any] = {host.name: host for host in system.hosts}
         self._hosts[COORDINATOR] = system.shards[0]
         self._away: defaultdict[str, set[int]] = defaultdict(set)
         self._pauses: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -150,7 +151,9 @@ class Script:
         self._begin(happening, number)
         if happening.for_seconds is not None:
             self._undone_later += 1
-            self.system.clockwork.after(happening.for_seconds, self._undo_on_time, happening, number)
+            self.system.clockwork.after(
+                happening.for_seconds, self._undo_on_time, happening, number
+            )
         elif happening.until_step is not None:
             if happening.until_step <= self.clock:
                 self.system.clockwork.after(0.0, self._undo, happening, number)
@@ -212,12 +215,12 @@ class Script:
                 for name in happening.target.processes:
                     self._recover(self._hosts[name], happening, number)
 
-    def _befall(self, host: Host, happening: Happening, number: int) -> None:
+    def _befall(self, host: Any, happening: Happening, number: int) -> None:
         match happening.kind:
             case "kill" | "vanish" | "disk-lost":
                 self._away[host.name].add(number)
                 self.system.crash(host, silent=happening.kind == "vanish")
-                if happening.kind == "disk-lost":
+                if happening.kind == "disk-lost" and isinstance(self.system, System):
                     self.system.lose_disk(host)
             case "disk-full":
                 self._fill(host, 1)
@@ -235,7 +238,7 @@ class Script:
                 self._slowed[host.name].append(happening.factor)
                 self._set_pace(host)
 
-    def _recover(self, host: Host, happening: Happening, number: int) -> None:
+    def _recover(self, host: Any, happening: Happening, number: int) -> None:
         match happening.kind:
             case "disk-full":
                 self._fill(host, -1)
@@ -256,16 +259,14 @@ class Script:
                 self._slowed[host.name].remove(happening.factor)
                 self._set_pace(host)
 
-    def _go(self, host: Host, number: int) -> None:
+    def _go(self, host: Any, number: int) -> None:
         self._away[host.name].add(number)
         if host.alive:
-            seconds = TERMINATE_SECONDS
-            if isinstance(host, LearnerHost):
-                seconds += self.system.config.learner.hand_in_seconds
+            hands_in = host.name in self.system.participants
+            seconds = TERMINATE_SECONDS + (self._hand_in_seconds if hands_in else 0.0)
             self.system.tell_to_go(host, seconds, signal.SIGTERM)
 
-    def _set_pace(self, host: Host) -> None:
-        assert isinstance(host, LearnerHost)
+    def _set_pace(self, host: Any) -> None:
         host.slowness = math.prod(self._slowed[host.name])
 
     def _throttle(self, happening: Happening, *, begins: bool) -> None:
@@ -293,12 +294,13 @@ class Script:
             else:
                 link.corruption = share
 
-    def _fill(self, host: Host, change: int) -> None:
+    def _fill(self, host: Any, change: int) -> None:
         self._full[host.name] += change
         host.disk_is_full = self._full[host.name] > 0
 
     def _link_of(self, name: str) -> Link:
-        return self._hosts[name].link
+        link: Link = self._hosts[name].link
+        return link
 
     def _cut(self, happening: Happening, change: int) -> None:
         for struck, other in self._pairs(happening):
@@ -311,11 +313,11 @@ class Script:
                 elif change < 0 and self._cuts[a.name, b.name] == 0:
                     self.system.heal(a, b, back=False)
 
-    def _pairs(self, happening: Happening) -> list[tuple[Host, Host]]:
+    def _pairs(self, happening: Happening) -> list[tuple[Any, Any]]:
         """Those who are struck, each with everybody outside whom it talks to."""
         struck = [self._hosts[name] for name in happening.target.processes]
         shards = self.system.shard_processes
-        pairs: list[tuple[Host, Host]] = []
+        pairs: list[tuple[Any, Any]] = []
         for host, other in product(struck, self.system.hosts):
             talk = host in shards or other in shards
             if talk and other not in struck:

@@ -23,6 +23,7 @@ from decoupled_diloco.launch.processes import EVALUATOR
 from decoupled_diloco.launch.roles import evaluate_result
 from decoupled_diloco.observe.samples import WeightsSaved
 from decoupled_diloco.observe.tape import pack_tapes
+from decoupled_diloco.simulate.crowd import Crowd
 from decoupled_diloco.simulate.hosts import ParticipantHost
 from decoupled_diloco.simulate.scenario import Scenario
 from decoupled_diloco.simulate.script import Script
@@ -53,7 +54,7 @@ class Clockwatch:
         scenario: Where its limits are.
     """
 
-    def __init__(self, system: System, script: Script, scenario: Scenario) -> None:
+    def __init__(self, system: System | Crowd, script: Script, scenario: Scenario) -> None:
         self.system = system
         self.script = script
         self.reason = ""
@@ -68,9 +69,7 @@ class Clockwatch:
         system = self.system
         soon = system.now + self._patience
         until = soon if self._until is None else min(soon, self._until)
-        why = system.run(
-            until=until, events=system.events + events, stop=lambda: system.finished
-        )
+        why = system.run(until=until, events=system.events + events, stop=lambda: system.finished)
         if self.script.clock != self._clock:
             self._clock, self._moved_at = self.script.clock, system.now
         still = system.now - self._moved_at

@@ -237,9 +237,7 @@ class System:
         if any(self.supervisor.children[p.name].done for p in self.hosts_of(0)):
             self.supervisor.retire()  # the coordinator ends last: nobody is needed any more
 
-    def tape_writer(
-        self, who: str, header: Mapping[str, Any], file: str
-    ) -> TapeWriter | None:
+    def tape_writer(self, who: str, header: Mapping[str, Any], file: str) -> TapeWriter | None:
         """The tape of a process, if tapes are written."""
         if self._tapes is None:
             return None

@@ -370,6 +370,7 @@ class Request:
         self.answer: asyncio.Future[Any] = loop.create_future()
         self._life = client.place.process.life
         self._number = next(self._numbers)
+        self._answers = False
 
     async def run(
         self, serve: Callable[[VirtualServer, Request], Coroutine[Any, Any, None]]
@@ -448,8 +449,13 @@ class Request:
                 self.fail("the connection was lost")
 
         self.client.network.transfer(
-            *self._ends(up=up), nbytes, lambda: done(True), lambda: done(False)
+            *self._ends(up=up),
+            nbytes,
+            lambda: done(True),
+            lambda: done(False),
+            follows=up or self._answers,  # a body goes up right behind its request
         )
+        self._answers = True
         return await moved
 
     def _carry(

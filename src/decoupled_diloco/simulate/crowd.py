@@ -1,0 +1,152 @@
+"""A run of the bare state machines; see `bare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.simulate.bare import Bare, BareCoordinator, BareLearner, BareShard
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.clockwork import Clockwork
+from decoupled_diloco.simulate.network import Link, Network
+from decoupled_diloco.simulate.spec import LearnerSpec
+
+Recorder = Callable[[str, float, Any, Sequence[Any]], None]
+
+
+@dataclass
+class Crowd:
+    """One run of bare machines.
+
+    Attributes:
+        options: The settings of the method.
+        specs: Learners and observers.
+        seed: Every random choice follows from it.
+        fragment_bytes: Size of each fragment's fp32 copy.
+        inbox_seconds: How often a shard looks into its inbox for step reports; 0: each at once.
+        checks: Assert every invariant of a machine after each of its events; that looks at all
+            learners each time, so it is left out where there are thousands.
+        finished: Whether every shard has ended.
+    """
+
+    options: Options
+    specs: Iterable[LearnerSpec]
+    seed: int | str = 0
+    fragment_bytes: Sequence[float] = ()
+    inbox_seconds: float = 0.0
+    checks: bool = True
+    recorders: list[Recorder] = field(default_factory=list)
+    events: int = 0
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        # Nothing is kept of which a checkpoint of the run could be made.
+        self.options = replace(self.options, checkpoint_every_seconds=0.0)
+        self.fragment_bytes = self.fragment_bytes or [1000.0] * self.options.fragments
+        self.choices = Choices(self.seed)
+        self.clockwork = Clockwork()
+        self.network = Network(self.clockwork, self.choices.fork("network"))
+        self._shared_links: dict[str, Link] = {}
+        self.coordinator = BareCoordinator(self)
+        self.shards = [BareShard(self, shard) for shard in range(self.options.shards)]
+        self.learners = {spec.name: BareLearner(self, spec) for spec in self.specs}
+        for process in (self.coordinator, *self.shards):
+            self.clockwork.at(0.0, process.begin)
+        for learner in self.learners.values():
+            if learner.spec.joins_at < float("inf"):
+                self.clockwork.at(learner.spec.joins_at, self.restart, learner)
+
+    @property
+    def now(self) -> float:
+        """Virtual time in seconds."""
+        return self.clockwork.now
+
+    @property
+    def participants(self) -> dict[str, BareLearner]:
+        """See `System`."""
+        return self.learners
+
+    @property
+    def shard_processes(self) -> list[BareShard]:
+        """See `System`."""
+        return self.shards
+
+    @property
+    def hosts(self) -> list[Bare]:
+        """See `System`."""
+        return [*self.shards, *self.learners.values()]
+
+    def link_of(self, spec: LearnerSpec) -> Link:
+        """See `System`."""
+        own = Link(spec.latency, spec.jitter, spec.up_bytes_per_second, spec.down_bytes_per_second)
+        return self._shared_links.setdefault(spec.shared_link, own) if spec.shared_link else own
+
+    def ended(self, shard: BareShard) -> None:
+        """A shard has ended of itself."""
+        self.finished = all(each.over for each in self.shards)
+
+    # ---- what may be done to it
+
+    def crash(self, learner: Any, *, silent: bool = False) -> None:
+        """See `System`; for learners."""
+        learner.end(silent=silent)
+
+    def restart(self, learner: Any) -> None:
+        """See `System`; for learners."""
+        if not (learner.alive or learner.over):
+            learner.begin()
+
+    def tell_to_go(self, learner: Any, seconds: float, number: Any) -> None:
+        """See `System`: at once, and it hands nothing in."""
+        if learner.alive:
+            learner.leave("its loop has ended")
+
+    def pause(self, host: Any) -> None:
+        """See `System`."""
+        if host.alive and not host.paused:
+            host.paused = True
+            self.network.paused(host)
+
+    def resume(self, host: Any) -> None:
+        """See `System`."""
+        host.wake()
+
+    def cut(self, a: Any, b: Any, *, back: bool = True) -> None:
+        """See `System`."""
+        self.network.cut(a, b, back=back)
+
+    def heal(self, a: Any, b: Any, *, back: bool = True) -> None:
+        """See `System`."""
+        self.network.heal(a, b, back=back)
+
+    def break_connections(self, a: Any, b: Any) -> None:
+        """See `System`."""
+        self.network.reset(a, b)
+
+    def sample(self, sample: Any) -> None:
+        """There is no tape."""
+
+    # ---- time
+
+    def run(
+        self,
+        *,
+        until: float | None = None,
+        events: int | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """See `System.run`."""
+        clockwork = self.clockwork
+        while not stop():
+            if events is not None and self.events >= events:
+                return "events"
+            instant = clockwork.next
+            if instant is None:
+                return "nothing left"
+            if until is not None and instant > until:
+                clockwork.now = max(clockwork.now, until)
+                return "until"
+            clockwork.step()
+        return "stop"
