@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio  # noqa: F401  # a break uses it
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -22,13 +23,12 @@ from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.lease import LeaseMachine
 from decoupled_diloco.protocol.syncer_state import FragmentState
-from decoupled_diloco.simulate.claims import VirtualTenure
-from decoupled_diloco.simulate.shard_process import ShardProcess
 from decoupled_diloco.simulate.shrink import Changes
 from decoupled_diloco.storage.journal import Journal
 from decoupled_diloco.syncer import durable
 from decoupled_diloco.syncer.durable import ShardDisk
 from decoupled_diloco.syncer.shard import Shard
+from decoupled_diloco.syncer.tenure import Tenure
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,6 @@ CORE = (
         "has_since_version",
         "return self.made.get(learner) == self.version",
         "return False",
-        Changes(mishaps={"checkpoints": 0.5, "checkpoint_lost": 0.0}),
     ),
     Break(
         "who is in arrears is never asked again",
@@ -141,7 +140,7 @@ CORE = (
         "_told",
         "self.state.fragments[fragment].owed_at = None",
         "return []",
-        Changes(mishaps={"spoil": 0.1}),
+        Changes(mishaps={"corruption": 0.05}),
     ),
     Break(
         "a seed that connects anew is not asked again",
@@ -240,11 +239,11 @@ CORE = (
     ),
     Break(
         "a version is on the disk five seconds after everybody has heard of it",
-        ShardProcess,
-        "_merge",
-        "self._keep(order.fragment, order.version, digest)",
-        "self.later(5.0, self._keep, order.fragment, order.version, digest)",
-        Changes(mishaps={"disk_lies": 0.0, "disk_lost": 0.0}),
+        ShardDisk,
+        "merge",
+        "journal.append(fields, as_bytes(step.gradient).numpy().data)",
+        "late = (fields, step.gradient.numpy().tobytes())\n"
+        "    asyncio.get_running_loop().call_later(5.0, journal.append, *late)",
     ),
     Break(
         "a shard acts on when its lease is over",
@@ -268,10 +267,10 @@ CORE = (
 CLAIMS = (
     Break(
         "a version is told of without asking the storage for a newer claim",
-        VirtualTenure,
+        Tenure,
         "confirm",
-        "self.claims.newest == self.number and self.holds()",
-        "True",
+        "newest != self.number or not self.holds()",
+        "False",
     ),
     Break(
         "a process that was replaced is given a fresh term",

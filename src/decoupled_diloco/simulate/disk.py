@@ -90,6 +90,7 @@ class SimulatedDisk(Disk):
         self._crash_at = crash_at
         self._full = full
         self._files = {path: n for n, path in enumerate(_files_of(self.before))}
+        self._folders = {path for path, content in self.before.items() if content is None}
         self._next = len(self._files)
         self._open: dict[int, int] = {}
         self._handles: list[BinaryIO] = []
@@ -110,6 +111,8 @@ class SimulatedDisk(Disk):
         """See `Disk`."""
         name = self._try("folder", path)
         super().make_one_folder(path)
+        self._know_folders(name.parent)
+        self._folders.add(name)
         self._did(Operation("folder", name))
 
     def open(self, path: Path) -> BinaryIO:
@@ -138,7 +141,16 @@ class SimulatedDisk(Disk):
             self._did(Operation("sync names", name.parent))
         return self._files[name]
 
+    def _know_folders(self, folder: Path) -> None:
+        """Folders that another process has made are taken to be safely there, too."""
+        for path in (*reversed(folder.parents), folder):
+            if path.parts and path not in self._folders:
+                self._folders.add(path)
+                self._did(Operation("folder", path))
+                self._did(Operation("sync names", path.parent))
+
     def _create(self, name: Path) -> int:
+        self._know_folders(name.parent)
         self._files[name] = self._next
         self._did(Operation("create", name, self._next))
         self._next += 1
