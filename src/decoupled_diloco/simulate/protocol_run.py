@@ -1,6 +1,6 @@
 """A scenario without tensors to speak of: the protocol alone, for many learners.
 
-Up to `MANY` learners the whole system runs, with a model of some hundred elements in the place of
+Up to `MANY` learners the whole system runs, with a model of some thousand elements in the place of
 the real one, and links as much slower. For more there are only the bare state machines; see `bare`.
 """
 
@@ -24,8 +24,9 @@ from decoupled_diloco.simulate.script import Script
 from decoupled_diloco.simulate.simulation import Clockwatch, specs_of
 from decoupled_diloco.simulate.system import System
 
-ELEMENTS = 64
-"""Of a fragment that stands for a real one."""
+ELEMENTS = 1024
+"""Of a fragment that stands for a real one: next to them the model's layout, whose bytes count as
+many times more too, is little."""
 
 
 @dataclass
