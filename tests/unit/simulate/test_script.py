@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.observe.tape import read_tape
-from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.hosts import LearnerHost
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
 
@@ -21,7 +21,7 @@ count = 3
 """
 
 
-def begun(folder: Path, *events: str) -> tuple[ProtocolRun, LearnerProcess]:
+def begun(folder: Path, *events: str) -> tuple[ProtocolRun, LearnerHost]:
     """The run of a scenario with these events, each "kind from seconds"; and its learner-1."""
     text = HEAD
     for event in events:
@@ -31,7 +31,7 @@ def begun(folder: Path, *events: str) -> tuple[ProtocolRun, LearnerProcess]:
     path = folder / "scenario.toml"
     path.write_text(text)
     run = ProtocolRun(load_scenario(path))
-    return run, run.world.learners["learner-1"]
+    return run, run.system.learners["learner-1"]
 
 
 def test_a_pause_ends_with_its_process(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_pause_ends_with_its_process(tmp_path: Path) -> None:
     run, learner = begun(tmp_path, "pause 10 20", "kill 12 1", "pause 15 2")
     seen = []
     for instant in (11.0, 14.0, 16.0, 18.0, 31.0):
-        run.world.run(until=instant)
+        run.system.run(until=instant)
         seen.append(learner.paused)
     assert seen == [True, False, True, False, False]
     assert learner.life == 2
@@ -47,9 +47,9 @@ def test_a_pause_ends_with_its_process(tmp_path: Path) -> None:
 
 def test_pauses_that_overlap_end_with_the_last(tmp_path: Path) -> None:
     run, learner = begun(tmp_path, "pause 10 20", "pause 12 2")
-    run.world.run(until=15.0)
+    run.system.run(until=15.0)
     assert learner.paused
-    run.world.run(until=31.0)
+    run.system.run(until=31.0)
     assert not learner.paused
 
 
@@ -60,7 +60,7 @@ def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(tmp_path: Path)
         text += "for_seconds = 20\n"
     (tmp_path / "scenario.toml").write_text(text)
     run = ProtocolRun(load_scenario(tmp_path / "scenario.toml"), tmp_path / "run")
-    run.world.run(until=50.0)
+    run.system.run(until=50.0)
     run.close()
     told = [
         (record.at, record.type, record.data["kind"])
@@ -76,14 +76,14 @@ def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(tmp_path: Path)
 
 def test_who_is_killed_for_good_is_not_started_by_its_supervisor(tmp_path: Path) -> None:
     run, learner = begun(tmp_path, "kill 10.5 inf")
-    run.world.run(until=10.0)
-    run.world.expelled(learner, "another process bears its id")
-    run.world.run(until=20.0)
+    run.system.run(until=10.0)
+    run.system.expelled(learner, "another process bears its id")
+    run.system.run(until=20.0)
     assert not learner.alive
     run, learner = begun(tmp_path, "kill 10.5 5")
-    run.world.run(until=10.0)
-    run.world.expelled(learner, "another process bears its id")
-    run.world.run(until=20.0)
+    run.system.run(until=10.0)
+    run.system.expelled(learner, "another process bears its id")
+    run.system.run(until=20.0)
     assert learner.alive
 
 
@@ -120,42 +120,42 @@ def told(folder: Path, kind: str, target: str, keys: str, seconds: float) -> Pro
     path = folder / "story.toml"
     path.write_text(text + STORM.format(kind=kind, target=target, keys=keys))
     run = ProtocolRun(load_scenario(path))
-    run.world.run(until=seconds)
+    run.system.run(until=seconds)
     return run
 
 
 def test_a_full_disk_costs_rounds_only(tmp_path: Path) -> None:
     run = told(tmp_path, "disk-full", "shard-0", "for_seconds = 20.0", 9.9)
     merged, clock = run.tally.merged, run.script.clock
-    run.world.run(until=29.9)
+    run.system.run(until=29.9)
     assert run.tally.merged == merged, "nothing is merged that cannot be kept"
     assert run.script.clock > clock + 15, "training goes on"
-    run.world.run(until=60.0)
+    run.system.run(until=60.0)
     assert run.tally.merged > merged, "after the pause that the last failure led to"
 
 
 def test_a_lost_disk_is_empty_when_its_shard_comes_back(tmp_path: Path) -> None:
     run = told(tmp_path, "disk-lost", "shard-0", "for_seconds = 5.0", 9.9)
-    assert run.world.shards[0].disk
-    run.world.run(until=12.0)
-    assert not run.world.shards[0].disk
-    assert not run.world.shards[0].alive
-    run.world.run(until=30.0)
-    assert run.world.shards[0].disk, "the learners' copies are kept again"
+    assert run.system.shards[0].disk
+    run.system.run(until=12.0)
+    assert not run.system.shards[0].disk
+    assert not run.system.shards[0].alive
+    run.system.run(until=30.0)
+    assert run.system.shards[0].disk, "the learners' copies are kept again"
 
 
 def test_told_to_end_and_started_again(tmp_path: Path) -> None:
     run = told(tmp_path, "restart", "learner-1", "", 20.0)
-    learner = run.world.learners["learner-1"]
+    learner = run.system.learners["learner-1"]
     assert learner.alive
     assert learner.life == 2
     run = told(tmp_path, "restart", "shard-0", "", 20.0)
-    assert run.world.shards[0].life == 2
+    assert run.system.shards[0].life == 2
 
 
 def test_a_clock_that_leaps_costs_nobody_else_anything(tmp_path: Path) -> None:
     run = told(tmp_path, "clock-jump", "shard-0", "jump_seconds = 1000.0", 30.0)
-    shard = run.world.shards[0]
+    shard = run.system.shards[0]
     assert shard.clock == 1030.0
     assert shard.life == 1
     assert sorted(shard.machine.state.members) == ["learner-0", "learner-1", "learner-2"]
@@ -165,10 +165,10 @@ def test_a_clock_that_leaps_costs_nobody_else_anything(tmp_path: Path) -> None:
 def test_a_link_may_be_slow_to_answer_lossy_or_corrupting_for_a_while(tmp_path: Path) -> None:
     for kind, keys in (("delay", "delay_seconds = 0.3"), ("loss", "share = 0.3")):
         run = told(tmp_path, kind, "learner-1", f"{keys}\nfor_seconds = 15.0", 20.0)
-        link = run.world.learners["learner-1"].link
+        link = run.system.learners["learner-1"].link
         expected = (0.31, 0.0) if kind == "delay" else (0.01, 0.3)
         assert (link.latency, link.loss) == pytest.approx(expected)
-        run.world.run(until=30.0)
+        run.system.run(until=30.0)
         assert abs(link.latency - 0.01) < 1e-12
         assert link.loss == 0.0
         assert run.script.clock > 25
@@ -177,9 +177,9 @@ def test_a_link_may_be_slow_to_answer_lossy_or_corrupting_for_a_while(tmp_path: 
 def test_what_a_corrupting_link_carries_is_refused(tmp_path: Path) -> None:
     run = told(tmp_path, "corrupt", "learners", "share = 0.99\nfor_seconds = 15.0", 9.9)
     merged = run.tally.merged
-    run.world.run(until=24.0)
+    run.system.run(until=24.0)
     assert run.tally.merged <= merged + 2, "spoilt bodies are not merged"
-    run.world.run(until=50.0)
+    run.system.run(until=50.0)
     assert run.tally.merged > merged + 5
 
 
@@ -187,14 +187,14 @@ def test_a_cut_in_one_direction(tmp_path: Path) -> None:
     """The shard no longer hears the learner; the learner hears, and takes what it is told."""
     keys = 'direction = "up"\nfor_seconds = 60.0'
     run = told(tmp_path, "cut", "learner-1", keys, 15.0)
-    learner, shard = run.world.learners["learner-1"], run.world.shards[0]
-    assert run.world.network.is_silent(learner, shard)
-    assert not run.world.network.is_silent(shard, learner)
-    run.world.run(until=35.0)
+    learner, shard = run.system.learners["learner-1"], run.system.shards[0]
+    assert run.system.network.is_silent(learner, shard)
+    assert not run.system.network.is_silent(shard, learner)
+    run.system.run(until=35.0)
     assert "learner-1" not in shard.machine.state.members
     assert learner.alive
 
 
 def test_chance_chooses_whom_an_event_strikes(tmp_path: Path) -> None:
     run = told(tmp_path, "kill", "learners", 'choose = "majority"', 12.0)
-    assert sum(learner.alive for learner in run.world.learners.values()) == 1
+    assert sum(learner.alive for learner in run.system.learners.values()) == 1
