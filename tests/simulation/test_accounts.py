@@ -12,9 +12,7 @@ import pytest
 from decoupled_diloco.observe.accounts import TIME_PARTS, TOKEN_PARTS, RunAccount, account_for
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.protocol.effects import RoundFinished
-from decoupled_diloco.simulate import fuzz
-from decoupled_diloco.simulate.shard_process import ShardProcess
-from decoupled_diloco.simulate.tapes import VirtualTapes
+from decoupled_diloco.simulate.scene import Scene, draw
 
 SEEDS = range(160)
 """Among so many are rare ones: a life that was killed and its next one send as many tokens to the
@@ -24,23 +22,23 @@ life's tokens; a shard's disk has lied and what was merged is open again."""
 BATCHES = 4
 
 
-def recorded(seed: int, folder: Path) -> tuple[RunModel, RunAccount, fuzz.Scenario]:
+def recorded(seed: int, folder: Path) -> tuple[RunModel, RunAccount, Scene]:
     """A random world's tape, read, up to the end of its faults."""
-    scenario = fuzz.draw(seed)
-    settings = {"sync": {"fragments": scenario.options.fragments}}
-    tapes = VirtualTapes(folder, scenario.world, settings)
-    scenario.world.run(until=scenario.faulty_seconds)
-    tapes.close()
+    scene = draw(seed, folder / "files", tapes=folder)
+    try:
+        scene.system.run(until=scene.calm_at, stop=lambda: scene.system.finished)
+    finally:
+        scene.system.close()
     history = read_run(folder)
-    return history, account_for(history), scenario
+    return history, account_for(history), scene
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_nothing_is_left_over(batch: int, tmp_path: Path) -> None:
     some_merged = restarted = 0
     for seed in SEEDS[batch::BATCHES]:
-        history, account, scenario = recorded(seed, tmp_path / str(seed))
-        assert history.fragments == scenario.options.fragments
+        history, account, scene = recorded(seed, tmp_path / str(seed))
+        assert history.fragments == scene.options.fragments
         for part in (account, *account.learners.values()):
             time, tokens = part.time, part.tokens
             whole = sum(getattr(time, name) for name in TIME_PARTS)
@@ -51,15 +49,14 @@ def test_nothing_is_left_over(batch: int, tmp_path: Path) -> None:
         for one in account.learners.values():
             for before, after in zip(one.spans, one.spans[1:], strict=False):
                 assert before.end == after.begin, f"seed {seed}"
-        some_merged += compare_with_shards(seed, history, account, scenario)
-        processes = scenario.world.processes
-        restarted += any(isinstance(p, ShardProcess) and p.life > 1 for p in processes)
+        some_merged += compare_with_shards(seed, history, account, scene)
+        restarted += any(host.life > 1 for host in scene.system.shard_processes)
     assert some_merged >= 15
     assert restarted >= 5
 
 
 def compare_with_shards(
-    seed: int, history: RunModel, account: RunAccount, scenario: fuzz.Scenario
+    seed: int, history: RunModel, account: RunAccount, scene: Scene
 ) -> bool:
     """What learners count as merged is what shards have folded, whoever died meanwhile.
 
@@ -70,7 +67,7 @@ def compare_with_shards(
         for result in lineage(merged):
             folded += sum(p.tokens for p in result.participants if p.state == "folded")
     lost = account.tokens.merged - folded
-    assert lost == 0 or (lost > 0 and scenario.mishaps.disk_lies), f"seed {seed}"
+    assert lost == 0 or (lost > 0 and scene.system.power is not None), f"seed {seed}"
     return folded > 0
 
 
