@@ -12,7 +12,7 @@ from typing import Any
 
 from evidence import keep, spread
 
-from decoupled_diloco.simulate import fuzz
+from decoupled_diloco.simulate import worlds
 
 ESTIMATE = (
     "a world is some 2500 events; a machine takes some 10 microseconds for one, its checks as much "
@@ -31,7 +31,7 @@ def main() -> None:
         first = repetition * arguments.runs
         events, wall, cpu = [], time.perf_counter(), time.process_time()
         for seed in range(first, first + arguments.runs):
-            events.append(fuzz.run(seed).events)
+            events.append(worlds.run(seed).events)
         raw.append(
             {
                 "first seed": first,

@@ -1,4 +1,4 @@
-"""Loss under faults against loss without, at equal tokens, in the virtual world, paired seeds.
+"""Loss under faults against loss without, at equal tokens, on virtual machines, paired seeds.
 
 Four learners, a step a second. With faults, each is killed every 100 seconds or so and is away for
 20 (exponential), a shard every 200 and is away for 5. Both runs end when the same number of tokens
@@ -87,7 +87,7 @@ def simulate(seed: int, steps: int, *, faults: bool) -> dict[str, Any]:
         while simulation.advance():
             pass
         simulation.finish()
-        virtual_seconds = simulation.world.now
+        virtual_seconds = simulation.system.now
         simulation.close()
         records = list(TapeReader(folder))
     losses = [r.data["loss"] for r in records if r.type == "Evaluated"]

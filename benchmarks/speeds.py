@@ -69,7 +69,7 @@ def measure(speeds: Sequence[float], sync: dict[str, str], seed: int, steps: int
         "loss": run.evaluate()["loss"],
         "tokens": dict(watch.tokens),
         "rounds": watch.rounds,
-        "clock": run.world.shards[0].machine.state.clock,
+        "clock": run.system.shards[0].machine.state.clock,
         "discarded_percent": watch.discarded_percent(config.learner_ids),
         "discarded_percent_of": {k: watch.discarded_percent(v) for k, v in classes.items()},
         "participation_percent": {k: watch.participation_percent(v) for k, v in classes.items()},

@@ -139,8 +139,8 @@ def test_a_model_from_its_configuration_learns(
     assert after["perplexity"] == pytest.approx(2.718281828 ** after["loss"])
     trained = run.model()
     assert (trained.lm_head.weight is trained.model.embed_tokens.weight) is tied
-    for bodies in (learner.bodies for learner in run.world.learners.values()):
-        own = bodies.trainee.model
+    for host in run.system.learners.values():
+        own = host.model
         assert (own.lm_head.weight is own.model.embed_tokens.weight) is tied
 
 

@@ -1,6 +1,6 @@
 """Rule 14: the published methods are settings of the same core.
 
-Each recipe runs in the virtual world (real tensors, the real state machines) and beside it a naive
+Each recipe runs on virtual machines (the product's own processes) and beside it a naive
 version of its method in about ten lines; weights agree to float rounding.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.merge import Fragment, gather, scatter, tensors_of
-from decoupled_diloco.simulate.training import VirtualRun, virtual_run
+from decoupled_diloco.simulate.training import VirtualRun, train_virtually, virtual_run
 from decoupled_diloco.workloads import Workload
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -84,8 +84,9 @@ class Naive:
 
 def after_steps(config: RunConfig) -> VirtualRun:
     """The virtual run, stopped well after step STEPS and well before the next."""
-    run = virtual_run(config)
-    run.world.run(until=STEPS + 0.7)
+    with virtual_run(config) as run:
+        run.system.run(stop=lambda: min(map(len, run.losses.values())) == STEPS)
+        run.system.run(until=run.system.now + 0.5)
     assert {len(losses) for losses in run.losses.values()} == {STEPS}
     return run
 
@@ -93,9 +94,9 @@ def after_steps(config: RunConfig) -> VirtualRun:
 def assert_same(run: VirtualRun, naive: Naive) -> None:
     for ours, theirs in zip(run.weights(), naive.globals, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
-    for process, model in zip(run.world.learners.values(), naive.models, strict=True):
-        trained = process.bodies.trainee.model
-        for ours, theirs in zip(trained.parameters(), model.parameters(), strict=True):
+    for host, model in zip(run.system.learners.values(), naive.models, strict=True):
+        assert host.model is not None
+        for ours, theirs in zip(host.model.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
@@ -160,7 +161,7 @@ def test_streaming_diloco_blends_each_fragment_tau_steps_later() -> None:
         "sync.downlink_codec=fp32",
     )
     run = after_steps(config)
-    plan = run.bodies.plan
+    plan = run.plan
     pending: dict[int, Fragment] = {}
 
     def own(model: nn.Module) -> list[Tensor]:
@@ -185,7 +186,7 @@ def test_streaming_diloco_blends_each_fragment_tau_steps_later() -> None:
 
 @pytest.mark.parametrize("recipe", ["data-parallel", "diloco", "fedavg", "streaming-diloco"])
 def test_a_synchronous_recipe_runs_to_the_end_of_its_budget(recipe: str) -> None:
-    run = virtual_run(
+    run = train_virtually(
         config_of(
             recipe,
             "run.budget_steps=9",
@@ -193,5 +194,5 @@ def test_a_synchronous_recipe_runs_to_the_end_of_its_budget(recipe: str) -> None
             *(("sync.fragments=2",) if recipe == "streaming-diloco" else ()),
         )
     )
-    assert run.world.run() == "finished"
-    assert run.world.shards[0].machine.state.clock == 9
+    assert run.system.finished
+    assert run.system.shards[0].machine.state.clock == 9

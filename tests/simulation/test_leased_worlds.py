@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,93 +15,125 @@ from decoupled_diloco.protocol import learner_data, leases
 from decoupled_diloco.protocol.leases import GRACE_SECONDS
 from decoupled_diloco.protocol.ledger import Leased, Repeated, TakenBack
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.simulate.data_checker import DataChecker
-from decoupled_diloco.simulate.learner_process import LearnerSpec
-from decoupled_diloco.simulate.leased_loop import NumberedParts, VirtualData
-from decoupled_diloco.simulate.world import World
+from decoupled_diloco.simulate.data_checker import DataChecker, Drawn, Parts
+from decoupled_diloco.simulate.drawn import Data
+from decoupled_diloco.simulate.drift import Drift
+from decoupled_diloco.simulate.hosts import LearnerHost, ParticipantHost
+from decoupled_diloco.simulate.lineage import Lineage
+from decoupled_diloco.simulate.scene import ENDLESS_STEPS, config_of
+from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.system import System
 
-OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2)
+OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2, budget_steps=ENDLESS_STEPS)
+PARTS = Parts(6, 36)
+A, B, C = (LearnerSpec(f"learner-{number}", joins_at=0.1) for number in range(3))
 
-
-def world_of(*learners: LearnerSpec, parts: int = 6, ahead: int = 2) -> tuple[World, DataChecker]:
-    data = VirtualData(NumberedParts(parts, 12), ahead)
-    world = World(OPTIONS, learners, seed=1, data=data)
-    return world, DataChecker(world)
-
-
-TWO = (LearnerSpec("a", joins_at=0.1), LearnerSpec("b", joins_at=0.1))
-
-
-def entries(world: World, kind: type) -> list[Any]:
-    return [entry for entry in world.coordinator.ledger if isinstance(entry, kind)]
+Begin = Callable[..., tuple[System, DataChecker]]
 
 
-def test_without_faults_every_part_is_trained_once_and_nothing_is_repeated() -> None:
-    world, checker = world_of(*TWO)
-    world.run(until=400.0)
+def lease_to(system: System, checker: DataChecker) -> None:
+    """What learners train is written down."""
+    drawn: dict[str, Drawn] = {}
+
+    def workload(host: ParticipantHost) -> Drift:
+        assert isinstance(host, LearnerHost)
+        mine = drawn[host.name] = Drawn(host, checker.parts, checker.trained)
+        return Drift(system.sizes, 1, checker.parts.batches, mine.take)
+
+    system.workload, system.on_step = workload, lambda host: drawn[host.name].train()
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Begins runs with leased data, and ends them with the test."""
+    with ExitStack() as stack:
+
+        def begun(
+            *learners: LearnerSpec, parts: Parts = PARTS, ahead: int = 2
+        ) -> tuple[System, DataChecker]:
+            data = Data(parts, ahead)
+            config = config_of(OPTIONS, tmp_path, learners=len(learners), data=data)
+            system = System(config, learners, tmp_path, seed=1)
+            stack.callback(system.close)
+            lineage = Lineage(system)
+            system.on_checkpoint = lineage.checkpoint
+            checker = DataChecker(system, lineage, parts)
+            lease_to(system, checker)
+            return system, checker
+
+        yield begun
+
+
+def entries(checker: DataChecker, kind: type) -> list[Any]:
+    return [entry for entry in checker._ledger() if isinstance(entry, kind)]
+
+
+def test_without_faults_every_part_is_trained_once_and_nothing_is_repeated(begin: Begin) -> None:
+    system, checker = begin(A, B)
+    system.run(until=400.0)
     checker.check_accounts()
     account = checker.account()
     assert len(account.turns) > 3
     assert all(account.count(turn, "durable") == 6 for turn in sorted(account.turns)[:-4])
     assert not account.repeats
-    batches = [(b.turn, b.part, b.index) for b in world.data.trained] if world.data else []
+    batches = [(b.turn, b.part, b.index) for b in checker.trained]
     assert len(batches) == len(set(batches)) > 300
 
 
-def test_the_parts_of_a_dead_learner_go_to_others() -> None:
-    world, checker = world_of(*TWO)
-    world.run(until=50.0)
-    world.crash(world.learners["b"], silent=True)
-    turns = set(world.coordinator.machine.state.data.turns)
+def test_the_parts_of_a_dead_learner_go_to_others(begin: Begin) -> None:
+    system, checker = begin(A, B)
+    system.run(until=50.0)
+    system.crash(system.learners[B.name], silent=True)
+    turns = set(system.coordinator.state.data.turns)
     checker.check_progress(200.0)
-    back = entries(world, TakenBack)
+    back = entries(checker, TakenBack)
     assert back
-    assert {entry.learner for entry in back} == {"b"}
+    assert {entry.learner for entry in back} == {B.name}
     account = checker.account()
     assert all(account.count(turn, "durable") == 6 for turn in turns)
     durable = {entry.lease: entry.durable for entry in back}
     for repeat in account.repeats:
-        assert repeat.learner == "b"
+        assert repeat.learner == B.name
         assert repeat.end - repeat.first <= 2 * OPTIONS.period + 4, "more than was in flight"
     assert len(durable) <= 5
 
 
-def test_who_joins_gets_parts_and_who_leaves_gives_them_back() -> None:
-    world, checker = world_of(*TWO, LearnerSpec("c", joins_at=60.0))
-    world.run(until=100.0)
-    assert {entry.learner for entry in entries(world, Leased)} == {"a", "b", "c"}
-    world.learners["c"].leave("its loop has ended")
-    world.run(until=101.0)
-    assert "c" not in world.coordinator.machine.state.data.holders, "at once, without any grace"
+def test_who_joins_gets_parts_and_who_leaves_gives_them_back(begin: Begin) -> None:
+    system, checker = begin(A, B, replace(C, joins_at=60.0))
+    system.run(until=100.0)
+    assert {entry.learner for entry in entries(checker, Leased)} == {A.name, B.name, C.name}
+    system.tell_to_go(system.learners[C.name], 3.0, signal.SIGTERM)
+    system.run(until=103.0)
+    assert not system.learners[C.name].alive
+    assert C.name not in system.coordinator.state.data.holders, "at once, without any grace"
     checker.check_progress(200.0)
 
 
-def test_leases_survive_the_coordinator() -> None:
-    world, checker = world_of(*TWO)
-    world.run(until=50.0)
-    world.crash(world.coordinator)
-    world.run(until=53.0)
-    world.restart(world.coordinator)
-    world.run(until=60.0 + GRACE_SECONDS)
-    assert not entries(world, TakenBack), "everybody has come back in time"
+def test_leases_survive_the_coordinator(begin: Begin) -> None:
+    system, checker = begin(A, B)
+    system.run(until=50.0)
+    system.crash(system.shards[0])
+    system.run(until=53.0)
+    system.restart(system.shards[0])
+    system.run(until=60.0 + GRACE_SECONDS)
+    assert not entries(checker, TakenBack), "everybody has come back in time"
     checker.check_progress(200.0)
     checker.check_accounts()
 
 
-def test_nobody_waits_while_the_coordinator_is_away_and_repeats_are_told() -> None:
-    world, checker = world_of(*TWO, ahead=1)
-    world.run(until=50.0)
-    steps = world.learners["a"].machine.state.step
-    world.crash(world.coordinator)
-    world.run(until=170.0)
-    assert world.learners["a"].machine.state.step >= steps + 115, "it has waited"
-    world.restart(world.coordinator)
-    world.run(until=190.0)
-    repeats = entries(world, Repeated)
-    assert {entry.learner for entry in repeats} == {"a", "b"}
-    assert world.data is not None
+def test_nobody_waits_while_the_coordinator_is_away_and_repeats_are_told(begin: Begin) -> None:
+    system, checker = begin(A, B, ahead=1)
+    system.run(until=50.0)
+    steps = system.learners[A.name].machine.state.step
+    system.crash(system.shards[0])
+    system.run(until=170.0)
+    assert system.learners[A.name].machine.state.step >= steps + 115, "it has waited"
+    system.restart(system.shards[0])
+    system.run(until=190.0)
+    repeats = entries(checker, Repeated)
+    assert {entry.learner for entry in repeats} == {A.name, B.name}
     told = sum(entry.batches for entry in repeats)
-    made = sum(batch.repeat for batch in world.data.trained)
+    made = sum(batch.repeat for batch in checker.trained)
     assert told == made > 50
     checker.check_progress(200.0)
     checker.check_accounts()
@@ -123,43 +158,44 @@ RIGHT_MERGED = learner_data.merged
 RIGHT_NEXT, RIGHT_BACK = leases._next, leases.take_back
 
 BREAKS: list[tuple[Any, str, Callable[..., Any], int]] = [
-    (leases, "_next", broken_next, 40),  # a part is gone on with one batch too late
-    (leases, "take_back", broken_back, 40),  # what was trained passes for durable
+    (leases, "_next", broken_next, 120),  # a part is gone on with one batch too late
+    (leases, "take_back", broken_back, 120),  # what was trained passes for durable
 ]
 
 
-def troubled(longest: int) -> None:
+def troubled(begin: Begin, batches: int) -> None:
     """Learners far away whose reports and answers cross, and one dies in the midst of a part."""
-    data = VirtualData(NumberedParts(6, longest), 2)
-    far = [LearnerSpec(name, latency=1.5, joins_at=0.1) for name in "ab"]
-    world = World(OPTIONS, far, seed=1, data=data)
-    checker = DataChecker(world)
-    world.run(until=100.0)
-    world.crash(world.learners["b"], silent=True)
-    world.run(until=400.0)
+    far = [replace(each, latency=1.5) for each in (A, B)]
+    system, checker = begin(*far, parts=Parts(6, batches))
+    system.run(until=100.0)
+    system.crash(system.learners[B.name], silent=True)
+    system.run(until=400.0)
     checker.check_accounts()
 
 
-@pytest.mark.parametrize("longest", [2, 40])
-def test_a_troubled_world_adds_up(longest: int) -> None:
-    troubled(longest)
+@pytest.mark.parametrize("batches", [6, 120])
+def test_a_troubled_world_adds_up(begin: Begin, batches: int) -> None:
+    troubled(begin, batches)
 
 
-@pytest.mark.parametrize(("module", "name", "broken", "longest"), BREAKS)
+@pytest.mark.parametrize(("module", "name", "broken", "batches"), BREAKS)
 def test_checkers_catch_a_core_that_is_broken(
+    begin: Begin,
     module: Any,
     name: str,
     broken: Callable[..., Any],
-    longest: int,
+    batches: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, name, broken)
     with pytest.raises(AssertionError):
-        troubled(longest)
+        troubled(begin, batches)
 
 
-def test_checkers_catch_what_is_called_durable_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkers_catch_what_is_called_durable_too_early(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("decoupled_diloco.protocol.learner.merged", broken_merged)
-    world, _ = world_of(*TWO)
+    system, _ = begin(A, B)
     with pytest.raises(AssertionError, match="has not merged step"):
-        world.run(until=400.0)
+        system.run(until=400.0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,97 +17,125 @@ from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.bounds import Bounds
 from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.claim_checker import ClaimChecker, takeover_seconds_max
-from decoupled_diloco.simulate.claims import Standbys
+from decoupled_diloco.simulate.drawn import Standbys
 from decoupled_diloco.simulate.faults import Fault, Kind, strike
-from decoupled_diloco.simulate.learner_process import LearnerSpec
-from decoupled_diloco.simulate.world import World
+from decoupled_diloco.simulate.scene import ENDLESS_STEPS, config_of
+from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.system import System
 from simulation.breaks import CLAIMS, Break
 
-OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2)
-LEARNERS = (LearnerSpec("a", step_seconds=0.5), LearnerSpec("b", step_seconds=0.7))
+OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2, budget_steps=ENDLESS_STEPS)
+LEARNERS = (LearnerSpec("learner-0", step_seconds=0.5), LearnerSpec("learner-1", step_seconds=0.7))
+LEASE_SECONDS = 2.0
 PERIOD_SECONDS = OPTIONS.period * 0.5
 
 
 class Seen:
-    """A world with standbys, its checkers, and who has committed when."""
+    """A run with standbys, its checkers, and who has committed when."""
 
     def __init__(
         self,
+        folder: Path,
         *,
-        lease_seconds: float = 2.0,
+        lease_seconds: float = LEASE_SECONDS,
         clocks_leap: bool = False,
         options: Options = OPTIONS,
     ) -> None:
-        self.world = World(options, LEARNERS, seed=5, standbys=Standbys(lease_seconds))
-        self.checker, self.bounds = Checker(self.world), Bounds(self.world)
-        self.claims = ClaimChecker(self.world, clocks_leap=clocks_leap)
+        standbys = Standbys(lease_seconds, storage_seconds=0.005, storage_fails=0.0)
+        config = config_of(options, folder, learners=2, standbys=standbys)
+        self.system = System(config, LEARNERS, folder, seed=5)
+        self.system.claim_seconds = standbys.storage_seconds
+        self.checker, self.bounds = Checker(self.system), Bounds(self.system)
+        self.claims = ClaimChecker(self.system, clocks_leap=clocks_leap)
         self.commits: list[tuple[float, str]] = []
-        self.denied: list[str] = []
-        self.world.recorders.append(self._note)
+        self.denied: list[tuple[int, int]] = []
+        self.system.recorders.append(self._note)
 
     def _note(self, who: str, now: float, event: Any, effects: Any) -> None:
         if isinstance(event, Merged):
-            self.commits.append((self.world.now, who))
-        self.denied += [effect.nonce for effect in effects if isinstance(effect, DenyShard)]
+            self.commits.append((self.system.now, who))
+        if any(isinstance(effect, DenyShard) for effect in effects):
+            self.denied.append((event.shard, event.claim))
 
     def next_commit(self, who: str, after: float) -> float:
         return next(at for at, name in self.commits if name == who and at > after)
 
 
+Begin = Callable[..., Seen]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Begins runs, and ends them with the test."""
+    with ExitStack() as stack:
+
+        def begun(**arguments: Any) -> Seen:
+            folder = stack.enter_context(TemporaryDirectory(dir=tmp_path))
+            seen = Seen(Path(folder), **arguments)
+            stack.callback(seen.system.close)
+            return seen
+
+        yield begun
+
+
 @pytest.mark.parametrize("kind", ["crash", "vanish", "pause", "unmount"])
-def test_a_standby_goes_on_with_what_was_told_within_a_known_time(kind: Kind) -> None:
-    seen = Seen()
-    world = seen.world
-    strike(world, [Fault(20.0, kind, "shard-0", 40.0)])
-    world.run(until=20.0)
+def test_a_standby_goes_on_with_what_was_told_within_a_known_time(begin: Begin, kind: Kind) -> None:
+    seen = begin()
+    system = seen.system
+    strike(system, [Fault(20.0, kind, "shard-0", 40.0)])
+    system.run(until=20.0)
     before = dict(seen.checker.newest)
-    world.run(until=100.0)
-    allowed = takeover_seconds_max(world, 0) + 2 * PERIOD_SECONDS
+    system.run(until=100.0)
+    allowed = takeover_seconds_max(system) + 2 * PERIOD_SECONDS
     assert seen.next_commit("shard-0-standby", 20.0) - 20.0 <= allowed
-    assert world.acting(0).name == "shard-0-standby", "who comes back waits"
+    assert system.acting(0).name == "shard-0-standby", "who comes back waits"
     assert seen.commits[-1][0] > 98.0
     for fragment in OPTIONS.owned(0):
         assert seen.checker.newest[fragment].term > before[fragment].term
         assert seen.checker.newest[fragment].counter > before[fragment].counter
-    assert max(at for at, who in seen.commits if who == "shard-0") <= 21.0
+    last = max(at for at, who in seen.commits if who == "shard-0")
+    assert last <= 20.0 + LEASE_SECONDS, "its claim has run out"
 
 
-def test_without_faults_nobody_takes_over() -> None:
-    seen = Seen(lease_seconds=0.5)
-    seen.world.run(until=100.0)
+def test_without_faults_nobody_takes_over(begin: Begin) -> None:
+    seen = begin(lease_seconds=0.5)
+    seen.system.run(until=100.0)
     assert seen.claims.takeovers == 0
     assert not [who for _, who in seen.commits if who.endswith("-standby")]
 
 
-def test_a_standby_that_is_cut_off_from_the_storage_takes_nothing_over() -> None:
-    seen = Seen()
-    strike(seen.world, [Fault(10.0, "unmount", "shard-0-standby", 50.0)])
-    seen.world.run(until=100.0)
+def test_a_standby_that_is_cut_off_from_the_storage_takes_nothing_over(begin: Begin) -> None:
+    seen = begin()
+    strike(seen.system, [Fault(10.0, "unmount", "shard-0-standby", 50.0)])
+    seen.system.run(until=100.0)
     assert seen.claims.takeovers == 0
 
 
-def two_act_at_once(period: int) -> Seen:
-    """The clock of who waits leaps ahead; who acts greets again before it renews, or merges."""
+def two_act_at_once(begin: Begin, period: int) -> Seen:
+    """The clock of who waits leaps ahead; who acts does not hear of it from the coordinator.
+
+    It merges meanwhile, or, with a long period, it greets again first.
+    """
     options = replace(OPTIONS, period=period)
-    seen = Seen(lease_seconds=80.0, clocks_leap=True, options=options)
-    world = seen.world
+    seen = begin(lease_seconds=80.0, clocks_leap=True, options=options)
+    system = seen.system
     faults = [
-        Fault(22.0, "leap", "shard-0-standby", 200.0),
-        Fault(22.2, "break", "shard-0", peer="coordinator"),
+        Fault(22.0, "leap", "shard-1-standby", 200.0),
+        Fault(21.9, "cut", "shard-1", 2.1, peer="shard-0"),  # where the coordinator is
     ]
-    strike(world, faults)
-    world.run(until=200.0)
+    strike(system, faults)
+    system.run(until=200.0)
     return seen
 
 
-def test_two_that_act_at_once_do_no_harm() -> None:
-    seen = two_act_at_once(40)
+def test_two_that_act_at_once_do_no_harm(begin: Begin) -> None:
+    seen = two_act_at_once(begin, 40)
     assert seen.claims.takeovers == 1
-    assert seen.denied == ["shard-0-1"]
-    assert {who for at, who in seen.commits if at > 100.0} == {"shard-0-standby", "shard-1"}
+    assert seen.denied == [(1, 1)], "who was replaced"
+    assert {who for at, who in seen.commits if at > 100.0} == {"shard-0", "shard-1-standby"}
 
 
 @pytest.mark.parametrize("each", CLAIMS, ids=[each.what for each in CLAIMS])
-def test_what_keeps_them_from_harm_is_missed(each: Break) -> None:
+def test_what_keeps_them_from_harm_is_missed(begin: Begin, each: Break) -> None:
     with each.broken(), pytest.raises(AssertionError, match=r"was replaced, and|is let in after"):
-        [two_act_at_once(period) for period in (4, 40)]
+        [two_act_at_once(begin, period) for period in (4, 40)]

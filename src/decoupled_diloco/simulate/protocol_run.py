@@ -1,6 +1,6 @@
 """A scenario without tensors to speak of: the protocol alone, for many learners.
 
-Up to `MANY` learners the whole system runs, with a model of some hundred elements in the place of
+Up to `MANY` learners the whole system runs, with a model of some thousand elements in the place of
 the real one, and links as much slower. For more there are only the bare state machines; see `bare`.
 """
 
@@ -30,8 +30,9 @@ from decoupled_diloco.simulate.system import System
 MANY = 100
 """With more learners there are only the bare state machines."""
 
-ELEMENTS = 64
-"""Of a fragment that stands for a real one."""
+ELEMENTS = 1024
+"""Of a fragment that stands for a real one: next to them the model's layout, whose bytes count as
+many times more too, is little."""
 
 INBOX_SECONDS = 0.05
 """A bare shard takes the reports of so much time at once: each by itself would cost more than all

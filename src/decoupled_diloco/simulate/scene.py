@@ -133,8 +133,10 @@ class Scene:
         return Size(len(self.faults), learners, mishaps, self.calm_at)
 
 
-def draw(seed: int | str, folder: Path, changes: Changes | None = None) -> Scene:
-    """The world of a seed, without what is taken away from it."""
+def draw(
+    seed: int | str, folder: Path, changes: Changes | None = None, *, tapes: Path | None = None
+) -> Scene:
+    """The world of a seed, without what is taken away from it; ``tapes``: see `System`."""
     changes = changes or Changes()
     choices = Choices(seed)
     count = choices.integer(1, 4)
@@ -178,6 +180,7 @@ def draw(seed: int | str, folder: Path, changes: Changes | None = None) -> Scene
         folder,
         seed=seed,
         sizes=sizes,
+        tapes=tapes,
         power=_loss(power) if loses_power else None,
     )
     scene = _watched(seed, options, learners, mishaps, system, ends, data)

@@ -17,10 +17,13 @@ from typing import Any, TypeVar
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import BETWEEN
 from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.processes import reopen_claims
 from decoupled_diloco.launch.resume import LEARNERS
 from decoupled_diloco.launch.supervisor import Supervisor
+from decoupled_diloco.observe.open_files import open_files_allowed
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.observe.versions import versions_of_bits
 from decoupled_diloco.runtime import CURRENT
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
@@ -127,6 +130,9 @@ class System:
         power: What a machine that loses its power loses of what nobody waited for; ``None``:
             nothing.
         checks: Assert every invariant of a machine after each of its events.
+
+    Raises:
+        ConfigError: This system does not allow as many open files as there are tapes.
     """
 
     def __init__(
@@ -168,6 +174,8 @@ class System:
         self._tapes = tapes
         self.bytes_factor = bytes_factor
         self._make_hosts(learners)
+        if tapes is not None:
+            _allow_open_files(len(self.hosts))
         self._launch()
 
     def _drift(self, host: ParticipantHost) -> Workload:
@@ -241,6 +249,7 @@ class System:
         """The tape of a process, if tapes are written."""
         if self._tapes is None:
             return None
+        header = {**header, "virtual": True, "versions": versions_of_bits()}
         return TapeWriter(self._tapes / "tape" / f"{file}.jsonl", who, header)
 
     def flush(self) -> None:
@@ -434,3 +443,13 @@ class System:
             for loop in host.graves:
                 loop.bury()
         self.tape.close()
+
+
+def _allow_open_files(tapes: int) -> None:
+    """Every process has a file of its own, as in a real run."""
+    allowed = open_files_allowed(tapes)
+    if allowed is not None:
+        raise ConfigError(
+            f"the tapes of {tapes} processes need as many open files, but this system allows "
+            f"{allowed}: raise the limit with `ulimit -Hn`, or write no tape"
+        )

@@ -39,6 +39,9 @@ RAM = "/dev/shm"
 class VirtualRun:
     """A run in virtual time and what became of it.
 
+    As a context manager it lets go of its processes and files at the end; what is known of the run
+    stays.
+
     Attributes:
         system: The run; lets the time pass.
         workload: What its learners train.
@@ -49,6 +52,17 @@ class VirtualRun:
     workload: Workload
     plan: MergePlan
     _folder: tempfile.TemporaryDirectory[str]
+
+    def __enter__(self) -> VirtualRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of its processes and files; what is known of the run stays."""
+        self.system.close()
+        self._folder.cleanup()
 
     @property
     def losses(self) -> dict[str, list[float]]:
@@ -98,7 +112,7 @@ def virtual_run(
 ) -> VirtualRun:
     """Builds a run in virtual time; `VirtualRun.system` lets the time pass.
 
-    Its files are gone with it. Nobody fails in it, so learners keep no checkpoints.
+    Whoever builds it closes it, and its files are gone with it. Nobody fails in it, so learners keep no checkpoints.
 
     Args:
         config: The run's settings; the learners' data parts follow ``run.learners``.
@@ -140,13 +154,13 @@ def train_virtually(
     workload: Workload | None = None,
     recorder: Recorder | None = None,
 ) -> VirtualRun:
-    """Runs to the end of the budget; see `virtual_run` for the arguments.
+    """Runs to the end of the budget, and closes the run; see `virtual_run` for the arguments.
 
     Raises:
         Error: nothing more can happen although the budget is not spent.
     """
-    run = virtual_run(config, learners, seed=seed, workload=workload, recorder=recorder)
-    outcome = run.system.run(stop=lambda: run.system.finished, until=FOREVER_SECONDS)
+    with virtual_run(config, learners, seed=seed, workload=workload, recorder=recorder) as run:
+        outcome = run.system.run(stop=lambda: run.system.finished, until=FOREVER_SECONDS)
     if outcome != "stop":
         clocks = {shard.name: shard.machine.state.clock for shard in run.system.shards}
         raise Error(f"the virtual run came to a standstill ({outcome}); {json.dumps(clocks)}")

@@ -174,9 +174,9 @@ class Streets:
         """An address at a process, of its own if no port is given."""
         return f"{SCHEME}://{name}:{port or next(self._ports)}"
 
-    def arrived(self, piece: memoryview) -> memoryview | bytes:
-        """A piece of a body as it is when it arrives."""
-        if not self.choices.chance(self.corruption):
+    def arrived(self, piece: memoryview, corruption: float) -> memoryview | bytes:
+        """A piece of a body as it is when it arrives over links that corrupt it so often."""
+        if not self.choices.chance(max(self.corruption, corruption)):
             return piece
         bits = bytearray(piece)
         bits[self.choices.integer(0, len(bits) - 1)] ^= 1 << self.choices.integer(0, 7)
@@ -339,10 +339,6 @@ class VirtualServer:
             self._serving.pop(channel, None)
             channel.shut(reason)
 
-    def arrived(self, piece: memoryview) -> memoryview | bytes:
-        """A piece of a body of this server as it is when it arrives."""
-        return self._place.world.arrived(piece)
-
     def handle(self, work: Coroutine[Any, Any, None]) -> None:
         """Has this process handle a request."""
         loop = self._place.process.loop
@@ -457,6 +453,13 @@ class Request:
         )
         self._answers = True
         return await moved
+
+    def arrived(self, body: memoryview, left: int, right: int) -> memoryview | bytes:
+        """A piece of a body as it is when it arrives; a link corrupts its share of all bodies."""
+        client, target = self.client.process.link, self.target.process.link
+        whole = (1 - client.corruption) * (1 - target.corruption)
+        corruption = 1 - whole ** ((right - left) / len(body))
+        return self.client.world.arrived(body[left:right], corruption)
 
     def _carry(
         self, sender: VirtualProcess, receiver: VirtualProcess, then: Callable[[], None]
@@ -595,7 +598,7 @@ class _Put:
                     share = (right - left) / (stop - start)
                     if not await request.piece(right - left, share, up=True):
                         return
-                    stream.write(server.arrived(self._body[left:right]))
+                    stream.write(request.arrived(self._body, left, right))
                     self._client.stats.data_bytes_sent += right - left
                     server.stats.data_bytes_received += right - left
                 stream.finish()
@@ -651,7 +654,7 @@ class _Get:
                     share = (right - left) / (stop - start)
                     if not await request.piece(right - left, share, up=False):
                         return
-                    self._out[left:right] = server.arrived(offer.body[left:right])
+                    self._out[left:right] = request.arrived(offer.body, left, right)
                     self._arrived.add(left, right)
                     download.sent(right - left)
                     server.stats.data_bytes_sent += right - left

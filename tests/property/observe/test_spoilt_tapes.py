@@ -19,8 +19,7 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.report import render_report
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.summary import print_summary
-from decoupled_diloco.simulate import fuzz
-from decoupled_diloco.simulate.tapes import VirtualTapes
+from decoupled_diloco.simulate.scene import draw
 
 VALUES = (
     *(None, True, "", "x", "<script>", [], {}, [[[]]], {"type": "Version"}),
@@ -32,10 +31,9 @@ VALUES = (
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The tape of a virtual run with crashes, a few hundred lines."""
     folder = tmp_path_factory.mktemp("whole")
-    scenario = fuzz.draw(3)
-    tapes = VirtualTapes(folder, scenario.world, {"sync": {"fragments": 4}})
-    scenario.world.run(until=scenario.faulty_seconds)
-    tapes.close()
+    scene = draw(3, folder / "run", tapes=folder)
+    scene.system.run(until=scene.calm_at)
+    scene.system.close()
     every = [line for f in sorted(folder.rglob("*.jsonl")) for line in f.read_text().splitlines()]
     assert len(every) > 500
     return every[:700]

@@ -19,7 +19,9 @@ def termination() -> Iterator[SignalledTermination]:
         signal.signal(number, handler)
 
 
-def test_the_first_asks_and_ends_a_wait_and_the_second_interrupts(termination: SignalledTermination) -> None:
+def test_the_first_asks_and_ends_a_wait_and_the_second_interrupts(
+    termination: SignalledTermination,
+) -> None:
     told: list[bool] = []
     termination.at_boundary(lambda: told.append(termination.asked))
     assert not termination.asked

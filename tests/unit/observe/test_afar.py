@@ -23,9 +23,9 @@ from decoupled_diloco.observe.summary import learner_rows, totals
 from decoupled_diloco.observe.words import percent
 from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.simulate.faults import Fault
-from unit.observe.worlds import BACK_AT, CUT_AT, HEALED_AT, KILLED_AT, write_world
+from unit.observe.worlds import BACK_AT, CUT_AT, HEALED_AT, KILLED_AT, A, B, C, D, write_world
 
-LEARNERS = ["a", "b", "c", "d"]
+LEARNERS = [A, B, C, D]
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,8 @@ def test_status_report_and_explanation_tell_the_same(syncers: Path) -> None:
     status = status_of(chronicle, chronicle.latest, (), account)
     assert status.discarded_whole
     assert status.discarded_tokens == pytest.approx(account.tokens.tokens("discarded"))
-    told = " ".join(explain_learner(chronicle, "c"))
-    assert f"{percent(account.learners['c'].time.share('down'))}: down" in told
+    told = " ".join(explain_learner(chronicle, C))
+    assert f"{percent(account.learners[C].time.share('down'))}: down" in told
     assert "overwritten: by merged copies; in which way, its own tape tells" in told
 
 
@@ -104,10 +104,10 @@ def test_time_is_accounted_for(whole: Path, syncers: Path) -> None:
 def test_who_died_and_who_was_cut_off_is_told(syncers: Path) -> None:
     far = read_run(syncers)
     (outage,) = far.outages
-    assert outage.who == "c"
+    assert outage.who == C
     assert KILLED_AT - 2.0 < outage.down_at <= KILLED_AT
     assert outage.restarted_at == pytest.approx(BACK_AT, abs=1.0)
-    own = far.learners["b"]
+    own = far.learners[B]
     assert own.gap_seconds_longest is not None
     assert own.gap_seconds_longest < 2.0, "it stepped on while its link was cut"
     assert CUT_AT < own.lives[-1].steps_at[-1] > HEALED_AT
@@ -116,8 +116,8 @@ def test_who_died_and_who_was_cut_off_is_told(syncers: Path) -> None:
 def test_the_report_says_whose_tapes_are_missing_and_shows_the_rest(syncers: Path) -> None:
     far = read_run(syncers)
     assert problems_of(far) == [
-        "The tapes of a, b, c and d are not here: what is told of them is what the syncer has "
-        "heard."
+        f"The tapes of {A}, {B}, {C} and {D} are not here: what is told of them is what the syncer "
+        "has heard."
     ]
     page = render_report(far)
     assert "4 learners, 2 syncer shards" in page
@@ -155,11 +155,11 @@ def test_a_loss_that_is_no_number_is_told_as_such(syncers: Path) -> None:
     spoilt = list(with_losses(iter(TapeReader(syncers)), LOSS_MAX))
     far = run_of(spoilt)
     assert all(learner.losses == [] for learner in far.learners.values())
-    assert "a had" in " ".join(problems_of(far))
+    assert f"{A} had" in " ".join(problems_of(far))
     view = RunModel()
     lines = [remark.text for record in spoilt for remark in view.take(record)]
-    assert lines.count("the loss of a is not finite: it has diverged") == 1
-    assert view.learners["a"].loss is None
+    assert lines.count(f"the loss of {A} is not finite: it has diverged") == 1
+    assert view.learners[A].loss is None
 
 
 def test_reports_that_a_stopped_shard_read_late_make_no_gap(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_reports_that_a_stopped_shard_read_late_make_no_gap(tmp_path: Path) -> N
                 line["at"] = first + 30.0
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     far = read_run(without_learners_tapes(tmp_path))
-    for name in ("a", "d"):
+    for name in (A, D):
         gap = far.learners[name].gap_seconds_longest
         assert gap is not None
         assert gap < 3.0
@@ -195,27 +195,27 @@ def test_explain_invents_no_gap_while_the_syncer_stood_still(tmp_path: Path) -> 
         ]
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
     run = read_run(without_learners_tapes(tmp_path), "details")
-    told = " ".join(explain_learner(run, "a", live=True))
+    told = " ".join(explain_learner(run, A, live=True))
     assert "none more than 3 times that" in told
 
 
 def test_one_that_fell_silent_and_never_came_back_was_not_there_at_the_end(
     tmp_path: Path,
 ) -> None:
-    write_world(tmp_path, faults=[Fault(60.0, "crash", "d", 1000.0)])
+    write_world(tmp_path, faults=[Fault(60.0, "crash", D, 1000.0)])
     far = read_run(without_learners_tapes(tmp_path))
-    (outage,) = far.learners["d"].outages
+    (outage,) = far.learners[D].outages
     assert outage.how == "fell silent"
     assert outage.restarted_at is None
-    assert account_for(far).learners["d"].tokens.crashed > 0
-    assert account_for(far).learners["a"].tokens.crashed == 0
+    assert account_for(far).learners[D].tokens.crashed > 0
+    assert account_for(far).learners[A].tokens.crashed == 0
 
 
 def test_the_line_counts_who_steps_now(tmp_path: Path) -> None:
-    write_world(tmp_path, faults=[Fault(60.0, "crash", "d", 1000.0)], until=75.0)
+    write_world(tmp_path, faults=[Fault(60.0, "crash", D, 1000.0)], until=75.0)
     progress = ProgressDisplay(tmp_path, console=SteadyConsole(file=io.StringIO()))
     told, states = {}, {}
-    losses = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 9.0}
+    losses = {A: 1.0, B: 2.0, C: 3.0, D: 9.0}
     for record in TapeReader(without_learners_tapes(tmp_path)):
         progress.run.take(record)
         for name, learner in progress.run.learners.items():
@@ -225,4 +225,4 @@ def test_the_line_counts_who_steps_now(tmp_path: Path) -> None:
         told[now] = progress.line()
     assert ", loss 3.750, 4/4 learners, " in told[55]
     assert ", loss 2.000, 3/4 learners, " in told[74]
-    assert [states[at]["d"] for at in (55, 61, 74)] == ["stepping", "out of reach", "down"]
+    assert [states[at][D] for at in (55, 61, 74)] == ["stepping", "out of reach", "down"]

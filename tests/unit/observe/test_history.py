@@ -25,7 +25,7 @@ from decoupled_diloco.protocol.effects import Accept, Ready
 from decoupled_diloco.protocol.events import Reported, Said, StepFinished, Tick
 from decoupled_diloco.protocol.messages import StepReport
 from decoupled_diloco.simulate.faults import Fault
-from unit.observe.worlds import lines_of, write_world
+from unit.observe.worlds import A, B, C, D, lines_of, write_world
 
 
 @pytest.fixture(scope="module")
@@ -293,20 +293,20 @@ def test_records_of_another_version_are_left_out_and_told(tmp_path):
 def cut(tmp_path_factory):
     """The learner `a` steps a second and is cut off from 50.3 s to 75.3 s."""
     folder = tmp_path_factory.mktemp("cut")
-    write_world(folder, faults=[Fault(50.3, "cut", "a", 25.0)])
+    write_world(folder, faults=[Fault(50.3, "cut", A, 25.0)])
     return folder, read_run(folder)
 
 
 def test_who_is_cut_off_trains_on_and_misses_rounds(cut):
     folder, history = cut
     [one] = history.cuts
-    assert (one.who, history.learners["a"].outages) == ("a", [])
+    assert (one.who, history.learners[A].outages) == (A, [])
     assert one.cut_at == pytest.approx(50.3, abs=1.5)  # the last ping
     back = [
         record["at"]
         for shard in (0, 1)
         for record in lines_of(folder / "tape" / f"shard-{shard}.jsonl")
-        if record["type"] == "Accept" and record["data"]["learner"] == "a" and record["at"] > 60
+        if record["type"] == "Accept" and record["data"]["learner"] == A and record["at"] > 60
     ]
     assert one.back_at == pytest.approx(max(back), abs=1e-5)
     assert one.steps == pytest.approx(one.seconds, abs=1)
@@ -317,7 +317,7 @@ def test_who_is_cut_off_trains_on_and_misses_rounds(cut):
         if record["type"] == "RoundFinished" and one.cut_at < record["at"] <= one.back_at
     ]
     merged = [each for each in rounds if each["verdict"] == "merged"]
-    missed = [each for each in merged if not folded(each, "a")]
+    missed = [each for each in merged if not folded(each, A)]
     assert (one.rounds_merged, one.rounds_missed) == (len(merged), len(missed))
     assert len(missed) > 0
 
@@ -332,9 +332,9 @@ def test_a_cut_is_told_in_one_sentence(cut):
     [one] = history.cuts
     step = history.global_step_by(one.cut_at)
     others = f"{sum(one.lost_steps.values())}"
-    assert set(one.lost_steps) == {"b", "c", "d"}
+    assert set(one.lost_steps) == {B, C, D}
     line = (
-        f"a was cut off from {one.cut_at:.1f} s (step {step}) to {one.back_at:.1f} s, trained on "
+        f"{A} was cut off from {one.cut_at:.1f} s (step {step}) to {one.back_at:.1f} s, trained on "
         f"alone for {one.steps} steps and missed {one.rounds_missed} of {one.rounds_merged} merged "
         f"rounds; steps lost by the others: {others}"
     )

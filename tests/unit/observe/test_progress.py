@@ -29,7 +29,7 @@ from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
 from decoupled_diloco.protocol.events import StepFinished, TermGranted, Tick
 from decoupled_diloco.protocol.messages import ShardAdmitted, Version
 from decoupled_diloco.simulate.faults import Fault
-from unit.observe.worlds import write_world
+from unit.observe.worlds import A, B, write_world
 
 WALL = 1_780_000_000.0
 
@@ -308,20 +308,20 @@ def test_a_learner_that_has_not_stepped_for_long_is_quiet(tmp_path):
 
 
 def test_who_is_cut_off_and_steps_on_is_to_be_seen(tmp_path):
-    write_world(tmp_path, faults=[Fault(50.0, "cut", "a", 25.0)])
+    write_world(tmp_path, faults=[Fault(50.0, "cut", A, 25.0)])
     view, lines, states = RunModel(), [], {}
     for record in read_tape(tmp_path):
         lines += [remark.text for remark in view.take(record)]
         states[int(view.duration)] = states_of(view)
-    assert (states[49]["a"], states[70]["a"], states[80]["a"]) == (
+    assert (states[49][A], states[70][A], states[80][A]) == (
         "stepping",
         "cut off",
         "stepping",
     )
-    assert states[70]["b"] == "stepping"
+    assert states[70][B] == "stepping"
     again = [line for line in lines if "is live again" in line]
     assert len(again) == 1
-    assert again[0].startswith("a is live again, ")
+    assert again[0].startswith(f"{A} is live again, ")
 
 
 def test_the_step_at_which_a_process_ends_is_that_of_the_furthest_shard(tmp_path):

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.simulate.learner_process import LearnerSpec
-from decoupled_diloco.simulate.world import World
+from decoupled_diloco.runtime.disk import Disk
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.clockwork import Clockwork
+from decoupled_diloco.simulate.runtime import VirtualLoop, VirtualProcess
+
+
+@pytest.fixture
+def loop() -> VirtualLoop:
+    """Of a process that does nothing of itself."""
+    process = VirtualProcess("shard-0", Clockwork(), Choices(0))
+    process.boot(lambda: asyncio.sleep(0), Disk())
+    assert process.loop is not None
+    return process.loop
+
+
+def run_all(loop: VirtualLoop) -> None:
+    while loop.clockwork.next is not None:
+        loop.clockwork.step()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 1000.0, 1e6 / 3, 7e9 / 11])
-def test_who_is_woken_at_a_deadline_has_reached_it(seconds: float) -> None:
+def test_who_is_woken_at_a_deadline_has_reached_it(loop: VirtualLoop, seconds: float) -> None:
     """Else it would be woken for it at the same instant, for ever."""
-    shard = World(Options(), [LearnerSpec("a")]).shards[0]
-    shard.ahead_seconds = seconds
+    loop.process.leap(seconds)
+    woken: list[tuple[float, float, float]] = []
+
+    def wake(number: int) -> None:
+        woken.append((number / 7, loop.time(), loop.clockwork.now))
+
     for number in range(10_000):
-        deadline = seconds + number / 7
-        instant = shard.instant_of(deadline)
-        assert instant + seconds >= deadline
-        assert instant == pytest.approx(number / 7, abs=1e-6)
+        loop.call_at(seconds + number / 7, wake, number)
+    run_all(loop)
+    assert len(woken) == 10_000
+    for delay, shown, world in woken:
+        assert shown >= seconds + delay
+        assert world == pytest.approx(delay, abs=1e-6)
+
+
+def test_a_leap_brings_deadlines_nearer_and_none_too_early(loop: VirtualLoop) -> None:
+    woken: list[tuple[float, float]] = []
+    for deadline in (5.0, 50.0, 500.0):
+        loop.call_at(deadline, lambda: woken.append((loop.time(), loop.clockwork.now)))
+    loop.clockwork.at(1.0, loop.process.leap, 100.0)
+    run_all(loop)
+    assert woken == [(101.0, 1.0), (101.0, 1.0), (500.0, 400.0)]

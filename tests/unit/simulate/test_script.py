@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.observe.tape import read_tape
-from decoupled_diloco.simulate.learner_process import LearnerProcess
+from decoupled_diloco.simulate.hosts import LearnerHost
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
+from decoupled_diloco.syncer.durable import DURABLE
 
 HEAD = """
 parameters = 1000
@@ -21,7 +26,23 @@ count = 3
 """
 
 
-def begun(folder: Path, *events: str) -> tuple[ProtocolRun, LearnerProcess]:
+Begin = Callable[..., ProtocolRun]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Begins runs of scenarios, and ends them with the test."""
+    with ExitStack() as stack:
+
+        def begun(path: Path, tape: Path | None = None, **arguments: Any) -> ProtocolRun:
+            run = ProtocolRun(load_scenario(path, **arguments), tape)
+            stack.callback(run.close)
+            return run
+
+        yield begun
+
+
+def begun(begin: Begin, folder: Path, *events: str) -> tuple[ProtocolRun, LearnerHost]:
     """The run of a scenario with these events, each "kind from seconds"; and its learner-1."""
     text = HEAD
     for event in events:
@@ -30,37 +51,39 @@ def begun(folder: Path, *events: str) -> tuple[ProtocolRun, LearnerProcess]:
         text += f"for_seconds = {seconds}\n" if seconds != "inf" else ""
     path = folder / "scenario.toml"
     path.write_text(text)
-    run = ProtocolRun(load_scenario(path))
-    return run, run.world.learners["learner-1"]
+    run = begin(path)
+    return run, run.system.learners["learner-1"]
 
 
-def test_a_pause_ends_with_its_process(tmp_path: Path) -> None:
+def test_a_pause_ends_with_its_process(begin: Begin, tmp_path: Path) -> None:
     """A new process does not stand, and stands no longer than its own pause lasts."""
-    run, learner = begun(tmp_path, "pause 10 20", "kill 12 1", "pause 15 2")
+    run, learner = begun(begin, tmp_path, "pause 10 20", "kill 12 1", "pause 15 2")
     seen = []
     for instant in (11.0, 14.0, 16.0, 18.0, 31.0):
-        run.world.run(until=instant)
+        run.system.run(until=instant)
         seen.append(learner.paused)
     assert seen == [True, False, True, False, False]
     assert learner.life == 2
 
 
-def test_pauses_that_overlap_end_with_the_last(tmp_path: Path) -> None:
-    run, learner = begun(tmp_path, "pause 10 20", "pause 12 2")
-    run.world.run(until=15.0)
+def test_pauses_that_overlap_end_with_the_last(begin: Begin, tmp_path: Path) -> None:
+    run, learner = begun(begin, tmp_path, "pause 10 20", "pause 12 2")
+    run.system.run(until=15.0)
     assert learner.paused
-    run.world.run(until=31.0)
+    run.system.run(until=31.0)
     assert not learner.paused
 
 
-def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(tmp_path: Path) -> None:
+def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(
+    begin: Begin, tmp_path: Path
+) -> None:
     text = HEAD
     for kind, at in (("cut", 10), ("kill", 15)):
         text += f'[[events]]\nkind = "{kind}"\ntarget = "learner-1"\nat_seconds = {at}\n'
         text += "for_seconds = 20\n"
     (tmp_path / "scenario.toml").write_text(text)
-    run = ProtocolRun(load_scenario(tmp_path / "scenario.toml"), tmp_path / "run")
-    run.world.run(until=50.0)
+    run = begin(tmp_path / "scenario.toml", tmp_path / "run")
+    run.system.run(until=50.0)
     run.close()
     told = [
         (record.at, record.type, record.data["kind"])
@@ -74,20 +97,34 @@ def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(tmp_path: Path)
     ]
 
 
-def test_who_is_killed_for_good_is_not_started_by_its_supervisor(tmp_path: Path) -> None:
-    run, learner = begun(tmp_path, "kill 10.5 inf")
-    run.world.run(until=10.0)
-    run.world.expelled(learner, "another process bears its id")
-    run.world.run(until=20.0)
+def refused(run: ProtocolRun, learner: LearnerHost) -> None:
+    """The learner's process ends of itself; its supervisor is about to start it again."""
+    run.system.run(until=10.2)
+    learner._gone(ProtocolError.exit_code, silent=False)
+    run.system.run(until=10.3)
+    child = run.system.supervisor.children[learner.name]
+    assert child.restart_at is not None
+    assert child.restart_at > 10.5
+
+
+def test_who_is_killed_for_good_is_not_started_by_its_supervisor(
+    begin: Begin, tmp_path: Path
+) -> None:
+    run, learner = begun(begin, tmp_path, "kill 10.5 inf")
+    refused(run, learner)
+    run.system.run(until=20.0)
     assert not learner.alive
-    run, learner = begun(tmp_path, "kill 10.5 5")
-    run.world.run(until=10.0)
-    run.world.expelled(learner, "another process bears its id")
-    run.world.run(until=20.0)
+    assert learner.life == 1
+    run, learner = begun(begin, tmp_path, "kill 10.5 5")
+    refused(run, learner)
+    run.system.run(until=20.0)
     assert learner.alive
+    assert learner.life == 2
 
 
-def test_who_left_and_had_become_slower_leaves_no_step_time_behind(tmp_path: Path) -> None:
+def test_who_left_and_had_become_slower_leaves_no_step_time_behind(
+    begin: Begin, tmp_path: Path
+) -> None:
     """A storm in which the fastest goes while nobody else has reported a step's length."""
     text = HEAD.replace("count = 3", "count = 2\n[[learners]]\ncount = 3\nstep_seconds = 1.3")
     for kind, mean in (("kill", 60), ("vanish", 80), ("leave", 30)):
@@ -96,7 +133,7 @@ def test_who_left_and_had_become_slower_leaves_no_step_time_behind(tmp_path: Pat
     path = tmp_path / "storm.toml"
     path.write_text(text.replace("until_seconds = 60", "until_seconds = 200"))
     for seed in range(5):
-        run = ProtocolRun(load_scenario(path, seed=seed))
+        run = begin(path, seed=seed)
         while run.advance():
             pass
         assert "until_seconds" in run.reason
@@ -114,87 +151,93 @@ at_seconds = 10.0
 """
 
 
-def told(folder: Path, kind: str, target: str, keys: str, seconds: float) -> ProtocolRun:
+def told(
+    begin: Begin, folder: Path, kind: str, target: str, keys: str, seconds: float
+) -> ProtocolRun:
     text = HEAD.replace("count = 3", "count = 3\nlink = 'wire'")
     text += "[[links]]\nname = 'wire'\nup = '8Mbit/s'\nlatency_seconds = 0.01\n"
     path = folder / "story.toml"
     path.write_text(text + STORM.format(kind=kind, target=target, keys=keys))
-    run = ProtocolRun(load_scenario(path))
-    run.world.run(until=seconds)
+    run = begin(path)
+    run.system.run(until=seconds)
     return run
 
 
-def test_a_full_disk_costs_rounds_only(tmp_path: Path) -> None:
-    run = told(tmp_path, "disk-full", "shard-0", "for_seconds = 20.0", 9.9)
+def test_a_full_disk_costs_rounds_only(begin: Begin, tmp_path: Path) -> None:
+    run = told(begin, tmp_path, "disk-full", "shard-0", "for_seconds = 20.0", 9.9)
     merged, clock = run.tally.merged, run.script.clock
-    run.world.run(until=29.9)
+    run.system.run(until=29.9)
     assert run.tally.merged == merged, "nothing is merged that cannot be kept"
     assert run.script.clock > clock + 15, "training goes on"
-    run.world.run(until=60.0)
+    run.system.run(until=60.0)
     assert run.tally.merged > merged, "after the pause that the last failure led to"
 
 
-def test_a_lost_disk_is_empty_when_its_shard_comes_back(tmp_path: Path) -> None:
-    run = told(tmp_path, "disk-lost", "shard-0", "for_seconds = 5.0", 9.9)
-    assert run.world.shards[0].disk
-    run.world.run(until=12.0)
-    assert not run.world.shards[0].disk
-    assert not run.world.shards[0].alive
-    run.world.run(until=30.0)
-    assert run.world.shards[0].disk, "the learners' copies are kept again"
+def test_a_lost_disk_is_empty_when_its_shard_comes_back(begin: Begin, tmp_path: Path) -> None:
+    run = told(begin, tmp_path, "disk-lost", "shard-0", "for_seconds = 5.0", 9.9)
+    disk = run.system.folder / DURABLE / "shard-0"
+    assert any(disk.iterdir())
+    run.system.run(until=12.0)
+    assert not disk.exists()
+    assert not run.system.shards[0].alive
+    run.system.run(until=30.0)
+    assert any(disk.iterdir()), "the learners' copies are kept again"
 
 
-def test_told_to_end_and_started_again(tmp_path: Path) -> None:
-    run = told(tmp_path, "restart", "learner-1", "", 20.0)
-    learner = run.world.learners["learner-1"]
+def test_told_to_end_and_started_again(begin: Begin, tmp_path: Path) -> None:
+    run = told(begin, tmp_path, "restart", "learner-1", "", 20.0)
+    learner = run.system.learners["learner-1"]
     assert learner.alive
     assert learner.life == 2
-    run = told(tmp_path, "restart", "shard-0", "", 20.0)
-    assert run.world.shards[0].life == 2
+    run = told(begin, tmp_path, "restart", "shard-0", "", 20.0)
+    assert run.system.shards[0].life == 2
 
 
-def test_a_clock_that_leaps_costs_nobody_else_anything(tmp_path: Path) -> None:
-    run = told(tmp_path, "clock-jump", "shard-0", "jump_seconds = 1000.0", 30.0)
-    shard = run.world.shards[0]
-    assert shard.clock == 1030.0
+def test_a_clock_that_leaps_costs_nobody_else_anything(begin: Begin, tmp_path: Path) -> None:
+    run = told(begin, tmp_path, "clock-jump", "shard-0", "jump_seconds = 1000.0", 30.0)
+    shard = run.system.shards[0]
+    assert shard.loop is not None
+    assert shard.loop.time() == 1030.0
     assert shard.life == 1
     assert sorted(shard.machine.state.members) == ["learner-0", "learner-1", "learner-2"]
     assert run.script.clock > 25
 
 
-def test_a_link_may_be_slow_to_answer_lossy_or_corrupting_for_a_while(tmp_path: Path) -> None:
+def test_a_link_may_be_slow_to_answer_lossy_or_corrupting_for_a_while(
+    begin: Begin, tmp_path: Path
+) -> None:
     for kind, keys in (("delay", "delay_seconds = 0.3"), ("loss", "share = 0.3")):
-        run = told(tmp_path, kind, "learner-1", f"{keys}\nfor_seconds = 15.0", 20.0)
-        link = run.world.learners["learner-1"].link
+        run = told(begin, tmp_path, kind, "learner-1", f"{keys}\nfor_seconds = 15.0", 20.0)
+        link = run.system.learners["learner-1"].link
         expected = (0.31, 0.0) if kind == "delay" else (0.01, 0.3)
         assert (link.latency, link.loss) == pytest.approx(expected)
-        run.world.run(until=30.0)
+        run.system.run(until=30.0)
         assert abs(link.latency - 0.01) < 1e-12
         assert link.loss == 0.0
         assert run.script.clock > 25
 
 
-def test_what_a_corrupting_link_carries_is_refused(tmp_path: Path) -> None:
-    run = told(tmp_path, "corrupt", "learners", "share = 0.99\nfor_seconds = 15.0", 9.9)
+def test_what_a_corrupting_link_carries_is_refused(begin: Begin, tmp_path: Path) -> None:
+    run = told(begin, tmp_path, "corrupt", "learners", "share = 0.99\nfor_seconds = 15.0", 9.9)
     merged = run.tally.merged
-    run.world.run(until=24.0)
+    run.system.run(until=24.0)
     assert run.tally.merged <= merged + 2, "spoilt bodies are not merged"
-    run.world.run(until=50.0)
+    run.system.run(until=50.0)
     assert run.tally.merged > merged + 5
 
 
-def test_a_cut_in_one_direction(tmp_path: Path) -> None:
+def test_a_cut_in_one_direction(begin: Begin, tmp_path: Path) -> None:
     """The shard no longer hears the learner; the learner hears, and takes what it is told."""
     keys = 'direction = "up"\nfor_seconds = 60.0'
-    run = told(tmp_path, "cut", "learner-1", keys, 15.0)
-    learner, shard = run.world.learners["learner-1"], run.world.shards[0]
-    assert run.world.network.is_silent(learner, shard)
-    assert not run.world.network.is_silent(shard, learner)
-    run.world.run(until=35.0)
+    run = told(begin, tmp_path, "cut", "learner-1", keys, 15.0)
+    learner, shard = run.system.learners["learner-1"], run.system.shards[0]
+    assert run.system.network.is_silent(learner, shard)
+    assert not run.system.network.is_silent(shard, learner)
+    run.system.run(until=35.0)
     assert "learner-1" not in shard.machine.state.members
     assert learner.alive
 
 
-def test_chance_chooses_whom_an_event_strikes(tmp_path: Path) -> None:
-    run = told(tmp_path, "kill", "learners", 'choose = "majority"', 12.0)
-    assert sum(learner.alive for learner in run.world.learners.values()) == 1
+def test_chance_chooses_whom_an_event_strikes(begin: Begin, tmp_path: Path) -> None:
+    run = told(begin, tmp_path, "kill", "learners", 'choose = "majority"', 12.0)
+    assert sum(learner.alive for learner in run.system.learners.values()) == 1
