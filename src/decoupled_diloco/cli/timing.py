@@ -81,13 +81,13 @@ def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
 
 
 def _rows(config: RunConfig) -> list[Interval]:
-    from decoupled_diloco.config.method import options_of, public_text, read_public
+    from decoupled_diloco.config.method import options_of
 
     import_intervals()
     from decoupled_diloco.launch.timing import intervals
 
     return intervals(
-        options_of(read_public(public_text(config))),
+        options_of(config),
         give_up_seconds=config.learner.give_up_seconds,
         lease_seconds=config.syncer.lease_seconds if config.syncer.standbys else None,
     )

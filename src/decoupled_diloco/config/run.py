@@ -6,8 +6,6 @@ Symbols in the descriptions (M, P, H, K, τ, γ) are those of the paper, *Decoup
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,6 +21,15 @@ BUILT_IN_CODECS = ("fp32", "bf16")
 
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
+
+_PRIVATE: dict[str, Any] = {
+    "run": {"folder", "evaluator", "evaluate_every_seconds", "spare"},
+    "sync": {"initial_weights"},
+    "syncer": True,
+    "learner": True,
+    "faults": True,
+}
+"""What learners are not told."""
 
 
 class RunSettings(Settings):
@@ -532,26 +539,13 @@ class RunConfig(Settings):
         return options | self.workload.options
 
     def public(self) -> dict[str, Any]:
-        """What the syncer decides for all learners, as plain values, with the digest over it.
+        """What the syncer decides for all learners, as plain values that `read_settings` reads.
 
-        Two processes that train the same run have the same digest. Left out is what concerns one
-        process or machine only: addresses, folders, threads, faults.
-
-        Returns:
-            `run` (name, seed, learners, budgets), `sync` (without `initial_weights`, a path on the
-            syncer's machine), `outer`, `data`, `workload`, each to be read back by its own class,
-            and `digest`: SHA-256 of their canonical JSON, in hex.
+        Left out is what concerns one process or machine only: addresses, folders, threads, faults.
         """
-        private = {"folder", "evaluator", "evaluate_every_seconds", "spare"}
-        public: dict[str, Any] = {
-            "run": {k: v for k, v in self.run.applicable().items() if k not in private},
-            "sync": {k: v for k, v in self.sync.applicable().items() if k != "initial_weights"},
-            "outer": self.outer.applicable(),
-            "data": self.data.applicable(),
-            "workload": {"name": self.workload.name, "options": self.workload_options()},
-        }
-        canonical = json.dumps(public, sort_keys=True, separators=(",", ":"), default=str)
-        return public | {"digest": hashlib.sha256(canonical.encode()).hexdigest()}
+        public = self.model_dump(mode="json", exclude=_PRIVATE)
+        public["workload"]["options"] = self.workload_options()
+        return public | {"shards": self.syncer.shards}
 
     @model_validator(mode="after")
     def _check_tables_against_each_other(self) -> RunConfig:

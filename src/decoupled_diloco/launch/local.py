@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine, url_of
-from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
@@ -105,7 +105,7 @@ class LocalRun:
         self.secret_file: Path = (
             settings.principals_file or settings.token_file or self.folder.token_file()
         )
-        told = {"machine": "launcher", "settings": read_public(public_text(config))}
+        told = {"machine": "launcher", "settings": config.public()}
         self._tape = open_tape(self.path, "launcher", told)
         self.supervisor = Supervisor(self.path, self._tape, self.folder.descriptors)
         if config.run.spare:
@@ -314,7 +314,7 @@ class LocalRun:
 
         try:
             layout = read_layout(self.path)
-            plan = plan_of(layout, read_public(public_text(self.config)))
+            plan = plan_of(layout, self.config)
             weights = assemble(self.path, plan, self.config.syncer.shards)
         except Error as error:
             return Outcome(False, f"the result cannot be put together: {error}", None)

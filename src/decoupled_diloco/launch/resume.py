@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.method import public_text, read_public
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint, cut_of
@@ -62,7 +61,7 @@ def standing_of(folder: Path, config: RunConfig) -> Standing:
         StorageError: The coordinator's state cannot be read.
         ConfigError: It is of a run with other settings, or shards keep nothing.
     """
-    kept = read_state(folder, read_public(public_text(config)))
+    kept = read_state(folder, config)
     if kept is not None and not config.syncer.durable:
         raise ConfigError(
             f"the run in {folder} kept nothing, because syncer.durable is false: begin a new one"
@@ -180,7 +179,7 @@ def _check_learners(folder: Path, manifest: Manifest) -> None:
 
 def _put_coordinator_back(folder: Path, config: RunConfig, manifest: Manifest) -> None:
     """Its part, with every epoch, term and lease number that was ever given out."""
-    newest = read_state(folder, read_public(public_text(config)))
+    newest = read_state(folder, config)
     ledger = DataLedger(folder, LeaseBook())
     if newest is not None:
         newest = replace(newest, data=ledger.book)

@@ -8,14 +8,13 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import difference_of, public_text, read_public
+from decoupled_diloco.config.method import difference_of_work, read_settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
@@ -89,7 +88,7 @@ def run_learner(
         give_up_seconds=config.learner.give_up_seconds,
         tape=folder / "tape" / f"{name}.jsonl",
     ) as learner:
-        _require_same_work(learner.settings, read_public(public_text(config)))
+        _require_same_work(read_settings(learner.settings), config)
         if learner.epoch == 1:
             position.batches = 0  # a donor's position is for who has lost its own
         termination.at_boundary(learner.stop_waiting)
@@ -112,16 +111,9 @@ def fixed_batches(
         yield batch
 
 
-def _require_same_work(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def _require_same_work(theirs: RunConfig, ours: RunConfig) -> None:
     """What a learner takes from its own file must be what the run's other learners have."""
-    difference = difference_of(
-        {"learners": ours["run"]["learners"], "data": ours["data"], "workload": ours["workload"]},
-        {
-            "learners": theirs["run"]["learners"],
-            "data": theirs.get("data"),
-            "workload": theirs["workload"],
-        },
-    )
+    difference = difference_of_work(ours, theirs)
     if difference:
         raise ConfigError(
             f"this learner's file is not the syncer's: {difference}: give both the same file"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 import time
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import public_text
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
 from decoupled_diloco.launch.secrets import accepted_tokens
@@ -65,7 +63,7 @@ def run_shard(
     header = {
         "machine": "shard",
         "shard": shard,
-        "settings": json.loads(public_text(config)),
+        "settings": config.public(),
         "versions": versions(),
     }
     tapes: list[TapeWriter] = []

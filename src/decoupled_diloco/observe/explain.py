@@ -6,7 +6,7 @@ formulas (`token_weight`, the grace window's inputs as `RoundOpened` tells them)
 
 from __future__ import annotations
 
-from decoupled_diloco.config.method import options_of
+from decoupled_diloco.config.method import options_of, read_settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import token_weight
 from decoupled_diloco.observe.run_model import RunModel
@@ -59,7 +59,7 @@ def explain_round(run: RunModel, number: int, shard: int | None = None) -> list[
 def options_in(run: RunModel) -> Options | None:
     """The run's settings of the method; ``None`` if the tape does not tell them."""
     try:
-        return options_of(run.settings)
+        return options_of(read_settings(run.settings))
     except (KeyError, TypeError, ValueError, ConfigError):
         return None
 

@@ -5,7 +5,6 @@ What is merged is a lineage of steps instead of numbers; every decision is the r
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.tape import pack_tapes
 from decoupled_diloco.protocol.effects import RoundFinished
@@ -115,8 +114,7 @@ class ProtocolRun:
         self.scenario = scenario
         self.folder = tape
         self.tally = Tally()
-        public = read_public(public_text(config))
-        options = options_of(public)
+        options = options_of(config)
         nbytes = 4 * math.ceil(_parameters(scenario) / options.fragments)
         ratio = BYTES.get(config.sync.uplink_codec, 2) / 4
         self.world = World(
@@ -136,7 +134,7 @@ class ProtocolRun:
                 learner.recorders = []  # the tally looks at shards only
         self.tapes: VirtualTapes | None = None
         if tape is not None:
-            self.tapes = VirtualTapes(tape, self.world, json.loads(public_text(config)))
+            self.tapes = VirtualTapes(tape, self.world, config.public())
         tellers = (self.tapes.fault, self.tapes.fault_ended) if self.tapes else ()
         self.script = Script(self.world, scenario, *tellers)
         self._watch = Clockwatch(self.world, self.script, scenario)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from decoupled_diloco.config.method import options_of
+from decoupled_diloco.config.method import options_of, read_settings
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import Difference, TapeReader, replay
@@ -72,7 +72,7 @@ def machine_of(header: Mapping[str, Any]) -> Machine:
     try:
         if header["machine"] == "lease":
             return LeaseMachine(header["nonce"], header["lease_seconds"], waits=header["waits"])
-        options = options_of(header["settings"])
+        options = options_of(read_settings(header["settings"]))
         match header["machine"]:
             case "shard":
                 return SyncerMachine(options, header["shard"])

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import public_text
 from decoupled_diloco.errors import ConfigError, MergeError
 from decoupled_diloco.observe.samples import (
     CorpusDescribed,
@@ -133,8 +132,7 @@ class Simulation:
         workload = workload or trained_in(scenario)
         self.run: VirtualRun = virtual_run(config, specs, seed=scenario.seed, workload=workload)
         self.world = self.run.world
-        settings = json.loads(public_text(config))
-        self.tapes = VirtualTapes(folder, self.world, settings, self.run.losses)
+        self.tapes = VirtualTapes(folder, self.world, config.public(), self.run.losses)
         self.script = Script(self.world, scenario, self.tapes.fault, self.tapes.fault_ended)
         self._watch = Clockwatch(self.world, self.script, scenario)
         if config.syncer.record_payloads:

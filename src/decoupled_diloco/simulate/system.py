@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.config.method import options_of
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.disk import Loss
@@ -58,7 +58,7 @@ class System:
         self.checkpoints = folder / "checkpoints" if checkpoint_seconds else None
         self.power = power
         self.checks = checks
-        self.options = options_of(read_public(public_text(config)))
+        self.options = options_of(config)
         self.limits = Limits()
         self.events = 0
         self.recorders: list[Recorder] = []

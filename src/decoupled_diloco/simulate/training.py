@@ -18,13 +18,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import (
-    blend_alpha_of,
-    options_of,
-    plan_of,
-    public_text,
-    read_public,
-)
+from decoupled_diloco.config.method import options_of, plan_of
 from decoupled_diloco.errors import Error
 from decoupled_diloco.merge import gather, layout_of, tensors_of
 from decoupled_diloco.simulate.learner_process import LearnerSpec
@@ -131,9 +125,8 @@ def virtual_run(
         world: Further arguments of `World`.
     """
     workload = workload or load_workload(config.workload.name, config.workload_options())
-    public = read_public(public_text(config))
     first = workload.model()
-    plan = plan_of(layout_of(first), public)
+    plan = plan_of(layout_of(first), config)
     parameters = tensors_of(first, plan.layout)
     losses: dict[str, list[float]] = {name: [] for name in config.learner_ids}
 
@@ -155,14 +148,14 @@ def virtual_run(
         if path is None
         else tuple(v for _, v in initial_values(path, plan, range(len(plan.fragments))))
     )
-    bodies = TensorBodies(plan, trainee, blend_alpha_of(public), initial)
+    bodies = TensorBodies(plan, trainee, config.sync.blend_alpha, initial)
     specs = learners or [LearnerSpec(name) for name in config.learner_ids]
     observers = {spec.name for spec in specs if spec.role == "observer"}
     data = None
     if config.data.leases:
         data = VirtualData(WorkloadParts(workload, config.data.parts), config.data.leases_ahead)
     built = World(
-        options_of(public),
+        options_of(config),
         specs,
         seed=config.run.seed if seed is None else seed,
         bodies=bodies,

@@ -17,7 +17,6 @@ from torch import nn
 
 from decoupled_diloco.cli import doctor as command
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import public_text
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch.doctor import Finding, facts, machine, syncer
 from decoupled_diloco.launch.doctor.examine import limited, look_at_all
@@ -232,7 +231,7 @@ async def test_a_strange_server_may_name_anything_as_addresses(named: object) ->
 def told(config: RunConfig, model: ModelFacts | None) -> dict[str, Any]:
     """What a syncer of this run answers."""
     layout = None if model is None else model.layout.to_json()
-    return json.loads(json.dumps({"settings": json.loads(public_text(config)), "layout": layout}))
+    return json.loads(json.dumps({"settings": config.public(), "layout": layout}))
 
 
 def judged(run: dict[str, Any], config: RunConfig, model: ModelFacts) -> dict[str, Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.config.method import options_of
 from decoupled_diloco.simulate.faults import Fault, strike
 from decoupled_diloco.simulate.learner_process import LearnerSpec
 from decoupled_diloco.simulate.tapes import VirtualTapes
@@ -24,15 +24,14 @@ SHARD_CRASH = Fault(SHARD_KILLED_AT, "crash", "shard-1", SHARD_BACK_AT - SHARD_K
 """What a world may suffer besides: the second shard loses all it knows."""
 
 
-def settings(folder: Path, **sync: object) -> dict[str, object]:
-    """The public settings of the run."""
-    config = RunConfig(
+def settings(folder: Path, **sync: object) -> RunConfig:
+    """The settings of the run."""
+    return RunConfig(
         run={"name": "causes", "folder": folder, "learners": 4, "budget_steps": 80},
         sync={"fragments": 4, "period": 4, "overlap": 2, "quorum": 2, **sync},
         syncer={"shards": 2, "port": 0},
         workload={"name": "gpt"},
     )
-    return dict(read_public(public_text(config)))
 
 
 def write_world(
@@ -48,9 +47,9 @@ def write_world(
     ``a`` and ``b`` take a step a second, ``c`` needs 1.7 s and is killed on the way, ``d`` has a
     link on which a body takes ten seconds, far more than the others wait. An observer looks on.
     """
-    public = settings(folder, **sync)
+    config = settings(folder, **sync)
     world = World(
-        options_of(public),
+        options_of(config),
         [
             LearnerSpec("a", step_seconds=1.0),
             LearnerSpec("b", step_seconds=1.1, variance=0.05),
@@ -62,7 +61,7 @@ def write_world(
         fragment_bytes=[1000] * 4,
         inbox_seconds=inbox_seconds,
     )
-    tapes = VirtualTapes(folder, world, public)
+    tapes = VirtualTapes(folder, world, config.public())
     strike(
         world,
         [

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import difference_of, public_text, read_public
+from decoupled_diloco.config.method import difference_of_work, read_public
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.launch.doctor.facts import ModelFacts
 from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
@@ -169,24 +169,21 @@ def judge_run(
     except ProtocolError as problem:
         yield error("settings", str(problem), ADVICE["older"])
         return
-    yield judge_settings(read_public(public_text(config)), theirs)
+    yield judge_settings(config, theirs)
     if model is not None:
         yield judge_layout(model.layout, run.get("layout"))
 
 
-def judge_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Finding:
+def judge_settings(ours: RunConfig, theirs: RunConfig) -> Finding:
     """What `ddiloco learner` compares before it trains."""
     advice = (
         "give `ddiloco learner` the syncer's own file; a script of your own needs none: leave it "
         "out here too"
     )
-    difference = difference_of(
-        {"learners": ours["run"]["learners"], "workload": ours["workload"]},
-        {"learners": theirs["run"]["learners"], "workload": theirs["workload"]},
-    )
+    difference = difference_of_work(ours, theirs)
     if difference:
         return error("settings", f"the file is not the syncer's: {difference}", advice)
-    return ok("settings", "learners and workload are the syncer's")
+    return ok("settings", "learners, data and workload are the syncer's")
 
 
 def judge_layout(ours: Layout, theirs: object) -> Finding:
