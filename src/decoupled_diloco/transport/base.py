@@ -164,6 +164,9 @@ class Channel(Protocol):
             TransportError: the channel is closed; the text is the reason.
         """
 
+    def shut(self, reason: str) -> None:
+        """Close without waiting; the first reason counts."""
+
     async def close(self, reason: str = "") -> None:
         """Send what waits in the outbox if the peer takes it at once, then close."""
 

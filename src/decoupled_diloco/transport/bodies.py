@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import quote
 
 from decoupled_diloco.errors import TransportError
@@ -377,8 +379,7 @@ class BodyUpload:
 class Stream:
     """One range of an upload while its request lasts.
 
-    Use: `await prepare()`, then `write` each piece, `finish`, and `close` in a `finally`.
-    `on_abort` is called if the upload ends meanwhile; `refusal` then says why.
+    Use: `async with stream.receiving()`, then `write` each piece, and `finish`.
     """
 
     def __init__(self, upload: BodyUpload, start: int, stop: int) -> None:
@@ -386,15 +387,32 @@ class Stream:
         self.stop = stop
         self.position = start
         self.refusal: Refusal | None = None
-        self.on_abort: Callable[[], object] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._upload = upload
         self._buffer: memoryview | None = None
 
-    async def prepare(self) -> None:
-        """Wait for memory: this is the backpressure of the pool."""
-        self._buffer = await self._upload._allocate()
-        if self.refusal is not None:
-            raise self.refusal
+    @asynccontextmanager
+    async def receiving(self) -> AsyncIterator[None]:
+        """The time of the request, which first waits for memory: the backpressure of the pool.
+
+        Raises:
+            Refusal: the upload has ended meanwhile.
+        """
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        try:
+            self._buffer = await self._upload._allocate()
+            if self.refusal is not None:
+                raise self.refusal
+            yield
+        except asyncio.CancelledError:
+            if self.refusal is None:
+                raise
+            task.uncancel()
+            raise self.refusal from None
+        finally:
+            self._task = None
+            self.close()
 
     def write(self, piece: bytes | memoryview) -> None:
         """Copy the next piece of the range into the buffer.
@@ -431,8 +449,8 @@ class Stream:
     def _abort(self, refusal: Refusal) -> None:
         self.refusal = refusal
         self.close()
-        if self.on_abort is not None:
-            self.on_abort()
+        if self._task is not None:
+            self._task.cancel()
 
 
 class _Arrival:

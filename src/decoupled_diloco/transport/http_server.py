@@ -33,7 +33,7 @@ from decoupled_diloco.transport.base import (
     Stats,
 )
 from decoupled_diloco.transport.bodies import PREFIX, Bodies, Offer, Stream
-from decoupled_diloco.transport.channel import WebSocketChannel
+from decoupled_diloco.transport.channel import NOTHING_MORE, WebSocketChannel, handle
 from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.probe import PROBE, Probes
@@ -306,43 +306,25 @@ class HttpServer:
     async def _serve(self, channel: WebSocketChannel) -> None:
         """Run the handler of a channel, then close it."""
         principal = channel.peer.principal
-        reason = "the server has nothing more to say"
         try:
-            await self._on_channel(channel)
-        except TransportError:
-            pass  # The channel closed while the handler used it; its reason says why.
-        except Exception:
-            logger.exception("the handler of %s failed", principal)
-            reason = "the server failed on this channel; its log says why"
+            await handle(self._on_channel, channel)
         finally:
             channels = self._channels[principal]
             channels.remove(channel)
             if not channels:
                 del self._channels[principal]
-            await channel.close(reason)
+            await channel.close(NOTHING_MORE)
 
     async def _put(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
         part, total = _part_of_put(request)
         stream = self._bodies.open(
             key, principal, part, total, take_over="X-Take-Over" in request.headers
         )
-        task = asyncio.current_task()
-        assert task is not None
-        stream.on_abort = task.cancel
-        try:
+        async with stream.receiving():
             await self._receive(request, stream, principal)
-        except asyncio.CancelledError:
-            if stream.refusal is None or request.transport is None:
-                raise
-            task.uncancel()
-            raise stream.refusal from None
-        finally:
-            stream.on_abort = None
-            stream.close()
         return web.Response(status=204)
 
     async def _receive(self, request: web.BaseRequest, stream: Stream, principal: str) -> None:
-        await stream.prepare()
         content = request.content
         try:
             while stream.position < stream.stop:

@@ -164,6 +164,11 @@ def read_secret(token: str | None) -> str | None:
     return stripped
 
 
+def bearer(token: str | None) -> str | None:
+    """The `Authorization` header that shows a token."""
+    return None if token is None else f"Bearer {token}"
+
+
 def check_role(role: str) -> None:
     """Refuse a role that does not exist.
 

@@ -71,9 +71,8 @@ class Shard:
     async def put(self, learner: str, number: int = 1, nbytes: int = 4 * N) -> None:
         key = self.intake.url(f"/up/{learner}/{number}").removeprefix("/bodies/")
         stream = self.bodies.open(key, learner, (0, 4 * N), 4 * N, take_over=False)
-        await stream.prepare()
-        stream.write(self.body.numpy().tobytes()[:nbytes])
-        stream.close()
+        async with stream.receiving():
+            stream.write(self.body.numpy().tobytes()[:nbytes])
         await settle()
 
 
