@@ -141,8 +141,6 @@ def main() -> None:
         result=result,
         not_measured="CUDA, whose initialisation comes on top for either; large checkpoints",
     )
-    for name, value in result.items():
-        print(name, value)
 
 
 if __name__ == "__main__":
