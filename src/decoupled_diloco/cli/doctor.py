@@ -66,9 +66,9 @@ def doctor(
     addresses = listed(syncer)
     if not all(map(_is_url, addresses)):
         fail(f"--syncer {syncer!r} is not a URL: write it as http://host:port")
-    from decoupled_diloco.launch.doctor import Case, any_left_behind, examine
+    from decoupled_diloco.launch.doctor import Examined, any_left_behind, examine
 
-    case = Case(config, addresses, _token(config, addresses, token_file), started)
+    case = Examined(config, addresses, _token(config, addresses, token_file), started)
     findings = examine(case)
     code = _print_json(findings) if as_json else _print(findings, make_console())
     if any_left_behind():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from decoupled_diloco.export.run import Exported
 
 
-class Format(StrEnum):
+class ExportFormat(StrEnum):
     """What is to read the export."""
 
     native = "native"
@@ -25,8 +25,8 @@ def export(
         Path | None, typer.Option(metavar="FOLDER", help="Where to; default: RUN/export.")
     ] = None,
     format: Annotated[
-        Format, typer.Option(help="For load_exported (native), or for transformers.")
-    ] = Format.native,
+        ExportFormat, typer.Option(help="For load_exported (native), or for transformers.")
+    ] = ExportFormat.native,
     weights: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Other weights of this model, a safetensors file."),

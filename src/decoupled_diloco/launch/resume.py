@@ -35,7 +35,7 @@ GOING_BACK = "going-back"
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStanding:
     """How far a run has come, by what is in its folder.
 
     Attributes:
@@ -54,7 +54,7 @@ class Standing:
         return self.phase == "finished" and self.weights is not None
 
 
-def standing_of(folder: Path, config: RunConfig) -> Standing:
+def standing_of(folder: Path, config: RunConfig) -> RunStanding:
     """Reads how far the run in a folder has come, given the settings it is to go on with.
 
     Raises:
@@ -72,7 +72,7 @@ def standing_of(folder: Path, config: RunConfig) -> Standing:
         faults = sum(record.type == "FaultInjected" for record in TapeReader(launcher))
     weights = folder / RESULT
     phase = None if kept is None else kept.phase
-    return Standing(phase, faults, weights if weights.exists() else None)
+    return RunStanding(phase, faults, weights if weights.exists() else None)
 
 
 def require_over(folder: Path) -> None:

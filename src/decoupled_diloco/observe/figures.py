@@ -62,7 +62,7 @@ def colors_of(run: RunModel) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LossAxis:
     """Puts an instant and a global step on the axis that a loss is drawn over."""
 
     over: Over
@@ -86,7 +86,7 @@ class Place:
         return format_count(value) if self.over == "tokens" else f"{value:g}"
 
 
-def place_over(run: RunModel, over: Over) -> Place:
+def place_over(run: RunModel, over: Over) -> LossAxis:
     """The axis that losses are drawn over: wall-clock time, global step or the run's tokens."""
     unit, name = time_unit(run.duration)
     steps = sorted(
@@ -101,7 +101,7 @@ def place_over(run: RunModel, over: Over) -> Place:
         "step": ("global step", float(_last_step(run))),
         "tokens": ("tokens, all learners together", float(run.tokens)),
     }[over]
-    return Place(over, unit if over == "time" else 1.0, label, high or 1.0, tokens_at)
+    return LossAxis(over, unit if over == "time" else 1.0, label, high or 1.0, tokens_at)
 
 
 def _last_step(run: RunModel) -> int:
@@ -249,7 +249,7 @@ def _points_of_line(canvas: Canvas, lines: int) -> int:
     return max(40, min(320, (1600 if canvas.narrow else 3200) // lines))
 
 
-def _loss_frame(canvas: Canvas, place: Place, limits: tuple[float, float]) -> Frame:
+def _loss_frame(canvas: Canvas, place: LossAxis, limits: tuple[float, float]) -> Frame:
     return framed(
         canvas, (0.0, place.high, place.label), (*limits, "mean loss per token"), place.show
     )

@@ -24,7 +24,7 @@ Files of a schema newer than ``SCHEMA`` are refused; older ones are to stay read
 from __future__ import annotations
 
 from decoupled_diloco.observe.reader import Follower, TapeReader, follow, read_tape
-from decoupled_diloco.observe.recorder import Difference, Machine, Recorder, replay
+from decoupled_diloco.observe.recorder import Machine, Recorder, ReplayDifference, replay
 from decoupled_diloco.observe.records import (
     FOLDER_NAME,
     MERGED_NAME,
@@ -43,7 +43,6 @@ __all__ = [
     "FOLDER_NAME",
     "MERGED_NAME",
     "SCHEMA",
-    "Difference",
     "Effect",
     "Event",
     "Follower",
@@ -51,6 +50,7 @@ __all__ = [
     "Machine",
     "Record",
     "Recorder",
+    "ReplayDifference",
     "TapeReader",
     "TapeWriter",
     "follow",

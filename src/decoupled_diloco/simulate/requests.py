@@ -12,7 +12,7 @@ from decoupled_diloco.simulate.network import STALL_SECONDS
 from decoupled_diloco.simulate.runtime import VirtualProcess
 from decoupled_diloco.transport.bodies import PREFIX
 from decoupled_diloco.transport.ranges import Range, RangeSet
-from decoupled_diloco.transport.tokens import Refusal, refusal_error
+from decoupled_diloco.transport.tokens import RequestRefusal, refusal_error
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.transport import VirtualClient, VirtualServer
@@ -49,7 +49,7 @@ class Request:
         """Sends the request; returns what the server replies.
 
         Raises:
-            Refusal: The server refuses.
+            RequestRefusal: The server refuses.
             TransportError: The connection broke.
         """
         self.target.requests[self._number] = self.fail
@@ -168,7 +168,7 @@ class Put:
                 stream = server.bodies.open(
                     self._key, principal, (start, stop), len(self._body), resumed
                 )
-            except Refusal as refusal:
+            except RequestRefusal as refusal:
                 request.reply(refusal)
                 return
             try:
@@ -182,7 +182,7 @@ class Put:
                         server.stats.data_bytes_received += right - left
                     stream.finish()
                     request.reply(None)
-            except Refusal as refusal:
+            except RequestRefusal as refusal:
                 request.reply(refusal)
 
         await _ask(self._client, self._address, self._key, serve)
@@ -194,7 +194,7 @@ class Put:
             try:
                 principal = server.authorize(request.principal, request.token)
                 request.reply(server.bodies.state(self._key, principal))
-            except Refusal as refusal:
+            except RequestRefusal as refusal:
                 request.reply(refusal)
 
         state = await _ask(self._client, self._address, self._key, serve)
@@ -221,7 +221,7 @@ class Get:
                     request.reply(ProtocolError(f"GET {self._key}: {text}"))
                     return
                 download = server.bodies.fetch(self._key, principal, (start, stop))
-            except Refusal as refusal:
+            except RequestRefusal as refusal:
                 request.reply(refusal)
                 return
             try:
@@ -248,5 +248,5 @@ class Get:
 async def _ask(client: VirtualClient, address: str, key: str, serve: Serve) -> Any:
     try:
         return await Request(client, address).run(serve)
-    except Refusal as refusal:
+    except RequestRefusal as refusal:
         raise refusal_error(refusal.status, refusal.text, f"{address}{PREFIX}{key}") from None

@@ -27,11 +27,17 @@ from decoupled_diloco.transport.base import (
     Peer,
     Stats,
 )
-from decoupled_diloco.transport.bodies import Bodies
+from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.channel import NOTHING_MORE, Mailbox, decode, encode, handle
 from decoupled_diloco.transport.in_process import BodyClient
 from decoupled_diloco.transport.pool import ReceivePool
-from decoupled_diloco.transport.tokens import Refusal, Tokens, bearer, check_role, refusal_error
+from decoupled_diloco.transport.tokens import (
+    RequestRefusal,
+    Tokens,
+    bearer,
+    check_role,
+    refusal_error,
+)
 
 SCHEME = "virtual"
 
@@ -48,7 +54,7 @@ class _Opening:
 class _Refused:
     """The server does not take a connection."""
 
-    refusal: Refusal
+    refusal: RequestRefusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,7 @@ class Place:
         try:
             check_role(peer.role)
             server.authorize(peer.principal, token)
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             connection.send(self.process, _Refused(refusal))
             connection.close(self.process)
             return
@@ -279,7 +285,7 @@ class VirtualServer:
         self.address = address
         self.stats = Stats()
         self.limits = limits or Limits()
-        self.bodies = Bodies(ReceivePool(pool_bytes), self.limits)
+        self.bodies = BodyBooks(ReceivePool(pool_bytes), self.limits)
         self._tokens = tokens or Tokens()
         self._place = place
         self._on_channel = on_channel
@@ -369,7 +375,7 @@ class VirtualClient(BodyClient):
         connection.send(self.place.process, _Opening(Peer(principal, role, address), self._token))
         try:
             await opening
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, address) from None
         except BaseException:
             mine.shut("not connected")

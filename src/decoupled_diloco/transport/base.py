@@ -171,7 +171,7 @@ class Channel(Protocol):
         """Send what waits in the outbox if the peer takes it at once, then close."""
 
 
-class Body(Protocol):
+class ReceivedBody(Protocol):
     """A received body, in a buffer of the pool."""
 
     @property
@@ -182,7 +182,7 @@ class Body(Protocol):
         """Give the buffer back; `buffer` must not be used afterwards. Calling it twice is fine."""
 
 
-class Upload(Protocol):
+class ExpectedUpload(Protocol):
     """A PUT that is expected: one principal, one size, once.
 
     Whoever called `expect` calls `cancel` when the body is not wanted any more.
@@ -207,7 +207,7 @@ class Upload(Protocol):
         """Bytes that have arrived so far."""
 
     @property
-    def body(self) -> Awaitable[Body]:
+    def body(self) -> Awaitable[ReceivedBody]:
         """Await it for the body. Raises TransportError if cancelled or the uploader went away."""
 
     def cancel(self, reason: str = "") -> None:
@@ -227,7 +227,7 @@ class BodyStore(Protocol):
     def withdraw(self, path: str) -> None:
         """Stop offering; a GET that asks afterwards is answered 410."""
 
-    def expect(self, path: str, nbytes: int, principal: str) -> Upload:
+    def expect(self, path: str, nbytes: int, principal: str) -> ExpectedUpload:
         """Accept one PUT of exactly `nbytes` from `principal`; memory is taken when it begins."""
 
 

@@ -21,12 +21,18 @@ from decoupled_diloco.transport.base import (
     Peer,
     Stats,
 )
-from decoupled_diloco.transport.bodies import PREFIX, Bodies, Download, Stream
+from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Download, Stream
 from decoupled_diloco.transport.channel import NOTHING_MORE, Mailbox, decode, encode, handle
 from decoupled_diloco.transport.in_process import BodyClient
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
-from decoupled_diloco.transport.tokens import Refusal, Tokens, bearer, check_role, refusal_error
+from decoupled_diloco.transport.tokens import (
+    RequestRefusal,
+    Tokens,
+    bearer,
+    check_role,
+    refusal_error,
+)
 
 
 @dataclass
@@ -180,7 +186,7 @@ class MemoryServer:
         self.tokens.check_bind(host)
         self.health = health
         self.pool = ReceivePool(pool_bytes)
-        self.bodies = Bodies(self.pool, self.limits)
+        self.bodies = BodyBooks(self.pool, self.limits)
         self._network = network
         self._host = host
         self._port = port
@@ -251,7 +257,7 @@ class MemoryClient(BodyClient):
         try:
             check_role(role)
             self.authorize(server)
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, address) from None
         mine = MemoryChannel(
             self._network, Peer(principal, role, address), self._limits, self.stats
@@ -305,7 +311,7 @@ class _MemoryPut:
                 self._key, principal, (start, stop), len(self._body), resumed
             )
             await self._send(server, stream)
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             target = f"{self._address}{PREFIX}{self._key}"
             raise refusal_error(refusal.status, refusal.text, target) from None
 
@@ -324,7 +330,7 @@ class _MemoryPut:
         server = self._client.server(self._address)
         try:
             state = server.bodies.state(self._key, self._client.authorize(server))
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, self._address) from None
         return [] if state.state == "arrived" else RangeSet(state.received).missing(start, stop)
 
@@ -352,7 +358,7 @@ class _MemoryGet:
                     "wanted"
                 )
             download = server.bodies.fetch(self._key, principal, (start, stop))
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, target) from None
         self.digest = offer.digest
         try:

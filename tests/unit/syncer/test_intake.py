@@ -19,7 +19,7 @@ from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.intake import Intake
 from decoupled_diloco.transport.base import Limits
-from decoupled_diloco.transport.bodies import Bodies
+from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
 
 N = 12
@@ -40,7 +40,7 @@ class Shard:
             weighting="tokens",
             outer=make_outer("sgd", 1.0, 0.0),
         )
-        self.bodies = Bodies(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
+        self.bodies = BodyBooks(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
         self.told: list[Any] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.intake = Intake(

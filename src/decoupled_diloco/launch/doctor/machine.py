@@ -26,7 +26,7 @@ YEAR_MIN = 2025
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Bytes that the processes of a run take on this machine, and how many there are."""
 
     learners: int
@@ -101,7 +101,7 @@ def judge_threads(setting: str | None, torch_threads: int, cores: float) -> Find
 
 def need_of(
     model: ModelFacts, config: RunConfig, *, process_bytes: int, learners: int, everything: bool
-) -> Need:
+) -> MemoryNeed:
     """What the processes on this machine take, without batches and activations.
 
     Args:
@@ -121,7 +121,7 @@ def need_of(
         config.run.learners * at_once * model.fragment_bytes,
     )
     evaluator = process_bytes + model.model_bytes + 4 * numel
-    return Need(
+    return MemoryNeed(
         learners=learners,
         learner_bytes=process_bytes + trained + 4 * numel + in_flight,
         syncer_bytes=syncer if everything else 0,
@@ -130,7 +130,7 @@ def need_of(
     )
 
 
-def judge_memory(available: int, need: Need | None) -> Finding:
+def judge_memory(available: int, need: MemoryNeed | None) -> Finding:
     """Free memory against what the run takes here."""
     free = f"{format_bytes(available)} free"
     if need is None:

@@ -13,7 +13,7 @@ from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.launch.doctor.facts import ModelFacts
 from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.transport.reach import Seen, Trouble
+from decoupled_diloco.transport.reach import LookTrouble, Seen
 from decoupled_diloco.units import format_bytes, format_duration
 
 CLOCK_SECONDS_MAX = 2.0
@@ -69,7 +69,7 @@ def judge_seen(seen: Seen, version: str) -> Iterator[Finding]:
         yield judge_trouble(seen.trouble, seen.address)
 
 
-def judge_trouble(trouble: Trouble, address: str) -> Finding:
+def judge_trouble(trouble: LookTrouble, address: str) -> Finding:
     """What ended the look."""
     check = CHECKS.get(trouble.step, trouble.step)
     if trouble.cause == "older":
@@ -146,7 +146,7 @@ def _rate(bytes_per_second: float) -> str:
     return f"{megabits:.0f} Mbit/s" if megabits >= 10 else f"{megabits:.2g} Mbit/s"
 
 
-def judge_shards(dialled: str, troubles: Mapping[str, Trouble | None]) -> Finding:
+def judge_shards(dialled: str, troubles: Mapping[str, LookTrouble | None]) -> Finding:
     """Whether all shards are where the syncer says."""
     bad = {address: trouble for address, trouble in troubles.items() if trouble is not None}
     if not bad:

@@ -12,7 +12,7 @@ from decoupled_diloco.units import format_bytes, format_duration, format_rate
 from decoupled_diloco_plan.bandwidth.compare import gbit, needs
 from decoupled_diloco_plan.bandwidth.document import Plan, measured_on
 from decoupled_diloco_plan.bandwidth.inputs import told
-from decoupled_diloco_plan.bandwidth.published import Row
+from decoupled_diloco_plan.bandwidth.published import PublishedRow
 from decoupled_diloco_plan.bandwidth.search import PERIODS
 from decoupled_diloco_plan.output import plain_table
 
@@ -25,7 +25,7 @@ PAPERS = {
 }
 
 
-def print_published(rows: Sequence[Row], console: Console) -> None:
+def print_published(rows: Sequence[PublishedRow], console: Console) -> None:
     """The rebuilt rows, a line for each system."""
     targets = sorted({row.utilization for row in rows})
     table = _table("system", "H", *(f"{100 * target:g} %" for target in targets))
