@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 from decoupled_diloco.cli.timing import print_essential
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from decoupled_diloco.config import RunConfig
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 
 def tell_beginning(
     config: RunConfig,
     folder: Path,
     moved_to: Path | None,
-    console: Console,
+    console: SteadyConsole,
     *,
     here: bool = True,
 ) -> None:
@@ -30,14 +29,10 @@ def tell_beginning(
         console: Where to tell it.
         here: Whether this command also starts the learners.
     """
-    console.print(in_words(config, here=here), soft_wrap=True, highlight=False)
+    console.say(in_words(config, here=here))
     if moved_to is not None:
-        console.print(f"the earlier run is kept in {moved_to}", soft_wrap=True, highlight=False)
-    console.print(
-        f"in {folder}; from another terminal: ddiloco watch {folder}\n",
-        soft_wrap=True,
-        highlight=False,
-    )
+        console.say(f"the earlier run is kept in {moved_to}")
+    console.say(f"in {folder}; from another terminal: ddiloco watch {folder}\n")
     print_essential(config, folder, console)
 
 

@@ -20,9 +20,8 @@ from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.shipped import find_shipped
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from decoupled_diloco.chaos.verdict import Verdict
+    from decoupled_diloco.observe.terminal import SteadyConsole
     from decoupled_diloco.simulate.scenario import Scenario
 
 DETAILS_MAX = 8
@@ -109,7 +108,7 @@ def chaos(options: ChaosOptions) -> None:
 
 
 def _carry_out(
-    scenario: Scenario, console: Console, virtual: bool, protocol_only: bool
+    scenario: Scenario, console: SteadyConsole, virtual: bool, protocol_only: bool
 ) -> tuple[int, bool, str]:
     """Exit code, whether it finished, and why it ended."""
     if not virtual:
@@ -128,7 +127,7 @@ def _carry_out(
     return code, code == 0, "the simulation is over" if code == 0 else "it did not finish"
 
 
-def _really(scenario: Scenario, console: Console) -> tuple[int, bool, str]:
+def _really(scenario: Scenario, console: SteadyConsole) -> tuple[int, bool, str]:
     from decoupled_diloco.chaos.real import RealRun, require_real
     from decoupled_diloco.cli.beginning import tell_beginning
     from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
@@ -149,7 +148,6 @@ def _really(scenario: Scenario, console: Console) -> tuple[int, bool, str]:
                 f"did not happen: {missed.kind} {missed.target.name} at step {missed.at_step}, "
                 "which was not reached",
                 style="yellow",
-                highlight=False,
             )
     code = INTERRUPTED if outcome.reason == "interrupted" else 0
     return code, outcome.finished, outcome.reason
@@ -172,31 +170,27 @@ def _judge(
     return verdict
 
 
-def _show(folder: Path, verdict: Verdict, console: Console) -> None:
-    from rich.table import Table
+def _show(folder: Path, verdict: Verdict, console: SteadyConsole) -> None:
     from rich.text import Text
 
     from decoupled_diloco.chaos.verdict import FILE_NAME
     from decoupled_diloco.cli.outcome import reader_may_be_gone
+    from decoupled_diloco.observe.terminal import plain_table
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("promise", "measured", "limit", ""):
-        table.add_column(title, overflow="fold")
+    table = plain_table("promise", "measured", "limit", "")
     for check in verdict.checks:
         told = Text("kept", style="green") if check.kept else Text("BROKEN", style="bold red")
         table.add_row(check.name, check.measured, check.limit, told)
     struck = ", ".join(f"{count} × {kind}" for kind, count in verdict.faults.items())
     with reader_may_be_gone():
-        console.print(f"\nfaults: {struck or 'none'}\n", highlight=False)
+        console.print(f"\nfaults: {struck or 'none'}\n")
         console.print(table)
         for check in verdict.checks:
             if not check.kept:
                 for line in check.details[:DETAILS_MAX]:
-                    console.print(f"  {check.name}: {line}", markup=False, highlight=False)
+                    console.print(f"  {check.name}: {line}")
         words = "every promise was kept" if verdict.kept else "a promise was broken"
-        console.print(
+        console.say(
             f"\nverdict: {words}; {folder / FILE_NAME}",
             style="bold green" if verdict.kept else "bold red",
-            highlight=False,
-            soft_wrap=True,
         )

@@ -12,9 +12,8 @@ import typer
 from decoupled_diloco.cli.options import exit_with, make_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from decoupled_diloco.observe.data_ledger import DataAccount
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 SHOWN_MAX = 20
 """Lines of each list that are shown; --json has them all."""
@@ -38,19 +37,18 @@ def ledger(
     exit_with(1 if account.problems else 0)
 
 
-def _show(account: DataAccount, console: Console) -> None:
-    from rich.table import Table
+def _show(account: DataAccount, console: SteadyConsole) -> None:
+    from decoupled_diloco.observe.terminal import plain_table
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        console.print(text)
 
     if not account.parts:
         say("The data of this run were not leased (data.leases): nobody kept account of them.")
         return
     say(f"The data are {account.parts} parts. For each pass over them, the parts that are")
-    table = Table(box=None, pad_edge=False)
-    for title in ("pass", "durable", "in training", "returned", "not begun", "durable batches of"):
-        table.add_column(title, justify="left" if title.endswith("of") else "right")
+    header = ("pass", "durable", "in training", "returned", "not begun", "durable batches of")
+    table = plain_table(*header, left=header[-1:])
     for turn, parts in account.turns.items():
         counts = [account.count(turn, each) for each in ("durable", "training", "returned")]
         shares = ", ".join(f"{name} {n}" for name, n in sorted(account.shares(turn).items()))

@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.observe.terminal import SteadyConsole
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.run_model import RunModel
 
 
 def tell_outcome(
-    folder: Path, weights: Path | None, console: Console, run: RunModel | None = None
+    folder: Path, weights: Path | None, console: SteadyConsole, run: RunModel | None = None
 ) -> None:
     """Writes the report of what is on the tape, and prints the summary.
 
@@ -41,7 +40,7 @@ def tell_outcome(
     print_summary(run, files, console)
     if run.sample_text:
         console.print("\nwhat the trained model writes:\n")
-        console.print(run.sample_text, markup=False, highlight=False)
+        console.print(run.sample_text)
 
 
 def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str:

@@ -26,8 +26,7 @@ from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.shipped import find_shipped
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from decoupled_diloco.observe.terminal import SteadyConsole
     from decoupled_diloco.simulate.protocol_run import ProtocolRun
     from decoupled_diloco.simulate.scenario import Scenario
     from decoupled_diloco.simulate.script import Script
@@ -108,7 +107,7 @@ def spare_a_real_run(folder: Path | None, option: str) -> None:
         )
 
 
-def simulate_training(scenario: Scenario, console: Console) -> int:
+def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
     """Simulates with tensors; returns the exit code."""
     from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
     from decoupled_diloco.launch.folder import RunFolder
@@ -143,7 +142,7 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
     return 0 if weights is not None else _code(simulation.reason)
 
 
-def simulate_protocol(scenario: Scenario, tape: Path | None, console: Console) -> int:
+def simulate_protocol(scenario: Scenario, tape: Path | None, console: SteadyConsole) -> int:
     """Simulates without tensors; returns the exit code."""
     from decoupled_diloco.cli.outcome import reader_may_be_gone
     from decoupled_diloco.launch.folder import RunFolder
@@ -180,23 +179,19 @@ def _keep_settings(scenario: Scenario, folder: Path) -> None:
     (folder / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
 
 
-def _tell_beginning(what: str, scenario: Scenario, console: Console) -> None:
+def _tell_beginning(what: str, scenario: Scenario, console: SteadyConsole) -> None:
     from decoupled_diloco.cli.outcome import reader_may_be_gone
 
     config = scenario.config
     shards = f"{config.syncer.shards} syncer shard" + "s" * (config.syncer.shards > 1)
     learners = f"{config.run.learners} learner" + "s" * (config.run.learners > 1)
     with reader_may_be_gone():
-        console.print(
-            f"simulating {what}{config.run.name} in virtual time: {learners}, {shards}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.say(f"simulating {what}{config.run.name} in virtual time: {learners}, {shards}")
 
 
-def _tell_unfinished(reason: str, console: Console) -> None:
+def _tell_unfinished(reason: str, console: SteadyConsole) -> None:
     text = f"the run did not finish: {reason or 'interrupted'}"
-    console.print(text, style="bold red", highlight=False)
+    console.print(text, style="bold red")
 
 
 def _code(reason: str) -> int:
@@ -223,7 +218,7 @@ def _now_and_then(*functions: Callable[[], object]) -> Callable[[], None]:
     return poll
 
 
-def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: Console) -> None:
+def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: SteadyConsole) -> None:
     """Lets it go on, and says how far it is every few seconds."""
     from decoupled_diloco.cli.outcome import reader_may_be_gone
     from decoupled_diloco.observe.words import clock_face
@@ -238,8 +233,7 @@ def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: Console)
             with reader_may_be_gone():
                 console.print(
                     f"{clock_face(run.world.now)}  {step}, {run.tally.merged} rounds, "
-                    f"{run.world.events} events, {rate:.0f}/s",
-                    highlight=False,
+                    f"{run.world.events} events, {rate:.0f}/s"
                 )
             if run.tapes is not None:
                 run.tapes.flush()
@@ -266,31 +260,21 @@ def _noticing_interrupts() -> Iterator[Callable[[], bool]]:
 # ---- afterwards
 
 
-def _tell_end(virtual: float, real: float, script: Script, console: Console) -> None:
+def _tell_end(virtual: float, real: float, script: Script, console: SteadyConsole) -> None:
     from decoupled_diloco.units import format_duration
 
     for missed in script.missed:
         step = f"step {missed.at_step}" if missed.at_step else f"{missed.at_share:.0%}"
-        console.print(
-            f"did not happen: {missed.kind} {missed.target.name} at {step}, which was not reached",
-            style="yellow",
-            highlight=False,
-        )
-    console.print(
-        f"\n{format_duration(virtual)} of virtual time in {format_duration(real)}",
-        highlight=False,
-    )
+        what = f"{missed.kind} {missed.target.name}"
+        console.say(f"did not happen: {what} at {step}, which was not reached", "yellow")
+    console.print(f"\n{format_duration(virtual)} of virtual time in {format_duration(real)}")
 
 
-def _summarise(run: ProtocolRun, console: Console) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _summarise(run: ProtocolRun, console: SteadyConsole) -> None:
+    from decoupled_diloco.observe.terminal import named_values
 
-    grid = Table.grid(padding=(0, 2))
-    for name, value in _rows(run):
-        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
     console.print()
-    console.print(grid)
+    console.print(named_values(_rows(run)))
 
 
 def _rows(run: ProtocolRun) -> list[tuple[str, str]]:

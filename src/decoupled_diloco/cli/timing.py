@@ -13,10 +13,9 @@ from decoupled_diloco.cli.options import Sets, TokenFile, fail, make_console
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rich.console import Console
-
     from decoupled_diloco.config import RunConfig
     from decoupled_diloco.launch.timing import Interval
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 
 def timing(
@@ -64,7 +63,7 @@ def import_intervals() -> None:
         import decoupled_diloco.launch.timing  # noqa: F401
 
 
-def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
+def print_essential(config: RunConfig, folder: Path, console: SteadyConsole) -> None:
     """The short table for the start of a run."""
     from rich.table import Table
     from rich.text import Text
@@ -77,7 +76,7 @@ def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
             value = row.value.replace("not measured yet", "measured")
             table.add_row(*map(Text, (row.name, value, row.essential)))
     console.print(table)
-    console.print(f"all of them: ddiloco timing {folder}\n", style="dim", soft_wrap=True)
+    console.say(f"all of them: ddiloco timing {folder}\n", style="dim")
 
 
 def _rows(config: RunConfig) -> list[Interval]:
@@ -93,7 +92,7 @@ def _rows(config: RunConfig) -> list[Interval]:
     )
 
 
-def _print(rows: Iterable[Interval], console: Console) -> None:
+def _print(rows: Iterable[Interval], console: SteadyConsole) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from rich.console import Console
-
 from decoupled_diloco.cli.beginning import tell_beginning
 from decoupled_diloco.cli.options import INTERRUPTED
 from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_remains
@@ -19,10 +17,11 @@ from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, RunOutcome
 from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.progress import ProgressDisplay
+from decoupled_diloco.observe.terminal import SteadyConsole
 
 
 def train_locally(
-    config: RunConfig, console: Console, *, resume: bool = False, cut: str = ""
+    config: RunConfig, console: SteadyConsole, *, resume: bool = False, cut: str = ""
 ) -> int:
     """Runs everything on this machine; returns the exit code."""
     if resume and not cut and _tell_if_finished(config, console):
@@ -35,7 +34,7 @@ def train_locally(
         tell_outcome(run.path, outcome.weights, console, run.model)
         if not outcome.finished:
             console.print(f"the run did not finish: {outcome.reason}", style="bold red")
-            console.print(what_remains(run.path, config), soft_wrap=True)
+            console.say(what_remains(run.path, config))
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
@@ -67,7 +66,7 @@ class RunHere(Protocol):
         ...
 
 
-def carry_out(run: RunHere, config: RunConfig, console: Console) -> RunOutcome:
+def carry_out(run: RunHere, config: RunConfig, console: SteadyConsole) -> RunOutcome:
     """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left."""
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
@@ -88,7 +87,12 @@ def carry_out(run: RunHere, config: RunConfig, console: Console) -> RunOutcome:
 
 
 def serve_locally(
-    config: RunConfig, console: Console, *, resume: bool = False, cut: str = "", new: bool = False
+    config: RunConfig,
+    console: SteadyConsole,
+    *,
+    resume: bool = False,
+    cut: str = "",
+    new: bool = False,
 ) -> int:
     """Runs all shards on this machine, for learners that are started elsewhere.
 
@@ -117,42 +121,39 @@ def serve_locally(
     remains = outcome.weights or what_remains(run.path, config, "syncer")
     with reader_may_be_gone():
         tell_outcome(run.path, outcome.weights, console, run.model)
-        console.print(f"\n{outcome.reason}; {remains}", soft_wrap=True)
+        console.say(f"\n{outcome.reason}; {remains}")
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
 
 
-def _tell_if_finished(config: RunConfig, console: Console) -> bool:
+def _tell_if_finished(config: RunConfig, console: SteadyConsole) -> bool:
     """Whether a run that is to go on has nothing left to do."""
     from decoupled_diloco.launch.resume import standing_of  # torch takes seconds
 
     standing = standing_of(Path(config.run.folder), config)
     if standing.is_finished:
-        console.print(
+        console.say(
             f"finished already: {standing.weights}; to train longer, raise its budget with "
-            "--set run.budget_steps=… or run.budget_tokens=…",
-            soft_wrap=True,
-            highlight=False,
+            "--set run.budget_steps=… or run.budget_tokens=…"
         )
     return standing.is_finished
 
 
-def _tell_how_to_join(config: RunConfig, run: LocalRun, console: Console) -> None:
+def _tell_how_to_join(config: RunConfig, run: LocalRun, console: SteadyConsole) -> None:
     reached = [from_elsewhere(address) for address in run.addresses]
     more = "" if reached == list(run.addresses) else ", or any other address of this machine"
     each, own = config.syncer.principals_file is not None, config.syncer.token_file is not None
     secret = "FILE_WITH_ITS_OWN" if each else run.secret_file
     kept = each or own or run.folder.resumed
     new = "" if kept else "\n  (new in each run: learners of an earlier one need it again)"
-    console.print(
+    console.say(
         f"syncer of {config.run.name}: {', '.join(reached)}{more}\n"
         f"secret: {run.secret_file}{new}\n"
         "join with:\n"
         f'  dd.Learner(model, syncer="{reached[0]}", token=…)\n'
         f"  ddiloco learner {run.path}/run.toml --index 0 "
-        f"--syncer {reached[0]} --token-file {secret}\n",
-        soft_wrap=True,
+        f"--syncer {reached[0]} --token-file {secret}\n"
     )
 
 

@@ -21,10 +21,11 @@ from decoupled_diloco.cli.status import newest_run, source_of
 from decoupled_diloco.errors import AccessError, TransportError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from decoupled_diloco.observe.sources import Source
     from decoupled_diloco.observe.status import RunStatus
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 FRAME_SECONDS = 0.25
 """How often the picture is drawn and the keyboard looked at."""
@@ -132,7 +133,7 @@ class Reader(threading.Thread):
         return status.phase == "closing" or (left is not None and left < GONE_SECONDS)
 
 
-def _show(reader: Reader, console: Console) -> None:
+def _show(reader: Reader, console: SteadyConsole) -> None:
     from rich.live import Live
 
     with _single_keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -143,7 +144,7 @@ def _show(reader: Reader, console: Console) -> None:
                 return
 
 
-def _picture(reader: Reader, console: Console, *, rows: int | None) -> RenderableType:
+def _picture(reader: Reader, console: SteadyConsole, *, rows: int | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 

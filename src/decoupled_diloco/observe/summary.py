@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount
-from decoupled_diloco.observe.progress import SteadyConsole
 from decoupled_diloco.observe.run_data import CutOff, LearnerLog, Outage
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import ShardLog
+from decoupled_diloco.observe.terminal import SteadyConsole, named_values
 from decoupled_diloco.observe.words import ABSENT, natural, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
@@ -27,7 +26,7 @@ NOT_FINITE = "not finite"
 
 
 def print_summary(
-    run: RunModel, files: Sequence[str | Path] = (), console: Console | None = None
+    run: RunModel, files: Sequence[str | Path] = (), console: SteadyConsole | None = None
 ) -> None:
     """Prints what became of a run: totals, every learner and shard, outages, files written."""
     console = console or SteadyConsole()
@@ -35,7 +34,7 @@ def print_summary(
         (total.name, f"{total.text}, {total.detail}" if total.detail else total.text)
         for total in totals(run)
     ]
-    _print_pairs(console, pairs)
+    console.print(named_values(pairs))
     tables = (("learners", learner_rows(run)), ("syncer", shard_rows(run)))
     for title, rows in tables:
         if len(rows) > 1:
@@ -53,10 +52,10 @@ def print_summary(
     lines += [f"the tape is not whole: {problem}" for problem in run.problems]
     for line in lines:
         console.print()
-        console.print(Text(line), soft_wrap=True)
+        console.say(line)
     if files:
         console.print()
-        _print_pairs(console, [("written", str(file)) for file in files])
+        console.print(named_values(("written", str(file)) for file in files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,13 +290,6 @@ def _rate(run: RunModel) -> str:
     if span is None or span[1] <= span[0]:
         return ""
     return f"{format_count(run.tokens / (span[1] - span[0]))}/s"
-
-
-def _print_pairs(console: Console, pairs: Sequence[tuple[str, str]]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    for name, value in pairs:
-        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
-    console.print(grid)
 
 
 def _table(title: str, rows: list[list[str]]) -> Table:

@@ -14,7 +14,7 @@ from decoupled_diloco.cli.options import make_console
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import RunOutcome
 from decoupled_diloco.observe.following import FollowedRun
-from decoupled_diloco.observe.progress import SteadyConsole
+from decoupled_diloco.observe.terminal import SteadyConsole
 
 ROOT = Path(__file__).parents[3]
 

@@ -22,7 +22,7 @@ from decoupled_diloco.launch.doctor import Finding, facts, machine, syncer
 from decoupled_diloco.launch.doctor.examine import limited, look_at_all
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
 from decoupled_diloco.merge import layout_of
-from decoupled_diloco.observe.progress import SteadyConsole
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.reach import LookTrouble, Seen
 from decoupled_diloco.units import GIB, MIB

@@ -13,13 +13,14 @@ import pytest
 
 from decoupled_diloco.observe.accounts import TOKEN_PARTS, account_for
 from decoupled_diloco.observe.explain_learner import explain_learner
-from decoupled_diloco.observe.progress import ProgressDisplay, SteadyConsole
+from decoupled_diloco.observe.progress import ProgressDisplay
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.report import problems_of, render_report
 from decoupled_diloco.observe.run_model import RunModel, read_run, run_of
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.summary import learner_rows, totals
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import percent
 from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.simulate.faults import Fault

@@ -3,11 +3,10 @@ import shutil
 from collections import Counter
 
 import pytest
-from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.following import FollowedRun
-from decoupled_diloco.observe.progress import ProgressDisplay, SteadyConsole
+from decoupled_diloco.observe.progress import ProgressDisplay
 from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, Rate
 from decoupled_diloco.observe.run_model import RunModel, read_run, run_of
 from decoupled_diloco.observe.samples import (
@@ -24,6 +23,7 @@ from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.status_view import render_status
 from decoupled_diloco.observe.tape import TapeWriter, read_tape
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import note_in_words
 from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
 from decoupled_diloco.protocol.events import StepFinished, TermGranted, Tick
@@ -35,7 +35,9 @@ WALL = 1_780_000_000.0
 
 
 def console(width=80, terminal=False):
-    return Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+    return SteadyConsole(
+        file=io.StringIO(), width=width, force_terminal=terminal, color_system=None
+    )
 
 
 def text_of(renderable, width=80):

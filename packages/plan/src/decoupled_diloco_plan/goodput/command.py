@@ -12,7 +12,7 @@ from typing import Any
 from decoupled_diloco.cli.options import listed, make_console
 from decoupled_diloco.config.command_line import option_of
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.progress import SteadyConsole
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.units import format_count, parse_count
 from decoupled_diloco_plan.checks import above
 from decoupled_diloco_plan.goodput import tables
@@ -153,7 +153,7 @@ def _calibrate(options: GoodputOptions) -> None:
 
     def tell(text: str) -> None:
         if not printed:
-            console.print(text, highlight=False, style="dim")
+            console.print(text, style="dim")
 
     found = rounded(calibrated(tell))
     rows = residuals(found)
