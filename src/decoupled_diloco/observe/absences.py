@@ -23,7 +23,7 @@ from decoupled_diloco.observe.run_data import (
     ProcessLife,
 )
 from decoupled_diloco.observe.shard_data import ShardLog
-from decoupled_diloco.observe.words import ending_in_words
+from decoupled_diloco.observe.words import ending_in_words, natural
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ RAN_OUT = "its lease ran out"
 def find_absences(run: RunModel) -> None:
     """Fills in what only the whole tape tells: outages, cuts and lost steps; once, at its end."""
     run.shards = {name: shard for name, shard in run.shards.items() if shard.lives}
+    run.learners = {name: run.learners[name] for name in sorted(run.learners, key=natural)}
     for learner in run.trained.values():
         if learner.afar:
             _spread_steps(learner)

@@ -117,8 +117,15 @@ class TimeAccount:
         return value / NANO
 
 
-TIME_PARTS = ("useful", "discarded", "waiting", "down", "joining", "other")
-"""The parts of `TimeAccount.allocated`."""
+TIME_PARTS = {
+    "useful": "in steps whose training is in the result, or may still get there",
+    "discarded": "in steps whose training was thrown away",
+    "waiting": "alive and standing still",
+    "down": "from the end of a process to the start of its next one",
+    "joining": "until it held the global weights and began its first step",
+    "other": "in steps that a crash or the end cut short",
+}
+"""The parts of `TimeAccount.allocated`, and what they mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +160,26 @@ class TokenAccount:
         return value / self.fragments
 
 
-TOKEN_PARTS = (
-    "merged",
-    "in_flight",
-    "missed",
-    "given_up",
-    "overwritten",
-    "crashed",
-    "left_behind",
-    "unsent",
-)
-"""The parts of `TokenAccount.trained`."""
+TOKEN_PARTS = {
+    "merged": "in the global weights",
+    "in_flight": "trained between a snapshot and the merged copy that overwrote it",
+    "missed": "overwritten by a version that the learner had no part in",
+    "given_up": "sent, and the outcome was lost with the link",
+    "overwritten": "in flight, missed or given up; only the learner's own tape tells which",
+    "crashed": "lost with a process that ended",
+    "left_behind": "not merged when the learner left or its run was over",
+    "unsent": "not merged when the tape ends, on a learner that still lives",
+}
+"""The parts of `TokenAccount.trained`, and what they mean."""
+
+
+def part_in_words(part: str) -> str:
+    """A part's name and meaning.
+
+    >>> part_in_words("in_flight")
+    'in flight: trained between a snapshot and the merged copy that overwrote it'
+    """
+    return f"{part.replace('_', ' ')}: {(TIME_PARTS | TOKEN_PARTS)[part]}"
 
 
 @dataclass(frozen=True, slots=True)

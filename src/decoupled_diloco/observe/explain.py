@@ -16,7 +16,6 @@ from decoupled_diloco.observe.words import (
     after,
     listing,
     many,
-    natural,
     numbers,
     percent,
     when,
@@ -230,7 +229,7 @@ def _others(run: RunModel, shard: ShardLog, round: RoundLog) -> list[str]:
     if round.result is not None:
         asked |= {participant.learner for participant in round.result.participants}
     lines = []
-    for name in sorted(run.learners, key=natural):
+    for name in run.learners:
         if name not in asked and (text := _absent(run, shard, round, name)):
             lines.append(f"{BULLET}{name}: {text}.")
     return lines

@@ -21,7 +21,6 @@ from decoupled_diloco.observe.charts import (
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shapes import (
     averaged,
-    learners_in_order,
     loss_limits,
     losses_by_life,
     smoothed,
@@ -54,7 +53,7 @@ ROUND_PARTS = (
 
 def colors_of(run: RunModel) -> dict[str, str]:
     """The class of each learner's colour, by its name, in the order in which people count."""
-    names = (learner.name for learner in learners_in_order(run))
+    names = run.trained
     return {name: f"c{number % COLORS}" for number, name in enumerate(names)}
 
 
@@ -174,7 +173,7 @@ def _label_ends(
 
 def learner_losses_chart(run: RunModel, over: Over) -> Chart | None:
     """Every learner's training loss; ``None``: there is none."""
-    learners = [learner for learner in learners_in_order(run) if learner.losses]
+    learners = [learner for learner in run.trained.values() if learner.losses]
     if not learners:
         return None
     place = place_over(run, over)
@@ -277,7 +276,7 @@ def _shade_outages(canvas: Canvas, frame: Frame, run: RunModel) -> None:
 def participation_chart(run: RunModel) -> Chart | None:
     """Which share of each stretch of merged rounds every learner was in; ``None``: no round."""
     rounds = _merged_in_order(run)
-    learners = learners_in_order(run)[:LANES_MAX]
+    learners = list(run.trained.values())[:LANES_MAX]
     if not rounds or not learners:
         return None
     height = 22.0 if len(learners) <= 16 else 12.0

@@ -15,7 +15,7 @@ from decoupled_diloco.observe.run_data import CutOff, LearnerLog, Outage
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.observe.terminal import SteadyConsole, named_values
-from decoupled_diloco.observe.words import ABSENT, natural, percent
+from decoupled_diloco.observe.words import ABSENT, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 LINES_MAX = 24
@@ -148,7 +148,7 @@ def rest_in_words(account: RunAccount) -> str:
     time = account.time
     if not time.allocated:
         return "nobody took two steps"
-    parts = [part for part in TIME_PARTS[1:] if getattr(time, part)]
+    parts = [part for part in TIME_PARTS if part != "useful" and getattr(time, part)]
     parts.sort(key=lambda part: -getattr(time, part))
     shares = [f"{part} {percent(time.share(part))}" for part in parts]
     return ", ".join(shares) or "nothing was lost"
@@ -219,15 +219,13 @@ def learner_rows(run: RunModel) -> list[list[str]]:
     """A table of the learners: the header, then one row each."""
     header = ["", "steps", "tokens", "last loss", "took part", "discarded", "away"]
     header += ["longest gap", "median step"]
-    learners = sorted(run.trained.values(), key=lambda learner: natural(learner.name))
-    return [header, *(_learner_row(run, learner) for learner in learners)]
+    return [header, *(_learner_row(run, learner) for learner in run.trained.values())]
 
 
 def shard_rows(run: RunModel) -> list[list[str]]:
     """A table of the shards: the header, then one row each."""
     header = ["", "clock", "merged", "given up", "median round", "median grace", "terms"]
-    shards = sorted(run.shards.values(), key=lambda shard: natural(shard.name))
-    return [header, *(_shard_row(shard) for shard in shards)]
+    return [header, *map(_shard_row, run.shards.values())]
 
 
 def last_loss(learner: LearnerLog) -> float | None:

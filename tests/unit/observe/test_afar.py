@@ -92,7 +92,7 @@ def test_status_report_and_explanation_tell_the_same(syncers: Path) -> None:
     assert status.discarded_tokens == pytest.approx(account.tokens.tokens("discarded"))
     told = " ".join(explain_learner(chronicle, "c"))
     assert f"{percent(account.learners['c'].time.share('down'))}: down" in told
-    assert "overwritten: by merged copies; in which way, its own tape tells" in told
+    assert "overwritten: in flight, missed or given up" in told
 
 
 def test_time_is_accounted_for(whole: Path, syncers: Path) -> None:
