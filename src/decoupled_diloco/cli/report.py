@@ -60,12 +60,12 @@ def report(
 
 def _default_page(tape: Path) -> Path:
     """Beside the run's own report; a bare tape has none, so in the current folder."""
+    from decoupled_diloco.observe.reader import run_folder_of
     from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME
 
-    inside = tape.parent if tape.suffix == ".jsonl" else tape
-    run = inside.parent if inside.resolve().name == FOLDER_NAME else inside
+    run = run_folder_of(tape)
     has_run = (run / "run.toml").is_file() or (run / FOLDER_NAME).is_dir()
-    bare = tape.is_file() and inside == run and tape.name != MERGED_NAME
+    bare = tape.is_file() and tape.parent == run and tape.name != MERGED_NAME
     return run / "report.html" if has_run and not bare else Path("report.html")
 
 

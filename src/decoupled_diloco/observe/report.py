@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from decoupled_diloco.observe import figures, tables
 from decoupled_diloco.observe.accounts import TIME_PARTS
 from decoupled_diloco.observe.charts import DARK, LIGHT, Chart
-from decoupled_diloco.observe.records import FOLDER_NAME
+from decoupled_diloco.observe.reader import run_folder_of
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.summary import absences, totals
 from decoupled_diloco.observe.timeline import TIMELINE_KEYS, timeline_chart
@@ -216,10 +216,8 @@ def flattened(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[st
 
 def settings_near(path: Path) -> str | None:
     """The ``run.toml`` of the run folder that a tape belongs to; ``None``: there is none."""
-    inside = path.parent if path.suffix == ".jsonl" else path
-    run = inside.parent if inside.name == FOLDER_NAME else inside
     try:
-        return (run / "run.toml").read_text(encoding="utf-8")
+        return (run_folder_of(path) / "run.toml").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
 

@@ -23,7 +23,7 @@ Files of a schema newer than ``SCHEMA`` are refused; older ones are to stay read
 
 from __future__ import annotations
 
-from decoupled_diloco.observe.reader import Follower, TapeReader, follow, read_tape
+from decoupled_diloco.observe.reader import Follower, TapeReader
 from decoupled_diloco.observe.recorder import Machine, Recorder, ReplayDifference, replay
 from decoupled_diloco.observe.records import (
     FOLDER_NAME,
@@ -53,9 +53,7 @@ __all__ = [
     "ReplayDifference",
     "TapeReader",
     "TapeWriter",
-    "follow",
     "pack_tapes",
-    "read_tape",
     "replay",
     "tapes_in",
 ]

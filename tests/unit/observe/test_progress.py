@@ -22,7 +22,7 @@ from decoupled_diloco.observe.samples import (
 from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.status_view import render_status
-from decoupled_diloco.observe.tape import TapeWriter, read_tape
+from decoupled_diloco.observe.tape import TapeReader, TapeWriter
 from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import note_in_words
 from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
@@ -49,7 +49,7 @@ def text_of(renderable, width=80):
 def until(run_folder, at):
     """The display as it was at this second of the made-up run."""
     progress = ProgressDisplay(run_folder, budget_steps=120, console=console())
-    for record in read_tape(run_folder):
+    for record in TapeReader(run_folder):
         if record.wall - WALL <= at:
             progress.run.take(record)
     return progress
@@ -89,7 +89,7 @@ def test_time_that_is_left_of_a_simulation_is_real(run_folder):
     virtual = ProgressDisplay(
         run_folder, 120, console=console(), clock=lambda: seconds[0], virtual=True
     )
-    for record in read_tape(run_folder):
+    for record in TapeReader(run_folder):
         if record.wall - WALL <= 34.0:
             real.run.take(record)
             virtual.run.take(record)
@@ -172,7 +172,7 @@ def test_a_run_that_went_back_is_as_far_as_it_went_back_to(tmp_path):
     view, lines = view_of(tmp_path)
     assert lines == ["back to cut 3"]
     assert view.step == 40
-    assert run_of(read_tape(tmp_path)).step == 40
+    assert run_of(TapeReader(tmp_path)).step == 40
 
 
 def test_a_line_comes_every_five_seconds(run_folder):
@@ -266,7 +266,7 @@ def test_many_learners_are_summed_up(tmp_path):
 
 def view_of(folder):
     view, lines = RunModel(), []
-    for record in read_tape(folder):
+    for record in TapeReader(folder):
         lines += [remark.text for remark in view.take(record)]
     return view, lines
 
@@ -312,7 +312,7 @@ def test_a_learner_that_has_not_stepped_for_long_is_quiet(tmp_path):
 def test_who_is_cut_off_and_steps_on_is_to_be_seen(tmp_path):
     write_world(tmp_path, faults=[Fault(50.0, "cut", "a", 25.0)])
     view, lines, states = RunModel(), [], {}
-    for record in read_tape(tmp_path):
+    for record in TapeReader(tmp_path):
         lines += [remark.text for remark in view.take(record)]
         states[int(view.duration)] = states_of(view)
     assert (states[49]["a"], states[70]["a"], states[80]["a"]) == (
@@ -457,11 +457,11 @@ def test_the_first_slow_steps_promise_no_end(tmp_path):
         for at, clock in ((1.0, 1), (15.0, 2), (15.1, 3), (15.2, 4), (15.3, 5)):
             tape.effects(at, tape.event(at, Tick()), [ClockAdvanced(clock, 1, "x")])
     display = ProgressDisplay(tmp_path, 100_000, console=console())
-    for record in list(read_tape(tmp_path))[:7]:
+    for record in list(TapeReader(tmp_path))[:7]:
         display.run.take(record)
     assert display.run.step == 3
     assert "left" not in display.line()
-    display.run.take_all(list(read_tape(tmp_path))[7:])
+    display.run.take_all(list(TapeReader(tmp_path))[7:])
     assert " left" in display.line()
 
 
@@ -469,7 +469,7 @@ def test_nothing_is_promised_when_the_clock_stands_still(tmp_path):
     with writer(tmp_path / "tape", "shard-0") as tape:
         for at in range(1, 11):
             tape.effects(at, tape.event(at, Tick()), [ClockAdvanced(at, 1, "x")])
-    run = run_of(read_tape(tmp_path), "now")
+    run = run_of(TapeReader(tmp_path), "now")
     assert status_of(run, run.latest, budget=(100, None)).seconds_left == pytest.approx(90.0)
     run.duration = 60.0
     assert status_of(run, run.latest, budget=(100, None)).seconds_left is None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
@@ -64,7 +64,7 @@ def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(tmp_path: Path)
     run.close()
     told = [
         (record.at, record.type, record.data["kind"])
-        for record in read_tape(tmp_path / "run")
+        for record in TapeReader(tmp_path / "run")
         if record.type in ("FaultInjected", "FaultEnded")
     ]
     assert told == [
