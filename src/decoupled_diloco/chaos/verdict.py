@@ -2,9 +2,10 @@
 
 Three definitions that the numbers rest on, all instants in seconds since the run's first record:
 
-* A learner is **disturbed** while a fault on purpose holds it: it stands (pause), is slowed down,
-  its clock leaps, or it is not there (killed, told to go, joining). Its own lost steps are the
-  fault; a **survivor's** are not. A link's fault disturbs no step, but does disturb taking part.
+* A learner is **disturbed** while a fault on purpose holds it: it is paused or slowed down, its
+  clock leaps, or it is away (killed, told to leave, joining). Steps that it loses then are the
+  fault's; steps that a **survivor** loses are not. A link's fault disturbs no step, but it keeps
+  a learner from taking part.
 * **Alive** is a learner from the moment it holds the global weights to its end, without the time
   that it stood, and with 1/factor of the time in which it was slowed down. Its *pace* is its own
   median step in this run. A fault-free run would have merged, of every token trained in that time
@@ -166,7 +167,7 @@ class _Judge:
     # ---- steps
 
     def steps(self) -> None:
-        """Somebody steps at every moment, but where everybody was struck."""
+        """At every moment some learner steps, unless a fault struck all of them."""
         learners = self.run.trained.values()
         instants = sorted(at for learner in learners for at in learner.steps_at)
         medians = [m for x in learners if (m := x.step_seconds_median)]
@@ -206,7 +207,7 @@ class _Judge:
         ]
 
     def survivors(self) -> None:
-        """Nobody loses a step because of somebody else's fault."""
+        """No learner loses a step because of a fault that struck another process."""
         lost: dict[str, int] = {}
         details = []
         for name, learner in self.run.trained.items():
@@ -245,7 +246,7 @@ class _Judge:
                     yield last, end
 
     def _longest_gap(self) -> float:
-        """In medians, of whom nothing disturbed."""
+        """The longest gap of any undisturbed learner, in median steps of that learner."""
         longest = 0.0
         for name, learner in self.run.trained.items():
             median = learner.step_seconds_median
@@ -452,7 +453,7 @@ class _Judge:
         )
 
     def end(self, finished: bool, reason: str) -> None:
-        """It is over as it should be, with every fragment merged."""
+        """The run is over as it should be, with every fragment merged."""
         fragments = self.run.fragments
         missing = [p for p in range(fragments) if not self.checker.merges[p]]
         self._say(

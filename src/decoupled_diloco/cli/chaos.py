@@ -33,7 +33,7 @@ def _complete(incomplete: str) -> list[tuple[str, str]]:
 
 
 class ChaosOptions(CommandOptions):
-    """Of a run under faults, and of its verdict."""
+    """Options of `ddiloco chaos`."""
 
     told: Annotated[list[str], typer.Argument(metavar="[RUN] SCENARIO", autocompletion=_complete)]
     """The scenario's TOML file, or the name of a shipped one; before it, another run than its own:
@@ -44,10 +44,10 @@ class ChaosOptions(CommandOptions):
     """Seed of the run, and of all that strikes at random."""
 
     virtual: Annotated[bool, typer.Option("--virtual")] = False
-    """In virtual time, instead of with real processes."""
+    """Run in virtual time instead of with real processes."""
 
     protocol_only: Annotated[bool, typer.Option("--protocol-only")] = False
-    """With --virtual: no tensors."""
+    """With --virtual: simulate the protocol without tensors."""
 
     reference: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None
     """A fault-free run of the same recipe to compare accepted tokens with. Default: it is
@@ -63,7 +63,7 @@ class ChaosOptions(CommandOptions):
     has few."""
 
     def scenario(self) -> Scenario:
-        """What is to happen, to which run."""
+        """The scenario with its run."""
         from decoupled_diloco.simulate.scenario import load_scenario
 
         if len(self.told) > 2:
@@ -154,7 +154,7 @@ def _really(scenario: Scenario, console: SteadyConsole) -> tuple[int, bool, str]
 
 
 def _share(scenario: Scenario, reference: Path | None) -> float:
-    """What a fault-free run accepts of what is trained."""
+    """The share of the trained tokens that a fault-free run accepts."""
     from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share
 
     return fault_free_share(scenario) if reference is None else accepted_share_of(reference)

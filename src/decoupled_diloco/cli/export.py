@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ExportFormat(StrEnum):
-    """What is to read the export."""
+    """The program that will read the export."""
 
     native = "native"
     huggingface = "huggingface"
@@ -68,6 +68,6 @@ def _tell(exported: Exported) -> None:
 
 
 def _bytes_of(path: Path) -> int:
-    """Of a file, or of all files in a folder: some tokenizers write one."""
+    """The size of a file, or of all files in a folder: some tokenizers write one."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     return sum(each.stat().st_size for each in files)

@@ -76,7 +76,7 @@ def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str
 
 @contextlib.contextmanager
 def reader_may_be_gone() -> Iterator[None]:
-    """``ddiloco train … | head``: what nobody reads is not an error, also not at exit."""
+    """``ddiloco train … | head``: a closed pipe is not an error, also not at exit."""
     try:
         yield
     except BrokenPipeError:

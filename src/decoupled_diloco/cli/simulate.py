@@ -40,7 +40,7 @@ def _find_scenario(name: str) -> Path:
 
 
 class SimulateOptions(CommandOptions):
-    """Of a run in virtual time."""
+    """Options of `ddiloco simulate`."""
 
     scenario: Annotated[
         Path,
@@ -56,10 +56,10 @@ class SimulateOptions(CommandOptions):
 
     settings: Sets = None
     seed: Annotated[int | None, typer.Option(min=0)] = None
-    """Seed of everything: weights, data, time, failures."""
+    """Seed of all random choices: weights, data, time, failures."""
 
     protocol_only: Annotated[bool, typer.Option("--protocol-only")] = False
-    """No tensors: for thousands of learners."""
+    """Simulate the protocol without tensors, for thousands of learners."""
 
     tape: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None
     """With --protocol-only: write the event tape there."""

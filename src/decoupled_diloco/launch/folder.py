@@ -176,7 +176,8 @@ def enter_run_folder(config: RunConfig) -> Path:
     try:
         (_without_links(path) / FOLDER_NAME).mkdir(parents=True, exist_ok=True)
         if not (path / RUN_FILE).exists():
-            mine = path / f"{RUN_FILE}.{os.getpid()}"  # whoever comes at the same time has another
+            # Another process that comes at the same time has another name.
+            mine = path / f"{RUN_FILE}.{os.getpid()}"
             mine.write_text(dump_config(config), encoding="utf-8")
             mine.replace(path / RUN_FILE)
     except OSError as error:

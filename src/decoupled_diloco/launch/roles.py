@@ -38,7 +38,7 @@ EVALUATOR_NICENESS = 10
 """An evaluation may take longer; a learner's step on the same core should not."""
 
 EVALUATOR_GIVES_UP_SECONDS = 15.0
-"""An evaluator that was started too late finds nobody; whoever supervises it starts it again."""
+"""An evaluator that was started too late finds no syncer; its supervisor starts it again."""
 
 
 def run_learner(

@@ -125,7 +125,7 @@ def run_shard(
         for each in tapes:
             each.close()
     if not finished:
-        # Only the end of the run is a success: whoever supervises this process starts it again.
+        # Only the end of the run is a success: the supervisor starts this process again.
         raise KeyboardInterrupt
 
 

@@ -206,7 +206,7 @@ def _of_run(options: Options, measured: RoundOpened | None) -> dict[str, Any]:
 
 
 def _newest_opening(run: RunModel | None) -> RoundOpened | None:
-    """That of an ordinary round, by a shard that has measured a step."""
+    """The grace window of an ordinary round, at a shard that has measured a step."""
     logs = run.shards.values() if run else ()
     rounds = [each for log in logs for each in (*log.rounds, *log.open.values())]
     opened = [each.opened for each in rounds if each.opened and not each.opened.closing]

@@ -1,4 +1,4 @@
-"""Who was away in a run, down or cut off, and what that cost the others; from a whole tape.
+"""Which processes were away in a run, down or cut off, and what that cost the others.
 
 The launcher writes down how processes end, and shards whose lease ran out and who came back; that a
 learner stepped on meanwhile is on its own tape. Of learners whose tapes are elsewhere the shards

@@ -374,7 +374,7 @@ def _merged(run: RunModel) -> Iterator[RoundLog]:
 
 
 def _restored(run: RunModel) -> dict[int, dict[int, int]]:
-    """By fragment and term, the counter that its shard went on from: the least of its bases.
+    """For each fragment and term the counter that its shard went on from: the least of its bases.
 
     A shard that starts again gives what it has restored its new term and the old counter.
     """
@@ -456,7 +456,7 @@ def _tokens_of_life(
 def _tokens_heard_of(
     life: ProcessLife, overwritten: int, fragments: int, folded: list[Folded]
 ) -> tuple[TokenAccount, _Rest, dict[int, int]]:
-    """As `_tokens_of_life`, of a life that only the shards tell of."""
+    """The same as `_tokens_of_life`, for a life that only the shards tell of."""
     trained, folds = life.ledger.trained, Counter[int]()
     for each in folded:
         folds[each.fragment] += each.tokens
@@ -487,7 +487,7 @@ def _hand_on(rests: list[_Rest], brought: dict[int, int]) -> int:
 
 
 def _fate_of_the_rest(life: ProcessLife) -> str:
-    """What becomes of tokens that a life has not delivered: only who still lives may do so."""
+    """What becomes of tokens that a life has not delivered; if it still lives, it still may."""
     if life.crashed:
         return "crashed"
     return "left_behind" if life.over or life.ended_at is not None else "unsent"

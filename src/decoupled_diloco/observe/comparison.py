@@ -110,7 +110,7 @@ def numbers_table(first: Side, second: Side) -> Table:
 
 
 def difference_of(first: Total | None, second: Total | None) -> str:
-    """By how much the second number differs from the first, in words.
+    """The difference between two numbers, in words.
 
     >>> difference_of(Total("x", "2", number=2.0), Total("x", "3", number=3.0))
     '+1 (+50 %)'
@@ -189,7 +189,7 @@ def _side(label: str, path: Path) -> Side:
 
 
 def _settings(run: RunModel, path: Path) -> Mapping[str, Any]:
-    """Of the run folder, if there is one, else what the processes agreed on."""
+    """The settings in the run folder; if there are none, those that the processes agreed on."""
     try:
         return tomllib.loads(settings_near(path) or "") or run.settings
     except tomllib.TOMLDecodeError:

@@ -224,7 +224,7 @@ def _asked_so_far(round: RoundLog) -> list[str]:
 
 
 def _others(run: RunModel, shard: ShardLog, round: RoundLog) -> list[str]:
-    """Those that were not asked: without a new step in time, out of reach, or not live."""
+    """Learners that were not asked: without a new step in time, out of reach, or not live."""
     asked = set(round.asks)
     if round.result is not None:
         asked |= {participant.learner for participant in round.result.participants}

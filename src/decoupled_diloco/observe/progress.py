@@ -49,7 +49,7 @@ class ProgressDisplay:
         budget_tokens: The run ends after this many tokens; ``None``: no limit.
         console: Where to show it; a `SteadyConsole` on standard output by default.
         clock: Seconds, for the distance of plain lines.
-        virtual: The run is simulated: its time is not that of whoever waits for its end.
+        virtual: The run is simulated: its time is not the user's.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class ProgressDisplay:
         return render_training(status, self._left(status))
 
     def _left(self, status: RunStatus) -> str:
-        """In words, and in the time of whoever waits; nothing when it is too early to tell."""
+        """How long it will take, in the user's time; nothing when it is too early to tell."""
         remaining, elapsed = status.seconds_left, self.run.duration
         if not remaining or (self._virtual and not elapsed):
             return ""

@@ -126,7 +126,7 @@ class Remark:
 
 @dataclass(slots=True)
 class FaultLog:
-    """A fault on purpose: what, whom, from when to when; infinity: to the end."""
+    """A fault on purpose: its kind, target, beginning and end; infinity: to the run's end."""
 
     kind: str
     target: str
@@ -329,7 +329,7 @@ class LearnerLog:
 
     @property
     def steps_unrecorded(self) -> int:
-        """Those that only the shards have heard of: their process was killed."""
+        """Steps that only the shards have heard of, because their process was killed."""
         return sum(life.unrecorded[0] for life in self.lives)
 
     @property

@@ -64,7 +64,7 @@ REMARKS_MAX = 500
 """Remarks that are kept of a run that goes on, the newest."""
 
 REPEAT_SECONDS = 5.0
-"""The same remark, from several processes within this time, is told once."""
+"""A remark that several processes make within this time is told once."""
 
 PROBLEMS_MAX = 10
 """No more torn lines than this are named one by one."""
@@ -74,7 +74,7 @@ Keep = Literal["now", "run", "details"]
 
 
 class Listener(Protocol):
-    """Somebody who is told every record that the model has decoded, and those in ``looks_at``."""
+    """An object that is told every record that the model decodes, and those in ``looks_at``."""
 
     looks_at: frozenset[str]
 
@@ -174,7 +174,7 @@ class RunModel:
         return max((shard.clock for shard in self.shards.values()), default=0)
 
     def global_step_by(self, at: float) -> int:
-        """The same at an instant, of a whole tape."""
+        """The latest clock of any shard at an instant, from a whole tape."""
         return max((shard.clock_by(at) for shard in self.shards.values()), default=0)
 
     @property
@@ -228,7 +228,7 @@ class RunModel:
 
     @cached_property
     def training_span(self) -> tuple[float, float] | None:
-        """From the first step of anybody to the last step of anybody, once the tape is read."""
+        """From the first step of a learner to the last step of any, once a tape is read."""
         steps = [at for learner in self.learners.values() for at in learner.steps_at]
         return (min(steps), max(steps)) if steps else None
 

@@ -3,13 +3,13 @@
 ``RUN/tape/shard-0.jsonl`` is appended to. Once it is `SEGMENT_BYTES` long it becomes a segment,
 ``RUN/tape/shard-0.segments/000004194411.jsonl``, which is then compressed to ``….jsonl.xz``; the
 number says where in the whole text of the tape it ends. So a place in a tape is one number for as
-long as the tape is there, whichever file it is in, and who reads on keeps nothing else.
+long as the tape is there, whichever file it is in. A reader that goes on later keeps only that.
 
 Why not a compressed stream that is flushed: a learner writes two kilobytes between two flushes, of
 which little can be saved, a killed process would leave a file that other programs call corrupt, and
 readers would need another way to find a torn line. The newest text is written, followed, searched
 and torn like any log; ``xzcat`` reads the rest. Compression is a thread's of its own, outside the
-interpreter's lock, and nobody waits for it.
+interpreter's lock, and no other thread waits for it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FILTERS = (
 Smaller than ``xz -6`` makes it, three times as fast, in 4 MB; see `benchmarks/tape.py`."""
 
 NICENESS = 10
-"""Of the thread that compresses: training and merging go first."""
+"""Niceness of the thread that compresses: training and merging go first."""
 
 
 def _give_way() -> None:

@@ -169,7 +169,7 @@ class RunStatus:
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain JSON values; the keys are the names of the fields."""
+        """The status as plain JSON values; the keys are the names of the fields."""
         plain = dataclasses.asdict(self)
         for shard in plain["shards"]:
             shard["versions"] = {str(p): version for p, version in shard["versions"].items()}
@@ -407,7 +407,7 @@ def _shard(run: RunModel, shard: ShardLog, as_of: float) -> ShardStatus:
 
 
 def _grace_seconds(shard: ShardLog, rounds: Sequence[RoundLog]) -> float | None:
-    """That of the newest round."""
+    """The grace window of the newest round."""
     for round in (*reversed(rounds), *shard.rounds[-1:]):
         told = round.opened or round.result
         if told is not None:

@@ -161,7 +161,7 @@ def _discarded(account: RunAccount) -> tuple[float, Callable[[float], str], str]
 
 
 def absences(run: RunModel) -> list[str]:
-    """Who was away, down or cut off, a sentence each, in order of time."""
+    """The absences of all processes, down or cut off, a sentence each, in order of time."""
     told = [(outage.down_at, outage_line(run, outage)) for outage in run.outages]
     told += [(cut.cut_at, cut_line(run, cut)) for cut in run.cuts]
     return [line for _, line in sorted(told, key=lambda entry: entry[0])]

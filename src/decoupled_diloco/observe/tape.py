@@ -13,7 +13,7 @@ full precision, so that a replay is exact); ``seq`` counts the records of one li
 record. Effects name the event that caused them in ``cause``. Readers turn ``at`` into wall-clock
 seconds with the pair of clocks in the latest start record, and merge the files by that.
 
-Who writes must not fail with the tape: a process that is killed loses what it had not yet flushed
+A process must not fail with its tape: one that is killed loses what it had not yet flushed
 (at most about half a second), which leaves at most a torn last line; readers skip what is torn and
 say so. What was written is neither lost nor read twice, whatever was being done to a segment. When
 the disk is full the tape ends there, with one `StorageError`, and training goes on.

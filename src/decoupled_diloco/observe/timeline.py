@@ -140,7 +140,7 @@ def _draw_learner(
 
 
 def _corners(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same outline without points that lie in the middle of a level stretch."""
+    """The outline without points that lie in the middle of a level stretch."""
     return [
         point
         for index, point in enumerate(points)

@@ -72,7 +72,7 @@ async def reconnecting(
     """Connect, trying again with backoff for as long as nobody answers.
 
     Args:
-        client: Who dials.
+        client: The client that dials.
         addresses: Where to: the first of these that answers.
         role: As for `Client.connect`.
         principal: As for `Client.connect`.

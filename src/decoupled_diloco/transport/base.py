@@ -72,7 +72,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end of a channel.
+    """The process at the other end of a channel.
 
     Attributes:
         principal: Learner id, observer or shard name, as bound by the token.
@@ -129,7 +129,7 @@ class Channel(Protocol):
 
     @property
     def peer(self) -> Peer:
-        """Who is at the other end."""
+        """The process at the other end."""
 
     @property
     def closed(self) -> bool:
@@ -185,7 +185,7 @@ class ReceivedBody(Protocol):
 class ExpectedUpload(Protocol):
     """A PUT that is expected: one principal, one size, once.
 
-    Whoever called `expect` calls `cancel` when the body is not wanted any more.
+    The caller of `expect` calls `cancel` when it does not want the body any more.
 
     Attributes:
         when_ended: Told once, soon after the end, whether the body has arrived: so that no task

@@ -6,7 +6,7 @@ Both transports use it; it knows no sockets. A PUT passes these states:
        └────────────┴──────────────── cancel, silence ──────────────┴──▶ ended (410, with a reason)
 
 A body may come as several ranges at once, each a `Stream`. A range whose connection broke keeps
-what it received; who resumes it asks `state` for the gaps and takes over.
+what it received; a client that resumes it asks `state` for the gaps and takes over.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class UploadState:
-    """What somebody who resumes a PUT needs to know."""
+    """What a client that resumes a PUT needs to know."""
 
     state: str
     received: list[Range]
@@ -278,11 +278,11 @@ class BodyUpload:
 
     @property
     def body(self) -> Awaitable[ReceivedBody]:
-        """The body, when it has arrived; cancelling who awaits it does not cancel the upload."""
+        """The body, when it has arrived. Cancelling a task that awaits it keeps the upload."""
         return _Arrival(self)
 
     def cancel(self, reason: str = "") -> None:
-        """Refuse the PUT from now on, and release a body that nobody took."""
+        """Refuse the PUT from now on, and release a body that was not taken."""
         self._end(f"was cancelled{': ' if reason else ''}{reason}")
         if not self._taken and not self._future.cancelled() and not self._future.exception():
             self._future.result().release()
@@ -460,7 +460,7 @@ class Stream:
 
 
 class _Arrival:
-    """Awaitable of a body; whoever gets it has taken it, and releases it."""
+    """Awaitable of a body; the task that gets it has taken it, and releases it."""
 
     def __init__(self, upload: BodyUpload) -> None:
         self._upload = upload

@@ -72,12 +72,12 @@ class HttpServer:
         tokens: Who may speak.
         on_channel: Run for each control connection; the channel closes when it returns.
         health: What `/healthz` answers.
-        about: What `/run` answers, to who has a token.
+        about: What `/run` answers to a peer with a token.
         pool_bytes: Size of the receive pool.
         limits: Bounds and intervals.
         congestion: Congestion control asked for on sockets that send bodies over a long link;
             None keeps the kernel's default.
-        queries: Answers GETs with parameters at further paths; to who has a token, of any name.
+        queries: Answers GETs with parameters at further paths, to a peer with any token.
 
     Raises:
         ConfigError: no token on an address that others can reach.
@@ -176,7 +176,7 @@ class HttpServer:
         self._listener = self._web = None
 
     def _cut_off(self) -> None:
-        """Ends every connection at once: whoever waits for its peer waits no longer."""
+        """Ends every connection at once, so that no task waits for its peer any longer."""
         for connection in self._web.connections if self._web is not None else ():
             if isinstance(connection.transport, asyncio.WriteTransport):
                 connection.transport.abort()
@@ -254,7 +254,7 @@ class HttpServer:
         body: memoryview,
         sent: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Writes a response, and gives up on who takes nothing of it for long."""
+        """Writes a response, and gives up on a peer that takes nothing of it for long."""
         await response.prepare(request)
         guard = _WriteGuard(request, 3 * self._limits.stall_seconds)
         try:

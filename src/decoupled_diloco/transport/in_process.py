@@ -65,7 +65,7 @@ class BodyClient(ABC):
         """What reads an offer of a server."""
 
     def identity(self, address: str) -> tuple[str, str | None]:
-        """As whom this client is known at an address, and by which token."""
+        """The principal and the token of this client at an address."""
         principal = self._principals.get(address, self._principals.get(self._base, ""))
         return principal, self._token
 

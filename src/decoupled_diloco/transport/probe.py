@@ -3,8 +3,8 @@
 GET /probe?bytes=N    N zero bytes
 PUT /probe            whatever comes is thrown away; the answer comes after the last byte
 
-Only who has a token may ask, for so many bytes and seconds at a time, so that a measurement cannot
-fill a link for long; it touches neither the bodies nor their memory.
+Only a peer with a token may ask, for so many bytes and seconds at a time, so that a measurement
+cannot fill a link for long. It touches neither the bodies nor their memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from decoupled_diloco.transport.tokens import RequestRefusal
 PROBE = "/probe"
 
 PROBE_BYTES_MAX = 4 << 20
-"""Of one request: a fifth of a second at 160 Mbit/s; who wants to measure more asks again."""
+"""Limit of one request: a fifth of a second at 160 Mbit/s. A longer measurement asks again."""
 
 PROBE_SECONDS_MAX = 5.0
-"""Of one request: longer than any measurement takes."""
+"""Limit of one request: longer than any measurement takes."""
 
 PROBES_MAX = 16
 """Requests at once, of all peers together: as many as a transfer's stripes."""
@@ -72,7 +72,7 @@ async def _give(request: web.BaseRequest) -> web.StreamResponse:
         if request.transport is not None:
             request.transport.abort()  # What was promised can no longer be answered otherwise.
     except ConnectionError:
-        pass  # Who measures has seen enough.
+        pass  # The peer has measured enough.
     return response
 
 

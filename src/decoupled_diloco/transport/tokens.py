@@ -1,4 +1,4 @@
-"""Who may speak: bearer tokens, and the principals they stand for."""
+"""Bearer tokens, and the principals they stand for."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Tokens:
         return principal
 
     def recognize(self, authorization: str | None) -> None:
-        """Let in whoever holds any of the tokens, whatever name goes with it.
+        """Let a peer in that holds any of the tokens, under any name.
 
         Raises:
             RequestRefusal: 401 without a good token.

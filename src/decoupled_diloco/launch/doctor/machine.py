@@ -14,7 +14,7 @@ PYTHON_MIN = (3, 11)
 TORCH_MIN = (2, 6)
 
 MEMORY_SHARE_MAX = 0.8
-"""Of the memory that is free: batches and activations come on top of what can be foreseen."""
+"""Share of the free memory to use: batches and activations come on top of the estimate."""
 
 DISK_BYTES_MIN = GIB
 """For tapes, logs and the report, beside the weights."""

@@ -160,10 +160,10 @@ class PlanOptions(CommandOptions):
     """Find me a setting that reaches this, such as 0.95. What is given stays."""
 
     price_chip_hour: Annotated[float | None, _option(metavar="PRICE")] = None
-    """Of a chip for an hour, in any currency."""
+    """Price of a chip for an hour, in any currency."""
 
     price_gb: Annotated[float | None, _option(metavar="PRICE")] = None
-    """Of 10⁹ bytes that leave a site."""
+    """Price of 10⁹ bytes that leave a site."""
 
     method: Annotated[str, _option(metavar="NAME", autocompletion=_complete(METHODS))] = "own"
     """own: our event-level model of rounds on your links; published: rebuild the published tables
@@ -188,7 +188,7 @@ class PlanOptions(CommandOptions):
     wait: str = "never"
     apply: str = "on_arrival"
     alignment: str = "overwrite"
-    """As in a run's file: no options."""
+    """Set by a run's file only."""
 
     def after(self, settings: Mapping[str, Any]) -> PlanOptions:
         """What is given, and these where nothing is."""

@@ -107,7 +107,7 @@ def run(options: GoodputOptions) -> None:
 
 
 def _simulate(clusters: Sequence[Cluster], effort: Effort, rows: list[Row]) -> None:
-    """Adds the rows one by one, so that who stops it has those that are done."""
+    """Adds the rows one by one, so that a user who stops it has those that are done."""
     with _progress() as tell:
         for cluster in clusters:
             tell(f"row {len(rows) + 1} of {len(clusters)}: {_told(cluster)}")
@@ -215,7 +215,7 @@ def _picked(options: GoodputOptions, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _systems(options: GoodputOptions) -> list[System]:
-    """Those that are named; else all that can be."""
+    """The systems that are named, or else all that are possible."""
     if not options.system:
         borrows = bool(options.scavenged_share)
         return [system for system in SYSTEMS if not (borrows and system == "barrier")]
