@@ -13,10 +13,8 @@ from decoupled_diloco.chaos.shaping import Shaper
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.local import LocalRun, RunOutcome
+from decoupled_diloco.observe.run_data import LINK_FAULTS
 from decoupled_diloco.simulate.scenario import COORDINATOR, Scenario, Target
-
-LINK_KINDS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
-"""What needs wires between the processes."""
 
 HOST = "127.0.0.1"
 
@@ -92,7 +90,7 @@ def _require_no_sizes(scenario: Scenario) -> None:
 
 def needs_links(scenario: Scenario) -> bool:
     """Whether processes must be joined by wires that something can befall."""
-    return bool(scenario.links) or any(kind in LINK_KINDS for kind in _kinds(scenario))
+    return bool(scenario.links) or any(kind in LINK_FAULTS for kind in _kinds(scenario))
 
 
 def _kinds(scenario: Scenario) -> set[str]:

@@ -37,6 +37,7 @@ from decoupled_diloco.errors import Error, ProtocolError
 from decoupled_diloco.observe.accounts import TokenAccount
 from decoupled_diloco.observe.run_data import (
     GAP_MEDIANS,
+    LINK_FAULTS,
     STEP_FAULTS,
     FaultLog,
     LearnerLog,
@@ -56,8 +57,6 @@ ACCEPTED_MIN = 0.97
 
 PARTICIPATION_MIN = 0.95
 """Least share of the rounds that a learner was eligible for that it took part in."""
-
-LINK_KINDS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
 
 SETTLE_SECONDS = 1.0
 """So long after a fault on a link has ended its wires may be dialled again."""
@@ -108,7 +107,7 @@ def judge(
     """Checks everything that a run's tape tells.
 
     Args:
-        folder: The run folder; nobody writes to its tape any more.
+        folder: The run folder; no process writes to its tape any more.
         accepted_share: Share of the trained tokens that a fault-free run of the same recipe merges.
         finished: Whether the run has ended as it should.
         reason: Why, in words.
@@ -172,7 +171,7 @@ class _Judge:
         instants = sorted(at for learner in learners for at in learner.steps_at)
         medians = [m for x in learners if (m := x.step_seconds_median)]
         if len(instants) < 2 or not medians:
-            self._say("some learner always steps", False, "nobody has stepped", "100 %")
+            self._say("some learner always steps", False, "no learner has stepped", "100 %")
             return
         limit = GAP_MEDIANS * max(medians)
         gaps = [
@@ -405,7 +404,7 @@ class _Judge:
         if not stepped or not self.checker.member_during(shard.name, name, since, end):
             return None
         for who in (name, shard.name):
-            kinds = (*STEP_FAULTS, *LINK_KINDS)
+            kinds = (*STEP_FAULTS, *LINK_FAULTS)
             if _overlaps(self._disturbances(who, kinds, SETTLE_SECONDS), since, end):
                 return None
         return mine[0].state if mine else "not asked"

@@ -117,7 +117,7 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
     if shard:
         token = own_token(config, f"shard-{shard}")
     else:
-        token = read_token(config.syncer.token_file)  # it dials nobody
+        token = read_token(config.syncer.token_file)  # it dials no other process
     run_shard(
         config,
         shard,
@@ -135,7 +135,7 @@ def _place_of(config: RunConfig, shard: int, options: SyncerOptions) -> tuple[in
     if not 0 <= shard < shards:
         fail(f"--shard {shard} is no shard of this run: 0 to {shards - 1}")
     if not (options.port or config.syncer.port):
-        fail("port=0 means any free port, so nobody would find this shard: give --port")
+        fail("port=0 means any free port, so no learner would find this shard: give --port")
     in_settings = config.syncer.port + shard + shards * options.standby
     port = options.port or in_settings
     alone = shards == 1 and not config.syncer.standbys

@@ -38,8 +38,8 @@ def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
         return settings.addresses
     if not ports and not settings.port:
         raise ConfigError(
-            "syncer.port=0 means any free ports, so nobody knows where the shards are: give their "
-            "addresses (--syncer for a learner, --addresses for a shard), or set syncer.port"
+            "syncer.port=0 means any free ports, so no process knows where the shards are: give "
+            "their addresses (--syncer for a learner, --addresses for a shard), or set syncer.port"
         )
     shards = settings.shards
     ports = ports or range(settings.port, settings.port + shards * (1 + settings.standbys))

@@ -46,7 +46,7 @@ def load_resumed(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         folder: The run folder.
-        overrides: As for `load_config`; the method, the model and who takes part cannot change.
+        overrides: As for `load_config`; the method, the model and the learners cannot change.
 
     Raises:
         ConfigError: It is no run folder, or something was changed that cannot be.

@@ -64,10 +64,10 @@ class LocalRun:
         dial: How a process of a name reaches these addresses of shards, if not directly: other
             addresses with the same ports. Who is told of the shards then puts the host in that it
             has dialled itself.
-        absent: Learners that somebody else brings in, later.
+        absent: Learners that are not started here, but brought in later.
 
     Raises:
-        ConfigError: the folder is in use or somebody else's, the run in it has not ended, the
+        ConfigError: the folder is in use or not of ddiloco, the run in it has not ended, the
             workload cannot be built, a learner's part of its data has no batch, or a secret or the
             initial weights are missing.
         TransportError: a port of the settings is taken, or its host is not of this machine.
@@ -223,7 +223,7 @@ class LocalRun:
             self._follow()
             on_poll()
             if over_at is not None or any(child.done for child in self._processes_of(0)):
-                # The coordinator ends last: every share of the result is on disk, nobody is needed.
+                # The coordinator ends last: every share of the result is on disk.
                 over_at = over_at or time.monotonic()
                 self.supervisor.retire()
                 if time.monotonic() > over_at + self._patience_seconds():

@@ -39,7 +39,7 @@ class RunStanding:
     """How far a run has come, by what is in its folder.
 
     Attributes:
-        phase: The coordinator's; ``None``: nobody has joined yet.
+        phase: The coordinator's; ``None``: no learner has joined yet.
         faults: How many of the run's faults have been.
         weights: The result, if there is one.
     """
@@ -97,7 +97,7 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
     """Puts a run back to a consistent cut; what is newer is set aside, not deleted.
 
     Args:
-        folder: The run folder, which nobody else uses.
+        folder: The run folder, which no other process uses.
         config: The run.
         which: ``"last"`` or the number of a cut. A last one that is torn or corrupt is named, and
             the one before it is used.

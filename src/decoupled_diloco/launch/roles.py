@@ -90,7 +90,7 @@ def run_learner(
     ) as learner:
         _require_same_work(read_settings(learner.settings), config)
         if learner.epoch == 1:
-            position.batches = 0  # a donor's position is for who has lost its own
+            position.batches = 0  # only a learner that has lost its position takes a donor's
         termination.at_boundary(learner.stop_waiting)
         if config.data.leases:
             batches: Iterator[Batch] = parts.of(learner)

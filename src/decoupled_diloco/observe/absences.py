@@ -1,9 +1,10 @@
 """Which processes were away in a run, down or cut off, and what that cost the others.
 
-The launcher writes down how processes end, and shards whose lease ran out and who came back; that a
-learner stepped on meanwhile is on its own tape. Of learners whose tapes are elsewhere the shards
-have heard of every step, but not when exactly it was taken if they heard of it late, because a link
-was cut or the shard itself stood still: such steps are spread evenly over the time before.
+The launcher writes down how processes end; shards write down which leases ran out, and which
+learners came back. That a learner stepped on meanwhile is on its own tape. If that is on another
+machine, the shards have heard of every step, but not when exactly it was taken if they heard of it
+late, because a link was cut or the shard itself stood still: such steps are spread evenly over the
+time before.
 """
 
 from __future__ import annotations

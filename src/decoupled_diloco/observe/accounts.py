@@ -1,6 +1,6 @@
 """Where a run's learner-time and its tokens went: nothing is left over, nothing is counted twice.
 
-**Time.** The run's span reaches from the first finished step of anybody to the last. A learner's
+**Time.** The run's span reaches from the first finished step of a learner to the last. A learner's
 time is *allocated* from the beginning of the span, or from its process's start if that is later, to
 the end of the span, or to the moment it left on purpose. It is divided into
 
@@ -36,7 +36,7 @@ at least one learner steps.
   it came too late counts here as well.
 
 Discarded is everything but *merged* and *unsent*. A version that was merged and then lost with its
-shard, before anybody had taken it, counts as merged until a round goes on from what was restored.
+shard, before a learner had taken it, counts as merged until a round goes on from what was restored.
 What one life was trained on and a later one, from a checkpoint, got merged is merged, and no longer
 the earlier one's rest.
 """
@@ -196,7 +196,7 @@ class LearnerAccount:
 class RunAccount:
     """All learners' accounts and their sum.
 
-    ``span`` and ``uptime`` are ``None`` where nobody took a step, or only one.
+    ``span`` and ``uptime`` are ``None`` if there was no step, or only one.
     """
 
     learners: dict[str, LearnerAccount]
@@ -358,7 +358,7 @@ def _folded(run: RunModel) -> dict[str, list[Folded]]:
         version = (result.version.term, result.version.counter)
         later = restored.get(result.fragment, {}).items()
         if any(term > version[0] and counter < version[1] for term, counter in later):
-            continue  # lost with the shard, before anybody had taken it
+            continue  # lost with the shard, before any learner had taken it
         for part in result.participants:
             if part.state == "folded":
                 seconds = part.delivered_seconds

@@ -149,7 +149,7 @@ def shares_table(first: Side, second: Side) -> Table:
     ]
     return Table(
         "shares", "Shares of learner-time", ["", first.label, second.label, "difference"], rows,
-        "In neither run did anybody take two steps.",
+        "In neither run did a learner take two steps.",
     )  # fmt: skip
 
 

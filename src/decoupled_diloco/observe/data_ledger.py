@@ -57,7 +57,7 @@ class PartAccount:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Batches ``first`` to before ``end`` that a learner trained and that somebody trained again.
+    """Batches ``first`` to before ``end`` that a learner trained and that were trained again.
 
     Of a lease that was taken back ``end`` is what its learner had reported; it may have trained
     more. Where a learner trained its part once more, the two count the repeated batches from 0.
@@ -232,7 +232,7 @@ class _Bookkeeping:
         self.account.problems.append(problem)
 
     def finish(self) -> None:
-        """A pass begins when every part of the one before is somebody's: none is left out."""
+        """A pass begins when every part of the one before is leased: none is left out."""
         turns = self.account.turns
         for turn in sorted(turns):
             skipped = sorted(set(range(self.account.parts)) - turns[turn].keys())

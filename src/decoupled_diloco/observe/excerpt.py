@@ -56,7 +56,7 @@ def excerpt(piece: bytes, *, detail: bool) -> bytes:
 
 
 def _key(line: bytes) -> tuple[Hashable, ...] | None:
-    """What a line is about; ``None`` for one that nobody looks at. Torn lines pass."""
+    """What a line is about; ``None`` for one that no view shows. Torn lines pass."""
     kind = _KIND.search(line)
     if kind is None:
         return ("torn", line)
@@ -82,7 +82,7 @@ def _key(line: bytes) -> tuple[Hashable, ...] | None:
 
 
 def _topics(key: tuple[Hashable, ...] | None) -> list[Hashable]:
-    """What of a line's must be the newest to be worth sending: of pings, anybody's."""
+    """What of a line's must be the newest to be worth sending: of pings, one of any process."""
     if key is None:
         return []
     return [("Heard", name) for name in key[1:]] if key[0] == "Heard" else [key]

@@ -145,14 +145,14 @@ def _due_steps(options: Options, fragment: int, tick: int) -> set[int]:
 def _participants(run: RunModel, shard: ShardLog, round: RoundLog) -> list[str]:
     result = round.result
     if result is None:
-        return [*_asked_so_far(round), *_others(run, shard, round)] or [BULLET + "nobody"]
+        return [*_asked_so_far(round), *_others(run, shard, round)] or [BULLET + "no learner"]
     weights = token_weights(run, round)
     total = sum(weights.values())
     lines = []
     for participant in result.participants:
         share = weights.get(participant.ask, 0.0) / total if total else None
         lines.append(BULLET + _participant(round, participant, share))
-    return [*lines, *_others(run, shard, round)] or [BULLET + "nobody"]
+    return [*lines, *_others(run, shard, round)] or [BULLET + "no learner"]
 
 
 def token_weights(run: RunModel, round: RoundLog) -> dict[Asking, float]:

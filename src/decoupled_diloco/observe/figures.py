@@ -104,7 +104,7 @@ def place_over(run: RunModel, over: Over) -> LossAxis:
 
 
 def _last_step(run: RunModel) -> int:
-    """The last global step of anybody: a learner's can be ahead of what the shards have counted."""
+    """The run's last global step: a learner's can be ahead of what the shards have counted."""
     losses = (loss.global_step for one in run.learners.values() for loss in one.losses)
     measured = (evaluation.global_step for evaluation in run.evaluations)
     return max((run.global_step, *losses, *measured))

@@ -42,6 +42,9 @@ GAP_MEDIANS = 3.0
 STEP_FAULTS = ("pause", "slow", "clock-jump")
 """Faults on purpose that keep a learner from stepping."""
 
+LINK_FAULTS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
+"""Faults on purpose of the wires between processes."""
+
 TOOK_PART = "took part"
 LATE = "late"
 NOT_ASKED = "not asked"

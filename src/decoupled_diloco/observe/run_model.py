@@ -1,7 +1,7 @@
 """The state of a run, kept up to date record by record: everything that tells of a run reads it.
 
 A tape that grows is fed as it comes (``keep="now"``): what is kept then does not grow with the run,
-but for what follows from who takes part: learners, lives of processes, epochs. A whole tape is fed
+but for what follows from joining: learners, lives of processes, epochs. A whole tape is fed
 at once (`read_run`): then every step, loss, tick and round is kept.
 
 Most of it comes from the tapes of the shards, which a running syncer serves; the learners' own
@@ -517,7 +517,7 @@ class RunModel:
             del self.remarks[:-REMARKS_MAX]
 
 
-def read_run(path: str | Path, keep: Keep = "run", listener: Listener | None = None) -> RunModel:
+def read_run(path: str | Path, keep: Keep = "run") -> RunModel:
     """What happened in a run, from its run folder, its tape folder or a single tape file.
 
     What could not be read of the tape is in the model's ``problems``.
@@ -526,7 +526,7 @@ def read_run(path: str | Path, keep: Keep = "run", listener: Listener | None = N
         StorageError: There is no tape, or it is of a newer schema.
     """
     reader = TapeReader(path)
-    model = run_of(reader, keep, listener)
+    model = run_of(reader, keep)
     if reader.problems and not model.records:
         raise StorageError(
             f"{path} is no event tape: none of its lines can be read, the first one: "

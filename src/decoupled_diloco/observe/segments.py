@@ -37,7 +37,7 @@ SEGMENT_BYTES = 4 << 20
 of each process's tape, at most twice, is on the disk as it is."""
 
 PACKED_BYTES_MIN = 256 << 10
-"""When nobody writes any more, a newest text that is shorter stays as it is, for any reader."""
+"""Once the writer is gone, a newest text that is shorter stays as it is, for any reader."""
 
 TEXT, COMPRESSED, FOLDER = ".jsonl", ".jsonl.xz", ".segments"
 
@@ -246,7 +246,7 @@ def open_to_append(tape: Path) -> BinaryIO:
 
 
 def end_segment(tape: Path, file: BinaryIO) -> bool:
-    """Makes a segment of the newest text, unless somebody else writes there, too.
+    """Makes a segment of the newest text, unless another process writes there, too.
 
     Args:
         tape: The tape.

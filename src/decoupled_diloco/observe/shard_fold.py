@@ -46,7 +46,7 @@ class ShardFold:
         self._run, self._learners = run, learners
 
     def started(self, shard: ShardLog, at: float) -> None:
-        """A new life: it knows nobody, and what was open is nobody's any more."""
+        """A new life: it knows no learner, and what was open is given up."""
         for member in shard.members.values():
             self._leave(shard, member, at, f"{shard.name} was started again")
         for learner in self._run.learners.values():

@@ -93,7 +93,7 @@ def totals(run: RunModel) -> list[Total]:
         ),
         _total("goodput", account.time.goodput, percent, rest_in_words(account)),
         _total("time in steps", account.time.stepping, percent, "goodput, as the paper counts"),
-        _total("anybody stepping", account.uptime, percent, "share of the time"),
+        _total("uptime", account.uptime, percent, "some learner was stepping"),
         _total("tokens discarded", *_discarded(account)),
     ]
     moved = run.bytes_total
@@ -143,11 +143,11 @@ def rest_in_words(account: RunAccount) -> str:
     """Where the learner-time went that was not goodput, the largest part first.
 
     >>> rest_in_words(RunModel().account)
-    'nobody took two steps'
+    'no learner took two steps'
     """
     time = account.time
     if not time.allocated:
-        return "nobody took two steps"
+        return "no learner took two steps"
     parts = [part for part in TIME_PARTS if part != "useful" and getattr(time, part)]
     parts.sort(key=lambda part: -getattr(time, part))
     shares = [f"{part} {percent(time.share(part))}" for part in parts]

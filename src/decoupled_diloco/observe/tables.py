@@ -188,7 +188,7 @@ def participation_table(run: RunModel) -> Table:
         "Rounds that each learner was asked in, and how it answered",
         ["learner", "took part", "asked", *shown],
         rows if any(count.total() for count in states.values()) else [],
-        "No round asked anybody.",
+        "No round asked a learner.",
         f"Took part: share of all {merged} merged rounds that its contribution went into.",
     )
 

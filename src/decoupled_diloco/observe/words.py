@@ -35,7 +35,7 @@ def wrapped(lines: Iterable[str], width: int) -> str:
     return "\n".join(out)
 
 
-def listing(items: Sequence[str], last: str = "and") -> str:
+def listing(items: Sequence[str]) -> str:
     """Items in a sentence.
 
     >>> listing(["a", "b", "c"]), listing(["a"]), listing([])
@@ -45,7 +45,7 @@ def listing(items: Sequence[str], last: str = "and") -> str:
         return "nobody"
     if len(items) == 1:
         return items[0]
-    return f"{', '.join(items[:-1])} {last} {items[-1]}"
+    return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def numbers(found: Iterable[int]) -> str:

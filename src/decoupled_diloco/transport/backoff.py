@@ -69,7 +69,7 @@ async def reconnecting(
     *,
     on_failure: Callable[[TransportError, float], None] | None = None,
 ) -> Channel:
-    """Connect, trying again with backoff for as long as nobody answers.
+    """Connect, trying again with backoff for as long as there is no answer.
 
     Args:
         client: The client that dials.

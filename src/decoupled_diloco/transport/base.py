@@ -39,7 +39,7 @@ class Limits:
         streams_per_principal: Requests of the data plane that one principal may have open.
         copies_per_principal: Times that one principal may fetch a body: once if all is well, parts
             of it again where a connection broke, and once more for each new start of its process.
-        copy_seconds: One more is given every so many seconds, so that nobody waits for ever.
+        copy_seconds: One more is given every so many seconds, so that no request waits for ever.
         downloads_per_principal: Bodies that one principal may fetch at once; a learner fetches 4.
         channels_per_principal: Control channels that one principal may have open; one more closes
             the oldest. Two are in use, and a few may not have been found dead yet.
@@ -265,7 +265,7 @@ class Client(Protocol):
 
         Raises:
             AccessError: the server refuses: wrong token, or another principal's.
-            TransportError: nobody answers.
+            TransportError: the address does not answer.
         """
 
     async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:

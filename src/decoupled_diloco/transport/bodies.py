@@ -288,7 +288,7 @@ class BodyUpload:
             self._future.result().release()
 
     def _tell(self, future: asyncio.Future[ReceivedBody]) -> None:
-        """Tells of the end; what has failed is seen by that, though nobody may await it."""
+        """Tells of the end; what has failed is seen by that, though no task may await it."""
         has_arrived = not future.cancelled() and future.exception() is None
         if self.when_ended is not None:
             self.when_ended(has_arrived)

@@ -224,7 +224,7 @@ class WebSocketChannel:
                 await self._socket.close(code=aiohttp.WSCloseCode.OK, message=farewell)
 
     async def _read(self) -> None:
-        """Move what arrives into the inbox; pause while nobody empties it."""
+        """Move what arrives into the inbox; pause while it is not emptied."""
         while not self._closed:
             frame = await self._socket.receive()
             kind = frame.type

@@ -199,7 +199,7 @@ class HttpServer:
             if request.transport is not None and not request.transport.is_closing():
                 raise
             logger.debug("%s %s: %s", request.method, request.rel_url.raw_path, error)
-            return web.Response()  # which nobody is there any more to take
+            return web.Response()  # its reader is gone
         finally:
             self._handlers.discard(task)
 

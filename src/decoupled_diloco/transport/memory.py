@@ -41,7 +41,7 @@ class Faults:
 
     Attributes:
         rng: Source of all choices.
-        refuse: That an attempt to connect finds nobody.
+        refuse: Refuse every attempt to connect.
         cut: That sending a message finds the channel cut; what was in flight is lost both ways.
         cut_body: That a piece of a body finds its connection cut; the range is resumed.
     """

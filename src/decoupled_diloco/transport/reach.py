@@ -86,7 +86,7 @@ class Seen:
         clock_ahead_seconds: Of the server's wall clock, plus or minus half a second.
         round_trips: Of requests on an open connection, seconds.
         run: What `/run` says: settings, addresses, layout.
-        principal: The id that the token is for; empty if it is everybody's.
+        principal: The id that the token is for; empty if it is the run's shared one.
         upgraded: Whether a WebSocket was opened.
         up_bytes_per_second: To the server.
         down_bytes_per_second: From the server.

@@ -86,7 +86,7 @@ class Tokens:
         """Return the principal, if the `Authorization` header allows it.
 
         Raises:
-            RequestRefusal: 401 without a good token, 403 for somebody else's principal, 400 for a
+            RequestRefusal: 401 without a good token, 403 for another principal's, 400 for a
                 bad name.
         """
         if not PRINCIPAL.fullmatch(principal):

@@ -61,7 +61,9 @@ def judge_seen(seen: Seen, version: str) -> Iterator[Finding]:
     if seen.round_trips:
         yield judge_round_trips(seen.round_trips)
     if seen.run is not None:
-        whose = f"it is that of {seen.principal}" if seen.principal else "it is everybody's"
+        whose = (
+            f"it is that of {seen.principal}" if seen.principal else "it is the run's shared secret"
+        )
         yield ok("token", f"accepted: {whose}")
     if seen.upgraded:
         yield ok("control", "a WebSocket can be opened")
