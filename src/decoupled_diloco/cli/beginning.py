@@ -43,6 +43,7 @@ def in_words(config: RunConfig, *, here: bool = True) -> str:
     >>> in_words(RunConfig(run={"name": "small", "learners": 2, "budget_steps": 60}))
     'small: workload gpt, 2 learners, 1 syncer shard, 60 steps'
     """
+    from decoupled_diloco.observe.words import many
     from decoupled_diloco.units import format_count
 
     run = config.run
@@ -50,12 +51,8 @@ def in_words(config: RunConfig, *, here: bool = True) -> str:
     budgets += [f"{format_count(run.budget_tokens)} tokens"] if run.budget_tokens else []
     parts = [
         *([f"workload {config.workload.name}"] if here else []),
-        _count(run.learners, "learner") + ("" if here else " expected"),
-        _count(config.syncer.shards, "syncer shard") + (" with standbys" * config.syncer.standbys),
+        many(run.learners, "learner") + ("" if here else " expected"),
+        many(config.syncer.shards, "syncer shard") + (" with standbys" * config.syncer.standbys),
         " or ".join(budgets),
     ]
     return f"{run.name}: {', '.join(parts)}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + "s" * (number != 1)

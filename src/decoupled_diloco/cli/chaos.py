@@ -130,7 +130,7 @@ def _carry_out(
 def _really(scenario: Scenario, console: SteadyConsole) -> tuple[int, bool, str]:
     from decoupled_diloco.chaos.real import RealRun, require_real
     from decoupled_diloco.cli.beginning import tell_beginning
-    from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
+    from decoupled_diloco.cli.outcome import tell_missed, tell_outcome
     from decoupled_diloco.cli.train import carry_out
     from decoupled_diloco.simulate.scenario import dump_scenario
 
@@ -138,17 +138,10 @@ def _really(scenario: Scenario, console: SteadyConsole) -> tuple[int, bool, str]
     run = RealRun(scenario)
     config = scenario.config
     (run.path / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
-    with reader_may_be_gone():
-        tell_beginning(config, run.path, run.local.folder.moved_to, console)
+    tell_beginning(config, run.path, run.local.folder.moved_to, console)
     outcome = carry_out(run, config, console)
-    with reader_may_be_gone():
-        tell_outcome(run.path, outcome.weights, console, run.local.model)
-        for missed in run.engine.missed:
-            console.print(
-                f"did not happen: {missed.kind} {missed.target.name} at step {missed.at_step}, "
-                "which was not reached",
-                style="yellow",
-            )
+    tell_outcome(run.path, outcome.weights, console, run.local.model)
+    tell_missed(run.engine.missed, console)
     code = INTERRUPTED if outcome.reason == "interrupted" else 0
     return code, outcome.finished, outcome.reason
 
@@ -174,7 +167,6 @@ def _show(folder: Path, verdict: Verdict, console: SteadyConsole) -> None:
     from rich.text import Text
 
     from decoupled_diloco.chaos.verdict import FILE_NAME
-    from decoupled_diloco.cli.outcome import reader_may_be_gone
     from decoupled_diloco.observe.terminal import plain_table
 
     table = plain_table("promise", "measured", "limit", "")
@@ -182,15 +174,14 @@ def _show(folder: Path, verdict: Verdict, console: SteadyConsole) -> None:
         told = Text("kept", style="green") if check.kept else Text("BROKEN", style="bold red")
         table.add_row(check.name, check.measured, check.limit, told)
     struck = ", ".join(f"{count} × {kind}" for kind, count in verdict.faults.items())
-    with reader_may_be_gone():
-        console.print(f"\nfaults: {struck or 'none'}\n")
-        console.print(table)
-        for check in verdict.checks:
-            if not check.kept:
-                for line in check.details[:DETAILS_MAX]:
-                    console.print(f"  {check.name}: {line}")
-        words = "every promise was kept" if verdict.kept else "a promise was broken"
-        console.say(
-            f"\nverdict: {words}; {folder / FILE_NAME}",
-            style="bold green" if verdict.kept else "bold red",
-        )
+    console.print(f"\nfaults: {struck or 'none'}\n")
+    console.print(table)
+    for check in verdict.checks:
+        if not check.kept:
+            for line in check.details[:DETAILS_MAX]:
+                console.print(f"  {check.name}: {line}")
+    words = "every promise was kept" if verdict.kept else "a promise was broken"
+    console.say(
+        f"\nverdict: {words}; {folder / FILE_NAME}",
+        style="bold green" if verdict.kept else "bold red",
+    )

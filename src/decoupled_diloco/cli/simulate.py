@@ -24,6 +24,7 @@ from decoupled_diloco.cli.options import (
 )
 from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.launch.termination import handling
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.terminal import SteadyConsole
@@ -109,7 +110,7 @@ def spare_a_real_run(folder: Path | None, option: str) -> None:
 
 def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
     """Simulates with tensors; returns the exit code."""
-    from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
+    from decoupled_diloco.cli.outcome import tell_outcome
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.observe.progress import ProgressDisplay
     from decoupled_diloco.simulate.simulation import Simulation, trained_in
@@ -134,17 +135,15 @@ def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
         finally:
             simulation.close()
         seconds = time.monotonic() - started
-        with reader_may_be_gone():
-            tell_outcome(folder.path, weights, console)
-            _tell_end(simulation.world.now, seconds, simulation.script, console)
-            if weights is None:
-                _tell_unfinished(simulation.reason, console)
+        tell_outcome(folder.path, weights, console)
+        _tell_end(simulation.world.now, seconds, simulation.script, console)
+        if weights is None:
+            _tell_unfinished(simulation.reason, console)
     return 0 if weights is not None else _code(simulation.reason)
 
 
 def simulate_protocol(scenario: Scenario, tape: Path | None, console: SteadyConsole) -> int:
     """Simulates without tensors; returns the exit code."""
-    from decoupled_diloco.cli.outcome import reader_may_be_gone
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.simulate.protocol_run import ProtocolRun
 
@@ -162,11 +161,10 @@ def simulate_protocol(scenario: Scenario, tape: Path | None, console: SteadyCons
             _follow(run, interrupted, console)
         finally:
             run.close()
-    with reader_may_be_gone():
-        _summarise(run, console)
-        _tell_end(run.world.now, run.real_seconds, run.script, console)
-        if not run.finished:
-            _tell_unfinished(run.reason, console)
+    _summarise(run, console)
+    _tell_end(run.world.now, run.real_seconds, run.script, console)
+    if not run.finished:
+        _tell_unfinished(run.reason, console)
     return 0 if run.finished else _code(run.reason)
 
 
@@ -180,13 +178,12 @@ def _keep_settings(scenario: Scenario, folder: Path) -> None:
 
 
 def _tell_beginning(what: str, scenario: Scenario, console: SteadyConsole) -> None:
-    from decoupled_diloco.cli.outcome import reader_may_be_gone
+    from decoupled_diloco.observe.words import many
 
     config = scenario.config
-    shards = f"{config.syncer.shards} syncer shard" + "s" * (config.syncer.shards > 1)
-    learners = f"{config.run.learners} learner" + "s" * (config.run.learners > 1)
-    with reader_may_be_gone():
-        console.say(f"simulating {what}{config.run.name} in virtual time: {learners}, {shards}")
+    learners = many(config.run.learners, "learner")
+    shards = many(config.syncer.shards, "syncer shard")
+    console.say(f"simulating {what}{config.run.name} in virtual time: {learners}, {shards}")
 
 
 def _tell_unfinished(reason: str, console: SteadyConsole) -> None:
@@ -220,7 +217,6 @@ def _now_and_then(*functions: Callable[[], object]) -> Callable[[], None]:
 
 def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: SteadyConsole) -> None:
     """Lets it go on, and says how far it is every few seconds."""
-    from decoupled_diloco.cli.outcome import reader_may_be_gone
     from decoupled_diloco.observe.words import clock_face
 
     budget = run.scenario.config.run.budget_steps
@@ -230,11 +226,10 @@ def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: SteadyCo
             line_at = time.monotonic() + LINE_SECONDS
             step = f"step {run.script.clock}" + (f"/{budget}" if budget else "")
             rate = run.world.events / run.real_seconds
-            with reader_may_be_gone():
-                console.print(
-                    f"{clock_face(run.world.now)}  {step}, {run.tally.merged} rounds, "
-                    f"{run.world.events} events, {rate:.0f}/s"
-                )
+            console.print(
+                f"{clock_face(run.world.now)}  {step}, {run.tally.merged} rounds, "
+                f"{run.world.events} events, {rate:.0f}/s"
+            )
             if run.tapes is not None:
                 run.tapes.flush()
 
@@ -249,24 +244,18 @@ def _noticing_interrupts() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         noticed.append(number)
 
-    before = [(n, signal.signal(n, notice)) for n in (signal.SIGINT, signal.SIGTERM)]
-    try:
+    with handling(notice, signal.SIGINT, signal.SIGTERM):
         yield lambda: bool(noticed)
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 # ---- afterwards
 
 
 def _tell_end(virtual: float, real: float, script: Script, console: SteadyConsole) -> None:
+    from decoupled_diloco.cli.outcome import tell_missed
     from decoupled_diloco.units import format_duration
 
-    for missed in script.missed:
-        step = f"step {missed.at_step}" if missed.at_step else f"{missed.at_share:.0%}"
-        what = f"{missed.kind} {missed.target.name}"
-        console.say(f"did not happen: {what} at {step}, which was not reached", "yellow")
+    tell_missed(script.missed, console)
     console.print(f"\n{format_duration(virtual)} of virtual time in {format_duration(real)}")
 
 

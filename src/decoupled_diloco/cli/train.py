@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from decoupled_diloco.cli.beginning import tell_beginning
 from decoupled_diloco.cli.options import INTERRUPTED
-from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_remains
+from decoupled_diloco.cli.outcome import tell_outcome, what_remains
 from decoupled_diloco.cli.timing import import_intervals
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, RunOutcome
+from decoupled_diloco.launch.termination import handling, interrupt
 from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.progress import ProgressDisplay
 from decoupled_diloco.observe.terminal import SteadyConsole
@@ -27,17 +27,13 @@ def train_locally(
     if resume and not cut and _tell_if_finished(config, console):
         return 0
     run = LocalRun(config, resume=resume, cut=cut)
-    with reader_may_be_gone():
-        tell_beginning(config, run.path, run.folder.moved_to, console)
+    tell_beginning(config, run.path, run.folder.moved_to, console)
     outcome = carry_out(run, config, console)
-    with reader_may_be_gone():
-        tell_outcome(run.path, outcome.weights, console, run.model)
-        if not outcome.finished:
-            console.print(f"the run did not finish: {outcome.reason}", style="bold red")
-            console.say(what_remains(run.path, config))
-    if outcome.finished:
-        return 0
-    return INTERRUPTED if outcome.reason == "interrupted" else 1
+    tell_outcome(run.path, outcome.weights, console, run.model)
+    if not outcome.finished:
+        console.print(f"the run did not finish: {outcome.reason}", style="bold red")
+        console.say(what_remains(run.path, config))
+    return _code(outcome)
 
 
 class RunHere(Protocol):
@@ -66,23 +62,33 @@ class RunHere(Protocol):
         ...
 
 
-def carry_out(run: RunHere, config: RunConfig, console: SteadyConsole) -> RunOutcome:
-    """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left."""
+def carry_out(
+    run: RunHere, config: RunConfig, console: SteadyConsole, begun: Callable[[], None] | None = None
+) -> RunOutcome:
+    """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left.
+
+    Args:
+        run: The run.
+        config: Its settings.
+        console: Where to show it.
+        begun: Called once the processes are started.
+    """
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
-        with (
-            termination_as_interrupt(),
-            ProgressDisplay(run.followed, *budget, console=console) as progress,
-        ):
+        with handling(interrupt, signal.SIGTERM):
             run.start()
-            outcome = run.wait(progress.poll)
-            progress.poll()
-            return outcome
+            if begun is not None:
+                begun()
+            with ProgressDisplay(run.followed, *budget, console=console) as progress:
+                outcome = run.wait(progress.poll)
+                progress.poll()
+                return outcome
     except KeyboardInterrupt:
         console.print("interrupted: ending all processes")
         return RunOutcome(False, "interrupted", None)
     finally:
-        with undisturbed():
+        # A second Ctrl-C must not interrupt the clean-up that leaves no orphan.
+        with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
             run.close()
 
 
@@ -101,27 +107,21 @@ def serve_locally(
     if resume and not cut and _tell_if_finished(config, console):
         return 0
     run = LocalRun(config, learners=False, resume=resume, cut=cut, anew=new)
-    budget = (config.run.budget_steps, config.run.budget_tokens)
-    try:
-        with termination_as_interrupt():
-            run.start()
-            import_intervals()  # while the shards import the same
-            run.wait_for_shards()
-            with reader_may_be_gone():
-                _tell_how_to_join(config, run, console)
-                tell_beginning(config, run.path, run.folder.moved_to, console, here=False)
-            with ProgressDisplay(run.followed, *budget, console=console) as progress:
-                outcome = run.wait(progress.poll)
-                progress.poll()
-    except KeyboardInterrupt:
-        outcome = RunOutcome(False, "interrupted", None)
-    finally:
-        with undisturbed():
-            run.close()
+
+    def begun() -> None:
+        import_intervals()  # while the shards import the same
+        run.wait_for_shards()
+        _tell_how_to_join(config, run, console)
+        tell_beginning(config, run.path, run.folder.moved_to, console, here=False)
+
+    outcome = carry_out(run, config, console, begun)
     remains = outcome.weights or what_remains(run.path, config, "syncer")
-    with reader_may_be_gone():
-        tell_outcome(run.path, outcome.weights, console, run.model)
-        console.say(f"\n{outcome.reason}; {remains}")
+    tell_outcome(run.path, outcome.weights, console, run.model)
+    console.say(f"\n{outcome.reason}; {remains}")
+    return _code(outcome)
+
+
+def _code(outcome: RunOutcome) -> int:
     if outcome.finished:
         return 0
     return INTERRUPTED if outcome.reason == "interrupted" else 1
@@ -155,28 +155,3 @@ def _tell_how_to_join(config: RunConfig, run: LocalRun, console: SteadyConsole) 
         f"  ddiloco learner {run.path}/run.toml --index 0 "
         f"--syncer {reached[0]} --token-file {secret}\n"
     )
-
-
-@contextlib.contextmanager
-def termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not interrupt the clean-up that leaves no orphan."""
-    before = [(n, signal.signal(n, signal.SIG_IGN)) for n in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)

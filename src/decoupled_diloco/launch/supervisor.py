@@ -22,6 +22,7 @@ from typing import IO
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.spare import QUIET_SECONDS, Spare
+from decoupled_diloco.launch.termination import handling
 from decoupled_diloco.observe.samples import (
     EndRequested,
     ProcessEnded,
@@ -264,11 +265,9 @@ def interrupts_deferred() -> Iterator[None]:
     def note(number: int, frame: object) -> None:
         caught.append(number)
 
-    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        with handling(note, signal.SIGINT, signal.SIGTERM):
+            yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
         if caught:
             signal.raise_signal(caught[0])

@@ -93,7 +93,7 @@ def totals(run: RunModel) -> list[Total]:
         ),
         _total("goodput", account.time.goodput, percent, rest_in_words(account)),
         _total("time in steps", account.time.stepping, percent, "goodput, as the paper counts"),
-        _total("uptime", account.uptime, percent, "some learner was stepping"),
+        _total("uptime", account.uptime, percent, "share of the time with steps"),
         _total("tokens discarded", *_discarded(account)),
     ]
     moved = run.bytes_total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,20 +15,28 @@ from rich.text import Text
 class SteadyConsole(Console):
     """A console that prints text as it is, and whose reader may go away.
 
-    What is printed names folders and repeats what others say: brackets in it are no markup. And
-    when nobody reads any more, rich would end the process, with exit code 1.
+    What is printed names folders and repeats what others say: brackets in it are no markup. When
+    its reader goes away, as in ``ddiloco train … | head``, rich would end the process with exit
+    code 1; here the command goes on and prints nothing more.
     """
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(markup=False, highlight=False, **arguments)
 
     def on_broken_pipe(self) -> None:
-        """Leaves the `BrokenPipeError`, which rich is handling here, to the caller."""
-        raise
+        """Sends what is left of the output to nowhere; what is buffered fails at exit otherwise."""
+        self.quiet = True
+        drop_output(self.file)
 
     def say(self, text: str | Text, style: str = "") -> None:
         """Prints a line without breaking it, so that a path in it can be copied."""
         self.print(text, style=style, soft_wrap=True)
+
+
+def drop_output(file: IO[str]) -> None:
+    """Lets what is written there lead to nowhere from now on."""
+    with contextlib.suppress(OSError):  # one without a descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def plain_table(

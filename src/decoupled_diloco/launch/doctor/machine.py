@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
 from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
+from decoupled_diloco.observe.words import many
 from decoupled_diloco.units import GIB, MIB, format_bytes, format_count, format_duration
 
 PYTHON_MIN = (3, 11)
@@ -75,7 +76,7 @@ def judge_torch(facts: TorchFacts) -> Finding:
 def judge_cores(cores: float, learners: int, threads: int) -> Finding:
     """Cores against the threads of the learners; shards and evaluator take what is left."""
     wanted = learners * threads
-    text = f"{cores:g} for {_count(learners, 'learner')} × {_count(threads, 'thread')}"
+    text = f"{cores:g} for {many(learners, 'learner')} × {many(threads, 'thread')}"
     if wanted <= cores:
         return ok("cores", text)
     return warning(
@@ -87,7 +88,7 @@ def judge_cores(cores: float, learners: int, threads: int) -> Finding:
 
 def judge_threads(setting: str | None, torch_threads: int, cores: float) -> Finding:
     """What a training script of one's own would take; `ddiloco learner` has learner.threads."""
-    text = f"a script of your own gets {_count(torch_threads, 'thread')} from torch"
+    text = f"a script of your own gets {many(torch_threads, 'thread')} from torch"
     if setting is not None:
         text += f" (OMP_NUM_THREADS={setting})"
     if torch_threads > math.ceil(cores):
@@ -136,7 +137,7 @@ def judge_memory(available: int, need: MemoryNeed | None) -> Finding:
     if need is None:
         return ok("memory", free)
     text = (
-        f"{free}, {format_bytes(need.total)} needed: {_count(need.learners, 'learner')} × "
+        f"{free}, {format_bytes(need.total)} needed: {many(need.learners, 'learner')} × "
         f"{format_bytes(need.learner_bytes)}"
     )
     for name in ("syncer", "evaluator", "spare"):
@@ -155,7 +156,7 @@ def judge_model(name: str, model: ModelFacts) -> Finding:
     return ok(
         "model",
         f"{name}: {format_count(model.layout.numel)} parameters in "
-        f"{_count(len(model.layout.tensors), 'tensor')}, fragments of up to "
+        f"{many(len(model.layout.tensors), 'tensor')}, fragments of up to "
         f"{format_bytes(model.fragment_bytes)} on the wire",
     )
 
@@ -213,7 +214,3 @@ def judge_ports(host: str, problems: dict[int, str]) -> Finding:
         "end the run that has them, or choose others with --set syncer.port=… (0: any); with "
         "--syncer the doctor looks at that syncer instead",
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
