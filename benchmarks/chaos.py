@@ -69,7 +69,6 @@ def main() -> None:
         result=result,
         not_measured="learners on machines of their own; CUDA; a fault-free real run as reference",
     )
-    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

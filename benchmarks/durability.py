@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evidence import keep, spread
+from evidence import keep, run_to_its_end, spread
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.observe.tape import TapeReader
@@ -74,13 +73,7 @@ def run(number: int, steps: int, *, durable: bool, cuts_every: float) -> dict[st
                 },
             },
         )
-        local = LocalRun(config)
-        try:
-            local.start()
-            outcome = local.wait(lambda: None)
-        finally:
-            local.close()
-        assert outcome.finished, outcome.reason
+        run_to_its_end(config)
         return measured(list(TapeReader(Path(config.run.folder))))
 
 
@@ -175,8 +168,6 @@ def measure_worker(pairs: int) -> None:
         result=result,
         not_measured="a slow or a network disk; more than one contribution a round",
     )
-    for line, value in result.items():
-        print(line, value)
 
 
 def main() -> None:
@@ -221,8 +212,6 @@ def main() -> None:
         "run, so that these ratios bound little; several learners in a round; a slow or a network "
         "disk; larger models",
     )
-    for name, value in result.items():
-        print(name, value)
 
 
 if __name__ == "__main__":

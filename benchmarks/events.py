@@ -62,8 +62,6 @@ def main() -> None:
         result=result,
         not_measured="worlds with tensors, and with thousands of learners",
     )
-    for name, value in result.items():
-        print(name, value)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.launch.local import LocalRun
+
 RESULTS = Path(__file__).parent / "results"
 
 
 def keep(
     name: str, *, estimate: str, config: Any, raw: Any, result: Any, not_measured: str
 ) -> Path:
-    """Writes ``benchmarks/results/<name>/``; returns the folder."""
+    """Writes ``benchmarks/results/<name>/`` and prints the result; returns the folder."""
     folder = RESULTS / name
     folder.mkdir(parents=True, exist_ok=True)
     program = Path(sys.argv[0])
@@ -33,6 +36,8 @@ def keep(
     write_json(folder / "raw.json", raw)
     document = {"estimate": estimate, "result": result, "not_measured": not_measured}
     write_json(folder / "result.json", document)
+    for what, value in result.items():
+        print(f"{what}: {value}")
     return folder
 
 
@@ -60,3 +65,14 @@ def hardware() -> dict[str, Any]:
 def spread(values: list[float]) -> dict[str, float]:
     """Median, smallest and largest of some repetitions."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def run_to_its_end(config: RunConfig) -> None:
+    """A whole run with real processes on this machine."""
+    run = LocalRun(config)
+    try:
+        run.start()
+        outcome = run.wait(lambda: None)
+    finally:
+        run.close()
+    assert outcome.finished, outcome.reason

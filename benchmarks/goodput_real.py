@@ -19,10 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evidence import keep
+from evidence import keep, run_to_its_end
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco_plan.goodput.accounts import Account, Feed, enter
@@ -62,13 +61,7 @@ def run(kills: tuple[tuple[float, int], ...], steps: int, step_seconds: float) -
             workload={"name": "paced", "options": {"step_seconds": step_seconds}},
             faults=[{"at": at, "kill": f"learner-{who}"} for at, who in kills],
         )
-        local = LocalRun(config)
-        try:
-            local.start()
-            outcome = local.wait(lambda: None)
-        finally:
-            local.close()
-        assert outcome.finished, outcome.reason
+        run_to_its_end(config)
         history = read_run(config.run.folder)
         account = account_for(history)
     assert account.span is not None

@@ -123,8 +123,6 @@ def main() -> None:
         result=result,
         not_measured="models whose copy takes longer than a step; a link that is full",
     )
-    for name, value in result.items():
-        print(name, value)
 
 
 if __name__ == "__main__":

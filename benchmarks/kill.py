@@ -15,10 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evidence import keep, spread
+from evidence import keep, run_to_its_end, spread
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.observe.run_model import read_run
 
 ESTIMATE = (
@@ -42,13 +41,7 @@ def run(number: int, steps: int) -> dict[str, Any]:
             workload={"name": "paced", "options": {"step_seconds": 0.25}},
             faults=[{"at": 0.4, "kill": f"learner-{number % 4}"}],
         )
-        local = LocalRun(config)
-        try:
-            local.start()
-            outcome = local.wait(lambda: None)
-        finally:
-            local.close()
-        assert outcome.finished, outcome.reason
+        run_to_its_end(config)
         history = read_run(config.run.folder)
     outage = next(o for o in history.outages if o.who.startswith("learner"))
     others = [learner for who, learner in history.learners.items() if who != outage.who]
@@ -94,8 +87,6 @@ def main() -> None:
         result=result,
         not_measured="learners on machines of their own, where a restart costs the others nothing",
     )
-    for name, value in result.items():
-        print(name, value)
 
 
 if __name__ == "__main__":

@@ -161,8 +161,6 @@ def main() -> None:
         result=result,
         not_measured="kills of hosts (power), whose kernels tell nobody; other machines",
     )
-    for name, value in result.items():
-        print(name, value)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ import torch
 from evidence import keep, spread
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import public_text, read_public
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.merge import digest, layout_of
@@ -203,7 +202,7 @@ class World:
 
     async def start(self) -> None:
         """Starts the shard; its server is in memory too."""
-        header = {"machine": "shard", "shard": 0, "settings": read_public(public_text(self.config))}
+        header = {"machine": "shard", "shard": 0, "settings": self.config.public()}
 
         def server(on_channel: Callable[[Any], Awaitable[None]]) -> Any:
             self.server = MemoryServer(self.network, on_channel=on_channel)

@@ -135,7 +135,6 @@ def main() -> None:
         result=result,
         not_measured="longer runs, larger models, faults that come together",
     )
-    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

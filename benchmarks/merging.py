@@ -95,8 +95,6 @@ def main() -> None:
         result=result,
         not_measured="several threads; bodies in bf16, whose decoding adds a read and a write",
     )
-    for name, value in result.items():
-        print(name, value)
 
 
 if __name__ == "__main__":

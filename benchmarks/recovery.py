@@ -25,7 +25,7 @@ from evidence import keep
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from integration.system import System
 
 ESTIMATE = (
@@ -95,7 +95,7 @@ def run(millions: int) -> dict[str, Any]:
             donor.stop.set()
             donor.thread.join()
             donor.learner.close()
-            tape = list(read_tape(folder / "tape" / f"joiner-{way}.jsonl"))
+            tape = list(TapeReader(folder / "tape" / f"joiner-{way}.jsonl"))
             ways = [r.data for r in tape if r.type == "Recovered"]
             assert [each["way"] for each in ways] == ["donor", "checkpoint"], ways
             found["donor's bytes"] = ways[0]["nbytes"]

@@ -27,7 +27,7 @@ from evidence import keep, spread
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.shipped import find_shipped
 from decoupled_diloco.launch.local import LocalRun
-from decoupled_diloco.observe.tape import follow
+from decoupled_diloco.observe.tape import Follower
 
 ESTIMATE = (
     "the pause before a restart is 0.5 s, finding out 0.1 s, joining and the checkpoint 0.3 s; "
@@ -97,7 +97,7 @@ class Steps:
     """The newest life's first step of each learner, as the tapes grow."""
 
     def __init__(self, folder: Path) -> None:
-        self._tapes = follow(folder)
+        self._tapes = Follower(folder)
         self._first: dict[str, tuple[int, float]] = {}
 
     def first_after(self, who: str, at: float) -> float | None:
@@ -141,8 +141,6 @@ def main() -> None:
         result=result,
         not_measured="CUDA, whose initialisation comes on top for either; large checkpoints",
     )
-    for name, value in result.items():
-        print(name, value)
 
 
 if __name__ == "__main__":

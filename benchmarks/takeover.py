@@ -130,8 +130,6 @@ def main() -> None:
         not_measured="shards on machines of their own with a network storage between them; models "
         "whose disk takes seconds to read",
     )
-    for name, value in result.items():
-        print(name, value)
 
 
 if __name__ == "__main__":

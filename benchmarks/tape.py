@@ -19,10 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evidence import keep, spread
+from evidence import keep, run_to_its_end, spread
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.observe.segments import FILTERS, compress_later, segments_of, tapes_in
 from decoupled_diloco.observe.tape import TapeReader
 
@@ -64,13 +63,7 @@ def train(folder: Path, learners: int, steps: int, step_seconds: float) -> None:
             },
         },
     )
-    run = LocalRun(config)
-    try:
-        run.start()
-        outcome = run.wait(lambda: None)
-    finally:
-        run.close()
-    assert outcome.finished, outcome.reason
+    run_to_its_end(config)
 
 
 def text_of(tape: Path) -> bytes:
@@ -178,8 +171,6 @@ def main() -> None:
         "run, whose first seconds, when models and layouts are told, are in them; other periods: "
         "the text falls with the number of fragments that are merged in a step",
     )
-    for key, value in result.items():
-        print(f"{key}: {value}")
 
 
 if __name__ == "__main__":

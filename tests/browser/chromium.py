@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
@@ -33,6 +34,15 @@ def opened() -> Iterator[webdriver.Chrome]:
         yield driver
     finally:
         driver.quit()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    missing = [name for name in (CHROMIUM, DRIVER) if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"no {' and no '.join(missing)} here, so pages are not looked at in a browser")
+    with opened() as driver:
+        yield Browser(driver)
 
 
 class Browser:

@@ -5,13 +5,11 @@ Cost: about 15 s, most of it the browser's start.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from browser.chromium import CHROMIUM, DRIVER, Browser, opened
+from browser.chromium import browser as browser
 from decoupled_diloco.observe.report import write_report
 from decoupled_diloco.simulate.scenario import load_scenario
 from decoupled_diloco.simulate.simulation import Simulation
@@ -65,12 +63,3 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     simulation.close()
     write_report(run, run / "report.html", None)
     return run
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    missing = [name for name in (CHROMIUM, DRIVER) if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"no {' and no '.join(missing)} here, so pages are not looked at in a browser")
-    with opened() as driver:
-        yield Browser(driver)

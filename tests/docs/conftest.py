@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from browser.chromium import browser as browser
 from docs.snippets import ROOT
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browser.chromium import CHROMIUM, DRIVER, Browser, opened
+from browser.chromium import Browser
 from docs.snippets import ROOT
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,15 +25,6 @@ BOXES = """(() => {
     frames: all("rect:not([stroke=none])").map(box),
   }
 })()"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    missing = [name for name in (CHROMIUM, DRIVER) if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"no {' and no '.join(missing)} here, so pages are not looked at in a browser")
-    with opened() as driver:
-        yield Browser(driver)
 
 
 def found(browser: Browser, words: str, seconds: float = 30.0) -> list[str]:

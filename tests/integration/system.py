@@ -18,7 +18,6 @@ from torch import nn
 from decoupled_diloco import Learner, Observer
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import advertised, on_this_machine
-from decoupled_diloco.config.method import public_text, read_public
 from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.transport.http import HttpClient, HttpServer
@@ -88,7 +87,7 @@ class System:
             assert listening.wait(PATIENCE_SECONDS)
 
     async def _serve(self, shard: int, config: RunConfig, started: Callable[[], None]) -> None:
-        header = {"machine": "shard", "shard": shard, "settings": read_public(public_text(config))}
+        header = {"machine": "shard", "shard": shard, "settings": config.public()}
         tapes = [open_tape(self.folder, f"shard-{shard}", header)]
 
         def coordinator_tape(header: Mapping[str, Any]) -> Any:

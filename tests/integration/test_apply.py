@@ -14,7 +14,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.store import HostCopy, ModuleStore
 from decoupled_diloco.merge import Fragment
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from integration.system import Model, System, Trainer, training, until
 
 Make = Callable[..., System]
@@ -80,7 +80,9 @@ def run(make: Make, dtype: torch.dtype = torch.float32, **sync: Any) -> tuple[An
         until(lambda: len(store.applied) > 20, "copies are applied")
     for trainer in (watched, other):
         trainer.end()
-    orders = [r for r in read_tape(system.folder / "tape" / "learner-0.jsonl") if r.type == "Apply"]
+    orders = [
+        r for r in TapeReader(system.folder / "tape" / "learner-0.jsonl") if r.type == "Apply"
+    ]
     assert [r.data["fragment"] for r in orders] == [a.fragment for a in store.applied]
     return store.applied, orders
 
@@ -141,7 +143,9 @@ def test_a_learner_that_missed_a_round_rebases(make: Make) -> None:
         until(lambda: any(a.published is not None for a in store.applied), "it applies")
         slow.end()
         fast.end()
-    orders = [r for r in read_tape(system.folder / "tape" / "learner-1.jsonl") if r.type == "Apply"]
+    orders = [
+        r for r in TapeReader(system.folder / "tape" / "learner-1.jsonl") if r.type == "Apply"
+    ]
     rebased = [
         (change, order)
         for change, order in zip(store.applied, orders, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from integration.system import Model, System, Trainer, equal, parameters, training, until
 
 Make = Callable[..., System]
@@ -35,7 +35,7 @@ def test_diloco_merges_everybody_in_every_round_and_throws_nothing_away(make: Ma
     assert abs(learners[0].steps - learners[1].steps) <= DILOCO["period"]
     rounds = [
         r
-        for r in read_tape(system.folder / "tape" / "shard-0.jsonl")
+        for r in TapeReader(system.folder / "tape" / "shard-0.jsonl")
         if r.type == "RoundFinished" and r.data["verdict"] == "merged"
     ]
     full = [r for r in rounds if len(r.data["participants"]) == 2]

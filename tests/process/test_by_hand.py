@@ -250,13 +250,16 @@ def test_every_id_has_a_secret_of_its_own(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["syncer", "--addresses", "http://a:1,http://b:2"], "has 2 entries, but shards=1"),
-        (["syncer", "--shard", "0"], "port=0 means any free port, so nobody would find this"),
+        (["syncer", "--shard", "0"], "port=0 means any free port, so no learner would find this"),
         (["syncer", "--shard", "1", "--port", "9"], "--shard 1 is no shard of this run: 0 to 0"),
         (
             ["syncer", "--shard", "0", "--port", "9", "--set", "syncer.shards=2"],
             "so the others would not be found: give the addresses of all shards with --addresses",
         ),
-        (["learner", "--index", "0"], "nobody knows where the shards are: give their addresses"),
+        (
+            ["learner", "--index", "0"],
+            "no process knows where the shards are: give their addresses",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

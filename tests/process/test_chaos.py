@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.chaos import spaces
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from process.runs import command, config_file, orphans, stopped_at_exit, until
 
 ACCEPTED_MIN = 0.8
@@ -59,11 +59,11 @@ def test_every_kind_of_process_is_killed_five_times(tmp_path: Path) -> None:
     found = verdict(folder)
     assert found["kept"] is True
     assert "verdict: every promise was kept" in output
-    kills = [r.data["processes"] for r in read_tape(folder) if r.data.get("kind") == "kill"]
+    kills = [r.data["processes"] for r in TapeReader(folder) if r.data.get("kind") == "kill"]
     struck = [name for names in kills for name in names]
     assert min(struck.count(name) for name in ("shard-0", "shard-1", "evaluator")) >= 5
     assert sum(name.startswith("learner-") for name in struck) == 5
-    ended = [r.data["name"] for r in read_tape(folder) if r.data.get("signal") == signal.SIGKILL]
+    ended = [r.data["name"] for r in TapeReader(folder) if r.data.get("signal") == signal.SIGKILL]
     assert sorted(ended) == sorted(struck), "nobody else was killed, and everybody who was to be"
 
 
@@ -87,7 +87,7 @@ def test_links_and_disks_fail_in_every_way(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, output = chaos(folder, run, path, "--accepted-min", "0.5", seconds=180.0)
     assert code == 0, output
-    records = list(read_tape(folder))
+    records = list(TapeReader(folder))
     told = {r.data["kind"] for r in records if r.type == "FaultInjected"}
     assert len(told) == len({e.split('"')[1] for e in events})
     spoilt = [r for r in records if r.type in ("BodySpoiled", "FetchFailed", "Disconnected")]
@@ -126,7 +126,7 @@ down = "2Mbit/s"
     shorter = ("--set", "run.budget_steps=100", *least)
     code, output = chaos(folder, run, path, *shorter)
     assert code == 0, output
-    records = list(read_tape(folder))
+    records = list(TapeReader(folder))
     begin, end = (
         next(r.wall for r in records if r.type == kind) for kind in ("FaultInjected", "FaultEnded")
     )

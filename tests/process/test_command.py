@@ -16,7 +16,7 @@ import pytest
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import RunFolder
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from process.runs import (
     command,
     config_file,
@@ -199,10 +199,10 @@ def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
     assert code == 0, output
     assert (tmp_path / "run.1" / "tape" / "shard-0.jsonl").read_text().startswith("what an")
     assert (folder / "weights.safetensors").exists()
-    headers = {r.who: r.data["header"] for r in read_tape(folder) if r.kind == "start"}
+    headers = {r.who: r.data["header"] for r in TapeReader(folder) if r.kind == "start"}
     for who in ("shard-0", "learner-0"):
         assert headers[who]["versions"]["python"] == platform.python_version()
-    assert sum(r.type == "Evaluated" for r in read_tape(folder)) >= 1
+    assert sum(r.type == "Evaluated" for r in TapeReader(folder)) >= 1
     assert_replays(folder)
 
 

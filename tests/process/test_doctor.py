@@ -109,7 +109,7 @@ def test_a_syncer_that_waits_for_learners_is_fine(syncer: Syncer) -> None:
     code, found = examined(str(syncer.file), "--syncer", syncer.address)
     assert (code, errors(found)) == (0, set()), found
     assert "shard 0 of 'small' is empty" in found["health"]["text"]
-    assert found["token"]["text"] == "accepted: it is everybody's"
+    assert found["token"]["text"] == "accepted: it is the run's shared secret"
     assert found["control"]["level"] == found["bandwidth"]["level"] == "ok"
     assert "hidden behind steps" in found["bandwidth"]["text"]
     assert found["shards"]["text"] == "all 2 can be reached"

@@ -14,7 +14,7 @@ import pytest
 from decoupled_diloco.launch import supervisor
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.observe.samples import Evaluated
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.storage.weights import load_weights
 from process.runs import (
     STEP_SECONDS_MAX,
@@ -216,7 +216,7 @@ def test_a_run_whose_evaluator_is_gone_still_has_its_result_evaluated(tmp_path: 
         assert run.supervisor.kill("evaluator", restart=False)
         outcome = wait(run)
     assert outcome.finished, outcome.reason
-    tape = read_tape(folder)
+    tape = TapeReader(folder)
     [evaluated] = [record.value() for record in tape if record.type == "Evaluated"]
     assert isinstance(evaluated, Evaluated)
     assert evaluated.global_step >= 30

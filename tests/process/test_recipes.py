@@ -19,7 +19,7 @@ import decoupled_diloco as dd
 from decoupled_diloco.config import load_config
 from decoupled_diloco.export.run import export_run
 from decoupled_diloco.observe.samples import Evaluated
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.simulate.training import train_virtually
 from decoupled_diloco.workloads import load_workload
 from process.runs import command
@@ -91,7 +91,7 @@ def trained(
 
 
 def evaluations(folder: Path) -> list[Evaluated]:
-    records = read_tape(folder)
+    records = TapeReader(folder)
     return [r.value() for r in records if r.type == "Evaluated"]  # type: ignore[misc]
 
 

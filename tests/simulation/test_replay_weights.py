@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.observe.samples import PayloadsEnded
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
 from decoupled_diloco.simulate.simulation import Simulation
@@ -111,7 +111,7 @@ def copied(run: Path, tmp_path: Path) -> Path:
 def published(folder: Path) -> int:
     """Versions that anybody was told of, by the tape."""
     told = set()
-    for record in read_tape(folder):
+    for record in TapeReader(folder):
         message = record.data.get("message", {})
         if record.kind == "effect" and message.get("type") == "Published":
             told.add((message["fragment"], *message["version"].values()))
@@ -127,7 +127,7 @@ def test_every_published_version_and_the_last_weights_are_the_same(run: Path) ->
         assert (result.unknown, result.differences, result.notes) == (0, [], [])
         assert result.merges >= 8
     assert sum(result.versions for result in results) == published(run) > 20
-    lives = [r for r in read_tape(run) if r.who == "shard-1" and r.kind == "start"]
+    lives = [r for r in TapeReader(run) if r.who == "shard-1" and r.kind == "start"]
     assert len(lives) == 2
 
 
@@ -202,7 +202,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     simulated(tmp_path / "full")
-    ends = [r.value() for r in read_tape(tmp_path / "full") if r.type == "PayloadsEnded"]
+    ends = [r.value() for r in TapeReader(tmp_path / "full") if r.type == "PayloadsEnded"]
     assert len(ends) == 2
     assert isinstance(ends[0], PayloadsEnded)
     assert "the journal may need" in ends[0].problem

@@ -19,7 +19,6 @@ import torch
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_data import GAP_MEDIANS, TOOK_PART
 from decoupled_diloco.observe.run_model import RunModel, read_run
-from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.protocol.events import StateCopied
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
@@ -147,7 +146,7 @@ def bits(folder: Path) -> dict[str, bytes]:
 
 
 def of_type(folder: Path, *names: str) -> list[Record]:
-    return [record for record in read_tape(folder) if record.type in names]
+    return [record for record in TapeReader(folder) if record.type in names]
 
 
 def gaps(history: RunModel, name: str) -> list[float]:
@@ -185,7 +184,7 @@ def test_the_same_seed_gives_the_same_bits_in_another_process(
 
 def test_nothing_of_this_machine_is_on_the_tape(twice: list[tuple[Path, str]]) -> None:
     folder, _ = twice[0]
-    assert not [r for r in read_tape(folder) if str(folder) in str(r.data)]
+    assert not [r for r in TapeReader(folder) if str(folder) in str(r.data)]
     starts = of_type(folder, "start")
     assert min(record.wall for record in starts) == 946_684_800.0
     assert {record.data["pid"] for record in starts} <= set(range(20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,10 @@ DECISIONS = {
 """Names of what decides quorum, grace, clock and versions."""
 
 
+EDGES = {"chaos", "cli", "config", "export", "launch", "observe", "transport", "workloads"}
+"""Packages around the protocol and its shells."""
+
+
 def modules(*packages: str, root: Path = ROOT) -> Iterator[tuple[str, str, ast.Module]]:
     """Package, path and syntax tree of every module; of these packages, or of all."""
     for path in sorted(root.rglob("*.py")):
@@ -121,6 +126,15 @@ def test_what_plans_uses_of_the_core_what_it_shares() -> None:
         if root == PACKAGE
     }
     assert used == OF_PLAN
+
+
+def test_a_class_of_the_edges_has_a_name_that_no_other_class_has() -> None:
+    places: defaultdict[str, set[str]] = defaultdict(set)
+    for package, path, tree in modules():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(path if package in EDGES else "another package")
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 @pytest.mark.parametrize("package", PURE)

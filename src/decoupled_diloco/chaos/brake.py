@@ -18,11 +18,11 @@ CYCLE_SECONDS_MIN = 0.05
 POLL_SECONDS = 0.02
 
 _GUARD = 'pids=; while read pid; do pids="$pids $pid"; done; [ -z "$pids" ] || kill -CONT $pids'
-"""Continues whom it was told of, once nobody can tell it more."""
+"""Reads process ids from standard input; when that is closed, it continues these processes."""
 
 
 class Guard:
-    """Continues stopped processes if this one dies first: who stands cannot notice that."""
+    """Continues stopped processes if this one dies first: a stopped process cannot notice that."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -34,13 +34,13 @@ class Guard:
         )
 
     def watch(self, pid: int) -> None:
-        """From now on this process is continued at the end."""
+        """Adds a process that is to be continued at the end."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{pid}\n".encode())
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Lets it end."""
+        """Ends the guard, which continues the processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -69,27 +69,27 @@ class Brake:
         self._thread.start()
 
     def pause(self, number: int) -> None:
-        """It stands from now on; a process that is started later does not."""
+        """Stops the process from now on; a process that is started later runs."""
         self._pauses[number] = self._pid()
         self._changed.set()
 
     def resume(self, number: int) -> None:
-        """Takes one pause back."""
+        """Undoes one `pause`."""
         self._pauses.pop(number, None)
         self._changed.set()
 
     def slow(self, factor: float) -> None:
-        """It runs for this share of the time only, in addition to what slows it down already."""
+        """Lets the process run for 1/factor of the time only; several factors are multiplied."""
         self._factors.append(factor)
         self._changed.set()
 
     def quicken(self, factor: float) -> None:
-        """Takes one such factor back."""
+        """Undoes one `slow`."""
         self._factors.remove(factor)
         self._changed.set()
 
     def close(self) -> None:
-        """Lets it run."""
+        """Continues the process, and ends the thread."""
         self._ends.set()
         self._changed.set()
         self._thread.join()
@@ -102,7 +102,7 @@ class Brake:
         self._let_go()
 
     def _turn(self) -> None:
-        """Some time of the cycle, or of a pause, or of nothing."""
+        """Waits for a part of the slow cycle, or of a pause, or for the next change."""
         pid = self._pid()
         factor = math.prod(self._factors)
         if pid is not None and pid in list(self._pauses.values()):

@@ -35,23 +35,23 @@ class Disks:
             spaces.command("mount", "-t", "tmpfs", "tmpfs", str(path))
 
     def fill(self, name: str) -> None:
-        """No byte more fits on a shard's disk."""
+        """Makes a shard's disk full: no further byte fits."""
         stat = os.statvfs(self._folder / name)
         used = (stat.f_blocks - stat.f_bfree) * stat.f_frsize
         self._resize(name, str(max(used, stat.f_frsize)))
 
     def free(self, name: str) -> None:
-        """There is space again."""
+        """Gives a shard's disk space again."""
         self._resize(name, "50%")
 
     def lose(self, name: str) -> None:
-        """Everything on it is gone; the shard does not run."""
+        """Deletes everything on a shard's disk; the shard does not run meanwhile."""
         folder = self._folder / name
         for path in folder.iterdir() if folder.exists() else ():
             path.unlink()
 
     def close(self) -> None:
-        """Brings the files to the run folder; nobody uses them any more.
+        """Moves the files to the run folder, once no process uses them any more.
 
         Raises:
             Error: a disk is still in use.

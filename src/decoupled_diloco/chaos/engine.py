@@ -42,7 +42,6 @@ class Engine:
         links: The wires between its processes, if the scenario has any.
         disks: The shards' disks.
         shaper: The kernel's limits of the links, if the scenario has any.
-        clock: Seconds of a clock that never goes back.
     """
 
     def __init__(
@@ -52,12 +51,10 @@ class Engine:
         links: Links | None,
         disks: Disks,
         shaper: Shaper | None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run = run
         self.scenario = scenario
         self._links, self._disks, self._shaper = links, disks, shaper
-        self._clock = clock
         self._began_at: float | None = None
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -83,7 +80,7 @@ class Engine:
     @property
     def seconds(self) -> float:
         """Since the run's first global step; 0 before it."""
-        return 0.0 if self._began_at is None else self._clock() - self._began_at
+        return 0.0 if self._began_at is None else time.monotonic() - self._began_at
 
     @property
     def is_over(self) -> bool:
@@ -118,7 +115,7 @@ class Engine:
             self._guard.close()
 
     def _begin(self) -> None:
-        self._began_at = self._clock()
+        self._began_at = time.monotonic()
         for happening in self.scenario.happenings:
             if happening.at_seconds is not None:
                 self._at(happening.at_seconds, partial(self._strike, happening))
@@ -291,7 +288,7 @@ class Engine:
         (self._links.cut if begins else self._links.heal)([wire], up=up, down=down)
 
     def _silence(self, name: str, *, begins: bool) -> None:
-        """The host of a process is gone: nobody is told that its connections are."""
+        """The host of a process is gone: no peer is told that its connections are."""
         assert self._links is not None
         wires = [wire for wire, _ in self._wires(name, set())]
         (self._links.cut if begins else self._links.heal)(wires, up=True, down=True)

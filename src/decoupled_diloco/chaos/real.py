@@ -12,11 +12,9 @@ from decoupled_diloco.chaos.proxy import Links
 from decoupled_diloco.chaos.shaping import Shaper
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.local import LocalRun, Outcome
+from decoupled_diloco.launch.local import LocalRun, RunOutcome
+from decoupled_diloco.observe.run_data import LINK_FAULTS
 from decoupled_diloco.simulate.scenario import COORDINATOR, Scenario, Target
-
-LINK_KINDS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
-"""What needs wires between the processes."""
 
 HOST = "127.0.0.1"
 
@@ -92,7 +90,7 @@ def _require_no_sizes(scenario: Scenario) -> None:
 
 def needs_links(scenario: Scenario) -> bool:
     """Whether processes must be joined by wires that something can befall."""
-    return bool(scenario.links) or any(kind in LINK_KINDS for kind in _kinds(scenario))
+    return bool(scenario.links) or any(kind in LINK_FAULTS for kind in _kinds(scenario))
 
 
 def _kinds(scenario: Scenario) -> set[str]:
@@ -156,7 +154,7 @@ class RealRun:
                     wire.delay_seconds = link.latency_seconds
                     wire.jitter_seconds = link.jitter_seconds
 
-    def wait(self, on_poll: Callable[[], None]) -> Outcome:
+    def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
         """Lets the scenario happen until the run, or the scenario's own time, is over."""
 
         def poll() -> None:
@@ -169,7 +167,7 @@ class RealRun:
             return self.local.wait(poll)
         except _TimeIsUp:
             until = self.scenario.file.until_seconds
-            return Outcome(False, f"until_seconds={until:g} of the scenario is reached", None)
+            return RunOutcome(False, f"until_seconds={until:g} of the scenario is reached", None)
 
     def close(self) -> None:
         """Undoes everything and ends what still runs."""

@@ -1,4 +1,4 @@
-"""What a fault-free run of the same recipe accepts of what is trained."""
+"""The share of the trained tokens that a fault-free run of the same recipe accepts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def accepted_share_of(folder: Path) -> float:
 
 
 def fault_free_share(scenario: Scenario) -> float:
-    """The same of the scenario's run without its faults, everybody present, in virtual time.
+    """The same share for the scenario's run without faults, with all learners, in virtual time.
 
     The share depends on the recipe, on how long a round takes against a step, and on the learners'
     speeds, all of which the virtual world has; it does not depend on what is trained.

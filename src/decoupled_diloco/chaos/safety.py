@@ -71,7 +71,7 @@ class SafetyChecker:
                 self._shard(who, value, at)
 
     def _forget(self, shard: str, at: float) -> None:
-        """A shard starts again: it counts on nobody."""
+        """A shard starts again: it counts on no learner."""
         for (name, _), spans in self.membership.items():
             if name == shard:
                 _leave(spans, at)

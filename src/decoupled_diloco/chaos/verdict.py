@@ -2,9 +2,10 @@
 
 Three definitions that the numbers rest on, all instants in seconds since the run's first record:
 
-* A learner is **disturbed** while a fault on purpose holds it: it stands (pause), is slowed down,
-  its clock leaps, or it is not there (killed, told to go, joining). Its own lost steps are the
-  fault; a **survivor's** are not. A link's fault disturbs no step, but does disturb taking part.
+* A learner is **disturbed** while a fault on purpose holds it: it is paused or slowed down, its
+  clock leaps, or it is away (killed, told to leave, joining). Steps that it loses then are the
+  fault's; steps that a **survivor** loses are not. A link's fault disturbs no step, but it keeps
+  a learner from taking part.
 * **Alive** is a learner from the moment it holds the global weights to its end, without the time
   that it stood, and with 1/factor of the time in which it was slowed down. Its *pace* is its own
   median step in this run. A fault-free run would have merged, of every token trained in that time
@@ -36,6 +37,7 @@ from decoupled_diloco.errors import Error, ProtocolError
 from decoupled_diloco.observe.accounts import TokenAccount
 from decoupled_diloco.observe.run_data import (
     GAP_MEDIANS,
+    LINK_FAULTS,
     STEP_FAULTS,
     FaultLog,
     LearnerLog,
@@ -55,8 +57,6 @@ ACCEPTED_MIN = 0.97
 
 PARTICIPATION_MIN = 0.95
 """Least share of the rounds that a learner was eligible for that it took part in."""
-
-LINK_KINDS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
 
 SETTLE_SECONDS = 1.0
 """So long after a fault on a link has ended its wires may be dialled again."""
@@ -107,7 +107,7 @@ def judge(
     """Checks everything that a run's tape tells.
 
     Args:
-        folder: The run folder; nobody writes to its tape any more.
+        folder: The run folder; no process writes to its tape any more.
         accepted_share: Share of the trained tokens that a fault-free run of the same recipe merges.
         finished: Whether the run has ended as it should.
         reason: Why, in words.
@@ -166,12 +166,12 @@ class _Judge:
     # ---- steps
 
     def steps(self) -> None:
-        """Somebody steps at every moment, but where everybody was struck."""
+        """At every moment some learner steps, unless a fault struck all of them."""
         learners = self.run.trained.values()
         instants = sorted(at for learner in learners for at in learner.steps_at)
         medians = [m for x in learners if (m := x.step_seconds_median)]
         if len(instants) < 2 or not medians:
-            self._say("some learner always steps", False, "nobody has stepped", "100 %")
+            self._say("some learner always steps", False, "no learner has stepped", "100 %")
             return
         limit = GAP_MEDIANS * max(medians)
         gaps = [
@@ -206,7 +206,7 @@ class _Judge:
         ]
 
     def survivors(self) -> None:
-        """Nobody loses a step because of somebody else's fault."""
+        """No learner loses a step because of a fault that struck another process."""
         lost: dict[str, int] = {}
         details = []
         for name, learner in self.run.trained.items():
@@ -245,7 +245,7 @@ class _Judge:
                     yield last, end
 
     def _longest_gap(self) -> float:
-        """In medians, of whom nothing disturbed."""
+        """The longest gap of any undisturbed learner, in median steps of that learner."""
         longest = 0.0
         for name, learner in self.run.trained.items():
             median = learner.step_seconds_median
@@ -404,7 +404,7 @@ class _Judge:
         if not stepped or not self.checker.member_during(shard.name, name, since, end):
             return None
         for who in (name, shard.name):
-            kinds = (*STEP_FAULTS, *LINK_KINDS)
+            kinds = (*STEP_FAULTS, *LINK_FAULTS)
             if _overlaps(self._disturbances(who, kinds, SETTLE_SECONDS), since, end):
                 return None
         return mine[0].state if mine else "not asked"
@@ -452,7 +452,7 @@ class _Judge:
         )
 
     def end(self, finished: bool, reason: str) -> None:
-        """It is over as it should be, with every fragment merged."""
+        """The run is over as it should be, with every fragment merged."""
         fragments = self.run.fragments
         missing = [p for p in range(fragments) if not self.checker.merges[p]]
         self._say(

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 from decoupled_diloco.cli.timing import print_essential
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from decoupled_diloco.config import RunConfig
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 
 def tell_beginning(
     config: RunConfig,
     folder: Path,
     moved_to: Path | None,
-    console: Console,
+    console: SteadyConsole,
     *,
     here: bool = True,
 ) -> None:
@@ -30,14 +29,10 @@ def tell_beginning(
         console: Where to tell it.
         here: Whether this command also starts the learners.
     """
-    console.print(in_words(config, here=here), soft_wrap=True, highlight=False)
+    console.say(in_words(config, here=here))
     if moved_to is not None:
-        console.print(f"the earlier run is kept in {moved_to}", soft_wrap=True, highlight=False)
-    console.print(
-        f"in {folder}; from another terminal: ddiloco watch {folder}\n",
-        soft_wrap=True,
-        highlight=False,
-    )
+        console.say(f"the earlier run is kept in {moved_to}")
+    console.say(f"in {folder}; from another terminal: ddiloco watch {folder}\n")
     print_essential(config, folder, console)
 
 
@@ -48,6 +43,7 @@ def in_words(config: RunConfig, *, here: bool = True) -> str:
     >>> in_words(RunConfig(run={"name": "small", "learners": 2, "budget_steps": 60}))
     'small: workload gpt, 2 learners, 1 syncer shard, 60 steps'
     """
+    from decoupled_diloco.observe.words import many
     from decoupled_diloco.units import format_count
 
     run = config.run
@@ -55,12 +51,8 @@ def in_words(config: RunConfig, *, here: bool = True) -> str:
     budgets += [f"{format_count(run.budget_tokens)} tokens"] if run.budget_tokens else []
     parts = [
         *([f"workload {config.workload.name}"] if here else []),
-        _count(run.learners, "learner") + ("" if here else " expected"),
-        _count(config.syncer.shards, "syncer shard") + (" with standbys" * config.syncer.standbys),
+        many(run.learners, "learner") + ("" if here else " expected"),
+        many(config.syncer.shards, "syncer shard") + (" with standbys" * config.syncer.standbys),
         " or ".join(budgets),
     ]
     return f"{run.name}: {', '.join(parts)}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + "s" * (number != 1)

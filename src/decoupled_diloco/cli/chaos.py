@@ -16,13 +16,12 @@ from decoupled_diloco.cli.options import (
     fail,
     make_console,
 )
-from decoupled_diloco.config.command_line import Options, command
+from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.shipped import find_shipped
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from decoupled_diloco.chaos.verdict import Verdict
+    from decoupled_diloco.observe.terminal import SteadyConsole
     from decoupled_diloco.simulate.scenario import Scenario
 
 DETAILS_MAX = 8
@@ -33,8 +32,8 @@ def _complete(incomplete: str) -> list[tuple[str, str]]:
     return [*complete_recipe(incomplete), *complete_scenario(incomplete)]
 
 
-class ChaosOptions(Options):
-    """Of a run under faults, and of its verdict."""
+class ChaosOptions(CommandOptions):
+    """Options of `ddiloco chaos`."""
 
     told: Annotated[list[str], typer.Argument(metavar="[RUN] SCENARIO", autocompletion=_complete)]
     """The scenario's TOML file, or the name of a shipped one; before it, another run than its own:
@@ -45,10 +44,10 @@ class ChaosOptions(Options):
     """Seed of the run, and of all that strikes at random."""
 
     virtual: Annotated[bool, typer.Option("--virtual")] = False
-    """In virtual time, instead of with real processes."""
+    """Run in virtual time instead of with real processes."""
 
     protocol_only: Annotated[bool, typer.Option("--protocol-only")] = False
-    """With --virtual: no tensors."""
+    """With --virtual: simulate the protocol without tensors."""
 
     reference: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None
     """A fault-free run of the same recipe to compare accepted tokens with. Default: it is
@@ -64,7 +63,7 @@ class ChaosOptions(Options):
     has few."""
 
     def scenario(self) -> Scenario:
-        """What is to happen, to which run."""
+        """The scenario with its run."""
         from decoupled_diloco.simulate.scenario import load_scenario
 
         if len(self.told) > 2:
@@ -109,7 +108,7 @@ def chaos(options: ChaosOptions) -> None:
 
 
 def _carry_out(
-    scenario: Scenario, console: Console, virtual: bool, protocol_only: bool
+    scenario: Scenario, console: SteadyConsole, virtual: bool, protocol_only: bool
 ) -> tuple[int, bool, str]:
     """Exit code, whether it finished, and why it ended."""
     if not virtual:
@@ -128,10 +127,10 @@ def _carry_out(
     return code, code == 0, "the simulation is over" if code == 0 else "it did not finish"
 
 
-def _really(scenario: Scenario, console: Console) -> tuple[int, bool, str]:
+def _really(scenario: Scenario, console: SteadyConsole) -> tuple[int, bool, str]:
     from decoupled_diloco.chaos.real import RealRun, require_real
     from decoupled_diloco.cli.beginning import tell_beginning
-    from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
+    from decoupled_diloco.cli.outcome import tell_missed, tell_outcome
     from decoupled_diloco.cli.train import carry_out
     from decoupled_diloco.simulate.scenario import dump_scenario
 
@@ -139,24 +138,16 @@ def _really(scenario: Scenario, console: Console) -> tuple[int, bool, str]:
     run = RealRun(scenario)
     config = scenario.config
     (run.path / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
-    with reader_may_be_gone():
-        tell_beginning(config, run.path, run.local.folder.moved_to, console)
+    tell_beginning(config, run.path, run.local.folder.moved_to, console)
     outcome = carry_out(run, config, console)
-    with reader_may_be_gone():
-        tell_outcome(run.path, outcome.weights, console, run.local.model)
-        for missed in run.engine.missed:
-            console.print(
-                f"did not happen: {missed.kind} {missed.target.name} at step {missed.at_step}, "
-                "which was not reached",
-                style="yellow",
-                highlight=False,
-            )
+    tell_outcome(run.path, outcome.weights, console, run.local.model)
+    tell_missed(run.engine.missed, console)
     code = INTERRUPTED if outcome.reason == "interrupted" else 0
     return code, outcome.finished, outcome.reason
 
 
 def _share(scenario: Scenario, reference: Path | None) -> float:
-    """What a fault-free run accepts of what is trained."""
+    """The share of the trained tokens that a fault-free run accepts."""
     from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share
 
     return fault_free_share(scenario) if reference is None else accepted_share_of(reference)
@@ -172,31 +163,25 @@ def _judge(
     return verdict
 
 
-def _show(folder: Path, verdict: Verdict, console: Console) -> None:
-    from rich.table import Table
+def _show(folder: Path, verdict: Verdict, console: SteadyConsole) -> None:
     from rich.text import Text
 
     from decoupled_diloco.chaos.verdict import FILE_NAME
-    from decoupled_diloco.cli.outcome import reader_may_be_gone
+    from decoupled_diloco.observe.terminal import plain_table
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("promise", "measured", "limit", ""):
-        table.add_column(title, overflow="fold")
+    table = plain_table("promise", "measured", "limit", "")
     for check in verdict.checks:
         told = Text("kept", style="green") if check.kept else Text("BROKEN", style="bold red")
         table.add_row(check.name, check.measured, check.limit, told)
     struck = ", ".join(f"{count} × {kind}" for kind, count in verdict.faults.items())
-    with reader_may_be_gone():
-        console.print(f"\nfaults: {struck or 'none'}\n", highlight=False)
-        console.print(table)
-        for check in verdict.checks:
-            if not check.kept:
-                for line in check.details[:DETAILS_MAX]:
-                    console.print(f"  {check.name}: {line}", markup=False, highlight=False)
-        words = "every promise was kept" if verdict.kept else "a promise was broken"
-        console.print(
-            f"\nverdict: {words}; {folder / FILE_NAME}",
-            style="bold green" if verdict.kept else "bold red",
-            highlight=False,
-            soft_wrap=True,
-        )
+    console.print(f"\nfaults: {struck or 'none'}\n")
+    console.print(table)
+    for check in verdict.checks:
+        if not check.kept:
+            for line in check.details[:DETAILS_MAX]:
+                console.print(f"  {check.name}: {line}")
+    words = "every promise was kept" if verdict.kept else "a promise was broken"
+    console.say(
+        f"\nverdict: {words}; {folder / FILE_NAME}",
+        style="bold green" if verdict.kept else "bold red",
+    )

@@ -29,10 +29,9 @@ from decoupled_diloco.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from decoupled_diloco.config import RunConfig
     from decoupled_diloco.launch.doctor import Finding
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 LEVEL_WIDTH = 9
 CHECK_WIDTH = 12
@@ -66,9 +65,9 @@ def doctor(
     addresses = listed(syncer)
     if not all(map(_is_url, addresses)):
         fail(f"--syncer {syncer!r} is not a URL: write it as http://host:port")
-    from decoupled_diloco.launch.doctor import Case, any_left_behind, examine
+    from decoupled_diloco.launch.doctor import Examined, any_left_behind, examine
 
-    case = Case(config, addresses, _token(config, addresses, token_file), started)
+    case = Examined(config, addresses, _token(config, addresses, token_file), started)
     findings = examine(case)
     code = _print_json(findings) if as_json else _print(findings, make_console())
     if any_left_behind():
@@ -104,7 +103,7 @@ def _token(
     return own_token(config, config.learner_ids[0])
 
 
-def _print(findings: Iterable[Finding], console: Console) -> int:
+def _print(findings: Iterable[Finding], console: SteadyConsole) -> int:
     worst = {"warning": 0, "error": 0}
     for finding in findings:
         if finding.level != "ok":
@@ -114,7 +113,7 @@ def _print(findings: Iterable[Finding], console: Console) -> int:
     return 1 if worst["error"] else 0
 
 
-def _print_line(finding: Finding, console: Console) -> None:
+def _print_line(finding: Finding, console: SteadyConsole) -> None:
     """Level and check in columns, the rest beside them; long words are left whole."""
     from rich.text import Text
 
@@ -123,9 +122,9 @@ def _print_line(finding: Finding, console: Console) -> None:
         lines += _beside(f"→ {finding.advice}", console.width)
     first = Text(f"{finding.level:{LEVEL_WIDTH}}", style=STYLES[finding.level])
     first.append(f"{finding.check:{CHECK_WIDTH}}{lines[0]}", style="default")
-    console.print(first, soft_wrap=True)
+    console.say(first)
     for line in lines[1:]:
-        console.print(Text(" " * (LEVEL_WIDTH + CHECK_WIDTH) + line), soft_wrap=True)
+        console.say(Text(" " * (LEVEL_WIDTH + CHECK_WIDTH) + line))
 
 
 def _beside(text: str, width: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""`ddiloco explain`: why a round closed when it did, what a learner did, what a step was."""
+"""`ddiloco explain`: what a round, a learner or a step was, and why, in words."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def explain(
         int | None, typer.Option(help="Of this shard only: each counts its own rounds.")
     ] = None,
 ) -> None:
-    """In words: why a round closed when it did, where a learner's time went, what a step was.
+    """Explains why a round closed when it did, what a learner did, or what happened at a step.
 
     ddiloco explain round 118 --of runs/quickstart
     """

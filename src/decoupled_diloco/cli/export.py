@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from decoupled_diloco.export.run import Exported
 
 
-class Format(StrEnum):
-    """What is to read the export."""
+class ExportFormat(StrEnum):
+    """The program that will read the export."""
 
     native = "native"
     huggingface = "huggingface"
@@ -25,8 +25,8 @@ def export(
         Path | None, typer.Option(metavar="FOLDER", help="Where to; default: RUN/export.")
     ] = None,
     format: Annotated[
-        Format, typer.Option(help="For load_exported (native), or for transformers.")
-    ] = Format.native,
+        ExportFormat, typer.Option(help="For load_exported (native), or for transformers.")
+    ] = ExportFormat.native,
     weights: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Other weights of this model, a safetensors file."),
@@ -68,6 +68,6 @@ def _tell(exported: Exported) -> None:
 
 
 def _bytes_of(path: Path) -> int:
-    """Of a file, or of all files in a folder: some tokenizers write one."""
+    """The size of a file, or of all files in a folder: some tokenizers write one."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     return sum(each.stat().st_size for each in files)

@@ -1,4 +1,4 @@
-"""`ddiloco ledger`: which part of the data was trained, by whom, and does it add up?"""
+"""`ddiloco ledger`: which learner trained which part of the data, and does it add up?"""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import typer
 from decoupled_diloco.cli.options import exit_with, make_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from decoupled_diloco.observe.data_ledger import DataAccount
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 SHOWN_MAX = 20
 """Lines of each list that are shown; --json has them all."""
@@ -24,7 +23,7 @@ def ledger(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Every part, for programs.")] = False,
 ) -> None:
-    """Which part of the data was trained, by whom; what was repeated; whether anything is missing.
+    """Which learner trained which part of the data, what was repeated, and if a part is missing.
 
     Exit code 1: a part is skipped, or durable twice, or two learners had it at once.
     """
@@ -38,24 +37,23 @@ def ledger(
     exit_with(1 if account.problems else 0)
 
 
-def _show(account: DataAccount, console: Console) -> None:
-    from rich.table import Table
+def _show(account: DataAccount, console: SteadyConsole) -> None:
+    from decoupled_diloco.observe.terminal import plain_table
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        console.print(text)
 
     if not account.parts:
-        say("The data of this run were not leased (data.leases): nobody kept account of them.")
+        say("The data of this run were not leased (data.leases): there is no account of them.")
         return
     say(f"The data are {account.parts} parts. For each pass over them, the parts that are")
-    table = Table(box=None, pad_edge=False)
-    for title in ("pass", "durable", "in training", "returned", "not begun", "durable batches of"):
-        table.add_column(title, justify="left" if title.endswith("of") else "right")
+    header = ("pass", "durable", "in training", "returned", "not begun", "durable batches of")
+    table = plain_table(*header, left=header[-1:])
     for turn, parts in account.turns.items():
         counts = [account.count(turn, each) for each in ("durable", "training", "returned")]
         shares = ", ".join(f"{name} {n}" for name, n in sorted(account.shares(turn).items()))
         rest = account.parts - len(parts)
-        table.add_row(str(turn), *map(str, counts), str(rest), shares or "nobody yet")
+        table.add_row(str(turn), *map(str, counts), str(rest), shares or "none yet")
     console.print(table)
     handed = [
         f"part {part.part} of pass {turn}: "
@@ -70,9 +68,9 @@ def _show(account: DataAccount, console: Console) -> None:
         for r in account.repeats
     ]
     for title, lines in (
-        ("Handed on:", handed),
+        ("Trained by several leases, one after the other:", handed),
         ("Trained more than once:", repeats),
-        ("Wrong:", account.problems),
+        ("Errors:", account.problems),
     ):
         if lines:
             more = [f"… and {len(lines) - SHOWN_MAX} more"] if len(lines) > SHOWN_MAX else []

@@ -93,8 +93,8 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, SystemExit) as end:  # typer makes the one of the other
         if isinstance(end, SystemExit) and end.code != INTERRUPTED:
             raise
-        # At once: taking torch and its threads down can cost seconds on a busy machine, and whoever
-        # interrupts a run waits for each of its processes.
+        # At once: taking torch and its threads down can cost seconds on a busy machine, and the
+        # user who interrupts a run waits for each of its processes.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

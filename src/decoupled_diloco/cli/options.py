@@ -12,7 +12,7 @@ import typer
 from decoupled_diloco.config.shipped import Kind, find_shipped, shipped, title_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 INTERRUPTED = 130
 
@@ -97,9 +97,9 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
-def make_console() -> Console:
+def make_console() -> SteadyConsole:
     """The console of a command."""
-    from decoupled_diloco.observe.progress import SteadyConsole
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
     return SteadyConsole()
 

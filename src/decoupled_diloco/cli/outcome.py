@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.observe.terminal import SteadyConsole
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.run_model import RunModel
+    from decoupled_diloco.simulate.scenario import Happening
 
 
 def tell_outcome(
-    folder: Path, weights: Path | None, console: Console, run: RunModel | None = None
+    folder: Path, weights: Path | None, console: SteadyConsole, run: RunModel | None = None
 ) -> None:
     """Writes the report of what is on the tape, and prints the summary.
 
@@ -41,7 +38,15 @@ def tell_outcome(
     print_summary(run, files, console)
     if run.sample_text:
         console.print("\nwhat the trained model writes:\n")
-        console.print(run.sample_text, markup=False, highlight=False)
+        console.print(run.sample_text)
+
+
+def tell_missed(missed: Iterable[Happening], console: SteadyConsole) -> None:
+    """Says what of a scenario did not happen, because the run had ended before."""
+    for each in missed:
+        step = f"step {each.at_step}" if each.at_share is None else f"{each.at_share:.0%}"
+        what = f"{each.kind} {each.target.name}"
+        console.say(f"did not happen: {what} at {step}, which was not reached", "yellow")
 
 
 def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str:
@@ -73,12 +78,3 @@ def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str
     if not config.syncer.durable:
         return f"{weights}; the tape and the report remain, and syncer.durable=false keeps no more"
     return f"{weights}\nto go on where it was: ddiloco {command} --resume {folder}"
-
-
-@contextlib.contextmanager
-def reader_may_be_gone() -> Iterator[None]:
-    """``ddiloco train … | head``: what nobody reads is not an error, also not at exit."""
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,8 +13,7 @@ import typer
 from decoupled_diloco.cli.options import exit_with, make_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from decoupled_diloco.observe.terminal import SteadyConsole
     from decoupled_diloco.simulate.replay import Divergence, ProcessReplay
     from decoupled_diloco.simulate.weights_replay import WeightsReplay
 
@@ -53,7 +52,7 @@ def replay(
     console = make_console()
     results, problems = replay_run(run, until)
     for problem in problems:
-        console.print(f"note: {problem}", markup=False, highlight=False)
+        console.print(f"note: {problem}")
     if not results:
         console.print(f"nothing on the tape of {run} has a state machine: there is no replay")
     _show(results, console)
@@ -70,12 +69,11 @@ def replay(
     exit_with(1 if different else 0)
 
 
-def _show(results: list[ProcessReplay], console: Console) -> None:
-    from rich.table import Table
+def _show(results: list[ProcessReplay], console: SteadyConsole) -> None:
+    from decoupled_diloco.observe.terminal import plain_table
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("process", "lives", "events", "orders", "replay"):
-        table.add_column(title, justify="left" if title in ("process", "replay") else "right")
+    left = ("process", "replay")
+    table = plain_table("process", "lives", "events", "orders", "replay", left=left)
     for each in results:
         count = len(each.differences)
         says = "the same" if not count else f"{count} differ"
@@ -88,19 +86,16 @@ def _show(results: list[ProcessReplay], console: Console) -> None:
             taped, replayed = _apart(_text(difference.taped), _text(difference.replayed))
             console.print(
                 f"\n{where} ({difference.event}):\n"
-                f"  on the tape: {taped}\n  replayed:    {replayed}",
-                markup=False,
-                highlight=False,
+                f"  on the tape: {taped}\n  replayed:    {replayed}"
             )
 
 
-def _show_weights(computed: list[WeightsReplay], console: Console) -> None:
-    from rich.table import Table
+def _show_weights(computed: list[WeightsReplay], console: SteadyConsole) -> None:
+    from decoupled_diloco.observe.terminal import plain_table
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("shard", "merges", "versions", "unknown", "weights", "at the end"):
-        left = title in ("shard", "weights", "at the end")
-        table.add_column(title, justify="left" if left else "right")
+    left = ("shard", "weights", "at the end")
+    header = ("shard", "merges", "versions", "unknown", "weights", "at the end")
+    table = plain_table(*header, left=left)
     for each in computed:
         count = len(each.differences)
         says = "the same bits" if not count else f"{count} differ"
@@ -110,20 +105,18 @@ def _show_weights(computed: list[WeightsReplay], console: Console) -> None:
     console.print(table)
     for each in computed:
         for note in each.notes[:SHOWN_MAX]:
-            console.print(f"note: {each.who}: {note}", markup=False, highlight=False)
+            console.print(f"note: {each.who}: {note}")
         for difference in each.differences[:SHOWN_MAX]:
-            console.print(f"{each.who}: other bits: {difference}", markup=False, highlight=False)
+            console.print(f"{each.who}: other bits: {difference}")
 
 
-def _show_divergences(parted: list[Divergence], other: Path, console: Console) -> None:
+def _show_divergences(parted: list[Divergence], other: Path, console: SteadyConsole) -> None:
     if not parted:
         console.print(f"{other} tells the same of every process")
     for each in parted:
         here, there = _apart(_record(each.left), _record(each.right))
         console.print(
-            f"\n{each.who} parts after {each.after} records:\n  here:  {here}\n  there: {there}",
-            markup=False,
-            highlight=False,
+            f"\n{each.who} parts after {each.after} records:\n  here:  {here}\n  there: {there}"
         )
 
 

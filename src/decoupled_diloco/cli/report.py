@@ -10,9 +10,8 @@ import typer
 from decoupled_diloco.cli.options import fail, make_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from decoupled_diloco.observe.run_model import RunModel
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 TapePath = Annotated[
     Path, typer.Argument(metavar="TAPE", help="A run folder, its tape folder, or a tape file.")
@@ -56,17 +55,17 @@ def report(
         for path, run in zip((tape, other), write_comparison(tape, other, page), strict=True):
             _say_problems(console, path, run)
     for file in filter(None, (page, png)):
-        console.print(f"written: {file}", soft_wrap=True, markup=False, highlight=False)
+        console.say(f"written: {file}")
 
 
 def _default_page(tape: Path) -> Path:
     """Beside the run's own report; a bare tape has none, so in the current folder."""
+    from decoupled_diloco.observe.reader import run_folder_of
     from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME
 
-    inside = tape.parent if tape.suffix == ".jsonl" else tape
-    run = inside.parent if inside.resolve().name == FOLDER_NAME else inside
+    run = run_folder_of(tape)
     has_run = (run / "run.toml").is_file() or (run / FOLDER_NAME).is_dir()
-    bare = tape.is_file() and inside == run and tape.name != MERGED_NAME
+    bare = tape.is_file() and tape.parent == run and tape.name != MERGED_NAME
     return run / "report.html" if has_run and not bare else Path("report.html")
 
 
@@ -78,9 +77,9 @@ def _check_ending(path: Path, option: str, endings: tuple[str, ...]) -> None:
         fail(f"{option} {path} is a folder: give a file in it")
 
 
-def _say_problems(console: Console, tape: Path, run: RunModel) -> None:
+def _say_problems(console: SteadyConsole, tape: Path, run: RunModel) -> None:
     """What is missing in the page because it is missing on the tape."""
     from decoupled_diloco.observe.report import problems_of
 
     for problem in problems_of(run):
-        console.print(f"note: {tape}: {problem}", soft_wrap=True, markup=False, highlight=False)
+        console.say(f"note: {tape}: {problem}")

@@ -25,12 +25,12 @@ from decoupled_diloco.cli.options import (
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
-from decoupled_diloco.config.command_line import Options, command, overrides, setting
+from decoupled_diloco.config.command_line import CommandOptions, command, overrides, setting
 from decoupled_diloco.config.shipped import find_shipped
 
 
-class TrainOptions(Options):
-    """Of a run on this machine."""
+class TrainOptions(CommandOptions):
+    """Options of `ddiloco train`."""
 
     run: RunOrFolder
     settings: Sets = None
@@ -63,7 +63,7 @@ def train(options: TrainOptions) -> None:
 
 
 class SyncerOptions(TrainOptions):
-    """Of all shards of a run, or of one of them."""
+    """Options of `ddiloco syncer`."""
 
     new: Annotated[bool, typer.Option("--new")] = False
     """Begin a new run although the one in the folder has not ended."""
@@ -117,7 +117,7 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
     if shard:
         token = own_token(config, f"shard-{shard}")
     else:
-        token = read_token(config.syncer.token_file)  # it dials nobody
+        token = read_token(config.syncer.token_file)  # it dials no other process
     run_shard(
         config,
         shard,
@@ -130,12 +130,12 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
 
 
 def _place_of(config: RunConfig, shard: int, options: SyncerOptions) -> tuple[int, tuple[str, ...]]:
-    """Where one shard listens, and where all are: nobody would find it elsewhere."""
+    """The port of one shard, and the addresses of all, at which the others look for them."""
     shards, told = config.syncer.shards, config.syncer.addresses
     if not 0 <= shard < shards:
         fail(f"--shard {shard} is no shard of this run: 0 to {shards - 1}")
     if not (options.port or config.syncer.port):
-        fail("port=0 means any free port, so nobody would find this shard: give --port")
+        fail("port=0 means any free port, so no learner would find this shard: give --port")
     in_settings = config.syncer.port + shard + shards * options.standby
     port = options.port or in_settings
     alone = shards == 1 and not config.syncer.standbys
@@ -147,11 +147,11 @@ def _place_of(config: RunConfig, shard: int, options: SyncerOptions) -> tuple[in
     return port, told or advertised(config, (port,) if alone else ())
 
 
-# ---- who dials it
+# ---- processes that dial the syncer
 
 
-class DialOptions(Options):
-    """Of a process that dials the shards."""
+class DialOptions(CommandOptions):
+    """Options of a process that dials the shards."""
 
     run: RunFile
     settings: Sets = None
@@ -169,7 +169,7 @@ class DialOptions(Options):
 
 
 class LearnerOptions(DialOptions):
-    """Of one learner."""
+    """Options of `ddiloco learner`."""
 
     index: Annotated[int, typer.Option()]
     """Which learner: 0 to learners - 1."""
@@ -198,7 +198,7 @@ def learner(options: LearnerOptions) -> None:
 
 
 class EvaluatorOptions(DialOptions):
-    """Of an observer that evaluates."""
+    """Options of `ddiloco evaluator`."""
 
     result: Annotated[bool, typer.Option("--result")] = False
     """Score the weights of a run that is over, and end."""
@@ -227,7 +227,7 @@ def evaluator(options: EvaluatorOptions) -> None:
 
 
 def _prepare(parent_matters: bool) -> None:
-    """What all of them do before they import torch: who is left alone ends then, too."""
+    """Sets up logging and the watch for the parent, before torch is imported."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
     )

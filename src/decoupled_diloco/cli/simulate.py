@@ -22,12 +22,12 @@ from decoupled_diloco.cli.options import (
     find_recipe,
     make_console,
 )
-from decoupled_diloco.config.command_line import Options, command
+from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.launch.termination import handling
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from decoupled_diloco.observe.terminal import SteadyConsole
     from decoupled_diloco.simulate.protocol_run import ProtocolRun
     from decoupled_diloco.simulate.scenario import Scenario
     from decoupled_diloco.simulate.script import Script
@@ -40,8 +40,8 @@ def _find_scenario(name: str) -> Path:
     return find_shipped("scenarios", name)
 
 
-class SimulateOptions(Options):
-    """Of a run in virtual time."""
+class SimulateOptions(CommandOptions):
+    """Options of `ddiloco simulate`."""
 
     scenario: Annotated[
         Path,
@@ -57,10 +57,10 @@ class SimulateOptions(Options):
 
     settings: Sets = None
     seed: Annotated[int | None, typer.Option(min=0)] = None
-    """Seed of everything: weights, data, time, failures."""
+    """Seed of all random choices: weights, data, time, failures."""
 
     protocol_only: Annotated[bool, typer.Option("--protocol-only")] = False
-    """No tensors: for thousands of learners."""
+    """Simulate the protocol without tensors, for thousands of learners."""
 
     tape: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None
     """With --protocol-only: write the event tape there."""
@@ -108,9 +108,9 @@ def spare_a_real_run(folder: Path | None, option: str) -> None:
         )
 
 
-def simulate_training(scenario: Scenario, console: Console) -> int:
+def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
     """Simulates with tensors; returns the exit code."""
-    from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome
+    from decoupled_diloco.cli.outcome import tell_outcome
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.observe.progress import ProgressDisplay
     from decoupled_diloco.simulate.simulation import Simulation, trained_in
@@ -135,17 +135,15 @@ def simulate_training(scenario: Scenario, console: Console) -> int:
         finally:
             simulation.close()
         seconds = time.monotonic() - started
-        with reader_may_be_gone():
-            tell_outcome(folder.path, weights, console)
-            _tell_end(simulation.system.now, seconds, simulation.script, console)
-            if weights is None:
-                _tell_unfinished(simulation.reason, console)
+        tell_outcome(folder.path, weights, console)
+        _tell_end(simulation.system.now, seconds, simulation.script, console)
+        if weights is None:
+            _tell_unfinished(simulation.reason, console)
     return 0 if weights is not None else _code(simulation.reason)
 
 
-def simulate_protocol(scenario: Scenario, tape: Path | None, console: Console) -> int:
+def simulate_protocol(scenario: Scenario, tape: Path | None, console: SteadyConsole) -> int:
     """Simulates without tensors; returns the exit code."""
-    from decoupled_diloco.cli.outcome import reader_may_be_gone
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.simulate.protocol_run import ProtocolRun
 
@@ -163,11 +161,10 @@ def simulate_protocol(scenario: Scenario, tape: Path | None, console: Console) -
             _follow(run, interrupted, console)
         finally:
             run.close()
-    with reader_may_be_gone():
-        _summarise(run, console)
-        _tell_end(run.system.now, run.real_seconds, run.script, console)
-        if not run.finished:
-            _tell_unfinished(run.reason, console)
+    _summarise(run, console)
+    _tell_end(run.system.now, run.real_seconds, run.script, console)
+    if not run.finished:
+        _tell_unfinished(run.reason, console)
     return 0 if run.finished else _code(run.reason)
 
 
@@ -180,23 +177,18 @@ def _keep_settings(scenario: Scenario, folder: Path) -> None:
     (folder / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
 
 
-def _tell_beginning(what: str, scenario: Scenario, console: Console) -> None:
-    from decoupled_diloco.cli.outcome import reader_may_be_gone
+def _tell_beginning(what: str, scenario: Scenario, console: SteadyConsole) -> None:
+    from decoupled_diloco.observe.words import many
 
     config = scenario.config
-    shards = f"{config.syncer.shards} syncer shard" + "s" * (config.syncer.shards > 1)
-    learners = f"{config.run.learners} learner" + "s" * (config.run.learners > 1)
-    with reader_may_be_gone():
-        console.print(
-            f"simulating {what}{config.run.name} in virtual time: {learners}, {shards}",
-            highlight=False,
-            soft_wrap=True,
-        )
+    learners = many(config.run.learners, "learner")
+    shards = many(config.syncer.shards, "syncer shard")
+    console.say(f"simulating {what}{config.run.name} in virtual time: {learners}, {shards}")
 
 
-def _tell_unfinished(reason: str, console: Console) -> None:
+def _tell_unfinished(reason: str, console: SteadyConsole) -> None:
     text = f"the run did not finish: {reason or 'interrupted'}"
-    console.print(text, style="bold red", highlight=False)
+    console.print(text, style="bold red")
 
 
 def _code(reason: str) -> int:
@@ -223,9 +215,8 @@ def _now_and_then(*functions: Callable[[], object]) -> Callable[[], None]:
     return poll
 
 
-def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: Console) -> None:
+def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: SteadyConsole) -> None:
     """Lets it go on, and says how far it is every few seconds."""
-    from decoupled_diloco.cli.outcome import reader_may_be_gone
     from decoupled_diloco.observe.words import clock_face
 
     budget = run.scenario.config.run.budget_steps
@@ -235,12 +226,10 @@ def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: Console)
             line_at = time.monotonic() + LINE_SECONDS
             step = f"step {run.script.clock}" + (f"/{budget}" if budget else "")
             rate = run.system.events / run.real_seconds
-            with reader_may_be_gone():
-                console.print(
-                    f"{clock_face(run.system.now)}  {step}, {run.tally.merged} rounds, "
-                    f"{run.system.events} events, {rate:.0f}/s",
-                    highlight=False,
-                )
+            console.print(
+                f"{clock_face(run.system.now)}  {step}, {run.tally.merged} rounds, "
+                f"{run.system.events} events, {rate:.0f}/s"
+            )
             run.flush()
 
 
@@ -254,42 +243,26 @@ def _noticing_interrupts() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         noticed.append(number)
 
-    before = [(n, signal.signal(n, notice)) for n in (signal.SIGINT, signal.SIGTERM)]
-    try:
+    with handling(notice, signal.SIGINT, signal.SIGTERM):
         yield lambda: bool(noticed)
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 # ---- afterwards
 
 
-def _tell_end(virtual: float, real: float, script: Script, console: Console) -> None:
+def _tell_end(virtual: float, real: float, script: Script, console: SteadyConsole) -> None:
+    from decoupled_diloco.cli.outcome import tell_missed
     from decoupled_diloco.units import format_duration
 
-    for missed in script.missed:
-        step = f"step {missed.at_step}" if missed.at_step else f"{missed.at_share:.0%}"
-        console.print(
-            f"did not happen: {missed.kind} {missed.target.name} at {step}, which was not reached",
-            style="yellow",
-            highlight=False,
-        )
-    console.print(
-        f"\n{format_duration(virtual)} of virtual time in {format_duration(real)}",
-        highlight=False,
-    )
+    tell_missed(script.missed, console)
+    console.print(f"\n{format_duration(virtual)} of virtual time in {format_duration(real)}")
 
 
-def _summarise(run: ProtocolRun, console: Console) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _summarise(run: ProtocolRun, console: SteadyConsole) -> None:
+    from decoupled_diloco.observe.terminal import named_values
 
-    grid = Table.grid(padding=(0, 2))
-    for name, value in _rows(run):
-        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
     console.print()
-    console.print(grid)
+    console.print(named_values(_rows(run)))
 
 
 def _rows(run: ProtocolRun) -> list[tuple[str, str]]:

@@ -54,7 +54,7 @@ def newest_run(example: str) -> str:
     """The run folder in runs/ that was begun last; says which it is.
 
     Args:
-        example: A command that names one, for who has none there.
+        example: A command that names a run, for the message where there is none.
 
     Raises:
         ConfigError: There is none.

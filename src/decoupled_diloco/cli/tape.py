@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from decoupled_diloco.cli.outcome import reader_may_be_gone
-
 
 def tape(
     run: Annotated[
@@ -23,11 +21,14 @@ def tape(
     """
     from decoupled_diloco.observe.reader import TapeReader
     from decoupled_diloco.observe.records import format_record
+    from decoupled_diloco.observe.terminal import drop_output
 
     reader = TapeReader(run)
-    with reader_may_be_gone():
+    try:
         for record in reader:
             sys.stdout.buffer.write(format_record(record).encode(errors="backslashreplace"))
         sys.stdout.flush()
+    except BrokenPipeError:
+        drop_output(sys.stdout)
     for problem in reader.problems:
         typer.echo(f"note: {problem}", err=True)

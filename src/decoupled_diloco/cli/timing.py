@@ -13,10 +13,9 @@ from decoupled_diloco.cli.options import Sets, TokenFile, fail, make_console
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rich.console import Console
-
     from decoupled_diloco.config import RunConfig
     from decoupled_diloco.launch.timing import Interval
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 
 def timing(
@@ -64,7 +63,7 @@ def import_intervals() -> None:
         import decoupled_diloco.launch.timing  # noqa: F401
 
 
-def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
+def print_essential(config: RunConfig, folder: Path, console: SteadyConsole) -> None:
     """The short table for the start of a run."""
     from rich.table import Table
     from rich.text import Text
@@ -77,23 +76,23 @@ def print_essential(config: RunConfig, folder: Path, console: Console) -> None:
             value = row.value.replace("not measured yet", "measured")
             table.add_row(*map(Text, (row.name, value, row.essential)))
     console.print(table)
-    console.print(f"all of them: ddiloco timing {folder}\n", style="dim", soft_wrap=True)
+    console.say(f"all of them: ddiloco timing {folder}\n", style="dim")
 
 
 def _rows(config: RunConfig) -> list[Interval]:
-    from decoupled_diloco.config.method import options_of, public_text, read_public
+    from decoupled_diloco.config.method import options_of
 
     import_intervals()
     from decoupled_diloco.launch.timing import intervals
 
     return intervals(
-        options_of(read_public(public_text(config))),
+        options_of(config),
         give_up_seconds=config.learner.give_up_seconds,
         lease_seconds=config.syncer.lease_seconds if config.syncer.standbys else None,
     )
 
 
-def _print(rows: Iterable[Interval], console: Console) -> None:
+def _print(rows: Iterable[Interval], console: SteadyConsole) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -19,12 +19,14 @@ import typer
 from decoupled_diloco.cli.options import RunSource, TokenFile, fail, make_console
 from decoupled_diloco.cli.status import newest_run, source_of
 from decoupled_diloco.errors import AccessError, TransportError
+from decoupled_diloco.launch.termination import handling, interrupt
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from decoupled_diloco.observe.sources import Source
     from decoupled_diloco.observe.status import RunStatus
+    from decoupled_diloco.observe.terminal import SteadyConsole
 
 FRAME_SECONDS = 0.25
 """How often the picture is drawn and the keyboard looked at."""
@@ -49,7 +51,9 @@ def watch(
     source = source or newest_run("ddiloco watch runs/quickstart")
     reader = Reader(source_of(source, token_file), every)
     console = make_console()
-    with contextlib.suppress(KeyboardInterrupt), _told_to_end():
+    # The terminal is given back as it was, whichever signal ends this.
+    told_to_end = handling(interrupt, signal.SIGTERM, signal.SIGHUP)
+    with contextlib.suppress(KeyboardInterrupt), told_to_end:
         _show(reader, console)
     reader.stopping.set()
     if reader.failure is not None:
@@ -132,7 +136,7 @@ class Reader(threading.Thread):
         return status.phase == "closing" or (left is not None and left < GONE_SECONDS)
 
 
-def _show(reader: Reader, console: Console) -> None:
+def _show(reader: Reader, console: SteadyConsole) -> None:
     from rich.live import Live
 
     with _single_keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -143,7 +147,7 @@ def _show(reader: Reader, console: Console) -> None:
                 return
 
 
-def _picture(reader: Reader, console: Console, *, rows: int | None) -> RenderableType:
+def _picture(reader: Reader, console: SteadyConsole, *, rows: int | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -161,22 +165,6 @@ def _picture(reader: Reader, console: Console, *, rows: int | None) -> Renderabl
             text = "the syncer has gone right before the end: the run has most likely finished"
         parts.insert(0, Text(text, style="bold red"))
     return Group(*parts)
-
-
-@contextlib.contextmanager
-def _told_to_end() -> Iterator[None]:
-    """SIGTERM and SIGHUP end it as ctrl-c does: the terminal is given back as it was."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

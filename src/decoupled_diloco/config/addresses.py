@@ -1,8 +1,8 @@
 """Where the shards are: the addresses that others are told, and what they make of them.
 
 A syncer that listens on all interfaces (``host="0.0.0.0"`` or ``"::"``) cannot know by which of its
-addresses a learner reaches it. It tells that wildcard, and whoever hears it puts the host in its
-place that it has dialled itself.
+addresses a learner reaches it. It tells that wildcard, and each learner puts the host in its place
+that it has dialled itself.
 
 A shard that has a standby has several addresses, of which one answers: they are written as one,
 with ``|`` between them.
@@ -38,8 +38,8 @@ def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
         return settings.addresses
     if not ports and not settings.port:
         raise ConfigError(
-            "syncer.port=0 means any free ports, so nobody knows where the shards are: give their "
-            "addresses (--syncer for a learner, --addresses for a shard), or set syncer.port"
+            "syncer.port=0 means any free ports, so no process knows where the shards are: give "
+            "their addresses (--syncer for a learner, --addresses for a shard), or set syncer.port"
         )
     shards = settings.shards
     ports = ports or range(settings.port, settings.port + shards * (1 + settings.standbys))
@@ -58,7 +58,7 @@ def url_of(host: str, port: int | None, scheme: str = "http") -> str:
 
 
 def alternatives(address: str) -> tuple[str, ...]:
-    """The addresses of one shard, of which one answers.
+    """The addresses of one shard; only one of them answers at a time.
 
     >>> alternatives("http://a:7070|http://b:7070")
     ('http://a:7070', 'http://b:7070')
@@ -97,7 +97,7 @@ def on_this_machine(address: str) -> str:
 
 
 def everywhere(addresses: Sequence[str]) -> tuple[str, ...]:
-    """The addresses with a host that whoever hears them replaces by the one that it has dialled.
+    """The addresses with a wildcard host, which each learner replaces by the host that it dialled.
 
     >>> everywhere(["http://127.0.0.1:7070"])
     ('http://0.0.0.0:7070',)

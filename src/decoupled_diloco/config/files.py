@@ -42,17 +42,7 @@ def dump_config(config: RunConfig) -> str:
 
     Every default is written out, except settings that have no effect beside the others.
     """
-    tables: dict[str, Any] = {
-        "run": config.run.applicable(),
-        "sync": config.sync.applicable(),
-        "outer": config.outer.applicable(),
-        "syncer": config.syncer.applicable(),
-        "learner": config.learner.applicable(),
-        "data": config.data.applicable(),
-        "workload": config.workload.applicable(),
-        "faults": [fault.applicable() for fault in config.faults],
-    }
-    return tomli_w.dumps(tables)
+    return tomli_w.dumps(config.model_dump(mode="json"))
 
 
 def read_tables(path: Path) -> dict[str, Any]:

@@ -1,17 +1,18 @@
 """From a run's settings to what the state machines and the merge arithmetic are told.
 
-Shards read the run's file; learners and observers get its public part from the coordinator, as JSON
-text. Both go through the same two functions, so that all agree on the schedule and on the cut.
+A shard reads the run's file. Learners and observers get its public part from the coordinator, as
+JSON text, and validate it back into the same model. So all agree on the schedule and on the cut.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from decoupled_diloco.config.run import OuterSettings, RunConfig, SyncSettings
+from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.protocol.options import Options
 
@@ -19,29 +20,25 @@ if TYPE_CHECKING:
     from decoupled_diloco.merge import Layout
     from decoupled_diloco.merge.plan import MergePlan
 
-Public = Mapping[str, Any]
-
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlevel = 3
 
 
 def public_text(config: RunConfig) -> str:
-    """The public settings with the number of shards, as JSON text."""
-    return json.dumps(config.public() | {"shards": config.syncer.shards}, default=str)
+    """The public settings as JSON text."""
+    return json.dumps(config.public())
 
 
-def read_public(text: str) -> Public:
-    """The public settings from what another process sent; trusts nothing.
+def read_public(text: str) -> RunConfig:
+    """The settings that another process sent; trusts nothing. What is private has its default.
 
     Raises:
         ProtocolError: it is not what `public_text` writes.
     """
     try:
-        public = dict(json.loads(text))
-        options_of(public)
-        OuterSettings(**public["outer"])
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        return read_settings(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ProtocolError(f"the run's settings cannot be read: {error!r}") from error
     except RecursionError:
         raise ProtocolError("the run's settings cannot be read: nested too deep") from None
@@ -49,10 +46,20 @@ def read_public(text: str) -> Public:
         raise ProtocolError(
             f"the run's settings cannot be read: {error}: are all processes of the same version?"
         ) from error
-    return public
 
 
-def difference_of(ours: Public, theirs: Public) -> str:
+def read_settings(public: Mapping[str, Any]) -> RunConfig:
+    """The settings that `RunConfig.public` told, as in the header of a tape.
+
+    Raises:
+        ConfigError: a setting does not fit.
+        KeyError, TypeError: they are no settings.
+    """
+    tables = {name: value for name, value in public.items() if name not in ("shards", "digest")}
+    return RunConfig(**{**tables, "syncer": {"shards": public["shards"]}})
+
+
+def difference_of(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """The first setting in which two runs differ, in words; empty if there is none.
 
     >>> difference_of({"sync": {"period": 24}}, {"sync": {"period": 12}})
@@ -64,9 +71,22 @@ def difference_of(ours: Public, theirs: Public) -> str:
             inner = difference_of(mine, other)
             if inner:
                 return f"{key}.{inner}"
-        elif key != "digest" and mine != other:
+        elif mine != other:
             return f"{key} is {_shown(mine)} here and {_shown(other)} there"
     return ""
+
+
+def difference_of_work(ours: RunConfig, theirs: RunConfig) -> str:
+    """The first difference in what all learners must have alike: number, data and workload."""
+    return difference_of(*(_work(config.public()) for config in (ours, theirs)))
+
+
+def _work(public: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "learners": public["run"]["learners"],
+        "data": public["data"],
+        "workload": public["workload"],
+    }
 
 
 def _shown(value: Any) -> str:
@@ -74,35 +94,15 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else _SHORT.repr(value)
 
 
-def options_of(public: Public) -> Options:
-    """What the state machines need to know."""
-    sync = SyncSettings(**public["sync"])
-    return Options(
-        fragments=sync.fragments,
-        period=sync.period,
-        overlap=sync.overlap,
-        quorum=sync.quorum,
-        shards=int(public["shards"]),
-        grace_margin=sync.grace_margin if sync.grace else 0.0,
-        participants=sync.participants,
-        alignment=sync.alignment,
-        missed=sync.missed,
-        apply=sync.apply,
-        wait=sync.wait,
-        counter_cap_periods=sync.counter_cap_periods,
-        late=sync.late,
-        late_rounds_max=sync.late_rounds_max,
-        late_discount=sync.late_discount,
-        norm_gate=sync.norm_gate if sync.wait == "never" else 0.0,
-        oversized=sync.oversized,
-        uplink_codec=sync.uplink_codec,
-        budget_steps=public["run"].get("budget_steps"),
-        budget_tokens=public["run"].get("budget_tokens"),
-        checkpoint_every_seconds=float(public["run"].get("checkpoint_every_seconds", 0.0)),
-    )
+def options_of(config: RunConfig) -> Options:
+    """What the state machines need to know: the settings of the same names."""
+    told = {**dict(config.run), **dict(config.sync), "shards": config.syncer.shards}
+    if config.sync.wait != "never":
+        told["norm_gate"] = 0.0  # synchronous runs have no gate
+    return Options(**{field.name: told[field.name] for field in dataclasses.fields(Options)})
 
 
-def plan_of(layout: Layout, public: Public) -> MergePlan:
+def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
     """How the run's tensors are cut, encoded and merged.
 
     Raises:
@@ -111,9 +111,9 @@ def plan_of(layout: Layout, public: Public) -> MergePlan:
     from decoupled_diloco.merge import make_outer  # torch takes seconds: a launcher needs none
     from decoupled_diloco.merge.plan import MergePlan
 
-    sync, outer = SyncSettings(**public["sync"]), OuterSettings(**public["outer"])
+    sync, outer = config.sync, config.outer
     return MergePlan.make(
-        synchronised(layout, public),
+        synchronised(layout, config),
         fragments=sync.fragments,
         strategy=sync.partition,
         uplink=sync.uplink_codec,
@@ -125,12 +125,6 @@ def plan_of(layout: Layout, public: Public) -> MergePlan:
     )
 
 
-def synchronised(layout: Layout, public: Public) -> Layout:
+def synchronised(layout: Layout, config: RunConfig) -> Layout:
     """What of a model's layout the run synchronises: buffers only if it merges them."""
-    local = SyncSettings(**public["sync"]).buffers == "local"
-    return layout.without_buffers() if local else layout
-
-
-def blend_alpha_of(public: Public) -> float:
-    """α, the learner's own share of a blend."""
-    return SyncSettings(**public["sync"]).blend_alpha
+    return layout.without_buffers() if config.sync.buffers == "local" else layout

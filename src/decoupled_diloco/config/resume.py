@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config.files import load_config
-from decoupled_diloco.config.method import Public, difference_of, public_text, read_public
+from decoupled_diloco.config.method import difference_of
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError
 
@@ -21,16 +21,11 @@ _MAY_CHANGE = {
 }
 
 
-def lasting(public: Public) -> dict[str, Any]:
-    """The public settings without those that may change while a run lasts: its budget.
-
-    >>> lasting({"run": {"seed": 1, "budget_steps": 9}, "sync": {}, "digest": "…"})
-    {'run': {'seed': 1}, 'sync': {}}
-    """
+def lasting(config: RunConfig) -> dict[str, Any]:
+    """The public settings without those that may change while a run lasts: its budget."""
     return {
         table: _without(values, _MAY_CHANGE.get(table, set()))
-        for table, values in public.items()
-        if table != "digest"
+        for table, values in config.public().items()
     }
 
 
@@ -40,9 +35,9 @@ def _without(values: Any, keys: set[str]) -> Any:
     return {key: _without(value, keys) for key, value in values.items() if key not in keys}
 
 
-def identity_of(public: Public) -> str:
+def identity_of(config: RunConfig) -> str:
     """A digest over what lasts: two states of one run have the same."""
-    canonical = json.dumps(lasting(public), sort_keys=True, separators=(",", ":"), default=str)
+    canonical = json.dumps(lasting(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -51,7 +46,7 @@ def load_resumed(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         folder: The run folder.
-        overrides: As for `load_config`; the method, the model and who takes part cannot change.
+        overrides: As for `load_config`; the method, the model and the learners cannot change.
 
     Raises:
         ConfigError: It is no run folder, or something was changed that cannot be.
@@ -77,4 +72,4 @@ def load_resumed(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _public(config: RunConfig) -> dict[str, Any]:
-    return lasting(read_public(public_text(config))) | {"durable": config.syncer.durable}
+    return lasting(config) | {"durable": config.syncer.durable}

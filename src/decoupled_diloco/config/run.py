@@ -6,8 +6,6 @@ Symbols in the descriptions (M, P, H, K, τ, γ) are those of the paper, *Decoup
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,6 +21,15 @@ BUILT_IN_CODECS = ("fp32", "bf16")
 
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
+
+_PRIVATE: dict[str, Any] = {
+    "run": {"folder", "evaluator", "evaluate_every_seconds", "spare"},
+    "sync": {"initial_weights"},
+    "syncer": True,
+    "learner": True,
+    "faults": True,
+}
+"""What learners are not told."""
 
 
 class RunSettings(Settings):
@@ -110,7 +117,7 @@ class SyncSettings(Settings):
 
     quorum: int = Field(default=1, ge=1)
     """K: learners whose reports the syncer needs before it may merge, 1 to learners. 1 never waits
-    for anybody; learners = synchronous (paper: 1)."""
+    for another learner; learners = synchronous (paper: 1)."""
 
     grace_margin: float = Field(default=0.8, ge=0, lt=1)
     """γ: share of the slack within the overlap that the syncer may spend waiting for more learners
@@ -118,9 +125,8 @@ class SyncSettings(Settings):
     leaves a fifth of the slack for jitter)."""
 
     participants: Literal["reported", "all"] = "reported"
-    """Whom a round asks: "reported": the learners that finished a step in this round's time
-    (paper, Alg. 2); "all": every live learner that has trained the fragment, also much slower
-    ones."""
+    """The learners that a round asks: "reported": those that finished a step in this round's time
+    (paper, Alg. 2); "all": all live ones that have trained the fragment, also much slower ones."""
 
     alignment: Literal["overwrite", "carry", "blend"] = "overwrite"
     """What applying a merged fragment does with the steps taken since it was sent: "overwrite"
@@ -335,14 +341,14 @@ class SyncerSettings(Settings):
     started. Default: the local launcher makes one up for each run."""
 
     principals_file: Path | None = Field(default=None, strict=False)
-    """File with a secret for each id instead of one for all, so that nobody can speak for somebody
-    else: lines of TOML, learner-0 = "…", also for "shard-1" and following, and "evaluator".
+    """File with a secret for each id instead of one for all, so that no process can speak for
+    another one: lines of TOML, learner-0 = "…", also for "shard-1" and following, and "evaluator".
     Relative to where the command is started. A learner elsewhere gets its own one in a token_file.
     Default: one secret for all."""
 
     durable: bool = True
     """Whether each shard keeps its fragments on disk, in the run folder: a checkpoint and a journal
-    of merges, so that every version that anybody has received survives a crash; 12 to 120 bytes a
+    of merges, so that every version that a learner has received survives a crash; 12 to 120 bytes a
     parameter, and 4 bytes an element written for each merge. false: a shard that starts again takes
     its fragments from what its learners hold, and its momentum starts afresh."""
 
@@ -353,10 +359,10 @@ class SyncerSettings(Settings):
     it acts."""
 
     lease_seconds: float = Field(default=5.0, ge=0.5)
-    """How long a shard that its standby hears nothing of may still be there, seconds, at least 0.5.
-    A takeover begins a lease after the last sign of life. Half of what learners wait for a silent
-    connection (10 s); raise it if the shared folder stalls for longer: then a healthy shard steps
-    down, and its fragments rest for some seconds."""
+    """How long a silent shard may still be alive before its standby takes over, seconds, at least
+    0.5. A takeover begins a lease after the last sign of life. Half of what learners wait for a
+    silent connection (10 s); raise it if the shared folder stalls for longer: then a healthy shard
+    steps down, and its fragments rest for some seconds."""
 
     record_payloads: bool = False
     """Whether each shard keeps every contribution and whole copy that it has verified, in the run
@@ -373,7 +379,7 @@ class SyncerSettings(Settings):
     with one; raise it for very large fragments on a host of its own."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """A lease of nobody's."""
+        """Without standbys there are no leases of shards."""
         return {} if self.standbys else {"lease_seconds": "with standbys=0"}
 
     @model_validator(mode="after")
@@ -443,9 +449,9 @@ class DataSettings(Settings):
 
     leases: bool = True
     """true: the data are cut into virtual parts that the coordinator lends out, so that each is
-    trained once in a pass, whoever comes and goes, and RUN/data.ledger tells by whom. false: each
-    of the run's learners has a fixed part of its own, and draws from it at random (the papers'
-    setting; for learners whose data differ)."""
+    trained once in a pass while learners come and go, and RUN/data.ledger lists who trained it.
+    false: each of the run's learners has a fixed part of its own, and draws from it at random (the
+    papers' setting; for learners whose data differ)."""
 
     parts: int = Field(default=128, ge=1, le=1 << 24)
     """Virtual parts, at least 1; fewer where a pass has fewer batches. Several times the learners,
@@ -479,10 +485,10 @@ class FaultSettings(Settings):
     table: ClassVar[str] = "[[faults]]"
 
     at: float = Field(ge=0, lt=1)
-    """When: the share of the budget that is used up, 0 to less than 1."""
+    """Share of the budget that is used up when the fault happens, 0 to less than 1."""
 
     kill: str
-    """Who: the name of a learner, "learner-0" to "learner-<M - 1>". It gets SIGKILL."""
+    """Name of the learner that gets SIGKILL, "learner-0" to "learner-<M - 1>"."""
 
     restart: bool = True
     """Whether the launcher starts it again; false: it stays dead."""
@@ -532,26 +538,13 @@ class RunConfig(Settings):
         return options | self.workload.options
 
     def public(self) -> dict[str, Any]:
-        """What the syncer decides for all learners, as plain values, with the digest over it.
+        """What the syncer decides for all learners, as plain values that `read_settings` reads.
 
-        Two processes that train the same run have the same digest. Left out is what concerns one
-        process or machine only: addresses, folders, threads, faults.
-
-        Returns:
-            `run` (name, seed, learners, budgets), `sync` (without `initial_weights`, a path on the
-            syncer's machine), `outer`, `data`, `workload`, each to be read back by its own class,
-            and `digest`: SHA-256 of their canonical JSON, in hex.
+        Left out is what concerns one process or machine only: addresses, folders, threads, faults.
         """
-        private = {"folder", "evaluator", "evaluate_every_seconds", "spare"}
-        public: dict[str, Any] = {
-            "run": {k: v for k, v in self.run.applicable().items() if k not in private},
-            "sync": {k: v for k, v in self.sync.applicable().items() if k != "initial_weights"},
-            "outer": self.outer.applicable(),
-            "data": self.data.applicable(),
-            "workload": {"name": self.workload.name, "options": self.workload_options()},
-        }
-        canonical = json.dumps(public, sort_keys=True, separators=(",", ":"), default=str)
-        return public | {"digest": hashlib.sha256(canonical.encode()).hexdigest()}
+        public = self.model_dump(mode="json", exclude=_PRIVATE)
+        public["workload"]["options"] = self.workload_options()
+        return public | {"shards": self.syncer.shards}
 
     @model_validator(mode="after")
     def _check_tables_against_each_other(self) -> RunConfig:

@@ -12,7 +12,14 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from decoupled_diloco.errors import ConfigError
@@ -66,10 +73,12 @@ class Settings(BaseModel):
         """The fields that the other settings of this table make pointless, each with the reason."""
         return {}
 
-    def applicable(self) -> dict[str, Any]:
-        """The settings that have an effect, as plain values that TOML and JSON can hold."""
-        pointless = set(self.inapplicable())
-        return self.model_dump(mode="json", exclude=pointless, exclude_none=True)
+    @model_serializer(mode="wrap")
+    def _tell_what_has_an_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is pointless or not set: it would be refused where it is read back."""
+        pointless = self.inapplicable()
+        told = dump(self).items()
+        return {name: v for name, v in told if v is not None and name not in pointless}
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> Settings:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.storage.weights import load_metadata, load_weights
@@ -71,7 +71,7 @@ def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Fou
             "theirs once a learner has joined, unless syncer.durable is false: let it join, let "
             "the run finish, or give a safetensors file with --weights"
         )
-    plan = plan_of(read_layout(run), read_public(public_text(config)))
+    plan = plan_of(read_layout(run), config)
     tensors, versions = read_shares(run, plan, config.syncer.shards)
     return Found(run / SHARES, tensors, versions, _global_step(run))
 

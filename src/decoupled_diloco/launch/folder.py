@@ -43,7 +43,7 @@ class RunFolder:
         path: Made if it does not exist. An earlier run of ours in it is moved aside to
             ``<path>.1``, ``<path>.2``, …; a folder with anything else in it is left alone.
         resume: Go on with the run that is in it instead.
-        spare: Called with the folder of an earlier run while nobody else may use it; raises if
+        spare: Called with the folder of an earlier run while no other process may use it; raises if
             that run must not be moved aside.
 
     Attributes:
@@ -82,7 +82,7 @@ class RunFolder:
             self._lock_or_refuse()
             if not (self.resumed or _is_unused(self._place)):
                 self._spare(self.path)
-                # Before the lock, which goes along, is let go: nobody else may move it meanwhile.
+                # Before the lock, which goes along, is let go: no other process may move it.
                 self.moved_to = self._place.rename(self._free_name())
                 self.release()
         self._place.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class RunFolder:
             (self.path / name).mkdir(exist_ok=True)
 
     def _require_ours_or_unused(self) -> None:
-        """Before anything is written: not even the lock belongs into somebody else's folder."""
+        """Before anything is written: not even the lock belongs into a folder that is not ours."""
         require_ours_or_unused(self.path, resume=self.resumed)
         here = Path.cwd()
         if not (self.resumed or _is_unused(self._place)) and here.is_relative_to(self._place):
@@ -176,7 +176,8 @@ def enter_run_folder(config: RunConfig) -> Path:
     try:
         (_without_links(path) / FOLDER_NAME).mkdir(parents=True, exist_ok=True)
         if not (path / RUN_FILE).exists():
-            mine = path / f"{RUN_FILE}.{os.getpid()}"  # whoever comes at the same time has another
+            # Another process that comes at the same time has another name.
+            mine = path / f"{RUN_FILE}.{os.getpid()}"
             mine.write_text(dump_config(config), encoding="utf-8")
             mine.replace(path / RUN_FILE)
     except OSError as error:
@@ -187,7 +188,7 @@ def enter_run_folder(config: RunConfig) -> Path:
 
 
 def require_ours_or_unused(path: Path, *, resume: bool = False) -> None:
-    """Nothing is moved, renamed or written where somebody else's files are.
+    """Nothing is moved, renamed or written where other files are.
 
     Raises:
         ConfigError: it is a file, or a folder with something in it that is no run of ours.

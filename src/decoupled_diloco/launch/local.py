@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine, url_of
-from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
@@ -35,7 +35,7 @@ from decoupled_diloco.storage.files import write_text
 
 # What needs torch is imported where it is needed: it takes seconds, and a syncer's learners wait.
 if TYPE_CHECKING:
-    from decoupled_diloco.launch.resume import Standing
+    from decoupled_diloco.launch.resume import RunStanding
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ that was started again too late would look for the run for ever."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     finished: bool
@@ -69,10 +69,10 @@ class LocalRun:
         dial: How a process of a name reaches these addresses of shards, if not directly: other
             addresses with the same ports. Who is told of the shards then puts the host in that it
             has dialled itself.
-        absent: Learners that somebody else brings in, later.
+        absent: Learners that are not started here, but brought in later.
 
     Raises:
-        ConfigError: the folder is in use or somebody else's, the run in it has not ended, the
+        ConfigError: the folder is in use or not of ddiloco, the run in it has not ended, the
             workload cannot be built, a learner's part of its data has no batch, or a secret or the
             initial weights are missing.
         TransportError: a port of the settings is taken, or its host is not of this machine.
@@ -101,7 +101,7 @@ class LocalRun:
             config.run.folder, resume=resume, spare=(lambda folder: None) if anew else _require_over
         )
         self.path = self.folder.path
-        self.standing: Standing | None = None
+        self.standing: RunStanding | None = None
         self.went_back = ""
         if resume:
             self._take_up(cut)
@@ -110,7 +110,7 @@ class LocalRun:
         self.secret_file: Path = (
             settings.principals_file or settings.token_file or self.folder.token_file()
         )
-        told = {"machine": "launcher", "settings": read_public(public_text(config))}
+        told = {"machine": "launcher", "settings": config.public()}
         self._tape = open_tape(self.path, "launcher", told)
         self.placement = ThisMachine(
             self.path, self.folder.descriptors, keep_spare=config.run.spare
@@ -216,7 +216,7 @@ class LocalRun:
                     return
                 time.sleep(POLL_SECONDS)
 
-    def wait(self, on_poll: Callable[[], None]) -> Outcome:
+    def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
         """Watches until the run is finished or cannot go on.
 
         Args:
@@ -228,13 +228,13 @@ class LocalRun:
             self._follow()
             on_poll()
             if over_at is not None or any(child.done for child in self._processes_of(0)):
-                # The coordinator ends last: every share of the result is on disk, nobody is needed.
+                # The coordinator ends last: every share of the result is on disk.
                 over_at = over_at or time.monotonic()
                 self.supervisor.retire()
                 if time.monotonic() > over_at + self._patience_seconds():
                     return self._finish(on_poll)
             elif (problem := self._hopeless()) is not None:
-                return Outcome(False, problem, None)
+                return RunOutcome(False, problem, None)
             time.sleep(POLL_SECONDS)
 
     def _patience_seconds(self) -> float:
@@ -306,19 +306,19 @@ class LocalRun:
             shares.append(self._followed.run.tokens / run.budget_tokens)
         return min(1.0, max(shares))
 
-    def _finish(self, on_poll: Callable[[], None]) -> Outcome:
+    def _finish(self, on_poll: Callable[[], None]) -> RunOutcome:
         from decoupled_diloco.syncer.result import assemble, read_layout
 
         try:
             layout = read_layout(self.path)
-            plan = plan_of(layout, read_public(public_text(self.config)))
+            plan = plan_of(layout, self.config)
             weights = assemble(self.path, plan, self.config.syncer.shards)
         except Error as error:
-            return Outcome(False, f"the result cannot be put together: {error}", None)
+            return RunOutcome(False, f"the result cannot be put together: {error}", None)
         self._tape.sample(time.monotonic(), WeightsSaved(str(weights)))
         self._evaluate_result(on_poll)
         self._keep_the_rest(weights)
-        return Outcome(True, "the budget is spent", weights)
+        return RunOutcome(True, "the budget is spent", weights)
 
     def _keep_the_rest(self, weights: Path) -> None:
         from decoupled_diloco.launch.finished import keep_the_rest

@@ -14,6 +14,7 @@ from typing import IO, Protocol
 
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.launch.spare import Spare
+from decoupled_diloco.launch.termination import handling
 
 COMMAND = (sys.executable, "-m", "decoupled_diloco.cli")
 """What runs a child's arguments: the same as ``ddiloco``."""
@@ -153,11 +154,9 @@ def interrupts_deferred() -> Iterator[None]:
     def note(number: int, frame: object) -> None:
         caught.append(number)
 
-    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        with handling(note, signal.SIGINT, signal.SIGTERM):
+            yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
         if caught:
             signal.raise_signal(caught[0])

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.method import public_text, read_public
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint, cut_of
@@ -36,11 +35,11 @@ GOING_BACK = "going-back"
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStanding:
     """How far a run has come, by what is in its folder.
 
     Attributes:
-        phase: The coordinator's; ``None``: nobody has joined yet.
+        phase: The coordinator's; ``None``: no learner has joined yet.
         faults: How many of the run's faults have been.
         weights: The result, if there is one.
     """
@@ -55,14 +54,14 @@ class Standing:
         return self.phase == "finished" and self.weights is not None
 
 
-def standing_of(folder: Path, config: RunConfig) -> Standing:
+def standing_of(folder: Path, config: RunConfig) -> RunStanding:
     """Reads how far the run in a folder has come, given the settings it is to go on with.
 
     Raises:
         StorageError: The coordinator's state cannot be read.
         ConfigError: It is of a run with other settings, or shards keep nothing.
     """
-    kept = read_state(folder, read_public(public_text(config)))
+    kept = read_state(folder, config)
     if kept is not None and not config.syncer.durable:
         raise ConfigError(
             f"the run in {folder} kept nothing, because syncer.durable is false: begin a new one"
@@ -73,7 +72,7 @@ def standing_of(folder: Path, config: RunConfig) -> Standing:
         faults = sum(record.type == "FaultInjected" for record in TapeReader(launcher))
     weights = folder / RESULT
     phase = None if kept is None else kept.phase
-    return Standing(phase, faults, weights if weights.exists() else None)
+    return RunStanding(phase, faults, weights if weights.exists() else None)
 
 
 def require_over(folder: Path) -> None:
@@ -98,7 +97,7 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
     """Puts a run back to a consistent cut; what is newer is set aside, not deleted.
 
     Args:
-        folder: The run folder, which nobody else uses.
+        folder: The run folder, which no other process uses.
         config: The run.
         which: ``"last"`` or the number of a cut. A last one that is torn or corrupt is named, and
             the one before it is used.
@@ -180,7 +179,7 @@ def _check_learners(folder: Path, manifest: Manifest) -> None:
 
 def _put_coordinator_back(folder: Path, config: RunConfig, manifest: Manifest) -> None:
     """Its part, with every epoch, term and lease number that was ever given out."""
-    newest = read_state(folder, read_public(public_text(config)))
+    newest = read_state(folder, config)
     ledger = DataLedger(folder, LeaseBook())
     if newest is not None:
         newest = replace(newest, data=ledger.book)

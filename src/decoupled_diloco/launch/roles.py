@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import difference_of, public_text, read_public
+from decoupled_diloco.config.method import difference_of_work, read_settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
@@ -39,7 +39,7 @@ EVALUATOR_NICENESS = 10
 """An evaluation may take longer; a learner's step on the same core should not."""
 
 EVALUATOR_GIVES_UP_SECONDS = 15.0
-"""An evaluator that was started too late finds nobody; whoever supervises it starts it again."""
+"""An evaluator that was started too late finds no syncer; its supervisor starts it again."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ async def learn(
         give_up_seconds=config.learner.give_up_seconds,
         tape=folder / "tape" / f"{name}.jsonl",
     ) as learner:
-        _require_same_work(learner.settings, read_public(public_text(config)))
+        _require_same_work(read_settings(learner.settings), config)
         if learner.epoch == 1:
-            position.batches = 0  # a donor's position is for who has lost its own
+            position.batches = 0  # only a learner that has lost its position takes a donor's
         termination.at_boundary(learner.stop_waiting)
         next_batch: Callable[[], Awaitable[Batch]]
         if config.data.leases:
@@ -178,16 +178,9 @@ def fixed_batches(
         yield batch
 
 
-def _require_same_work(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def _require_same_work(theirs: RunConfig, ours: RunConfig) -> None:
     """What a learner takes from its own file must be what the run's other learners have."""
-    difference = difference_of(
-        {"learners": ours["run"]["learners"], "data": ours["data"], "workload": ours["workload"]},
-        {
-            "learners": theirs["run"]["learners"],
-            "data": theirs.get("data"),
-            "workload": theirs["workload"],
-        },
-    )
+    difference = difference_of_work(ours, theirs)
     if difference:
         raise ConfigError(
             f"this learner's file is not the syncer's: {difference}: give both the same file"

@@ -1,4 +1,4 @@
-"""Who shows which secret: one for the whole run, or one for each id."""
+"""The secret that each process shows: one for the whole run, or one for each id."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 from collections.abc import Callable, Mapping
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import public_text
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
 from decoupled_diloco.launch.secrets import accepted_tokens
@@ -95,7 +93,7 @@ def run_shard(
     finally:
         survivors.end()
     if not finished:
-        # Only the end of the run is a success: whoever supervises this process starts it again.
+        # Only the end of the run is a success: the supervisor starts this process again.
         raise KeyboardInterrupt
 
 
@@ -185,7 +183,7 @@ class ShardRole:
             {
                 "machine": "shard",
                 "shard": self.shard,
-                "settings": json.loads(public_text(self.config)),
+                "settings": self.config.public(),
                 "versions": versions(),
             },
         )

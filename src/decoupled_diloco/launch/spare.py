@@ -33,7 +33,7 @@ IMPORTS = (
 """What brings in all that learners, evaluators and shards need."""
 
 NICENESS = 10
-"""Of the thread that imports: whoever trains goes before. Who takes a role has the usual one."""
+"""Niceness of the thread that imports: training goes first. A process with a role has the usual."""
 
 QUIET_SECONDS = 10.0
 """A spare is begun when no other process was started for so long: those import, too."""
@@ -126,7 +126,7 @@ def wait_for_role() -> list[str]:
 
 
 def _import_all() -> None:
-    """In a thread of its own: its niceness alone is raised, which could not be lowered again."""
+    """Imports in a thread of its own, whose raised niceness ends with it: it cannot be lowered."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     for name in IMPORTS:
         importlib.import_module(name)
@@ -154,8 +154,8 @@ def _write_to(log: str) -> None:
 def _retitle(command: list[str]) -> None:
     """Writes another command line over its own; what does not fit is cut off.
 
-    For ``ps`` and whoever looks for a process by its arguments. Where the system does not tell the
-    place, the old one stays.
+    For ``ps`` and for users who look for a process by its arguments. Where the system does not tell
+    the place, the old one stays.
     """
     with contextlib.suppress(OSError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

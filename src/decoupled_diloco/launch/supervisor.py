@@ -29,7 +29,7 @@ HEALTHY_SECONDS = 30.0
 
 TERMINATE_SECONDS = 3.0
 """How long a process that was told to end may take before it is killed. Learners and shards end one
-after the other, and who has pressed Ctrl-C waits for both."""
+after the other, and a user who has pressed Ctrl-C waits for both."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ class Supervisor:
             if child.process is not None:
                 child.process.send_signal(signal.SIGTERM)
                 told.append(child.name)
-        if told:  # after the signals: nobody lives on because the tape cannot be written
+        if told:  # after the signals: no child lives on because the tape cannot be written
             self._sample(EndRequested(tuple(told)))
         deadline = now() + TERMINATE_SECONDS + extra_seconds
         while any(child.running for child in chosen) and now() < deadline:

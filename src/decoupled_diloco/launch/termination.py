@@ -1,16 +1,33 @@
-"""A learner process that is told to go: at once while it begins, at a step boundary once it trains.
-
-Light to import: the handler must be there before torch is.
-"""
+"""What SIGTERM and Ctrl-C do; light to import, since handlers must be there before torch is."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 INTERRUPTED = 130
 """The exit code of a process that was told to go."""
+
+
+@contextlib.contextmanager
+def handling(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
+    """Has a handler for these signals as long as the block lasts."""
+    before = [(number, signal.signal(number, handler)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, earlier in before:
+            signal.signal(number, earlier)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler by which a signal ends a command as Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 class Termination:

@@ -62,14 +62,15 @@ after a failed merge | × 2 each time\
 loop that stands still\
  | or {membership.STANDS_STEPS:g} ξ_step, {membership.STANDS_OWN_STEPS:g} of its own\
  | {membership.STANDS_SECONDS}
-closing round | for who has not begun to answer by then\
+closing round | a learner that has not begun to answer by then is left out\
  | {syncer_rounds.CLOSING_SECONDS}, {syncer_rounds.SWEEP_TRIES_MAX} tries
-closing round, copy | for who is still fetching what it answers from | {syncer_rounds.COPY_SECONDS}
+closing round, copy | a learner may fetch the version that it answers from\
+ | {syncer_rounds.COPY_SECONDS}
 transfers
 given up | no byte for max({limits.stall_seconds}, {http_client.STALL_RTTS} round trips)\
  | {limits.stall_seconds} or more
 one more copy | after {limits.copies_per_principal} of one version by one id | {limits.copy_seconds}
-server's patience | × of that, for who sends; a reader gets 3 ×\
+server's patience | × of that for a sender; a reader gets 3 ×\
  | {bodies.SERVER_PATIENCE:g} × {limits.stall_seconds}
 resumed | attempts in a row without progress | {limits.retries}
 copy not had | a learner asks again after | {learner_copies.RETRY_SECONDS}
@@ -87,7 +88,8 @@ state on a full disk | the coordinator, and a shard before the run begins, try a
 a learner comes and goes
 restored learner | waits for the word of a shard that is out of reach\
  | {recovery.SHARD_PATIENCE_SECONDS}
-donor's copy | is waited for, and a little longer by who asks | {donating.OFFER_SECONDS}
+donor's copy | is waited for, and a little longer by the learner that asks\
+ | {donating.OFFER_SECONDS}
 donor's next chunk | or another donor, {donating.DONORS_MAX} in all, then a fresh optimizer\
  | {donating.STALL_SECONDS}
 last checkpoint | is waited for when a learner goes | {learner.CHECKPOINT_SECONDS}
@@ -206,7 +208,7 @@ def _of_run(options: Options, measured: RoundOpened | None) -> dict[str, Any]:
 
 
 def _newest_opening(run: RunModel | None) -> RoundOpened | None:
-    """That of an ordinary round, by a shard that has measured a step."""
+    """The grace window of an ordinary round, at a shard that has measured a step."""
     logs = run.shards.values() if run else ()
     rounds = [each for log in logs for each in (*log.rounds, *log.open.values())]
     opened = [each.opened for each in rounds if each.opened and not each.opened.closing]

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.config.method import (
-    blend_alpha_of,
     options_of,
     plan_of,
     read_public,
@@ -455,8 +454,8 @@ class Background:
         with self.changed:
             if self.shared is not None:
                 return  # joined again after the coordinator came back; nothing is new
-            public = read_public(admitted.settings)
-            options = options_of(public)
+            config = read_public(admitted.settings)
+            options = options_of(config)
             layout = Layout.from_json(json.loads(admitted.layout))
             identity = self.identity
             header = {
@@ -465,23 +464,24 @@ class Background:
                 "epoch": admitted.epoch,
                 "nonce": identity.nonce,
                 "role": identity.role,
-                "settings": public,
+                "settings": config.public(),
                 "versions": versions(),
             }
             machine = LearnerMachine(
                 options, identity.name, admitted.epoch, identity.nonce, identity.role
             )
-            tensors = LearnerTensors(plan_of(layout, public), self._store, blend_alpha_of(public))
+            plan, alpha = plan_of(layout, config), config.sync.blend_alpha
+            tensors = LearnerTensors(plan, self._store, alpha)
             self._tape = self._make_tape(header) if self._make_tape else None
             recorder = Recorder(machine, self._tape) if self._tape else Unrecorded(machine)
             self._shards = [reached_by(each, dialled) for each in admitted.shards]
-            self.shared = Shared(machine, tensors, public, recorder)
+            self.shared = Shared(machine, tensors, config, recorder)
             self.run_id = admitted.run
             if self.keeper is not None:
                 self._begin(self.shared, self.keeper)
             self.changed.notify()
         logger.info(
-            "%s has joined %s, epoch %d", self.identity.name, public["run"]["name"], admitted.epoch
+            "%s has joined %s, epoch %d", self.identity.name, config.run.name, admitted.epoch
         )
 
     def _coordinator_told(self, message: say.ToMember) -> None:

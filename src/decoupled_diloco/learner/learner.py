@@ -187,7 +187,7 @@ class _Participant:
     @property
     def settings(self) -> dict[str, Any]:
         """The run's public settings, as the syncer has them."""
-        return dict(self._shared.public)
+        return self._shared.config.public()
 
     @property
     def versions(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from decoupled_diloco.config.method import Public
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.observe.tape import Recorder
 from decoupled_diloco.protocol import effects as do
@@ -30,5 +30,5 @@ class Shared:
 
     machine: LearnerMachine
     tensors: LearnerTensors
-    public: Public
+    config: RunConfig
     recorder: Recorder[Any, Any] | Unrecorded

@@ -1,9 +1,10 @@
-"""Who was away in a run, down or cut off, and what that cost the others; from a whole tape.
+"""Which processes were away in a run, down or cut off, and what that cost the others.
 
-The launcher writes down how processes end, and shards whose lease ran out and who came back; that a
-learner stepped on meanwhile is on its own tape. Of learners whose tapes are elsewhere the shards
-have heard of every step, but not when exactly it was taken if they heard of it late, because a link
-was cut or the shard itself stood still: such steps are spread evenly over the time before.
+The launcher writes down how processes end; shards write down which leases ran out, and which
+learners came back. That a learner stepped on meanwhile is on its own tape. If that is on another
+machine, the shards have heard of every step, but not when exactly it was taken if they heard of it
+late, because a link was cut or the shard itself stood still: such steps are spread evenly over the
+time before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from decoupled_diloco.observe.run_data import (
     ProcessLife,
 )
 from decoupled_diloco.observe.shard_data import ShardLog
-from decoupled_diloco.observe.words import ending_in_words
+from decoupled_diloco.observe.words import ending_in_words, natural
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ RAN_OUT = "its lease ran out"
 def find_absences(run: RunModel) -> None:
     """Fills in what only the whole tape tells: outages, cuts and lost steps; once, at its end."""
     run.shards = {name: shard for name, shard in run.shards.items() if shard.lives}
+    run.learners = {name: run.learners[name] for name in sorted(run.learners, key=natural)}
     for learner in run.trained.values():
         if learner.afar:
             _spread_steps(learner)

@@ -1,6 +1,6 @@
 """Where a run's learner-time and its tokens went: nothing is left over, nothing is counted twice.
 
-**Time.** The run's span reaches from the first finished step of anybody to the last. A learner's
+**Time.** The run's span reaches from the first finished step of a learner to the last. A learner's
 time is *allocated* from the beginning of the span, or from its process's start if that is later, to
 the end of the span, or to the moment it left on purpose. It is divided into
 
@@ -36,7 +36,7 @@ at least one learner steps.
   it came too late counts here as well.
 
 Discarded is everything but *merged* and *unsent*. A version that was merged and then lost with its
-shard, before anybody had taken it, counts as merged until a round goes on from what was restored.
+shard, before a learner had taken it, counts as merged until a round goes on from what was restored.
 What one life was trained on and a later one, from a checkpoint, got merged is merged, and no longer
 the earlier one's rest.
 """
@@ -117,8 +117,15 @@ class TimeAccount:
         return value / NANO
 
 
-TIME_PARTS = ("useful", "discarded", "waiting", "down", "joining", "other")
-"""The parts of `TimeAccount.allocated`."""
+TIME_PARTS = {
+    "useful": "in steps whose training is in the result, or may still get there",
+    "discarded": "in steps whose training was thrown away",
+    "waiting": "alive and standing still",
+    "down": "from the end of a process to the start of its next one",
+    "joining": "until it held the global weights and began its first step",
+    "other": "in steps that a crash or the end cut short",
+}
+"""The parts of `TimeAccount.allocated`, and what they mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +160,26 @@ class TokenAccount:
         return value / self.fragments
 
 
-TOKEN_PARTS = (
-    "merged",
-    "in_flight",
-    "missed",
-    "given_up",
-    "overwritten",
-    "crashed",
-    "left_behind",
-    "unsent",
-)
-"""The parts of `TokenAccount.trained`."""
+TOKEN_PARTS = {
+    "merged": "in the global weights",
+    "in_flight": "trained between a snapshot and the merged copy that overwrote it",
+    "missed": "overwritten by a version that the learner had no part in",
+    "given_up": "sent, and the outcome was lost with the link",
+    "overwritten": "in flight, missed or given up; only the learner's own tape tells which",
+    "crashed": "lost with a process that ended",
+    "left_behind": "not merged when the learner left or its run was over",
+    "unsent": "not merged when the tape ends, on a learner that still lives",
+}
+"""The parts of `TokenAccount.trained`, and what they mean."""
+
+
+def part_in_words(part: str) -> str:
+    """A part's name and meaning.
+
+    >>> part_in_words("in_flight")
+    'in flight: trained between a snapshot and the merged copy that overwrote it'
+    """
+    return f"{part.replace('_', ' ')}: {(TIME_PARTS | TOKEN_PARTS)[part]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +196,7 @@ class LearnerAccount:
 class RunAccount:
     """All learners' accounts and their sum.
 
-    ``span`` and ``uptime`` are ``None`` where nobody took a step, or only one.
+    ``span`` and ``uptime`` are ``None`` if there was no step, or only one.
     """
 
     learners: dict[str, LearnerAccount]
@@ -342,7 +358,7 @@ def _folded(run: RunModel) -> dict[str, list[Folded]]:
         version = (result.version.term, result.version.counter)
         later = restored.get(result.fragment, {}).items()
         if any(term > version[0] and counter < version[1] for term, counter in later):
-            continue  # lost with the shard, before anybody had taken it
+            continue  # lost with the shard, before any learner had taken it
         for part in result.participants:
             if part.state == "folded":
                 seconds = part.delivered_seconds
@@ -358,7 +374,7 @@ def _merged(run: RunModel) -> Iterator[RoundLog]:
 
 
 def _restored(run: RunModel) -> dict[int, dict[int, int]]:
-    """By fragment and term, the counter that its shard went on from: the least of its bases.
+    """For each fragment and term the counter that its shard went on from: the least of its bases.
 
     A shard that starts again gives what it has restored its new term and the old counter.
     """
@@ -440,7 +456,7 @@ def _tokens_of_life(
 def _tokens_heard_of(
     life: ProcessLife, overwritten: int, fragments: int, folded: list[Folded]
 ) -> tuple[TokenAccount, _Rest, dict[int, int]]:
-    """As `_tokens_of_life`, of a life that only the shards tell of."""
+    """The same as `_tokens_of_life`, for a life that only the shards tell of."""
     trained, folds = life.ledger.trained, Counter[int]()
     for each in folded:
         folds[each.fragment] += each.tokens
@@ -471,7 +487,7 @@ def _hand_on(rests: list[_Rest], brought: dict[int, int]) -> int:
 
 
 def _fate_of_the_rest(life: ProcessLife) -> str:
-    """What becomes of tokens that a life has not delivered: only who still lives may do so."""
+    """What becomes of tokens that a life has not delivered; if it still lives, it still may."""
     if life.crashed:
         return "crashed"
     return "left_behind" if life.over or life.ended_at is not None else "unsent"

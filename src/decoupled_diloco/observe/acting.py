@@ -1,4 +1,4 @@
-"""Which process acts for a shard that has a standby: its lives are the shard's, in turns."""
+"""Which process acts for a shard that has a standby. The shard's lives are those of both."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Acting:
         )
 
     def whose(self, process: str) -> str:
-        """Whose start or end that of a process is: its shard's, if it acts for one.
+        """The name that the start or end of a process counts for: its shard's, if it acts for one.
 
         >>> acting = Acting()
         >>> acting.took_over(TookOver("shard-1-standby", 1, 1, 0.0))

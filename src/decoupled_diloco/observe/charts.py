@@ -216,10 +216,9 @@ def framed(
     x: tuple[float, float, str],
     y: tuple[float, float, str],
     show_x: Callable[[float], str] = "{:g}".format,
-    left: float = 44.0,
 ) -> Frame:
     """Draws grid, numbers and names of two axes (low, high, name)."""
-    bottom, top = canvas.height - 36, 22.0
+    left, bottom, top = 44.0, canvas.height - 36, 22.0
     frame = Frame(Axis(*x[:2], left, canvas.width - 12, x[2]), Axis(*y[:2], bottom, top, y[2]))
     for tick in frame.y.ticks(6):
         at = frame.y(tick)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.observe import figures, tables
+from decoupled_diloco.observe import figures
 from decoupled_diloco.observe.accounts import TIME_PARTS
 from decoupled_diloco.observe.report import (
     OVER,
@@ -22,9 +22,8 @@ from decoupled_diloco.observe.report import (
     write_page,
 )
 from decoupled_diloco.observe.run_model import RunModel, read_run
-from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import Total, totals
-from decoupled_diloco.observe.tables import Table, TableCell
+from decoupled_diloco.observe.tables import Number, Row, Table, time_bars
 from decoupled_diloco.observe.words import ABSENT, percent
 
 
@@ -81,7 +80,7 @@ def render_comparison(first: Side, second: Side) -> str:
                 "label": side.label,
                 "subtitle": subtitle_of(side.run),
                 "problems": problems_of(side.run),
-                "bars": tables.time_bars(side.run.account, _names(side.run)),
+                "bars": time_bars(side.run.account),
             }
             for side in (first, second)
         ],
@@ -100,9 +99,9 @@ def numbers_table(first: Side, second: Side) -> Table:
     ours = {total.name: total for total in totals(first.run)}
     theirs = {total.name: total for total in totals(second.run)}
     rows = [
-        [TableCell(name), _number(ours.get(name)), _number(theirs.get(name)), difference]
-        for name in [*ours, *(name for name in theirs if name not in ours)]
-        for difference in [TableCell(difference_of(ours.get(name), theirs.get(name)))]
+        [name, *map(_shown_total, both), difference_of(*both)]
+        for name in {**ours, **theirs}
+        for both in [(ours.get(name), theirs.get(name))]
     ]
     return Table(
         "numbers", "Summary", ["", first.label, second.label, "difference"], rows,
@@ -111,7 +110,7 @@ def numbers_table(first: Side, second: Side) -> Table:
 
 
 def difference_of(first: Total | None, second: Total | None) -> str:
-    """By how much the second number differs from the first, in words.
+    """The difference between two numbers, in words.
 
     >>> difference_of(Total("x", "2", number=2.0), Total("x", "3", number=3.0))
     '+1 (+50 %)'
@@ -139,30 +138,28 @@ def _points(difference: float) -> str:
 def shares_table(first: Side, second: Side) -> Table:
     """Where the learner-time of both went."""
     times = (first.run.account.time, second.run.account.time)
-    rows = [
+    rows: list[Row] = [
         [
-            TableCell(part),
-            *(TableCell(percent(time.share(part)), time.share(part)) for time in times),
-            TableCell(_points(times[1].share(part) - times[0].share(part))),
+            part,
+            *(Number(percent(time.share(part)), time.share(part)) for time in times),
+            _points(times[1].share(part) - times[0].share(part)),
         ]
         for part in TIME_PARTS
         if times[0].allocated or times[1].allocated
     ]
     return Table(
         "shares", "Shares of learner-time", ["", first.label, second.label, "difference"], rows,
-        "In neither run did anybody take two steps.",
+        "In neither run did a learner take two steps.",
     )  # fmt: skip
 
 
 def settings_table(first: Side, second: Side, *, every: bool) -> Table:
     """Settings of both: those that differ, or every one with those marked."""
     ours, theirs = dict(flattened(first.settings)), dict(flattened(second.settings))
-    names = [*ours, *(name for name in theirs if name not in ours)]
+    names = list({**ours, **theirs})
     differing = [n for n in names if _shown(ours, n) != _shown(theirs, n)]
-    rows = [
-        [TableCell(name), TableCell(_shown(ours, name)), TableCell(_shown(theirs, name))]
-        for name in (names if every else differing)
-    ]
+    shown = names if every else differing
+    rows = [[name, _shown(ours, name), _shown(theirs, name)] for name in shown]
     if not (ours and theirs):
         rows = []
     return Table(
@@ -172,7 +169,7 @@ def settings_table(first: Side, second: Side, *, every: bool) -> Table:
         rows,
         "All settings are the same." if ours and theirs else "The settings of both are not known.",
         left=True,
-        marked=frozenset(differing),
+        marked=differing,
     )
 
 
@@ -180,12 +177,10 @@ def _shown(settings: Mapping[str, Any], name: str) -> str:
     return json.dumps(settings[name], default=str) if name in settings else ABSENT
 
 
-def _number(total: Total | None) -> TableCell:
-    return TableCell(ABSENT) if total is None else TableCell(total.text, total.number)
-
-
-def _names(run: RunModel) -> list[str]:
-    return [learner.name for learner in learners_in_order(run)]
+def _shown_total(total: Total | None) -> str | Number:
+    if total is None or total.number is None:
+        return ABSENT if total is None else total.text
+    return Number(total.text, total.number)
 
 
 def _side(label: str, path: Path) -> Side:
@@ -194,7 +189,7 @@ def _side(label: str, path: Path) -> Side:
 
 
 def _settings(run: RunModel, path: Path) -> Mapping[str, Any]:
-    """Of the run folder, if there is one, else what the processes agreed on."""
+    """The settings in the run folder; if there are none, those that the processes agreed on."""
     try:
         return tomllib.loads(settings_near(path) or "") or run.settings
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""Which part of the data was trained when, by whom: the data ledger of a run, read and checked.
+"""Which learner trained which part of the data: the data ledger of a run, read and checked.
 
 The ledger is ``RUN/data.ledger``; of a run that has only a tape, such as a simulated one, it is the
 coordinator's entries there.
@@ -57,7 +57,7 @@ class PartAccount:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Batches ``first`` to before ``end`` that a learner trained and that somebody trained again.
+    """Batches ``first`` to before ``end`` that a learner trained and that were trained again.
 
     Of a lease that was taken back ``end`` is what its learner had reported; it may have trained
     more. Where a learner trained its part once more, the two count the repeated batches from 0.
@@ -77,7 +77,7 @@ class DataAccount:
     """A run's data: every part of every pass, what was repeated, and what is wrong.
 
     Attributes:
-        parts: Virtual parts of the data; 0: nobody has asked for any.
+        parts: Virtual parts of the data; 0: no learner has asked for any.
         turns: For each pass, its parts that were ever leased, by number.
         repeats: What was trained more than once.
         undone: Entries that count no longer because the run went back to an earlier state.
@@ -153,7 +153,9 @@ def _in_force(
         if lost > 0 and lost == len(item.entered):
             entries += item.entered
         elif lost > 0:
-            problems.append(f"{lost} entries of the ledger are gone: who trained what is not known")
+            problems.append(
+                f"{lost} entries of the ledger are gone: which learner trained what is not known"
+            )
         else:
             undone += len(entries) - item.book.entries
             del entries[item.book.entries :]
@@ -230,7 +232,7 @@ class _Bookkeeping:
         self.account.problems.append(problem)
 
     def finish(self) -> None:
-        """A pass begins when every part of the one before is somebody's: none is left out."""
+        """A pass begins when every part of the one before is leased: none is left out."""
         turns = self.account.turns
         for turn in sorted(turns):
             skipped = sorted(set(range(self.account.parts)) - turns[turn].keys())

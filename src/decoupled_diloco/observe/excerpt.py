@@ -1,4 +1,4 @@
-"""The part of a shard's tape that others may want: what a `Chronicle` looks at, thinned.
+"""The part of a shard's tape that others may want: what a `RunModel` looks at, thinned.
 
 Whole rounds, ticks, members and notes; of step reports, of what learners say they hold, and of
 pings only enough for the present state, unless ``detail`` is asked for. Nonces, by which a learner
@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
 
 REPORT_SECONDS = 1.0
-"""Of a learner's step reports within so much time one is kept, and the last of a piece."""
+"""One step report of a learner is kept for each such time, and the last one of a piece."""
 
 _KIND = re.compile(rb'"kind":"(\w+)","type":"(\w+)"')
 _MESSAGE = re.compile(rb'"message":\{"type":"(\w+)"')
@@ -56,7 +56,7 @@ def excerpt(piece: bytes, *, detail: bool) -> bytes:
 
 
 def _key(line: bytes) -> tuple[Hashable, ...] | None:
-    """What a line is about; ``None`` for one that nobody looks at. Torn lines pass."""
+    """What a line is about; ``None`` for one that no view shows. Torn lines pass."""
     kind = _KIND.search(line)
     if kind is None:
         return ("torn", line)
@@ -82,7 +82,7 @@ def _key(line: bytes) -> tuple[Hashable, ...] | None:
 
 
 def _topics(key: tuple[Hashable, ...] | None) -> list[Hashable]:
-    """What of a line's must be the newest to be worth sending: of pings, anybody's."""
+    """What of a line's must be the newest to be worth sending: of pings, one of any process."""
     if key is None:
         return []
     return [("Heard", name) for name in key[1:]] if key[0] == "Heard" else [key]

@@ -6,7 +6,7 @@ formulas (`token_weight`, the grace window's inputs as `RoundOpened` tells them)
 
 from __future__ import annotations
 
-from decoupled_diloco.config.method import options_of
+from decoupled_diloco.config.method import options_of, read_settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import token_weight
 from decoupled_diloco.observe.run_model import RunModel
@@ -16,7 +16,6 @@ from decoupled_diloco.observe.words import (
     after,
     listing,
     many,
-    natural,
     numbers,
     percent,
     when,
@@ -59,7 +58,7 @@ def explain_round(run: RunModel, number: int, shard: int | None = None) -> list[
 def options_in(run: RunModel) -> Options | None:
     """The run's settings of the method; ``None`` if the tape does not tell them."""
     try:
-        return options_of(run.settings)
+        return options_of(read_settings(run.settings))
     except (KeyError, TypeError, ValueError, ConfigError):
         return None
 
@@ -146,14 +145,14 @@ def _due_steps(options: Options, fragment: int, tick: int) -> set[int]:
 def _participants(run: RunModel, shard: ShardLog, round: RoundLog) -> list[str]:
     result = round.result
     if result is None:
-        return [*_asked_so_far(round), *_others(run, shard, round)] or [BULLET + "nobody"]
+        return [*_asked_so_far(round), *_others(run, shard, round)] or [BULLET + "no learner"]
     weights = token_weights(run, round)
     total = sum(weights.values())
     lines = []
     for participant in result.participants:
         share = weights.get(participant.ask, 0.0) / total if total else None
         lines.append(BULLET + _participant(round, participant, share))
-    return [*lines, *_others(run, shard, round)] or [BULLET + "nobody"]
+    return [*lines, *_others(run, shard, round)] or [BULLET + "no learner"]
 
 
 def token_weights(run: RunModel, round: RoundLog) -> dict[Asking, float]:
@@ -225,12 +224,12 @@ def _asked_so_far(round: RoundLog) -> list[str]:
 
 
 def _others(run: RunModel, shard: ShardLog, round: RoundLog) -> list[str]:
-    """Those that were not asked: without a new step in time, out of reach, or not live."""
+    """Learners that were not asked: without a new step in time, out of reach, or not live."""
     asked = set(round.asks)
     if round.result is not None:
         asked |= {participant.learner for participant in round.result.participants}
     lines = []
-    for name in sorted(run.learners, key=natural):
+    for name in run.learners:
         if name not in asked and (text := _absent(run, shard, round, name)):
             lines.append(f"{BULLET}{name}: {text}.")
     return lines

@@ -13,6 +13,7 @@ from decoupled_diloco.observe.accounts import (
     TIME_PARTS,
     TOKEN_PARTS,
     LearnerAccount,
+    part_in_words,
 )
 from decoupled_diloco.observe.acting import is_shard
 from decoupled_diloco.observe.run_data import (
@@ -26,7 +27,7 @@ from decoupled_diloco.observe.run_data import (
 )
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import RoundLog, Stay
-from decoupled_diloco.observe.words import BULLET, listing, many, natural, percent, when
+from decoupled_diloco.observe.words import BULLET, listing, many, percent, when
 from decoupled_diloco.protocol.effects import Recovered
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
@@ -36,24 +37,6 @@ GAPS_MAX = 5
 _CAUSES = frozenset({"EndRequested", "FaultInjected", "Note", "ProcessEnded", "TookOver"})
 """What a remark must come from to say why there was a gap."""
 
-_TIME = {
-    "useful": "useful: stepping, and what it trained is in the result or on the way",
-    "discarded": "discarded: stepping, and what it trained was thrown away",
-    "waiting": "waiting: alive without a step",
-    "down": "down",
-    "joining": "joining: until it held the global weights and began its first step",
-    "other": "other: steps that the end cut short",
-}
-_TOKENS = {
-    "merged": "merged",
-    "in_flight": "in flight: trained between the snapshot and the merged copy that overwrote it",
-    "missed": "missed: overwritten by versions that it had no part in",
-    "given_up": "given up: sent, and the outcome was lost with the link",
-    "overwritten": "overwritten: by merged copies; in which way, its own tape tells",
-    "crashed": "crashed: lost with a process that ended",
-    "left_behind": "left behind: not merged when it left or its run was over",
-    "unsent": "unsent: not merged yet when the tape ends, and it still lives",
-}
 _REASONS = {
     TOOK_PART: "it was in",
     NOT_ASKED: "live, without a new step before the window closed",
@@ -80,7 +63,7 @@ def explain_learner(run: RunModel, name: str, *, live: bool = False) -> list[str
     """
     learner = run.learners.get(name)
     if learner is None:
-        names = listing(sorted(run.learners, key=natural))
+        names = listing(list(run.learners))
         raise ConfigError(f"there is no learner {name!r} on this tape; there is {names}")
     account = None if live else run.account.learners.get(name)
     lines = [_title(learner), "", "Its lives:", *_lives(run, learner)]
@@ -173,7 +156,7 @@ def _time(account: LearnerAccount | None, live: bool) -> list[str]:
     for part in TIME_PARTS:
         if time.seconds(part) > 0:
             share = f"{format_duration(time.seconds(part))}, {percent(time.share(part))}"
-            lines.append(f"{BULLET}{share}: {_TIME[part]}")
+            lines.append(f"{BULLET}{share}: {part_in_words(part)}")
     return lines
 
 
@@ -191,7 +174,7 @@ def _tokens(
         count = tokens.tokens(part)
         if count > 0:
             share = percent(count / tokens.tokens("trained"))
-            lines.append(f"{BULLET}{format_count(count)}, {share}: {_TOKENS[part]}")
+            lines.append(f"{BULLET}{format_count(count)}, {share}: {part_in_words(part)}")
     return lines
 
 

@@ -6,7 +6,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.explain import name_of, options_in, shards_of
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog, TickLog
-from decoupled_diloco.observe.words import BULLET, listing, many, natural, when
+from decoupled_diloco.observe.words import BULLET, listing, many, when
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.units import format_duration
 
@@ -74,7 +74,7 @@ def _kth(quorum: int, live: int) -> str:
 
 def _reports(run: RunModel, shard: ShardLog, tick: TickLog, step: int) -> list[str]:
     lines = []
-    for name in sorted(run.learners, key=natural):
+    for name in run.learners:
         reports = shard.reports_of(tick.life, name)
         at = next((at for own, at in reports if own >= step), None)
         if at is None:

@@ -21,7 +21,6 @@ from decoupled_diloco.observe.charts import (
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shapes import (
     averaged,
-    learners_in_order,
     loss_limits,
     losses_by_life,
     smoothed,
@@ -54,7 +53,7 @@ ROUND_PARTS = (
 
 def colors_of(run: RunModel) -> dict[str, str]:
     """The class of each learner's colour, by its name, in the order in which people count."""
-    names = (learner.name for learner in learners_in_order(run))
+    names = run.trained
     return {name: f"c{number % COLORS}" for number, name in enumerate(names)}
 
 
@@ -62,7 +61,7 @@ def colors_of(run: RunModel) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LossAxis:
     """Puts an instant and a global step on the axis that a loss is drawn over."""
 
     over: Over
@@ -86,7 +85,7 @@ class Place:
         return format_count(value) if self.over == "tokens" else f"{value:g}"
 
 
-def place_over(run: RunModel, over: Over) -> Place:
+def place_over(run: RunModel, over: Over) -> LossAxis:
     """The axis that losses are drawn over: wall-clock time, global step or the run's tokens."""
     unit, name = time_unit(run.duration)
     steps = sorted(
@@ -101,11 +100,11 @@ def place_over(run: RunModel, over: Over) -> Place:
         "step": ("global step", float(_last_step(run))),
         "tokens": ("tokens, all learners together", float(run.tokens)),
     }[over]
-    return Place(over, unit if over == "time" else 1.0, label, high or 1.0, tokens_at)
+    return LossAxis(over, unit if over == "time" else 1.0, label, high or 1.0, tokens_at)
 
 
 def _last_step(run: RunModel) -> int:
-    """The last global step of anybody: a learner's can be ahead of what the shards have counted."""
+    """The run's last global step: a learner's can be ahead of what the shards have counted."""
     losses = (loss.global_step for one in run.learners.values() for loss in one.losses)
     measured = (evaluation.global_step for evaluation in run.evaluations)
     return max((run.global_step, *losses, *measured))
@@ -174,7 +173,7 @@ def _label_ends(
 
 def learner_losses_chart(run: RunModel, over: Over) -> Chart | None:
     """Every learner's training loss; ``None``: there is none."""
-    learners = [learner for learner in learners_in_order(run) if learner.losses]
+    learners = [learner for learner in run.trained.values() if learner.losses]
     if not learners:
         return None
     place = place_over(run, over)
@@ -249,7 +248,7 @@ def _points_of_line(canvas: Canvas, lines: int) -> int:
     return max(40, min(320, (1600 if canvas.narrow else 3200) // lines))
 
 
-def _loss_frame(canvas: Canvas, place: Place, limits: tuple[float, float]) -> Frame:
+def _loss_frame(canvas: Canvas, place: LossAxis, limits: tuple[float, float]) -> Frame:
     return framed(
         canvas, (0.0, place.high, place.label), (*limits, "mean loss per token"), place.show
     )
@@ -277,7 +276,7 @@ def _shade_outages(canvas: Canvas, frame: Frame, run: RunModel) -> None:
 def participation_chart(run: RunModel) -> Chart | None:
     """Which share of each stretch of merged rounds every learner was in; ``None``: no round."""
     rounds = _merged_in_order(run)
-    learners = learners_in_order(run)[:LANES_MAX]
+    learners = list(run.trained.values())[:LANES_MAX]
     if not rounds or not learners:
         return None
     height = 22.0 if len(learners) <= 16 else 12.0

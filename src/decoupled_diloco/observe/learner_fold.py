@@ -73,7 +73,7 @@ class LearnerFold:
             learner.losses.append(LossPoint(at, step, learner.loss))
 
     def sent(self, life: ProcessLife, record: Record) -> None:
-        """Of what was sent only this much matters."""
+        """Notes a contribution that was sent; no more of the record matters."""
         try:
             ask = record.data["ask"]
             name = (int(ask["term"]), int(ask["number"]))

@@ -24,7 +24,7 @@ UNDER_WAY = "its contribution is under way"
 """How it begins to say the same of what it sent, which was too late for this copy, and follows."""
 
 Name = tuple[int, int]
-"""Of an asking: term and number."""
+"""The name of a pull: term and number."""
 
 
 @dataclass(frozen=True, slots=True)

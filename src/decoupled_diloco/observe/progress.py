@@ -11,9 +11,8 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -22,6 +21,7 @@ from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.status import RunStatus, status_of
 from decoupled_diloco.observe.status_view import position, render_training
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import clock_face
 from decoupled_diloco.observe.writer import FLUSH_SECONDS
 from decoupled_diloco.units import format_count, format_duration
@@ -38,21 +38,6 @@ SILENT_SECONDS = 10.0
 """When nothing has come for so long, the line on the run says so."""
 
 
-class SteadyConsole(Console):
-    """A console that prints text as it is, and whose reader may go away.
-
-    What is printed names folders and repeats what others say: brackets in it are no markup. And
-    when nobody reads any more, rich would end the process, with exit code 1.
-    """
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(markup=False, **arguments)
-
-    def on_broken_pipe(self) -> None:
-        """Leaves the `BrokenPipeError`, which rich is handling here, to whoever printed."""
-        raise
-
-
 class ProgressDisplay:
     """Shows how a run is going; call `poll` a few times a second.
 
@@ -64,7 +49,7 @@ class ProgressDisplay:
         budget_tokens: The run ends after this many tokens; ``None``: no limit.
         console: Where to show it; a `SteadyConsole` on standard output by default.
         clock: Seconds, for the distance of plain lines.
-        virtual: The run is simulated: its time is not that of whoever waits for its end.
+        virtual: The run is simulated: its time is not the user's.
     """
 
     def __init__(
@@ -72,7 +57,7 @@ class ProgressDisplay:
         source: str | Path | FollowedRun,
         budget_steps: int | None = None,
         budget_tokens: int | None = None,
-        console: Console | None = None,
+        console: SteadyConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
         virtual: bool = False,
     ) -> None:
@@ -127,7 +112,7 @@ class ProgressDisplay:
         text = f"progress is no longer shown, the run goes on: {name}{error}"
         _log.debug("%s", text, exc_info=error)
         try:
-            self.console.print(text, style="red", markup=False, soft_wrap=True)
+            self.console.say(text, "red")
         except OSError:  # the console itself is gone, for example a closed pipe
             _log.error("%s", text)
 
@@ -193,7 +178,7 @@ class ProgressDisplay:
         return render_training(status, self._left(status))
 
     def _left(self, status: RunStatus) -> str:
-        """In words, and in the time of whoever waits; nothing when it is too early to tell."""
+        """How long it will take, in the user's time; nothing when it is too early to tell."""
         remaining, elapsed = status.seconds_left, self.run.duration
         if not remaining or (self._virtual and not elapsed):
             return ""

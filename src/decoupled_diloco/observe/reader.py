@@ -30,7 +30,7 @@ class TapeReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.files = _tape_files(self.path)
+        self.files = _existing_files(self.path)
         self.problems: list[str] = []
 
     def __iter__(self) -> Iterator[Record]:
@@ -38,17 +38,6 @@ class TapeReader:
         open_files_allowed(len(self.files))  # one that does not suffice tells at its first file
         streams = [_ordered(_read_file(file, self.problems)) for file in self.files]
         return (record for _, record in heapq.merge(*streams, key=lambda item: item[0]))
-
-
-def read_tape(path: str | Path) -> Iterator[Record]:
-    """The records of a run folder, a tape folder or a file, merged by (wall time, who, seq).
-
-    Torn lines are skipped; use `TapeReader` to hear of them.
-
-    Raises:
-        StorageError: There is no tape there, or it is of a newer schema.
-    """
-    return iter(TapeReader(path))
 
 
 class Follower:
@@ -59,14 +48,10 @@ class Follower:
 
     Args:
         path: A run folder, a tape folder, or a file (``.jsonl``).
-        inner: A folder of another name than a tape folder's is a run folder.
     """
 
-    def __init__(self, path: str | Path, *, inner: bool = True) -> None:
-        path = Path(path)
-        self._single = path.suffix == ".jsonl"
-        within = inner and not self._single and path.name != FOLDER_NAME
-        self.path = path / FOLDER_NAME if within else path
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
         self.problems: list[str] = []
         self._parsers: dict[Path, Parser] = {}
         self._offsets: dict[Path, int] = {}
@@ -78,8 +63,7 @@ class Follower:
         Raises:
             StorageError: A file cannot be read or is of a newer schema.
         """
-        files = [self.path] if self._single else tapes_in(self.path)
-        records = [record for file in files for record in self._read_on(file)]
+        records = [record for file in tape_files(self.path) for record in self._read_on(file)]
         return sorted(records, key=read_on_order)
 
     def replaced(self) -> bool:
@@ -126,21 +110,26 @@ def _is_as_before(path: Path, known: Newest) -> bool:
     return (now.st_dev, now.st_ino) == known.file and now.st_size == known.end - known.begin
 
 
-def follow(folder: str | Path) -> Follower:
-    """An incremental reader of a run folder, a tape folder or a file that is still growing."""
-    return Follower(folder)
-
-
-def _tape_files(path: Path) -> list[Path]:
-    if path.suffix == ".jsonl" and (path.is_file() or segments_of(path)):
+def tape_files(path: Path) -> list[Path]:
+    """The tapes of a run folder, a tape folder or a file; none if there is none yet."""
+    if path.suffix == ".jsonl":
         return [path]
-    if path.is_file():
+    merged = path / MERGED_NAME
+    return tapes_in(path / FOLDER_NAME) or ([merged] if merged.is_file() else tapes_in(path))
+
+
+def run_folder_of(path: Path) -> Path:
+    """The run folder that a tape folder or a tape file is in; any other folder is one itself."""
+    inside = path.parent if path.suffix == ".jsonl" else path
+    return inside.parent if inside.resolve().name == FOLDER_NAME else inside
+
+
+def _existing_files(path: Path) -> list[Path]:
+    if path.is_file() and path.suffix != ".jsonl":
         raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
-    if not path.exists():
+    if not path.exists() and not segments_of(path):
         raise ConfigError(f"{path} does not exist: give a run folder, or a .jsonl file of it")
-    inner = tapes_in(path / FOLDER_NAME)
-    files = inner or ([path / MERGED_NAME] if (path / MERGED_NAME).is_file() else [])
-    files = files or tapes_in(path)
+    files = tape_files(path)
     if not files:
         raise StorageError(f"{path} holds no event tape: give a run folder, or a .jsonl file of it")
     return files

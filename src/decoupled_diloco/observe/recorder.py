@@ -61,7 +61,7 @@ class Recorder(Generic[_EventT, _EffectT]):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplayDifference:
     """A replayed machine ordered something else than the tape says.
 
     ``taped`` and ``replayed`` are effects as JSON objects, ``None`` where there was no such effect.
@@ -76,7 +76,7 @@ class Difference:
 
 def replay(
     records: Iterable[Record], machine_factory: Callable[[Mapping[str, Any]], Machine[Any, Any]]
-) -> list[Difference]:
+) -> list[ReplayDifference]:
     """Feeds one process's taped events to fresh machines and compares what these order.
 
     Args:
@@ -92,7 +92,7 @@ def replay(
         ProtocolError: An event on the tape is not one of this version.
         StorageError: Records are missing or in another order.
     """
-    differences: list[Difference] = []
+    differences: list[ReplayDifference] = []
     machine: Machine[Any, Any] | None = None
     turns = list(_turns(records))
     for number, (first, taped) in enumerate(turns):
@@ -106,7 +106,7 @@ def replay(
         if number + 1 == len(turns) or turns[number + 1][0].kind == "start":
             del replayed[len(taped) :]
         differences += [
-            Difference(first.life, first.seq, first.type, a, b)
+            ReplayDifference(first.life, first.seq, first.type, a, b)
             for a, b in zip_longest(taped, replayed)
             if a != b
         ]

@@ -88,7 +88,7 @@ class Record:
 
 
 class Parser:
-    """Turns the lines of one file into records; knows the clocks and lives of who wrote them."""
+    """Turns the lines of one file into records; knows its process's clocks and lives."""
 
     def __init__(self, path: Path, problems: list[str]) -> None:
         self._path = path

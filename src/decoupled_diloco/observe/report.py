@@ -14,13 +14,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from decoupled_diloco.observe import figures, tables
 from decoupled_diloco.observe.accounts import TIME_PARTS
 from decoupled_diloco.observe.charts import DARK, LIGHT, Chart
-from decoupled_diloco.observe.records import FOLDER_NAME
+from decoupled_diloco.observe.reader import run_folder_of
 from decoupled_diloco.observe.run_model import RunModel, read_run
-from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import absences, totals
 from decoupled_diloco.observe.timeline import TIMELINE_KEYS, timeline_chart
 from decoupled_diloco.observe.whole_files import write_whole
-from decoupled_diloco.observe.words import listing, natural
+from decoupled_diloco.observe.words import listing
 
 LEGEND_MAX = 12
 """More learners than this are not named beside the plot of their losses."""
@@ -69,7 +68,7 @@ def render_report(run: RunModel, settings: str | None = None) -> str:
         settings: Its resolved configuration, to be shown as it is; ``None``: what the start
             records say.
     """
-    names = [learner.name for learner in learners_in_order(run)]
+    names = list(run.trained)
     return (
         page_maker()
         .get_template("report.html.j2")
@@ -84,7 +83,7 @@ def render_report(run: RunModel, settings: str | None = None) -> str:
             unnamed=max(0, len(names) - LEGEND_MAX),
             timeline=timeline_chart(run),
             timeline_keys=TIMELINE_KEYS,
-            bars=tables.time_bars(run.account, names),
+            bars=tables.time_bars(run.account),
             time_parts=TIME_PARTS,
             participation=figures.participation_chart(run),
             round_parts=figures.round_parts_chart(run),
@@ -174,11 +173,10 @@ def _counted(count: int, what: str) -> str:
 def problems_of(run: RunModel) -> list[str]:
     """What the reader of a report should know before its numbers, one sentence each."""
     problems = list(run.problems)
-    afar = sorted(run.afar, key=natural)
-    if afar:
+    if run.afar:
         problems.append(
-            f"The tapes of {listing(afar)} are not here: what is told of them is what the syncer "
-            "has heard."
+            f"The tapes of {listing(run.afar)} are not here: what is told of them is what the "
+            "syncer has heard."
         )
     elif not run.trained:
         problems.append("No learner is on the tape: none got as far as its first record.")
@@ -218,10 +216,8 @@ def flattened(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[st
 
 def settings_near(path: Path) -> str | None:
     """The ``run.toml`` of the run folder that a tape belongs to; ``None``: there is none."""
-    inside = path.parent if path.suffix == ".jsonl" else path
-    run = inside.parent if inside.name == FOLDER_NAME else inside
     try:
-        return (run / "run.toml").read_text(encoding="utf-8")
+        return (run_folder_of(path) / "run.toml").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
 

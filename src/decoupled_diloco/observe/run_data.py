@@ -42,6 +42,9 @@ GAP_MEDIANS = 3.0
 STEP_FAULTS = ("pause", "slow", "clock-jump")
 """Faults on purpose that keep a learner from stepping."""
 
+LINK_FAULTS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
+"""Faults on purpose of the wires between processes."""
+
 TOOK_PART = "took part"
 LATE = "late"
 NOT_ASKED = "not asked"
@@ -126,7 +129,7 @@ class Remark:
 
 @dataclass(slots=True)
 class FaultLog:
-    """A fault on purpose: what, whom, from when to when; infinity: to the end."""
+    """A fault on purpose: its kind, target, beginning and end; infinity: to the run's end."""
 
     kind: str
     target: str
@@ -329,7 +332,7 @@ class LearnerLog:
 
     @property
     def steps_unrecorded(self) -> int:
-        """Those that only the shards have heard of: their process was killed."""
+        """Steps that only the shards have heard of, because their process was killed."""
         return sum(life.unrecorded[0] for life in self.lives)
 
     @property

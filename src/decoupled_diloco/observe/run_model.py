@@ -1,7 +1,7 @@
 """The state of a run, kept up to date record by record: everything that tells of a run reads it.
 
 A tape that grows is fed as it comes (``keep="now"``): what is kept then does not grow with the run,
-but for what follows from who takes part: learners, lives of processes, epochs. A whole tape is fed
+but for what follows from joining: learners, lives of processes, epochs. A whole tape is fed
 at once (`read_run`): then every step, loss, tick and round is kept.
 
 Most of it comes from the tapes of the shards, which a running syncer serves; the learners' own
@@ -64,7 +64,7 @@ REMARKS_MAX = 500
 """Remarks that are kept of a run that goes on, the newest."""
 
 REPEAT_SECONDS = 5.0
-"""The same remark, from several processes within this time, is told once."""
+"""A remark that several processes make within this time is told once."""
 
 PROBLEMS_MAX = 10
 """No more torn lines than this are named one by one."""
@@ -74,7 +74,7 @@ Keep = Literal["now", "run", "details"]
 
 
 class Listener(Protocol):
-    """Somebody who is told every record that the model has decoded, and those in ``looks_at``."""
+    """An object that is told every record that the model decodes, and those in ``looks_at``."""
 
     looks_at: frozenset[str]
 
@@ -174,7 +174,7 @@ class RunModel:
         return max((shard.clock for shard in self.shards.values()), default=0)
 
     def global_step_by(self, at: float) -> int:
-        """The same at an instant, of a whole tape."""
+        """The latest clock of any shard at an instant, from a whole tape."""
         return max((shard.clock_by(at) for shard in self.shards.values()), default=0)
 
     @property
@@ -228,7 +228,7 @@ class RunModel:
 
     @cached_property
     def training_span(self) -> tuple[float, float] | None:
-        """From the first step of anybody to the last step of anybody, once the tape is read."""
+        """From the first step of a learner to the last step of any, once a tape is read."""
         steps = [at for learner in self.learners.values() for at in learner.steps_at]
         return (min(steps), max(steps)) if steps else None
 
@@ -517,7 +517,7 @@ class RunModel:
             del self.remarks[:-REMARKS_MAX]
 
 
-def read_run(path: str | Path, keep: Keep = "run", listener: Listener | None = None) -> RunModel:
+def read_run(path: str | Path, keep: Keep = "run") -> RunModel:
     """What happened in a run, from its run folder, its tape folder or a single tape file.
 
     What could not be read of the tape is in the model's ``problems``.
@@ -526,7 +526,7 @@ def read_run(path: str | Path, keep: Keep = "run", listener: Listener | None = N
         StorageError: There is no tape, or it is of a newer schema.
     """
     reader = TapeReader(path)
-    model = run_of(reader, keep, listener)
+    model = run_of(reader, keep)
     if reader.problems and not model.records:
         raise StorageError(
             f"{path} is no event tape: none of its lines can be read, the first one: "

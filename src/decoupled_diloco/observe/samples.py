@@ -76,7 +76,7 @@ class EndRequested:
 class FaultInjected:
     """A fault was caused on purpose, for example ``kill`` on ``learner-1``.
 
-    ``processes``: everybody whom it strikes; empty on tapes from before it was told.
+    ``processes``: all processes that it strikes; empty on tapes of earlier versions.
     """
 
     kind: str
@@ -154,7 +154,7 @@ class BytesMoved:
 
     @property
     def seen_from_there(self) -> BytesMoved:
-        """The same as the other side counts it."""
+        """The same bytes as the other side counts them."""
         return BytesMoved(
             self.control_received, self.control_sent, self.data_received, self.data_sent
         )

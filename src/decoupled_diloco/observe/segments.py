@@ -3,13 +3,13 @@
 ``RUN/tape/shard-0.jsonl`` is appended to. Once it is `SEGMENT_BYTES` long it becomes a segment,
 ``RUN/tape/shard-0.segments/000004194411.jsonl``, which is then compressed to ``….jsonl.xz``; the
 number says where in the whole text of the tape it ends. So a place in a tape is one number for as
-long as the tape is there, whichever file it is in, and who reads on keeps nothing else.
+long as the tape is there, whichever file it is in. A reader that goes on later keeps only that.
 
 Why not a compressed stream that is flushed: a learner writes two kilobytes between two flushes, of
 which little can be saved, a killed process would leave a file that other programs call corrupt, and
 readers would need another way to find a torn line. The newest text is written, followed, searched
 and torn like any log; ``xzcat`` reads the rest. Compression is a thread's of its own, outside the
-interpreter's lock, and nobody waits for it.
+interpreter's lock, and no other thread waits for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SEGMENT_BYTES = 4 << 20
 of each process's tape, at most twice, is on the disk as it is."""
 
 PACKED_BYTES_MIN = 256 << 10
-"""When nobody writes any more, a newest text that is shorter stays as it is, for any reader."""
+"""Once the writer is gone, a newest text that is shorter stays as it is, for any reader."""
 
 TEXT, COMPRESSED, FOLDER = ".jsonl", ".jsonl.xz", ".segments"
 
@@ -59,7 +59,7 @@ FILTERS = (
 Smaller than ``xz -6`` makes it, three times as fast, in 4 MB; see `benchmarks/tape.py`."""
 
 NICENESS = 10
-"""Of the thread that compresses: training and merging go first."""
+"""Niceness of the thread that compresses: training and merging go first."""
 
 
 def _give_way() -> None:
@@ -72,7 +72,7 @@ def _compressor(_process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="ddiloco-tape", initializer=_give_way)
 
 
-class Segment(NamedTuple):
+class TapeSegment(NamedTuple):
     """A part of a tape that does not grow: its file, and where in the tape it begins and ends."""
 
     path: Path
@@ -121,7 +121,7 @@ def tapes_in(folder: Path) -> list[Path]:
     return sorted(tapes.union(folder.glob(f"*{TEXT}")))
 
 
-def segments_of(tape: Path) -> list[Segment]:
+def segments_of(tape: Path) -> list[TapeSegment]:
     """The segments of a tape, in order; what is behind the last is in the tape's own file."""
     found = dict[int, Path]()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -130,7 +130,9 @@ def segments_of(tape: Path) -> list[Segment]:
             if end.isdecimal() and f".{kind}" in (TEXT, COMPRESSED):
                 found[int(end)] = path
     ends = sorted(found)
-    return [Segment(found[end], begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    return [
+        TapeSegment(found[end], begin, end) for begin, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
 def open_newest(tape: Path) -> Part:
@@ -215,7 +217,7 @@ def _open_segment(tape: Path, offset: int) -> Part | None:
             return Part(segment.open(), segment.begin, segment.end)
 
 
-def _end_of(segments: list[Segment]) -> int:
+def _end_of(segments: list[TapeSegment]) -> int:
     return segments[-1].end if segments else 0
 
 
@@ -244,7 +246,7 @@ def open_to_append(tape: Path) -> BinaryIO:
 
 
 def end_segment(tape: Path, file: BinaryIO) -> bool:
-    """Makes a segment of the newest text, unless somebody else writes there, too.
+    """Makes a segment of the newest text, unless another process writes there, too.
 
     Args:
         tape: The tape.

@@ -10,8 +10,7 @@ import numpy as np
 
 from decoupled_diloco.observe.run_data import LearnerLog, LossPoint
 from decoupled_diloco.observe.run_model import RunModel
-from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
-from decoupled_diloco.observe.words import natural
+from decoupled_diloco.observe.shard_data import RoundLog
 
 SMOOTHING_STEPS_MIN = 12
 SMOOTHING_SHARE = 1 / 60
@@ -19,16 +18,6 @@ SMOOTHING_SHARE_MAX = 1 / 6
 """A learner's smoothed loss at a step is that of a straight line through the losses of this share
 of its steps before and after it, or of so many steps if that is more: the mean of these, except at
 both ends. Of few steps it is the largest share: one line through all of them says nothing."""
-
-
-def learners_in_order(run: RunModel) -> list[LearnerLog]:
-    """The learners as people count."""
-    return sorted(run.trained.values(), key=lambda learner: natural(learner.name))
-
-
-def shards_in_order(run: RunModel) -> list[ShardLog]:
-    """The shards as people count."""
-    return sorted(run.shards.values(), key=lambda shard: natural(shard.name))
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

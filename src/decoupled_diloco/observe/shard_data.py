@@ -97,7 +97,7 @@ class RoundLog:
         return "abandoned" if self.outcome.given_up else "idle"
 
     def summed_up(self) -> RoundLog:
-        """The same without who was asked, live and late: for runs of thousands of learners."""
+        """The same without the learners that were asked, live or late: for runs of thousands."""
         return RoundLog(
             self.shard,
             self.number,
@@ -225,7 +225,7 @@ class ShardLog:
         return [tick for tick in self.ticks if tick.life == life]
 
     def clock_setter(self, cause: int | None, clock: int, quorum: int) -> str:
-        """Whose report moved the clock there: the K-th that reached it, if reports moved it."""
+        """The learner whose report moved the clock there: the K-th that reached it; empty: none."""
         seq, moved = self.moved
         reached_now = [name for name, before, step in moved if before < clock <= step]
         if seq != cause or not reached_now:

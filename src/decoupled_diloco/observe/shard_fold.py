@@ -33,7 +33,7 @@ LATE_REPORTS_MAX = 8
 """Rounds that may wait at once for the next report of a learner not in them."""
 
 ROUNDS_MAX = 100
-"""Of the present state: rounds, lost rounds and ticks of a shard that are kept, the newest."""
+"""The newest rounds, lost rounds and ticks of a shard that are kept for the present state."""
 
 LEFT_AT_THE_END = "left: the run is over"
 """Why a shard no longer counts on a learner whose run has ended."""
@@ -46,7 +46,7 @@ class ShardFold:
         self._run, self._learners = run, learners
 
     def started(self, shard: ShardLog, at: float) -> None:
-        """A new life: it knows nobody, and what was open is nobody's any more."""
+        """A new life: it knows no learner, and what was open is given up."""
         for member in shard.members.values():
             self._leave(shard, member, at, f"{shard.name} was started again")
         for learner in self._run.learners.values():
@@ -370,7 +370,7 @@ class ShardFold:
         self._count(shard, round, at)
 
     def _count(self, shard: ShardLog, round: RoundLog, at: float) -> None:
-        """Who took part in a merged round, and why the others did not."""
+        """Counts the learners that took part in a merged round, and why the others did not."""
         states: dict[str, str] = {}
         for participant in round.outcome.participants:  # what is folded comes first, and counts
             states.setdefault(participant.learner, participant.state)
@@ -404,7 +404,7 @@ def _round(
 
 
 def _note_who_is_live(shard: ShardLog, round: RoundLog) -> None:
-    """Who was live when its window closed."""
+    """Notes the learners that were live when its window closed."""
     closed_at = round.closed_at
     until = round.finished_at if closed_at is None else closed_at + INSTANT_SECONDS
     there = [member for member in shard.members.values() if member.since <= until]
@@ -415,7 +415,7 @@ def _note_who_is_live(shard: ShardLog, round: RoundLog) -> None:
 
 
 def _note_lateness(shard: ShardLog, round: RoundLog) -> None:
-    """When those reported that were not asked: by now, or whenever they will."""
+    """Notes when the learners that were not asked reported, or waits until they do."""
     closed_at = round.closed_at
     if closed_at is None:
         return

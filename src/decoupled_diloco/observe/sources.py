@@ -18,8 +18,8 @@ from decoupled_diloco.errors import (
     StorageError,
     TransportError,
 )
-from decoupled_diloco.observe.reader import Follower, read_on_order
-from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME, Parser, Record
+from decoupled_diloco.observe.reader import Follower, read_on_order, tape_files
+from decoupled_diloco.observe.records import FOLDER_NAME, Parser, Record
 from decoupled_diloco.transport.documents import fetch, read_object
 
 TAPE_PATH = "/tape"
@@ -101,17 +101,12 @@ class FolderSource:
 
     def _new(self) -> Follower:
         path = self.path
-        if path.is_dir() and path.name != FOLDER_NAME and not any(path.glob(f"{FOLDER_NAME}/*")):
-            if (path / MERGED_NAME).is_file():
-                return Follower(path / MERGED_NAME)
-            loose = sorted(path.glob("*.jsonl"))
-            if loose:
-                return Follower(path, inner=False)
-            if not any((path / name).exists() for name in ("run.toml", "lock", FOLDER_NAME)):
-                raise StorageError(
-                    f"{path} is no run folder: it holds neither a tape nor run.toml; give the "
-                    "folder that the run's configuration names"
-                )
+        begun = any((path / name).exists() for name in ("run.toml", "lock", FOLDER_NAME))
+        if path.is_dir() and path.name != FOLDER_NAME and not (begun or tape_files(path)):
+            raise StorageError(
+                f"{path} is no run folder: it holds neither a tape nor run.toml; give the folder "
+                "that the run's configuration names"
+            )
         if path.is_file() and path.suffix != ".jsonl":
             raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
         return Follower(path)

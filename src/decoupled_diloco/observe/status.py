@@ -130,7 +130,7 @@ class RunStatus:
         seconds_left: To the end of the budget at the present rate; ``None``: not known.
         left_by: Which budget ends it: ``steps`` or ``tokens``.
         bytes_up: What the syncer has received, bodies and messages, also an evaluator's; ``None``:
-            nobody has told.
+            it is not known yet.
         bytes_of: Who has counted these bytes: ``syncer``, or ``learners``.
         discarded_whole: Whether the discards are all there are; else there are at least so many.
         discarded_known: Whether the discards' reasons are known (the learners' tapes are at hand).
@@ -169,7 +169,7 @@ class RunStatus:
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain JSON values; the keys are the names of the fields."""
+        """The status as plain JSON values; the keys are the names of the fields."""
         plain = dataclasses.asdict(self)
         for shard in plain["shards"]:
             shard["versions"] = {str(p): version for p, version in shard["versions"].items()}
@@ -351,7 +351,7 @@ def _learner_state(learner: LearnerLog, members: list[MemberLog], as_of: float) 
     if learner.process == "down":
         return "down"
     if not members and not learner.epoch and learner.process == "training":
-        return "stepping" if _steps(learner, as_of) else "quiet"  # no shard tells of anybody
+        return "stepping" if _steps(learner, as_of) else "quiet"  # no shard tells of any learner
     if not members:
         if _steps(learner, as_of):
             return CUT_OFF
@@ -407,7 +407,7 @@ def _shard(run: RunModel, shard: ShardLog, as_of: float) -> ShardStatus:
 
 
 def _grace_seconds(shard: ShardLog, rounds: Sequence[RoundLog]) -> float | None:
-    """That of the newest round."""
+    """The grace window of the newest round."""
     for round in (*reversed(rounds), *shard.rounds[-1:]):
         told = round.opened or round.result
         if told is not None:

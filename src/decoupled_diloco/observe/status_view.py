@@ -221,7 +221,7 @@ _LEARNERS_TRAINING = ("learner", "state", "steps", "tok/s", "loss", "took part")
 
 
 def _learner_table(status: RunStatus, columns: Sequence[str], room: int) -> Table:
-    """Those that are there; who has left is counted."""
+    """A row for each learner that is there; those that have left are counted."""
     table = _table(columns)
     learners = [learner for learner in status.learners if learner.state != "left"]
     left = len(status.learners) - len(learners)
@@ -239,7 +239,7 @@ def _learner_table(status: RunStatus, columns: Sequence[str], room: int) -> Tabl
 
 
 def _most_interesting(learners: list[LearnerStatus], room: int) -> list[LearnerStatus]:
-    """Who is in trouble goes first; the order of the names is kept."""
+    """The learners in trouble, as many as there is room for, in the order of their names."""
 
     def health(learner: LearnerStatus) -> tuple[bool, float]:
         return (learner.state == "stepping", learner.participation_recent or 0.0)
@@ -343,16 +343,16 @@ def open_line(round: OpenRound) -> str:
     step = "" if round.step is None else f", step {round.step}"
     text = f"round {round.number} (fragment {round.fragment}{step}) open for "
     text += f"{format_duration(round.open_seconds)}, waits for "
-    whom = ", ".join(round.learners) or "nobody"
+    names = ", ".join(round.learners) or "no learner"
     match round.waits_for:
         case "merge":
             return text + f"the merge of {', '.join(round.delivered)}"
         case "quorum":
-            return text + f"its quorum: not asked yet {whom}"
+            return text + f"its quorum: not asked yet: {names}"
         case "grace":
-            return text + f"stragglers within its grace window: {whom}"
+            return text + f"stragglers within its grace window: {names}"
         case _:
-            return text + f"the upload of {whom}"
+            return text + f"the upload of {names}"
 
 
 def _table(columns: Sequence[str]) -> Table:

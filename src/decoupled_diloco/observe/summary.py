@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount
-from decoupled_diloco.observe.progress import SteadyConsole
 from decoupled_diloco.observe.run_data import CutOff, LearnerLog, Outage
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import ShardLog
-from decoupled_diloco.observe.words import ABSENT, natural, percent
+from decoupled_diloco.observe.terminal import SteadyConsole, named_values
+from decoupled_diloco.observe.words import ABSENT, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 LINES_MAX = 24
@@ -27,7 +26,7 @@ NOT_FINITE = "not finite"
 
 
 def print_summary(
-    run: RunModel, files: Sequence[str | Path] = (), console: Console | None = None
+    run: RunModel, files: Sequence[str | Path] = (), console: SteadyConsole | None = None
 ) -> None:
     """Prints what became of a run: totals, every learner and shard, outages, files written."""
     console = console or SteadyConsole()
@@ -35,7 +34,7 @@ def print_summary(
         (total.name, f"{total.text}, {total.detail}" if total.detail else total.text)
         for total in totals(run)
     ]
-    _print_pairs(console, pairs)
+    console.print(named_values(pairs))
     tables = (("learners", learner_rows(run)), ("syncer", shard_rows(run)))
     for title, rows in tables:
         if len(rows) > 1:
@@ -53,10 +52,10 @@ def print_summary(
     lines += [f"the tape is not whole: {problem}" for problem in run.problems]
     for line in lines:
         console.print()
-        console.print(Text(line), soft_wrap=True)
+        console.say(line)
     if files:
         console.print()
-        _print_pairs(console, [("written", str(file)) for file in files])
+        console.print(named_values(("written", str(file)) for file in files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def totals(run: RunModel) -> list[Total]:
         ),
         _total("goodput", account.time.goodput, percent, rest_in_words(account)),
         _total("time in steps", account.time.stepping, percent, "goodput, as the paper counts"),
-        _total("anybody stepping", account.uptime, percent, "share of the time"),
+        _total("uptime", account.uptime, percent, "share of the time with steps"),
         _total("tokens discarded", *_discarded(account)),
     ]
     moved = run.bytes_total
@@ -144,12 +143,12 @@ def rest_in_words(account: RunAccount) -> str:
     """Where the learner-time went that was not goodput, the largest part first.
 
     >>> rest_in_words(RunModel().account)
-    'nobody took two steps'
+    'no learner took two steps'
     """
     time = account.time
     if not time.allocated:
-        return "nobody took two steps"
-    parts = [part for part in TIME_PARTS[1:] if getattr(time, part)]
+        return "no learner took two steps"
+    parts = [part for part in TIME_PARTS if part != "useful" and getattr(time, part)]
     parts.sort(key=lambda part: -getattr(time, part))
     shares = [f"{part} {percent(time.share(part))}" for part in parts]
     return ", ".join(shares) or "nothing was lost"
@@ -162,7 +161,7 @@ def _discarded(account: RunAccount) -> tuple[float, Callable[[float], str], str]
 
 
 def absences(run: RunModel) -> list[str]:
-    """Who was away, down or cut off, a sentence each, in order of time."""
+    """The absences of all processes, down or cut off, a sentence each, in order of time."""
     told = [(outage.down_at, outage_line(run, outage)) for outage in run.outages]
     told += [(cut.cut_at, cut_line(run, cut)) for cut in run.cuts]
     return [line for _, line in sorted(told, key=lambda entry: entry[0])]
@@ -220,15 +219,13 @@ def learner_rows(run: RunModel) -> list[list[str]]:
     """A table of the learners: the header, then one row each."""
     header = ["", "steps", "tokens", "last loss", "took part", "discarded", "away"]
     header += ["longest gap", "median step"]
-    learners = sorted(run.trained.values(), key=lambda learner: natural(learner.name))
-    return [header, *(_learner_row(run, learner) for learner in learners)]
+    return [header, *(_learner_row(run, learner) for learner in run.trained.values())]
 
 
 def shard_rows(run: RunModel) -> list[list[str]]:
     """A table of the shards: the header, then one row each."""
     header = ["", "clock", "merged", "given up", "median round", "median grace", "terms"]
-    shards = sorted(run.shards.values(), key=lambda shard: natural(shard.name))
-    return [header, *(_shard_row(shard) for shard in shards)]
+    return [header, *map(_shard_row, run.shards.values())]
 
 
 def last_loss(learner: LearnerLog) -> float | None:
@@ -291,13 +288,6 @@ def _rate(run: RunModel) -> str:
     if span is None or span[1] <= span[0]:
         return ""
     return f"{format_count(run.tokens / (span[1] - span[0]))}/s"
-
-
-def _print_pairs(console: Console, pairs: Sequence[tuple[str, str]]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    for name, value in pairs:
-        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
-    console.print(grid)
 
 
 def _table(title: str, rows: list[list[str]]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from markupsafe import Markup
@@ -14,13 +14,13 @@ from decoupled_diloco.observe.accounts import (
     RunAccount,
     TimeAccount,
     TokenAccount,
+    part_in_words,
 )
 from decoupled_diloco.observe.charts import stacked_bar
 from decoupled_diloco.observe.figures import ROUND_PARTS, round_parts
 from decoupled_diloco.observe.run_data import GAP_MEDIANS
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.samples import BytesMoved
-from decoupled_diloco.observe.shapes import learners_in_order
 from decoupled_diloco.observe.summary import learner_rows, shard_rows
 from decoupled_diloco.observe.words import percent
 from decoupled_diloco.protocol.effects import RoundFinished
@@ -34,11 +34,14 @@ REMARKS_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
-class TableCell:
-    """What a cell shows, and the exact number behind it."""
+class Number:
+    """A number as it is shown, and exactly."""
 
     text: str
-    value: float | int | None = None
+    value: float
+
+
+Row = Sequence[str | Number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,11 @@ class Table:
     id: str
     caption: str
     header: Sequence[str]
-    rows: Sequence[Sequence[TableCell]] = field(default_factory=tuple)
+    rows: Sequence[Row] = field(default_factory=tuple)
     missing: str = ""
     note: str = ""
     left: bool = False
-    marked: frozenset[str] = frozenset()
+    marked: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +71,37 @@ class Bar:
     picture: Markup
 
 
-def time_bars(account: RunAccount, names: Sequence[str]) -> list[Bar]:
+def time_bars(account: RunAccount) -> list[Bar]:
     """The run's time, then every learner's."""
-    every = [("all learners", account.time)] if len(names) > 1 else []
-    every += [(name, account.learners[name].time) for name in names]
-    return [Bar(name, percent(t.goodput), _bar(name, t)) for name, t in every if t.allocated]
+    every = [(name, time) for name, time, _ in _each(account) if time.allocated]
+    return [Bar(name, percent(time.goodput), _bar(name, time)) for name, time in every]
+
+
+def _each(account: RunAccount) -> list[tuple[str, TimeAccount, TokenAccount]]:
+    """The accounts of all learners together, if there are several, then of each."""
+    every = [(one.name, one.time, one.tokens) for one in account.learners.values()]
+    return [("all learners", account.time, account.tokens)] * (len(every) > 1) + every
 
 
 def _bar(name: str, time: TimeAccount) -> Markup:
-    told = ", ".join(f"{part} {percent(time.share(part))}" for part in TIME_PARTS)
     parts = [(part, time.share(part), f"{part} {percent(time.share(part))}") for part in TIME_PARTS]
-    return stacked_bar(parts, f"Time of {name}: {told}.")
+    return stacked_bar(parts, f"Time of {name}: {', '.join(told for _, _, told in parts)}.")
+
+
+def _meanings(parts: Iterable[str]) -> str:
+    return " ".join(f"{part_in_words(part).capitalize()}." for part in parts)
 
 
 def time_table(run: RunModel) -> Table:
     """Where learner-time went."""
-    rows = [
-        _time_row(learner.name, run.account.learners[learner.name].time)
-        for learner in learners_in_order(run)
+    rows: list[Row] = [
+        [
+            name,
+            Number(format_duration(time.seconds("allocated")), time.seconds("allocated")),
+            *(Number(percent(time.share(part)), time.seconds(part)) for part in TIME_PARTS),
+        ]
+        for name, time, _ in _each(run.account)
     ]
-    if len(rows) > 1:
-        rows.insert(0, _time_row("all learners", run.account.time))
     return Table(
         "time",
         "Learner-time and where it went",
@@ -96,52 +109,34 @@ def time_table(run: RunModel) -> Table:
         rows if run.account.time.allocated else [],
         "Nobody took two steps, so there is no time to divide.",
         "Allocated: from the run's first step, or the learner's own start if that is later, to "
-        "the run's last step. Useful: in steps whose training was not thrown away. Discarded: in "
-        "steps whose training was overwritten, given up, left behind or died with its process. "
-        "Waiting: alive and standing still. Down: from the end of a process to the start of its "
-        "next. Joining: until it held the global weights. Other: steps that a crash or the end "
-        "cut short. Goodput is useful divided by allocated.",
+        f"the run's last step. {_meanings(TIME_PARTS)} Goodput is useful divided by allocated.",
     )
-
-
-def _time_row(name: str, time: TimeAccount) -> list[TableCell]:
-    seconds = time.seconds("allocated")
-    shares = [TableCell(percent(time.share(part)), time.seconds(part)) for part in TIME_PARTS]
-    return [TableCell(name), TableCell(format_duration(seconds), seconds), *shares]
 
 
 def token_table(run: RunModel) -> Table:
     """Where tokens went."""
-    rows = [
-        _token_row(learner.name, run.account.learners[learner.name].tokens)
-        for learner in learners_in_order(run)
+    rows: list[Row] = [
+        [name, *(_count(tokens.tokens(part)) for part in ("trained", *TOKEN_PARTS))]
+        for name, _, tokens in _each(run.account)
     ]
-    if len(rows) > 1:
-        rows.insert(0, _token_row("all learners", run.account.tokens))
     return Table(
         "tokens",
         "Tokens and what became of them",
         ["learner", "trained", *(part.replace("_", " ") for part in TOKEN_PARTS)],
         rows,
         "No learner is on the tape.",
-        "Merged: in the global weights. In flight: trained between a snapshot and the merged copy "
-        "that overwrote it. Missed: overwritten by a version that the learner had no part in. "
-        "Given up: sent, but the outcome was lost with the link. Overwritten: one of these three, "
-        "on a learner whose own tape is not here. Crashed: died with a process. "
-        "Left behind: not merged when the learner left or the run was over. Unsent: not merged "
-        "when the tape ends, on a learner that still lives. A merge takes one of the fragments, so "
-        "a token counts for each fragment by its part.",
+        f"{_meanings(TOKEN_PARTS)} A merge takes one of the fragments, so a token counts for each "
+        "fragment by its part.",
     )
 
 
-def _token_row(name: str, tokens: TokenAccount) -> list[TableCell]:
-    parts = [tokens.tokens(part) for part in ("trained", *TOKEN_PARTS)]
-    return [TableCell(name), *(TableCell(format_count(part), part) for part in parts)]
+def _count(count: float) -> Number:
+    return Number(format_count(count), count)
 
 
 def bytes_table(run: RunModel) -> Table:
     """What every process has sent and received."""
-    names = [learner.name for learner in learners_in_order(run)]
+    names = list(run.trained)
     names += [who for who in sorted(run.bytes_moved) if who not in names]
     rows = [_bytes_row(n, run.bytes_moved[n]) for n in names if n in run.bytes_moved]
     total = run.bytes_total
@@ -158,14 +153,14 @@ def bytes_table(run: RunModel) -> Table:
     )
 
 
-def _bytes_row(name: str, moved: BytesMoved) -> list[TableCell]:
+def _bytes_row(name: str, moved: BytesMoved) -> Row:
     counts = (
         moved.data_sent,
         moved.data_received,
         moved.control_sent,
         moved.control_received,
     )
-    return [TableCell(name), *(TableCell(format_bytes(count), count) for count in counts)]
+    return [name, *(Number(format_bytes(count), count) for count in counts)]
 
 
 def participation_table(run: RunModel) -> Table:
@@ -179,23 +174,21 @@ def participation_table(run: RunModel) -> Table:
     known = ("folded", "in a round given up", "late", "declined", "refused", "gone", "waiting")
     shown = [state for state in known if any(count[state] for count in states.values())]
     merged = run.rounds_merged
-    rows = [
+    rows: list[Row] = [
         [
-            TableCell(name),
-            TableCell(percent(count["folded"] / merged if merged else None)),
-            TableCell(str(count.total()), count.total()),
-            *(TableCell(str(count[state]), count[state]) for state in shown),
+            name,
+            percent(states[name]["folded"] / merged if merged else None),
+            _number(states[name].total()),
+            *(_number(states[name][state]) for state in shown),
         ]
-        for name, count in (
-            (learner.name, states[learner.name]) for learner in learners_in_order(run)
-        )
+        for name in run.trained
     ]
     return Table(
         "participation",
         "Rounds that each learner was asked in, and how it answered",
         ["learner", "took part", "asked", *shown],
         rows if any(count.total() for count in states.values()) else [],
-        "No round asked anybody.",
+        "No round asked a learner.",
         f"Took part: share of all {merged} merged rounds that its contribution went into.",
     )
 
@@ -212,16 +205,20 @@ def round_parts_table(run: RunModel) -> Table:
         "round-parts",
         "Parts of a merged round",
         ["part", "median", "95 %", "longest"],
-        [[TableCell(n), *_quantiles(sorted(c))] for n, c in zip(names, columns, strict=False)],
+        [[n, *_quantiles(sorted(c))] for n, c in zip(names, columns, strict=False)],
         "No round was merged.",
         "A round's parts follow each other. Uploads begin as soon as a learner is asked, so most "
         "of their time lies within the grace window.",
     )
 
 
-def _quantiles(values: Sequence[float]) -> list[TableCell]:
+def _number(count: int) -> Number:
+    return Number(str(count), count)
+
+
+def _quantiles(values: Sequence[float]) -> Row:
     chosen = (values[len(values) // 2], values[int(0.95 * (len(values) - 1))], values[-1])
-    return [TableCell(format_duration(value), value) for value in chosen]
+    return [Number(format_duration(value), value) for value in chosen]
 
 
 def _verdict(result: RoundFinished) -> str:
@@ -234,8 +231,8 @@ def verdict_table(run: RunModel) -> Table:
     """How rounds ended."""
     results = [r.outcome for r in run.rounds]
     rounds = Counter((_verdict(result), result.reason) for result in results)
-    rows = [
-        [TableCell(verdict), TableCell(str(count), count), TableCell("" if why == verdict else why)]
+    rows: list[Row] = [
+        [verdict, _number(count), "" if why == verdict else why]
         for (verdict, why), count in rounds.most_common(12)
     ]
     return Table(
@@ -255,7 +252,7 @@ def learner_table(run: RunModel) -> Table:
         "learners",
         "Learners",
         ["learner", *header[1:]],
-        [list(map(TableCell, row)) for row in rows],
+        rows,
         "No learner is on the tape.",
         "Last loss: mean of its last 20 steps. Away: from the end of its process until it held "
         "the global weights again, or cut off: without a shard that heard of it. Longest gap: "
@@ -271,14 +268,14 @@ def shard_table(run: RunModel) -> Table:
         "shards",
         "Syncer shards",
         ["shard", *header[1:]],
-        [list(map(TableCell, row)) for row in rows],
+        rows,
         "No shard of the syncer is on the tape.",
     )
 
 
 def corpus_table(run: RunModel) -> Table:
     """What was trained."""
-    rows = [[TableCell(str(k)), TableCell(str(v))] for k, v in (run.corpus or {}).items()]
+    rows = [[str(k), str(v)] for k, v in (run.corpus or {}).items()]
     return Table("corpus", "Corpus", [], rows, "The tape does not say what was trained.", left=True)
 
 
@@ -289,17 +286,14 @@ def version_table(run: RunModel) -> Table:
         versions = header.get("versions")
         if isinstance(versions, dict):
             named |= {(str(name), str(version)) for name, version in versions.items()}
-    rows = [[TableCell(name), TableCell(version)] for name, version in sorted(named)]
+    rows = sorted(named)
     return Table("versions", "Versions", [], rows, "The tape does not name any.", left=True)
 
 
 def remark_table(run: RunModel) -> Table:
     """What happened, in order."""
     lines = [(r.at, r.who, r.text) for r in run.remarks if r.kind not in TOLD_ELSEWHERE]
-    rows = [
-        [TableCell(f"{at:.1f} s", at), TableCell(who), TableCell(text)]
-        for at, who, text in sorted(lines)
-    ]
+    rows: list[Row] = [[Number(f"{at:.1f} s", at), who, text] for at, who, text in sorted(lines)]
     more = len(rows) - REMARKS_MAX
     caption = f"{len(rows)} notes" if more <= 0 else f"The first {REMARKS_MAX} of {len(rows)} notes"
     header = ["time", "process", "what"]

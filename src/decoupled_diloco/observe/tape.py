@@ -13,7 +13,7 @@ full precision, so that a replay is exact); ``seq`` counts the records of one li
 record. Effects name the event that caused them in ``cause``. Readers turn ``at`` into wall-clock
 seconds with the pair of clocks in the latest start record, and merge the files by that.
 
-Who writes must not fail with the tape: a process that is killed loses what it had not yet flushed
+A process must not fail with its tape: one that is killed loses what it had not yet flushed
 (at most about half a second), which leaves at most a torn last line; readers skip what is torn and
 say so. What was written is neither lost nor read twice, whatever was being done to a segment. When
 the disk is full the tape ends there, with one `StorageError`, and training goes on.
@@ -23,8 +23,8 @@ Files of a schema newer than ``SCHEMA`` are refused; older ones are to stay read
 
 from __future__ import annotations
 
-from decoupled_diloco.observe.reader import Follower, TapeReader, follow, read_tape
-from decoupled_diloco.observe.recorder import Difference, Machine, Recorder, replay
+from decoupled_diloco.observe.reader import Follower, TapeReader
+from decoupled_diloco.observe.recorder import Machine, Recorder, ReplayDifference, replay
 from decoupled_diloco.observe.records import (
     FOLDER_NAME,
     MERGED_NAME,
@@ -43,7 +43,6 @@ __all__ = [
     "FOLDER_NAME",
     "MERGED_NAME",
     "SCHEMA",
-    "Difference",
     "Effect",
     "Event",
     "Follower",
@@ -51,11 +50,10 @@ __all__ = [
     "Machine",
     "Record",
     "Recorder",
+    "ReplayDifference",
     "TapeReader",
     "TapeWriter",
-    "follow",
     "pack_tapes",
-    "read_tape",
     "replay",
     "tapes_in",
 ]

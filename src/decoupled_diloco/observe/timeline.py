@@ -12,10 +12,8 @@ from decoupled_diloco.observe.figures import colors_of
 from decoupled_diloco.observe.run_data import FaultLog, LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shapes import (
-    learners_in_order,
     rate_typical,
     rows_of,
-    shards_in_order,
     step_rates,
     time_name,
     time_unit,
@@ -53,8 +51,8 @@ MARKS = {"cross": "ended", "back": "back", "fault": "other fault"}
 
 def timeline_chart(run: RunModel) -> Chart | None:
     """One lane per learner and shard; ``None``: there is neither."""
-    learners = learners_in_order(run)[:LANES_MAX]
-    shards = shards_in_order(run)[:LANES_MAX]
+    learners = list(run.trained.values())[:LANES_MAX]
+    shards = list(run.shards.values())[:LANES_MAX]
     members: list[LearnerLog | ShardLog] = [*learners, *shards]
     if not members:
         return None
@@ -142,7 +140,7 @@ def _draw_learner(
 
 
 def _corners(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same outline without points that lie in the middle of a level stretch."""
+    """The outline without points that lie in the middle of a level stretch."""
     return [
         point
         for index, point in enumerate(points)

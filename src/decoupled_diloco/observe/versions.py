@@ -23,6 +23,6 @@ def versions() -> dict[str, str]:
 
 
 def versions_of_bits() -> dict[str, str]:
-    """The same as far as bits depend on it: Python's patch releases do not change any."""
+    """The versions that bits depend on: without Python's patch release, which changes none."""
     major_minor = ".".join(platform.python_version_tuple()[:2])
     return versions() | {"python": major_minor}

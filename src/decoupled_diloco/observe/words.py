@@ -35,7 +35,7 @@ def wrapped(lines: Iterable[str], width: int) -> str:
     return "\n".join(out)
 
 
-def listing(items: Sequence[str], last: str = "and") -> str:
+def listing(items: Sequence[str]) -> str:
     """Items in a sentence.
 
     >>> listing(["a", "b", "c"]), listing(["a"]), listing([])
@@ -45,7 +45,7 @@ def listing(items: Sequence[str], last: str = "and") -> str:
         return "nobody"
     if len(items) == 1:
         return items[0]
-    return f"{', '.join(items[:-1])} {last} {items[-1]}"
+    return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def numbers(found: Iterable[int]) -> str:
@@ -123,7 +123,7 @@ def clock_face(seconds: float) -> str:
 
 
 def named(who: str, note: str) -> str:
-    """A remark of the protocol, with the name of who makes it about itself.
+    """A remark of the protocol; the process that speaks of itself as "it" is named.
 
     >>> named("learner-1", "it begins with a fresh optimizer")
     'learner-1 begins with a fresh optimizer'
@@ -134,7 +134,7 @@ def named(who: str, note: str) -> str:
 
 
 def note_in_words(who: str, note: str, why: str) -> str:
-    """A remark of the protocol for whoever watches the run; nothing if no harm was done.
+    """A remark of the protocol for a user who watches the run; nothing if no harm was done.
 
     >>> note_in_words("shard-0", "learner-2 (epoch 1) is no longer live", "left: goodbye")
     'learner-2 left: goodbye'
@@ -164,7 +164,7 @@ def ending_in_words(code: int | None, signal_number: int | None) -> str:
 
 
 def subjects_of(note: str) -> list[str]:
-    """Who a remark may be about: it begins with the name, or ends with what came from it.
+    """Processes that a remark may be about: named at its beginning, or as a source at its end.
 
     >>> subjects_of("learner-1 (epoch 2) is no longer live")
     ['learner-1']

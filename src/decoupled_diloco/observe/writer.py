@@ -23,7 +23,7 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.runtime import runtime
 
 FLUSH_SECONDS = 0.5
-"""How often whoever owns a tape calls `flush`."""
+"""How often the owner of a tape calls `flush`."""
 
 BUFFER_RECORDS_MAX = 400_000
 """Where a tape ends whose disk is so slow that so many wait: some 100 MiB, hours of a small run."""
@@ -36,13 +36,12 @@ _Waiting = tuple[float, int, Kind, Any, int | None]
 class TapeWriter:
     """Appends the records of one life of one process.
 
-    Records go to a buffer as they are: who writes them waits neither for the disk nor for their
-    text. `flush` writes the buffer, in order, and may be called from another thread meanwhile;
-    whoever owns the tape calls it every ``FLUSH_SECONDS``, so a process that is killed loses what
-    is younger. Text that fills a segment is compressed afterwards, by a thread that nobody waits
-    for. Who has thousands of records then, and an event loop that must not wait, has their text
-    made before, some at a time (`make_text`). Threads that write records agree among themselves who
-    is next.
+    Records go to a buffer as they are: a writing thread waits neither for the disk nor for their
+    text. `flush` writes the buffer, in order, and may be called from another thread meanwhile. The
+    owner of the tape calls it every ``FLUSH_SECONDS``, so a process that is killed loses only what
+    is younger. A thread of its own compresses text that fills a segment. An event loop that must
+    not wait for the text of thousands of records makes it before, some at a time (`make_text`).
+    Several threads may write records, one at a time.
 
     A failed write (the disk is full) raises `StorageError` once, or tells ``on_failure`` of it, and
     so does a buffer that has outgrown ``BUFFER_RECORDS_MAX``; from then on records are dropped and

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.roles import workload_of
 from decoupled_diloco.observe.tape import pack_tapes
@@ -192,7 +192,7 @@ class ProtocolRun:
 
 
 def _crowd(scenario: Scenario) -> Crowd:
-    options = options_of(read_public(public_text(scenario.config)))
+    options = options_of(scenario.config)
     nbytes = 4 * math.ceil(_parameters(scenario) / options.fragments)
     return Crowd(
         options,

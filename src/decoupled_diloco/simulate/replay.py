@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from decoupled_diloco.config.method import options_of
+from decoupled_diloco.config.method import options_of, read_settings
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.records import Record
-from decoupled_diloco.observe.tape import Difference, TapeReader, replay
+from decoupled_diloco.observe.tape import ReplayDifference, TapeReader, replay
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.lease import LeaseMachine
@@ -43,7 +43,7 @@ class ProcessReplay:
     lives: int = 0
     events: int = 0
     effects: int = 0
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[ReplayDifference] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def machine_of(header: Mapping[str, Any]) -> Machine:
     try:
         if header["machine"] == "lease":
             return LeaseMachine(header["nonce"], header["lease_seconds"], waits=header["waits"])
-        options = options_of(header["settings"])
+        options = options_of(read_settings(header["settings"]))
         match header["machine"]:
             case "shard":
                 return SyncerMachine(options, header["shard"])

@@ -251,7 +251,9 @@ def load_scenario(
 def dump_scenario(scenario: Scenario) -> str:
     """The whole scenario as TOML that needs no other file and means the same."""
     own = {name for name in ScenarioFile.model_fields if name not in (*RUN_TABLES, "set")}
-    tables = {k: v for k, v in scenario.file.applicable().items() if k in own and v != []}
+    tables = {
+        k: v for k, v in scenario.file.model_dump(mode="json").items() if k in own and v != []
+    }
     tables |= {"name": scenario.config.run.name, "seed": scenario.seed}
     return tomli_w.dumps(tables | tomllib.loads(dump_config(scenario.config)))
 

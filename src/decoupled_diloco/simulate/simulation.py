@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.processes import EVALUATOR
 from decoupled_diloco.launch.roles import evaluate_result
@@ -158,7 +158,7 @@ class Simulation:
         system.run(
             until=system.now + FAREWELL_SECONDS, stop=lambda: not any(p.alive for p in there)
         )
-        plan = plan_of(read_layout(self.folder), read_public(public_text(config)))
+        plan = plan_of(read_layout(self.folder), config)
         weights = assemble(self.folder, plan, config.syncer.shards)
         system.sample(WeightsSaved(RESULT))
         if config.run.evaluator and not system.participants[EVALUATOR].over:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import BETWEEN
-from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.processes import reopen_claims
 from decoupled_diloco.launch.resume import LEARNERS
@@ -161,7 +161,7 @@ class System:
         self.checks = checks
         self.stalls = self.storage_fails = self.preempted = 0.0
         self.claim_seconds = WORK_SECONDS
-        self.options = options_of(read_public(public_text(config)))
+        self.options = options_of(config)
         self.limits = Limits()
         self.events = 0
         self.recorders: list[Recorder] = []
@@ -217,7 +217,7 @@ class System:
                 self.clockwork.at(at, self._begin, host)
 
     def _open_tape(self) -> None:
-        header = {"machine": LAUNCHER, "settings": read_public(public_text(self.config))}
+        header = {"machine": LAUNCHER, "settings": self.config.public()}
         writer = self.tape_writer(LAUNCHER, header, LAUNCHER)
         self.tape = HostTape(lambda now, event, effects: None, writer, 1.0)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import Error
 from decoupled_diloco.launch.roles import workload_of
 from decoupled_diloco.merge import layout_of, tensors_of
@@ -142,7 +142,7 @@ def virtual_run(
     )
     if recorder is not None:
         system.recorders.append(recorder)
-    plan = plan_of(layout_of(workload.model()), read_public(public_text(config)))
+    plan = plan_of(layout_of(workload.model()), config)
     return VirtualRun(system, workload, plan, folder)
 
 

@@ -1,26 +1,24 @@
-"""The transport of the virtual world: channels and bodies over the links of `network`.
+"""The transport of the virtual world: channels over the links of `network`.
 
-Messages are JSON text, in order, with what the link costs; a body is moved by requests that the
-process of its server handles, piece by piece. What a cut, a lost process or a slow link does to
-them is `network`'s affair.
+Messages are JSON text, in order, with what the link costs; bodies are moved by `requests`. What a
+cut, a lost process or a slow link does to them is `network`'s affair.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, cast
 
 from yarl import URL
 
-from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.errors import TransportError
+from decoupled_diloco.runtime import now
 from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.network import STALL_SECONDS, Connection, Network
+from decoupled_diloco.simulate.network import Connection, Network
+from decoupled_diloco.simulate.requests import Get, Put
 from decoupled_diloco.simulate.runtime import VirtualProcess
 from decoupled_diloco.transport.base import (
     Encoded,
@@ -28,23 +26,18 @@ from decoupled_diloco.transport.base import (
     OnChannel,
     Peer,
     Stats,
-    TransferStats,
 )
-from decoupled_diloco.transport.bodies import PREFIX, Bodies
-from decoupled_diloco.transport.channel import Mailbox, decode, encode
+from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.transport.channel import NOTHING_MORE, Mailbox, decode, encode, handle
+from decoupled_diloco.transport.in_process import BodyClient
 from decoupled_diloco.transport.pool import ReceivePool
-from decoupled_diloco.transport.ranges import Range, RangeSet
-from decoupled_diloco.transport.stripes import StripeController
-from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role, refusal_error
-from decoupled_diloco.transport.transfer import Slots, Transfer
-
-logger = logging.getLogger(__name__)
-
-PIECES = 4
-"""A range of a body is moved in so many pieces at least; what has arrived is not sent again."""
-
-PIECE_SECONDS = 1.0
-"""No piece takes the whole link for longer: bodies on one link share it, and none stands still."""
+from decoupled_diloco.transport.tokens import (
+    RequestRefusal,
+    Tokens,
+    bearer,
+    check_role,
+    refusal_error,
+)
 
 SCHEME = "virtual"
 
@@ -61,7 +54,7 @@ class _Opening:
 class _Refused:
     """The server does not take a connection."""
 
-    refusal: Refusal
+    refusal: RequestRefusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +120,7 @@ class Place:
         try:
             check_role(peer.role)
             server.authorize(peer.principal, token)
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             connection.send(self.process, _Refused(refusal))
             connection.close(self.process)
             return
@@ -292,7 +285,7 @@ class VirtualServer:
         self.address = address
         self.stats = Stats()
         self.limits = limits or Limits()
-        self.bodies = Bodies(ReceivePool(pool_bytes), self.limits)
+        self.bodies = BodyBooks(ReceivePool(pool_bytes), self.limits)
         self._tokens = tokens or Tokens()
         self._place = place
         self._on_channel = on_channel
@@ -317,8 +310,7 @@ class VirtualServer:
 
     def authorize(self, principal: str, token: str | None) -> str:
         """The principal as which a peer may act."""
-        header = None if token is None else f"Bearer {token}"
-        return self._tokens.authorize(header, principal)
+        return self._tokens.authorize(bearer(token), principal)
 
     def accept(self, channel: VirtualChannel) -> None:
         """Serves one end of a new connection."""
@@ -327,17 +319,11 @@ class VirtualServer:
         self._serving[channel] = loop.create_task(self._serve(channel))
 
     async def _serve(self, channel: VirtualChannel) -> None:
-        reason = "the server has nothing more to say"
         try:
-            await self._on_channel(channel)
-        except TransportError:
-            pass  # The channel closed while the handler used it; its reason says why.
-        except Exception:
-            logger.exception("the handler of %s failed", channel.peer.principal)
-            reason = "the server failed on this channel; its log says why"
+            await handle(self._on_channel, channel)
         finally:
             self._serving.pop(channel, None)
-            channel.shut(reason)
+            channel.shut(NOTHING_MORE)
 
     def handle(self, work: Coroutine[Any, Any, None]) -> None:
         """Has this process handle a request."""
@@ -348,163 +334,20 @@ class VirtualServer:
         task.add_done_callback(self._handling.discard)
 
 
-class Request:
-    """One request of a client to a server, while it lasts.
-
-    The server's side runs in the server's process. Whatever goes wrong, the client hears of it.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self, client: VirtualClient, address: str) -> None:
-        self.address = address
-        self.client = client.place
-        self.target = client.place.world.find(address)
-        self.principal, self.token = client.identity(address)
-        loop = client.place.process.loop
-        assert loop is not None
-        self.answer: asyncio.Future[Any] = loop.create_future()
-        self._life = client.place.process.life
-        self._number = next(self._numbers)
-        self._answers = False
-
-    async def run(
-        self, serve: Callable[[VirtualServer, Request], Coroutine[Any, Any, None]]
-    ) -> Any:
-        """Sends the request; returns what the server replies.
-
-        Raises:
-            Refusal: The server refuses.
-            TransportError: The connection broke.
-        """
-        self.target.requests[self._number] = self.fail
-
-        def reach() -> None:
-            server = self.target.servers.get(self.address)
-            if server is None:
-                self.fail("nobody listens there")
-            else:
-                server.handle(serve(server, self))
-
-        try:
-            self._carry(self.client.process, self.target.process, reach)
-            return await self.answer
-        finally:
-            self.target.requests.pop(self._number, None)
-
-    def reply(self, result: Any) -> None:
-        """The server's answer is on its way; an exception is raised at the client."""
-
-        def here() -> None:
-            if self.answer.done():
-                return
-            if isinstance(result, Exception):
-                self.answer.set_exception(result)
-            else:
-                self.answer.set_result(result)
-
-        self._carry(self.target.process, self.client.process, here)
-
-    def fail(self, reason: str) -> None:
-        """The connection is lost: the client notices."""
-        client = self.client.process
-
-        def here() -> None:
-            if not self.answer.done():
-                self.answer.set_exception(TransportError(f"{self.address}: {reason}"))
-
-        client.run(self._life, False, here, ())
-
-    def rate(self, *, up: bool) -> float:
-        """What the links carry at present, bytes a second."""
-        sender, receiver = self._ends(up=up)
-        return min(sender.link.up_bytes_per_second, receiver.link.down_bytes_per_second)
-
-    def _ends(self, *, up: bool) -> tuple[VirtualProcess, VirtualProcess]:
-        client, target = self.client.process, self.target.process
-        return (client, target) if up else (target, client)
-
-    async def piece(self, nbytes: int, share: float, *, up: bool) -> bool:
-        """Moves so many bytes, a share of a range; whether they got there."""
-        streets = self.client.world
-        if streets.choices.chance(streets.loss * share):
-            self.fail("the connection was lost")
-            return False
-        loop = self.target.process.loop
-        assert loop is not None
-        moved: asyncio.Future[bool] = loop.create_future()
-        target, life = self.target.process, self.target.process.life
-
-        def done(arrived: bool) -> None:
-            def here() -> None:
-                if not moved.done():
-                    moved.set_result(arrived)
-
-            target.run(life, False, here, ())
-            if not arrived:
-                self.fail("the connection was lost")
-
-        self.client.network.transfer(
-            *self._ends(up=up),
-            nbytes,
-            lambda: done(True),
-            lambda: done(False),
-            follows=up or self._answers,  # a body goes up right behind its request
-        )
-        self._answers = True
-        return await moved
-
-    def arrived(self, body: memoryview, left: int, right: int) -> memoryview | bytes:
-        """A piece of a body as it is when it arrives; a link corrupts its share of all bodies."""
-        client, target = self.client.process.link, self.target.process.link
-        whole = (1 - client.corruption) * (1 - target.corruption)
-        corruption = 1 - whole ** ((right - left) / len(body))
-        return self.client.world.arrived(body[left:right], corruption)
-
-    def _carry(
-        self, sender: VirtualProcess, receiver: VirtualProcess, then: Callable[[], None]
-    ) -> None:
-        network, lives = self.client.network, (sender.life, receiver.life)
-        clockwork = network.clockwork
-
-        def arrive(stalled: float) -> None:
-            if not receiver.alive or receiver.life != lives[1]:
-                self.fail("nobody answers")
-            elif network.is_cut(sender, receiver):
-                if stalled >= STALL_SECONDS:
-                    self.fail(f"nothing moved for {STALL_SECONDS:g} s")
-                else:
-                    clockwork.after(1.0, arrive, stalled + 1.0)
-            else:
-                receiver.run(receiver.life, False, then, ())
-
-        clockwork.after(network.delay(sender, receiver), arrive, 0.0)
-
-
-class VirtualClient:
+class VirtualClient(BodyClient):
     """A `Client` of a virtual process."""
+
+    scheme = SCHEME
 
     def __init__(
         self, place: Place, *, token: str | None = None, limits: Limits | None = None
     ) -> None:
+        super().__init__(token=token, limits=limits)
         self.place = place
-        self.stats = Stats()
-        self._token = token
-        self._limits = limits or Limits()
-        self._rng: random.Random = runtime().rng()
-        self._base = ""
-        self._principals: dict[str, str] = {}
-        self._channels: set[VirtualChannel] = set()
-
-    def identity(self, address: str) -> tuple[str, str | None]:
-        """As whom this client is known at an address, and by which token."""
-        principal = self._principals.get(address, self._principals.get(self._base, ""))
-        return principal, self._token
 
     async def connect(self, address: str, role: str, principal: str) -> VirtualChannel:
         """See `Client.connect`."""
-        self._base = address
-        self._principals[address] = principal
+        self._dials(address, principal)
         target = self.place.world.find(address)
         loop = asyncio.get_running_loop()
         connected: asyncio.Future[Connection] = loop.create_future()
@@ -528,154 +371,18 @@ class VirtualClient:
         connection.send(self.place.process, _Opening(Peer(principal, role, address), self._token))
         try:
             await opening
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, address) from None
         except BaseException:
             mine.shut("not connected")
             raise
-        self._channels = {channel for channel in self._channels if not channel.closed} | {mine}
+        self._keep(mine)
         return mine
 
-    async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.put`."""
-        move = _Put(self, *self._resolve(url, base), body.cast("B"))
-        return await self._run(move, len(body.cast("B")))
+    def putting(self, address: str, key: str, body: memoryview) -> Put:
+        """See `BodyClient`."""
+        return Put(self, address, key, body)
 
-    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.get`."""
-        move = _Get(self, *self._resolve(url, base), out.cast("B"))
-        return await self._run(move, len(out.cast("B")))
-
-    async def close(self) -> None:
-        """See `Client.close`."""
-        for channel in self._channels:
-            channel.shut("the client closes")
-        await asyncio.sleep(0)
-
-    def _resolve(self, url: str, base: str) -> tuple[str, str]:
-        target = URL(url, encoded=True)
-        if target.is_absolute():
-            return str(target.origin()), target.raw_path.removeprefix(PREFIX)
-        return base or self._base, target.raw_path.removeprefix(PREFIX)
-
-    async def _run(self, move: _Put | _Get, nbytes: int) -> TransferStats:
-        transfer = Transfer(nbytes, move.move, move.gaps, self._limits.retries, self._rng, Slots(0))
-        count, seconds = await transfer.run(StripeController(), 0.0)
-        return TransferStats(nbytes, seconds, count, transfer.retries, SCHEME, move.digest)
-
-
-def _pieces(start: int, stop: int, rate: float) -> list[Range]:
-    step = max(1, -(-(stop - start) // PIECES))
-    if step > rate * PIECE_SECONDS:
-        step = max(1, int(rate * PIECE_SECONDS))
-    return [(at, min(at + step, stop)) for at in range(start, stop, step)]
-
-
-class _Put:
-    """Writes the ranges of one body into the server's books."""
-
-    digest = ""
-
-    def __init__(self, client: VirtualClient, address: str, key: str, body: memoryview) -> None:
-        self._client, self._address, self._key, self._body = client, address, key, body
-
-    async def move(self, start: int, stop: int, resumed: bool) -> None:
-        async def serve(server: VirtualServer, request: Request) -> None:
-            try:
-                principal = server.authorize(request.principal, request.token)
-                stream = server.bodies.open(
-                    self._key, principal, (start, stop), len(self._body), resumed
-                )
-            except Refusal as refusal:
-                request.reply(refusal)
-                return
-            task = asyncio.current_task()
-            assert task is not None
-            stream.on_abort = task.cancel
-            try:
-                await stream.prepare()
-                for left, right in _pieces(start, stop, request.rate(up=True)):
-                    share = (right - left) / (stop - start)
-                    if not await request.piece(right - left, share, up=True):
-                        return
-                    stream.write(request.arrived(self._body, left, right))
-                    self._client.stats.data_bytes_sent += right - left
-                    server.stats.data_bytes_received += right - left
-                stream.finish()
-                request.reply(None)
-            except Refusal as refusal:
-                request.reply(refusal)
-            except asyncio.CancelledError:
-                if stream.refusal is None:
-                    raise
-                task.uncancel()
-                request.reply(stream.refusal)
-            finally:
-                stream.on_abort = None
-                stream.close()
-
-        await _ask(self._client, self._address, self._key, serve)
-
-    async def gaps(self, start: int, stop: int) -> list[Range]:
-        async def serve(server: VirtualServer, request: Request) -> None:
-            try:
-                principal = server.authorize(request.principal, request.token)
-                request.reply(server.bodies.state(self._key, principal))
-            except Refusal as refusal:
-                request.reply(refusal)
-
-        state = await _ask(self._client, self._address, self._key, serve)
-        return [] if state.state == "arrived" else RangeSet(state.received).missing(start, stop)
-
-
-class _Get:
-    """Reads the ranges of one offer."""
-
-    def __init__(self, client: VirtualClient, address: str, key: str, out: memoryview) -> None:
-        self.digest = ""
-        self._client, self._address, self._key, self._out = client, address, key, out
-        self._arrived = RangeSet()
-
-    async def move(self, start: int, stop: int, resumed: bool) -> None:
-        async def serve(server: VirtualServer, request: Request) -> None:
-            try:
-                principal = server.authorize(request.principal, request.token)
-                offer = server.bodies.look_up(self._key)
-                if len(offer.body) != len(self._out):
-                    text = f"the body has {len(offer.body)} bytes, {len(self._out)} are wanted"
-                    request.reply(ProtocolError(f"GET {self._key}: {text}"))
-                    return
-                download = server.bodies.fetch(self._key, principal, (start, stop))
-            except Refusal as refusal:
-                request.reply(refusal)
-                return
-            try:
-                for left, right in _pieces(start, stop, request.rate(up=False)):
-                    share = (right - left) / (stop - start)
-                    if not await request.piece(right - left, share, up=False):
-                        return
-                    self._out[left:right] = request.arrived(offer.body, left, right)
-                    self._arrived.add(left, right)
-                    download.sent(right - left)
-                    server.stats.data_bytes_sent += right - left
-                    self._client.stats.data_bytes_received += right - left
-                request.reply(offer.digest)
-            finally:
-                download.close()
-
-        self.digest = await _ask(self._client, self._address, self._key, serve)
-
-    async def gaps(self, start: int, stop: int) -> list[Range]:
-        return self._arrived.missing(start, stop)
-
-
-async def _ask(
-    client: VirtualClient,
-    address: str,
-    key: str,
-    serve: Callable[[VirtualServer, Request], Coroutine[Any, Any, None]],
-) -> Any:
-    try:
-        return await Request(client, address).run(serve)
-    except Refusal as refusal:
-        raise refusal_error(refusal.status, refusal.text, f"{address}{PREFIX}{key}") from None
+    def getting(self, address: str, key: str, out: memoryview) -> Get:
+        """See `BodyClient`."""
+        return Get(self, address, key, out)

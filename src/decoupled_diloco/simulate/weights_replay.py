@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from decoupled_diloco.config.method import options_of, plan_of
+from decoupled_diloco.config.method import options_of, plan_of, read_settings
 from decoupled_diloco.errors import MergeError, ProtocolError, StorageError
 from decoupled_diloco.merge import digest
 from decoupled_diloco.merge.plan import values_of
@@ -139,8 +139,9 @@ class _Shard:
                 self.result.notes.append(f"recording ended: {value.problem}")
 
     def _begin(self, settings: Mapping[str, Any]) -> None:
-        plan = plan_of(self._layout, settings)
-        owned = options_of(settings).owned(self._shard)
+        config = read_settings(settings)
+        plan = plan_of(self._layout, config)
+        owned = options_of(config).owned(self._shard)
         self._tensors = ShardTensors(plan, owned)
         self._paths: dict[tuple[str, int, int | say.Asking], str] = {}
         self._announced: dict[say.Asking, str] = {}

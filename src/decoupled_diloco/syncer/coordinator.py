@@ -24,7 +24,6 @@ from typing import Any, assert_never, get_args
 from pydantic import TypeAdapter
 
 from decoupled_diloco.config.method import (
-    Public,
     difference_of,
     options_of,
     plan_of,
@@ -118,7 +117,7 @@ class CoordinatorHost:
         tenure: Tenure | Unchallenged = UNCHALLENGED,
     ) -> None:
         self._settings = public_text(config)
-        self._public = read_public(self._settings)
+        self._config = config
         self._addresses = addresses
         self._tenure = tenure
         self._folder = folder
@@ -127,7 +126,7 @@ class CoordinatorHost:
         self._run = runtime().unique_id()
         self._key = runtime().secret()
         from_file = config.sync.initial_weights is not None
-        self.machine = CoordinatorMachine(options_of(self._public), weights_from_file=from_file)
+        self.machine = CoordinatorMachine(options_of(config), weights_from_file=from_file)
         self._entered: tuple[LedgerEntry, ...] = ()
         state = self._load()
         book = self.machine.state.data
@@ -136,7 +135,7 @@ class CoordinatorHost:
             self.machine.restore(replace(self.machine.snapshot(), data=self._ledger.book))
             state = self._state()
         header = {"machine": "coordinator", "weights_from_file": from_file, "state": state}
-        self.tape = tape(header | {"settings": self._public})
+        self.tape = tape(header | {"settings": config.public()})
         self._recorder = Recorder(self.machine, self.tape)
         self._spawn = spawn
         self._relay = Relay(bodies, spawn)
@@ -227,14 +226,14 @@ class CoordinatorHost:
             problem = "a learner must say what its layout is"
             return None, problem if join.role == "learner" else ""
         try:
-            layout = synchronised(Layout.from_json(json.loads(join.layout)), self._public)
+            layout = synchronised(Layout.from_json(json.loads(join.layout)), self._config)
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"the layout is not JSON: {error}") from None
         if self._layout is not None:
             difference = self._layout.describe_difference(layout)
             return layout, f"{_NOT_THE_RUNS}: {difference}" if difference else ""
         try:
-            plan_of(layout, self._public)
+            plan_of(layout, self._config)
         except (ConfigError, ProtocolError) as error:
             return layout, str(error)
         return layout, ""
@@ -278,7 +277,7 @@ class CoordinatorHost:
                 f"{len(self._addresses) - 1}, and 0 hosts the coordinator: correct --shard"
             )
         try:
-            difference = difference_of(self._public, read_public(hello.settings))
+            difference = difference_of(self._config.public(), read_public(hello.settings).public())
         except ProtocolError as error:
             return f"shard {hello.shard}: {error}"
         if difference:
@@ -522,7 +521,7 @@ class CoordinatorHost:
 
     def _load(self) -> Any:
         """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""
-        kept = _read(self._disk.find(), self._public, joined_since(self._folder))
+        kept = _read(self._disk.find(), self._config, joined_since(self._folder))
         if kept is None:
             return None
         document, state, self._layout = kept
@@ -533,29 +532,29 @@ class CoordinatorHost:
         return document["state"]
 
 
-def read_state(folder: Path, public: Public) -> CoordinatorState | None:
+def read_state(folder: Path, config: RunConfig) -> CoordinatorState | None:
     """The state that a coordinator would go on from with these settings; ``None``: none is there.
 
     Raises:
         StorageError: It cannot be read.
         ConfigError: It is of a run with other settings; the budget may differ.
     """
-    kept = _read(newest_state(folder), public, joined_since(folder))
+    kept = _read(newest_state(folder), config, joined_since(folder))
     if kept is None:
         return None
-    machine = CoordinatorMachine(options_of(public))
+    machine = CoordinatorMachine(options_of(config))
     machine.restore(kept[1])
     return machine.state
 
 
-def read_layout(folder: Path, public: Public) -> Layout | None:
+def read_layout(folder: Path, config: RunConfig) -> Layout | None:
     """The model's layout that the coordinator has kept; ``None``: no learner has brought one.
 
     Raises:
         StorageError: It cannot be read.
         ConfigError: It is of a run with other settings.
     """
-    kept = _read(newest_state(folder), public, ())
+    kept = _read(newest_state(folder), config, ())
     return None if kept is None else kept[2]
 
 
@@ -574,7 +573,7 @@ def document_at_cut(
 
 
 def _read(
-    file: Path, public: Public, joined: Sequence[str]
+    file: Path, config: RunConfig, joined: Sequence[str]
 ) -> tuple[Any, CoordinatorState, Layout | None] | None:
     if not file.exists():
         return None
@@ -592,7 +591,7 @@ def _read(
         raise StorageError(
             f"{file} cannot be read ({error}): move the run folder away to begin anew"
         ) from error
-    difference = difference_of(lasting(public), lasting(theirs))
+    difference = difference_of(lasting(config), lasting(theirs))
     if difference:
         raise ConfigError(
             f"{file} is of a run with other settings: {difference}: move the run folder "

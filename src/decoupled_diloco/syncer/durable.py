@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoupled_diloco.config.method import Public
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.resume import identity_of
 from decoupled_diloco.errors import ConfigError, MergeError, StorageError
 from decoupled_diloco.merge import Layout, as_bytes, digest
@@ -101,9 +101,9 @@ def part_digest(path: Path) -> str:
     return _seal(metadata)
 
 
-def identity_of_shard(public: Public, layout: Layout) -> str:
+def identity_of_shard(config: RunConfig, layout: Layout) -> str:
     """What a shard's files are of: the run's settings that last, and the model's layout."""
-    return f"{identity_of(public)} {layout.fingerprint}"
+    return f"{identity_of(config)} {layout.fingerprint}"
 
 
 class ShardDisk:

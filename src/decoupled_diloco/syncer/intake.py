@@ -23,7 +23,7 @@ from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
-from decoupled_diloco.transport.base import Body, BodyStore, Upload
+from decoupled_diloco.transport.base import BodyStore, ExpectedUpload, ReceivedBody
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Expected:
     """
 
     effect: do.Expect | do.ExpectCopy
-    upload: Upload
+    upload: ExpectedUpload
     message: Any = None
     has_arrived: bool | None = None
     task: asyncio.Task[None] | None = None
@@ -176,11 +176,13 @@ class Intake:
         finally:
             self._forget(expected)
 
-    async def _contribution(self, upload: Upload, announced: say.Upload, effect: do.Expect) -> None:
+    async def _contribution(
+        self, upload: ExpectedUpload, announced: say.Upload, effect: do.Expect
+    ) -> None:
         learner, fragment, ask = effect.learner, effect.fragment, effect.ask
         norm = 0.0
 
-        def verify(body: Body) -> None:
+        def verify(body: ReceivedBody) -> None:
             nonlocal norm
             norm = self._tensors.verify(fragment, ask, body.buffer, announced.digest)
             if self._keep is not None:
@@ -208,11 +210,13 @@ class Intake:
                 logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
                 self._handle(fact.BodySpoiled(learner, fragment, ask, str(error)))
 
-    async def _copy(self, upload: Upload, announced: say.Copy, effect: do.ExpectCopy) -> None:
+    async def _copy(
+        self, upload: ExpectedUpload, announced: say.Copy, effect: do.ExpectCopy
+    ) -> None:
         learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
         numel = self._tensors.plan.fragments[fragment].numel
 
-        def receive(body: Body) -> None:
+        def receive(body: ReceivedBody) -> None:
             self._tensors.receive(fragment, values_of(body.buffer, numel), announced.digest)
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
@@ -227,7 +231,7 @@ class Intake:
                 self._handle(fact.CopySpoiled(learner, fragment, attempt, str(error)))
 
     async def _take(
-        self, upload: Upload, use: Callable[[Body], None], then: Callable[[], None]
+        self, upload: ExpectedUpload, use: Callable[[ReceivedBody], None], then: Callable[[], None]
     ) -> None:
         """Uses a body in the worker, tells the machine, gives the buffer back.
 

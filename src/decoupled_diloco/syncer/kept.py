@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
+from decoupled_diloco.config.method import options_of, plan_of
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.syncer.coordinator import read_layout
@@ -29,7 +29,7 @@ def kept_layout(run: Path, config: RunConfig) -> Layout | None:
     """
     if not (run / DURABLE).is_dir():
         return None
-    return read_layout(run, read_public(public_text(config)))
+    return read_layout(run, config)
 
 
 def read_kept(
@@ -42,15 +42,14 @@ def read_kept(
     Raises:
         StorageError: A shard keeps none, or none that is whole.
     """
-    public = read_public(public_text(config))
-    plan, options = plan_of(layout, public), options_of(public)
+    plan, options = plan_of(layout, config), options_of(config)
     copies: dict[int, Tensor] = {}
     versions: dict[str, str] = {}
     clocks: list[int] = []
     for shard in range(config.syncer.shards):
         folder = run / DURABLE / f"shard-{shard}"
         tensors = ShardTensors(plan, options.owned(shard))
-        disk = ShardDisk(folder, identity_of_shard(public, layout), tensors)
+        disk = ShardDisk(folder, identity_of_shard(config, layout), tensors)
         found = _recovered(disk)
         if set(found) != set(tensors.owned):
             problems = "".join(f"; {problem}" for problem in dict.fromkeys(disk.problems))

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, assert_never, cast
 
 import torch
 
-from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
+from decoupled_diloco.config.method import options_of, plan_of, public_text
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import (
     Error,
@@ -119,13 +119,12 @@ class Shard:
         assert (shard == 0) == (coordinator_tape is not None), "shard 0 hosts the coordinator"
         self.config = config
         self.shard = shard
-        self._public = read_public(public_text(config))
         self._addresses = addresses
         self._folder = folder
         self._server = server(self._serve)
         self._client = client
         self._tape = tape
-        self.machine = SyncerMachine(options_of(self._public), shard)
+        self.machine = SyncerMachine(options_of(config), shard)
         self._recorder = Recorder(self.machine, tape)
         self._host = (
             CoordinatorHost(
@@ -141,7 +140,7 @@ class Shard:
             else None
         )
         self._coordinator = CoordinatorLink(
-            say.ShardHello(shard, runtime().unique_id(), json.dumps(self._public), tenure.number),
+            say.ShardHello(shard, runtime().unique_id(), public_text(config), tenure.number),
             self._ordered,
             host=self._host,
             client=client,
@@ -244,7 +243,7 @@ class Shard:
     def describe(self) -> dict[str, object]:
         """What `/run` answers: the settings, where the shards are, the run's layout once known."""
         return {
-            "settings": self._public,
+            "settings": self.config.public(),
             "addresses": self._addresses,
             "layout": None if self._layout is None else self._layout.to_json(),
         }
@@ -653,10 +652,10 @@ class Shard:
         if self._tensors is not None:
             return
         self._layout = Layout.from_json(json.loads(text))
-        plan = plan_of(self._layout, self._public)
+        plan = plan_of(self._layout, self.config)
         self._tensors = ShardTensors(plan, self.machine.owned)
         if self.config.syncer.durable:
-            identity = identity_of_shard(self._public, self._layout)
+            identity = identity_of_shard(self.config, self._layout)
             folder = self._folder / DURABLE / f"shard-{self.shard}"
             self._disk = ShardDisk(folder, identity, self._tensors, claim=self._tenure.number)
         if self.config.syncer.record_payloads:

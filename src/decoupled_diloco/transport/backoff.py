@@ -69,10 +69,10 @@ async def reconnecting(
     *,
     on_failure: Callable[[TransportError, float], None] | None = None,
 ) -> Channel:
-    """Connect, trying again with backoff for as long as nobody answers.
+    """Connect, trying again with backoff for as long as there is no answer.
 
     Args:
-        client: Who dials.
+        client: The client that dials.
         addresses: Where to: the first of these that answers.
         role: As for `Client.connect`.
         principal: As for `Client.connect`.

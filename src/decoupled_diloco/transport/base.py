@@ -39,7 +39,7 @@ class Limits:
         streams_per_principal: Requests of the data plane that one principal may have open.
         copies_per_principal: Times that one principal may fetch a body: once if all is well, parts
             of it again where a connection broke, and once more for each new start of its process.
-        copy_seconds: One more is given every so many seconds, so that nobody waits for ever.
+        copy_seconds: One more is given every so many seconds, so that no request waits for ever.
         downloads_per_principal: Bodies that one principal may fetch at once; a learner fetches 4.
         channels_per_principal: Control channels that one principal may have open; one more closes
             the oldest. Two are in use, and a few may not have been found dead yet.
@@ -72,7 +72,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end of a channel.
+    """The process at the other end of a channel.
 
     Attributes:
         principal: Learner id, observer or shard name, as bound by the token.
@@ -129,7 +129,7 @@ class Channel(Protocol):
 
     @property
     def peer(self) -> Peer:
-        """Who is at the other end."""
+        """The process at the other end."""
 
     @property
     def closed(self) -> bool:
@@ -164,11 +164,14 @@ class Channel(Protocol):
             TransportError: the channel is closed; the text is the reason.
         """
 
+    def shut(self, reason: str) -> None:
+        """Close without waiting; the first reason counts."""
+
     async def close(self, reason: str = "") -> None:
         """Send what waits in the outbox if the peer takes it at once, then close."""
 
 
-class Body(Protocol):
+class ReceivedBody(Protocol):
     """A received body, in a buffer of the pool."""
 
     @property
@@ -179,10 +182,10 @@ class Body(Protocol):
         """Give the buffer back; `buffer` must not be used afterwards. Calling it twice is fine."""
 
 
-class Upload(Protocol):
+class ExpectedUpload(Protocol):
     """A PUT that is expected: one principal, one size, once.
 
-    Whoever called `expect` calls `cancel` when the body is not wanted any more.
+    The caller of `expect` calls `cancel` when it does not want the body any more.
 
     Attributes:
         when_ended: Told once, soon after the end, whether the body has arrived: so that no task
@@ -204,7 +207,7 @@ class Upload(Protocol):
         """Bytes that have arrived so far."""
 
     @property
-    def body(self) -> Awaitable[Body]:
+    def body(self) -> Awaitable[ReceivedBody]:
         """Await it for the body. Raises TransportError if cancelled or the uploader went away."""
 
     def cancel(self, reason: str = "") -> None:
@@ -224,7 +227,7 @@ class BodyStore(Protocol):
     def withdraw(self, path: str) -> None:
         """Stop offering; a GET that asks afterwards is answered 410."""
 
-    def expect(self, path: str, nbytes: int, principal: str) -> Upload:
+    def expect(self, path: str, nbytes: int, principal: str) -> ExpectedUpload:
         """Accept one PUT of exactly `nbytes` from `principal`; memory is taken when it begins."""
 
 
@@ -262,7 +265,7 @@ class Client(Protocol):
 
         Raises:
             AccessError: the server refuses: wrong token, or another principal's.
-            TransportError: nobody answers.
+            TransportError: the address does not answer.
         """
 
     async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:

@@ -6,7 +6,7 @@ Both transports use it; it knows no sockets. A PUT passes these states:
        └────────────┴──────────────── cancel, silence ──────────────┴──▶ ended (410, with a reason)
 
 A body may come as several ranges at once, each a `Stream`. A range whose connection broke keeps
-what it received; who resumes it asks `state` for the gaps and takes over.
+what it received; a client that resumes it asks `state` for the gaps and takes over.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import quote
 
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.runtime import now
-from decoupled_diloco.transport.base import Body, Limits
+from decoupled_diloco.transport.base import Limits, ReceivedBody
 from decoupled_diloco.transport.pool import PoolBody, ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
-from decoupled_diloco.transport.tokens import Refusal
+from decoupled_diloco.transport.tokens import RequestRefusal
 
 PREFIX = "/bodies/"
 ENDED_KEPT = 1 << 16
@@ -45,13 +47,13 @@ class Offer:
 
 @dataclass(frozen=True)
 class UploadState:
-    """What somebody who resumes a PUT needs to know."""
+    """What a client that resumes a PUT needs to know."""
 
     state: str
     received: list[Range]
 
 
-class Bodies:
+class BodyBooks:
     """The `BodyStore` of a server, and what its connections need from it.
 
     Args:
@@ -94,7 +96,7 @@ class Bodies:
         """Return what is offered at a path.
 
         Raises:
-            Refusal: 404 if it never was, 410 if it was withdrawn.
+            RequestRefusal: 404 if it never was, 410 if it was withdrawn.
         """
         offer = self._offers.get(key)
         if offer is None:
@@ -108,7 +110,7 @@ class Bodies:
         request has taken and not sent at its end is given back.
 
         Raises:
-            Refusal: as for `look_up`; 429 if the principal has had its share.
+            RequestRefusal: as for `look_up`; 429 if the principal has had its share.
         """
         offer, nbytes = self.look_up(key), part[1] - part[0]
         under_way = self._downloads.get(principal, [])
@@ -116,7 +118,7 @@ class Bodies:
         if bodies >= self.limits.downloads_per_principal or (
             len(under_way) >= self.limits.streams_per_principal
         ):
-            raise Refusal(
+            raise RequestRefusal(
                 429,
                 f"{principal!r} fetches {bodies} bodies in {len(under_way)} requests at once, the "
                 "limit: wait for one to end",
@@ -124,7 +126,7 @@ class Bodies:
         name = sys.intern(principal)  # thousands fetch the same bodies
         taken = offer.taken.get(name, 0) + nbytes
         if taken > self._share(offer):
-            raise Refusal(
+            raise RequestRefusal(
                 429,
                 f"{principal!r} has fetched {PREFIX}{key} {self.limits.copies_per_principal} "
                 f"times, the limit: one more is given every {self.limits.copy_seconds:g} s",
@@ -156,16 +158,18 @@ class Bodies:
             take_over: The sender resumes: end older streams in the range, accept what overlaps.
 
         Raises:
-            Refusal: and nothing was allocated.
+            RequestRefusal: and nothing was allocated.
         """
         upload = self._upload(key, principal)
         start, stop = part
         if total != upload.nbytes:
-            raise Refusal(413, f"{upload.url} expects exactly {upload.nbytes} bytes, not {total}")
+            raise RequestRefusal(
+                413, f"{upload.url} expects exactly {upload.nbytes} bytes, not {total}"
+            )
         if not 0 <= start < stop <= upload.nbytes:
-            raise Refusal(416, f"bytes {start} to {stop} do not fit into {upload.nbytes}")
+            raise RequestRefusal(416, f"bytes {start} to {stop} do not fit into {upload.nbytes}")
         if self._streams.get(principal, 0) >= self.limits.streams_per_principal:
-            raise Refusal(
+            raise RequestRefusal(
                 429,
                 f"{principal!r} has {self._streams[principal]} transfers open, the limit: "
                 "wait for one to end",
@@ -176,7 +180,7 @@ class Bodies:
         """Tell how far an upload is.
 
         Raises:
-            Refusal: as for `open`.
+            RequestRefusal: as for `open`.
         """
         upload = self._uploads.get(key)
         if upload is None and self._gone.get(("PUT", key)) == ARRIVED:
@@ -195,14 +199,14 @@ class Bodies:
         if upload is None:
             raise self._missing("PUT", key, "is not expected here")
         if upload.principal != principal:
-            raise Refusal(403, f"{upload.url} is not for {principal!r} to write")
+            raise RequestRefusal(403, f"{upload.url} is not for {principal!r} to write")
         return upload
 
-    def _missing(self, method: str, key: str, unknown: str) -> Refusal:
+    def _missing(self, method: str, key: str, unknown: str) -> RequestRefusal:
         why = self._gone.get((method, key))
         if why is None:
-            return Refusal(404, f"{PREFIX}{key} {unknown}")
-        return Refusal(410, f"{PREFIX}{key} {why}")
+            return RequestRefusal(404, f"{PREFIX}{key} {unknown}")
+        return RequestRefusal(410, f"{PREFIX}{key} {why}")
 
     def _remember(self, method: str, key: str, why: str) -> None:
         self._gone[method, key] = why
@@ -225,7 +229,9 @@ class Bodies:
 class Download:
     """One GET while it lasts: call `sent` for what is sent, and `close` at its end."""
 
-    def __init__(self, bodies: Bodies, offer: Offer, key: str, principal: str, nbytes: int) -> None:
+    def __init__(
+        self, bodies: BodyBooks, offer: Offer, key: str, principal: str, nbytes: int
+    ) -> None:
         self.offer = offer
         self.key = key
         self.principal = principal
@@ -245,9 +251,9 @@ ARRIVED = "has arrived already: a body is sent once"
 
 
 class BodyUpload:
-    """One expected PUT; see `Upload`."""
+    """One expected PUT; see `ExpectedUpload`."""
 
-    def __init__(self, bodies: Bodies, key: str, nbytes: int, principal: str) -> None:
+    def __init__(self, bodies: BodyBooks, key: str, nbytes: int, principal: str) -> None:
         self.key = key
         self.url = PREFIX + key
         self.nbytes = nbytes
@@ -260,7 +266,7 @@ class BodyUpload:
         self._acquiring: asyncio.Task[PoolBody] | None = None
         self._taken = False
         loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[Body] = loop.create_future()
+        self._future: asyncio.Future[ReceivedBody] = loop.create_future()
         self._future.add_done_callback(self._tell)
         self._watch: asyncio.TimerHandle | None = None
         self._watched = 0
@@ -271,18 +277,18 @@ class BodyUpload:
         return self._done.nbytes + sum(stream.position - stream.start for stream in self._streams)
 
     @property
-    def body(self) -> Awaitable[Body]:
-        """The body, when it has arrived; cancelling who awaits it does not cancel the upload."""
+    def body(self) -> Awaitable[ReceivedBody]:
+        """The body, when it has arrived. Cancelling a task that awaits it keeps the upload."""
         return _Arrival(self)
 
     def cancel(self, reason: str = "") -> None:
-        """Refuse the PUT from now on, and release a body that nobody took."""
+        """Refuse the PUT from now on, and release a body that was not taken."""
         self._end(f"was cancelled{': ' if reason else ''}{reason}")
         if not self._taken and not self._future.cancelled() and not self._future.exception():
             self._future.result().release()
 
-    def _tell(self, future: asyncio.Future[Body]) -> None:
-        """Tells of the end; what has failed is seen by that, though nobody may await it."""
+    def _tell(self, future: asyncio.Future[ReceivedBody]) -> None:
+        """Tells of the end; what has failed is seen by that, though no task may await it."""
         has_arrived = not future.cancelled() and future.exception() is None
         if self.when_ended is not None:
             self.when_ended(has_arrived)
@@ -301,9 +307,11 @@ class BodyUpload:
     def _open(self, start: int, stop: int, take_over: bool) -> Stream:
         clashing = [s for s in self._streams if s.start < stop and start < s.stop]
         if not take_over and (clashing or self._done.overlaps(start, stop)):
-            raise Refusal(409, f"{self.url}: bytes {start} to {stop} overlap what was sent before")
+            raise RequestRefusal(
+                409, f"{self.url}: bytes {start} to {stop} overlap what was sent before"
+            )
         for stream in clashing:
-            stream._abort(Refusal(409, f"{self.url}: another request took this range over"))
+            stream._abort(RequestRefusal(409, f"{self.url}: another request took this range over"))
         stream = Stream(self, start, stop)
         self._streams.add(stream)
         self._bodies._count(self.principal, +1)
@@ -317,7 +325,7 @@ class BodyUpload:
             memory = await asyncio.shield(self._acquiring)
             if self._memory is None:
                 if self._future.done():
-                    raise Refusal(410, f"{self.url} has ended")
+                    raise RequestRefusal(410, f"{self.url} has ended")
                 self._memory, self._acquiring = memory, None
                 self._wait_for_more()
         return self._memory.buffer
@@ -347,7 +355,7 @@ class BodyUpload:
         if not self._future.done():
             self._future.set_exception(TransportError(f"{self.url} {why}"))
         for stream in list(self._streams):
-            stream._abort(Refusal(status, f"{self.url} {why}"))
+            stream._abort(RequestRefusal(status, f"{self.url} {why}"))
         self._stop_acquiring()
         if self._memory is not None:
             memory, self._memory = self._memory, None
@@ -377,37 +385,53 @@ class BodyUpload:
 class Stream:
     """One range of an upload while its request lasts.
 
-    Use: `await prepare()`, then `write` each piece, `finish`, and `close` in a `finally`.
-    `on_abort` is called if the upload ends meanwhile; `refusal` then says why.
+    Use: `async with stream.receiving()`, then `write` each piece, and `finish`.
     """
 
     def __init__(self, upload: BodyUpload, start: int, stop: int) -> None:
         self.start = start
         self.stop = stop
         self.position = start
-        self.refusal: Refusal | None = None
-        self.on_abort: Callable[[], object] | None = None
+        self.refusal: RequestRefusal | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._upload = upload
         self._buffer: memoryview | None = None
 
-    async def prepare(self) -> None:
-        """Wait for memory: this is the backpressure of the pool."""
-        self._buffer = await self._upload._allocate()
-        if self.refusal is not None:
-            raise self.refusal
+    @asynccontextmanager
+    async def receiving(self) -> AsyncIterator[None]:
+        """The time of the request, which first waits for memory: the backpressure of the pool.
+
+        Raises:
+            RequestRefusal: the upload has ended meanwhile.
+        """
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        try:
+            self._buffer = await self._upload._allocate()
+            if self.refusal is not None:
+                raise self.refusal
+            yield
+        except asyncio.CancelledError:
+            if self.refusal is None:
+                raise
+            task.uncancel()
+            raise self.refusal from None
+        finally:
+            self._task = None
+            self.close()
 
     def write(self, piece: bytes | memoryview) -> None:
         """Copy the next piece of the range into the buffer.
 
         Raises:
-            Refusal: the upload ended, or the range is longer than announced.
+            RequestRefusal: the upload ended, or the range is longer than announced.
         """
         if self.refusal is not None:
             raise self.refusal
         assert self._buffer is not None
         end = self.position + len(piece)
         if end > self.stop:
-            raise Refusal(413, f"{self._upload.url}: more bytes than the range announced")
+            raise RequestRefusal(413, f"{self._upload.url}: more bytes than the range announced")
         self._buffer[self.position : end] = piece
         self.position = end
 
@@ -415,10 +439,10 @@ class Stream:
         """Check that the whole range came.
 
         Raises:
-            Refusal: it is short.
+            RequestRefusal: it is short.
         """
         if self.position < self.stop:
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"{self._upload.url}: truncated at byte {self.position} of {self.stop}",
             )
@@ -428,20 +452,20 @@ class Stream:
         self._buffer = None
         self._upload._closed(self)
 
-    def _abort(self, refusal: Refusal) -> None:
+    def _abort(self, refusal: RequestRefusal) -> None:
         self.refusal = refusal
         self.close()
-        if self.on_abort is not None:
-            self.on_abort()
+        if self._task is not None:
+            self._task.cancel()
 
 
 class _Arrival:
-    """Awaitable of a body; whoever gets it has taken it, and releases it."""
+    """Awaitable of a body; the task that gets it has taken it, and releases it."""
 
     def __init__(self, upload: BodyUpload) -> None:
         self._upload = upload
 
-    def __await__(self) -> Generator[object, None, Body]:
+    def __await__(self) -> Generator[object, None, ReceivedBody]:
         body = yield from asyncio.shield(self._upload._future).__await__()
         self._upload._taken = True
         return body

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +16,17 @@ from aiohttp import web
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.runtime import now
-from decoupled_diloco.transport.base import Encoded, Limits, Peer, Silence, Stats
+from decoupled_diloco.transport.base import (
+    Channel,
+    Encoded,
+    Limits,
+    OnChannel,
+    Peer,
+    Silence,
+    Stats,
+)
+
+logger = logging.getLogger(__name__)
 
 WebSocket = aiohttp.ClientWebSocketResponse[bool] | web.WebSocketResponse
 FLUSH_SECONDS = 1.0
@@ -92,6 +103,21 @@ def decode(text: str) -> dict[str, object]:
     if not isinstance(message, dict):
         raise ProtocolError(f"a control message is a JSON {type(message).__name__}, not an object")
     return message
+
+
+async def handle(on_channel: OnChannel, channel: Channel) -> None:
+    """Runs a server's handler of a channel; one that fails is logged, and the peer is told."""
+    try:
+        await on_channel(channel)
+    except TransportError:
+        pass  # The channel closed while the handler used it; its reason says why.
+    except Exception:
+        logger.exception("the handler of %s failed", channel.peer.principal)
+        channel.shut("the server failed on this channel; its log says why")
+
+
+NOTHING_MORE = "the server has nothing more to say"
+"""Why a server closes a channel whose handler has returned."""
 
 
 class WebSocketChannel:
@@ -198,7 +224,7 @@ class WebSocketChannel:
                 await self._socket.close(code=aiohttp.WSCloseCode.OK, message=farewell)
 
     async def _read(self) -> None:
-        """Move what arrives into the inbox; pause while nobody empties it."""
+        """Move what arrives into the inbox; pause while it is not emptied."""
         while not self._closed:
             frame = await self._socket.receive()
             kind = frame.type

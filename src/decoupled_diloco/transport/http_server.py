@@ -32,8 +32,8 @@ from decoupled_diloco.transport.base import (
     Peer,
     Stats,
 )
-from decoupled_diloco.transport.bodies import PREFIX, Bodies, Offer, Stream
-from decoupled_diloco.transport.channel import WebSocketChannel
+from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Offer, Stream
+from decoupled_diloco.transport.channel import NOTHING_MORE, WebSocketChannel, handle
 from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.probe import PROBE, Probes
@@ -45,7 +45,7 @@ from decoupled_diloco.transport.ranges import (
     write_list,
 )
 from decoupled_diloco.transport.sockets import BBR, NEAR_RTT_SECONDS, ask_for_congestion
-from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role
+from decoupled_diloco.transport.tokens import RequestRefusal, Tokens, check_role
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +72,12 @@ class HttpServer:
         tokens: Who may speak.
         on_channel: Run for each control connection; the channel closes when it returns.
         health: What `/healthz` answers.
-        about: What `/run` answers, to who has a token.
+        about: What `/run` answers to a peer with a token.
         pool_bytes: Size of the receive pool.
         limits: Bounds and intervals.
         congestion: Congestion control asked for on sockets that send bodies over a long link;
             None keeps the kernel's default.
-        queries: Answers GETs with parameters at further paths; to who has a token, of any name.
+        queries: Answers GETs with parameters at further paths, to a peer with any token.
 
     Raises:
         ConfigError: no token on an address that others can reach.
@@ -111,14 +111,14 @@ class HttpServer:
         self._limits = limits or Limits()
         self._congestion = congestion
         self._pool = ReceivePool(pool_bytes)
-        self._bodies = Bodies(self._pool, self._limits)
+        self._bodies = BodyBooks(self._pool, self._limits)
         self._channels: dict[str, list[WebSocketChannel]] = {}
         self._handlers: set[asyncio.Task[Any]] = set()
         self._web: web.Server | None = None
         self._listener: asyncio.Server | None = None
 
     @property
-    def bodies(self) -> Bodies:
+    def bodies(self) -> BodyBooks:
         """The data plane."""
         return self._bodies
 
@@ -176,7 +176,7 @@ class HttpServer:
         self._listener = self._web = None
 
     def _cut_off(self) -> None:
-        """Ends every connection at once: whoever waits for its peer waits no longer."""
+        """Ends every connection at once, so that no task waits for its peer any longer."""
         for connection in self._web.connections if self._web is not None else ():
             if isinstance(connection.transport, asyncio.WriteTransport):
                 connection.transport.abort()
@@ -193,13 +193,13 @@ class HttpServer:
         self._handlers.add(task)
         try:
             return await self._dispatch(request)
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             return _refuse(refusal)
         except ConnectionError as error:
             if request.transport is not None and not request.transport.is_closing():
                 raise
             logger.debug("%s %s: %s", request.method, request.rel_url.raw_path, error)
-            return web.Response()  # which nobody is there any more to take
+            return web.Response()  # its reader is gone
         finally:
             self._handlers.discard(task)
 
@@ -208,7 +208,7 @@ class HttpServer:
         if path == "/healthz" and request.method == "GET":
             return web.Response(text=json.dumps(self._health()), content_type="application/json")
         if "Origin" in request.headers:
-            raise Refusal(403, "browsers may not speak here: this is the plane of learners")
+            raise RequestRefusal(403, "browsers may not speak here: this is the plane of learners")
         authorization = request.headers.get("Authorization")
         if path in self._queries and request.method == "GET":
             self._tokens.recognize(authorization)
@@ -220,7 +220,7 @@ class HttpServer:
             key = path[len(PREFIX) :]
             serve = {"PUT": self._put, "GET": self._get, "HEAD": self._head}.get(request.method)
             if serve is None:
-                raise Refusal(405, f"{request.method} is not served: use PUT, GET or HEAD")
+                raise RequestRefusal(405, f"{request.method} is not served: use PUT, GET or HEAD")
             self._touch(principal)
             return await serve(request, principal, key)
         if path == PROBE:
@@ -228,11 +228,11 @@ class HttpServer:
         if path == RUN and request.method == "GET":
             text = json.dumps(self._about(), default=str)
             return web.Response(text=text, content_type="application/json")
-        raise Refusal(404, f"nothing is served at {path[:200]}")
+        raise RequestRefusal(404, f"nothing is served at {path[:200]}")
 
     async def _query(self, query: Query, request: web.BaseRequest) -> web.StreamResponse:
         if self._open_queries >= QUERIES_MAX:
-            raise Refusal(429, f"{QUERIES_MAX} queries are under way, the limit: try again")
+            raise RequestRefusal(429, f"{QUERIES_MAX} queries are under way, the limit: try again")
         self._open_queries += 1
         try:
             document = await query(dict(request.rel_url.query))
@@ -243,7 +243,7 @@ class HttpServer:
             await self._give(request, response, memoryview(document.body))
             return response
         except NoSuchDocumentError as error:
-            raise Refusal(404, str(error)) from None
+            raise RequestRefusal(404, str(error)) from None
         finally:
             self._open_queries -= 1
 
@@ -254,7 +254,7 @@ class HttpServer:
         body: memoryview,
         sent: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Writes a response, and gives up on who takes nothing of it for long."""
+        """Writes a response, and gives up on a peer that takes nothing of it for long."""
         await response.prepare(request)
         guard = _WriteGuard(request, 3 * self._limits.stall_seconds)
         try:
@@ -277,7 +277,7 @@ class HttpServer:
         try:
             await ws.prepare(request)
         except web.HTTPException as error:
-            raise Refusal(error.status, "the control plane is a WebSocket") from None
+            raise RequestRefusal(error.status, "the control plane is a WebSocket") from None
         address = _address(request)
         channel = WebSocketChannel(ws, Peer(principal, role, address), self._limits, self.stats)
         self._channels.setdefault(principal, []).append(channel)
@@ -306,43 +306,25 @@ class HttpServer:
     async def _serve(self, channel: WebSocketChannel) -> None:
         """Run the handler of a channel, then close it."""
         principal = channel.peer.principal
-        reason = "the server has nothing more to say"
         try:
-            await self._on_channel(channel)
-        except TransportError:
-            pass  # The channel closed while the handler used it; its reason says why.
-        except Exception:
-            logger.exception("the handler of %s failed", principal)
-            reason = "the server failed on this channel; its log says why"
+            await handle(self._on_channel, channel)
         finally:
             channels = self._channels[principal]
             channels.remove(channel)
             if not channels:
                 del self._channels[principal]
-            await channel.close(reason)
+            await channel.close(NOTHING_MORE)
 
     async def _put(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
         part, total = _part_of_put(request)
         stream = self._bodies.open(
             key, principal, part, total, take_over="X-Take-Over" in request.headers
         )
-        task = asyncio.current_task()
-        assert task is not None
-        stream.on_abort = task.cancel
-        try:
+        async with stream.receiving():
             await self._receive(request, stream, principal)
-        except asyncio.CancelledError:
-            if stream.refusal is None or request.transport is None:
-                raise
-            task.uncancel()
-            raise stream.refusal from None
-        finally:
-            stream.on_abort = None
-            stream.close()
         return web.Response(status=204)
 
     async def _receive(self, request: web.BaseRequest, stream: Stream, principal: str) -> None:
-        await stream.prepare()
         content = request.content
         try:
             while stream.position < stream.stop:
@@ -353,7 +335,7 @@ class HttpServer:
                 self.stats.data_bytes_received += len(piece)
                 self._touch(principal)
         except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
-            raise Refusal(400, f"the connection broke: {error}") from None
+            raise RequestRefusal(400, f"the connection broke: {error}") from None
         stream.finish()
 
     async def _head(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
@@ -440,19 +422,21 @@ def _part_of_put(request: web.BaseRequest) -> tuple[Range, int]:
     """Return the range that a PUT carries and the size of the whole body.
 
     Raises:
-        Refusal: 411, 415 or 416.
+        RequestRefusal: 411, 415 or 416.
     """
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise Refusal(415, "bodies are sent as they are, without Content-Encoding")
+        raise RequestRefusal(415, "bodies are sent as they are, without Content-Encoding")
     length = request.content_length
     if length is None or "Transfer-Encoding" in request.headers:
-        raise Refusal(411, "a PUT names its Content-Length")
+        raise RequestRefusal(411, "a PUT names its Content-Length")
     text = request.headers.get("Content-Range")
     if text is None:
         return (0, length), length
     content = read_content_range(text)
     if content is None or content[1] - content[0] != length:
-        raise Refusal(416, f"Content-Range {text[:100]!r} does not fit a body of {length} bytes")
+        raise RequestRefusal(
+            416, f"Content-Range {text[:100]!r} does not fit a body of {length} bytes"
+        )
     return (content[0], content[1]), content[2]
 
 
@@ -462,7 +446,9 @@ def _part_of_get(request: web.BaseRequest, offer: Offer) -> Range:
         return 0, len(offer.body)
     part = read_range(text)
     if part is None or part[1] > len(offer.body):
-        raise Refusal(416, f"Range {text[:100]!r} does not fit a body of {len(offer.body)} bytes")
+        raise RequestRefusal(
+            416, f"Range {text[:100]!r} does not fit a body of {len(offer.body)} bytes"
+        )
     return part
 
 
@@ -472,7 +458,7 @@ def _address(request: web.BaseRequest) -> str:
     return f"{name[0]}:{name[1]}" if name else "unknown"
 
 
-def _refuse(refusal: Refusal) -> web.Response:
+def _refuse(refusal: RequestRefusal) -> web.Response:
     """Answer with the sentence, in the body and in a header (HEAD and WebSockets see only that)."""
     reason = " ".join(refusal.text.split()).encode("ascii", "replace").decode()[:1000]
     headers = {**refusal.headers, "X-Reason": reason}

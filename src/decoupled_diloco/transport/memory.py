@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import random
 from dataclasses import dataclass, field
 
-from yarl import URL
-
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.runtime import now
 from decoupled_diloco.transport.base import (
     PIECE_BYTES,
     Encoded,
@@ -23,17 +20,19 @@ from decoupled_diloco.transport.base import (
     OnChannel,
     Peer,
     Stats,
-    TransferStats,
 )
-from decoupled_diloco.transport.bodies import PREFIX, Bodies, Download, Stream
-from decoupled_diloco.transport.channel import Mailbox, decode, encode
+from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Download, Stream
+from decoupled_diloco.transport.channel import NOTHING_MORE, Mailbox, decode, encode, handle
+from decoupled_diloco.transport.in_process import BodyClient
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
-from decoupled_diloco.transport.stripes import StripeController
-from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role, refusal_error
-from decoupled_diloco.transport.transfer import Slots, Transfer
-
-logger = logging.getLogger(__name__)
+from decoupled_diloco.transport.tokens import (
+    RequestRefusal,
+    Tokens,
+    bearer,
+    check_role,
+    refusal_error,
+)
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Faults:
 
     Attributes:
         rng: Source of all choices.
-        refuse: That an attempt to connect finds nobody.
+        refuse: Refuse every attempt to connect.
         cut: That sending a message finds the channel cut; what was in flight is lost both ways.
         cut_body: That a piece of a body finds its connection cut; the range is resumed.
     """
@@ -187,7 +186,7 @@ class MemoryServer:
         self.tokens.check_bind(host)
         self.health = health
         self.pool = ReceivePool(pool_bytes)
-        self.bodies = Bodies(self.pool, self.limits)
+        self.bodies = BodyBooks(self.pool, self.limits)
         self._network = network
         self._host = host
         self._port = port
@@ -225,21 +224,17 @@ class MemoryServer:
         self._channels[channel] = asyncio.create_task(self._serve(channel))
 
     async def _serve(self, channel: MemoryChannel) -> None:
-        reason = "the server has nothing more to say"
         try:
-            await self._on_channel(channel)
-        except TransportError:
-            pass  # The channel closed while the handler used it; its reason says why.
-        except Exception:
-            logger.exception("the handler of %s failed", channel.peer.principal)
-            reason = "the server failed on this channel; its log says why"
+            await handle(self._on_channel, channel)
         finally:
             self._channels.pop(channel, None)
-            channel.shut(reason)
+            channel.shut(NOTHING_MORE)
 
 
-class MemoryClient:
+class MemoryClient(BodyClient):
     """A `Client` in this process; arguments as for `HttpClient`."""
+
+    scheme = "memory"
 
     def __init__(
         self,
@@ -249,19 +244,12 @@ class MemoryClient:
         limits: Limits | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self.stats = Stats()
+        super().__init__(token=token, limits=limits, rng=rng)
         self._network = network
-        self._token = token
-        self._limits = limits or Limits()
-        self._rng = rng or runtime().rng()
-        self._base = ""
-        self._principals: dict[str, str] = {}
-        self._channels: set[MemoryChannel] = set()
 
     async def connect(self, address: str, role: str, principal: str) -> MemoryChannel:
         """See `Client.connect`."""
-        self._base = address
-        self._principals[address] = principal
+        self._dials(address, principal)
         await asyncio.sleep(0)
         server = self._network.find(address)
         if self._network.strikes("refuse"):
@@ -269,7 +257,7 @@ class MemoryClient:
         try:
             check_role(role)
             self.authorize(server)
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, address) from None
         mine = MemoryChannel(
             self._network, Peer(principal, role, address), self._limits, self.stats
@@ -277,31 +265,22 @@ class MemoryClient:
         peer = Peer(principal, role, f"memory:{id(mine):x}")
         theirs = MemoryChannel(self._network, peer, server.limits, server.stats)
         mine._other, theirs._other = theirs, mine
-        self._channels = {channel for channel in self._channels if not channel.closed} | {mine}
+        self._keep(mine)
         server.accept(theirs)
         return mine
 
-    async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.put`."""
-        move = _MemoryPut(self, *self._resolve(url, base), body.cast("B"))
-        return await self._run(move, len(body.cast("B")))
+    def putting(self, address: str, key: str, body: memoryview) -> _MemoryPut:
+        """See `BodyClient`."""
+        return _MemoryPut(self, address, key, body)
 
-    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.get`."""
-        move = _MemoryGet(self, *self._resolve(url, base), out.cast("B"))
-        return await self._run(move, len(out.cast("B")))
-
-    async def close(self) -> None:
-        """See `Client.close`."""
-        for channel in self._channels:
-            channel.shut("the client closes")
-        await asyncio.sleep(0)
+    def getting(self, address: str, key: str, out: memoryview) -> _MemoryGet:
+        """See `BodyClient`."""
+        return _MemoryGet(self, address, key, out)
 
     def authorize(self, server: MemoryServer) -> str:
         """Return the principal under which the server knows this client."""
-        principal = self._principals.get(server.address, self._principals.get(self._base, ""))
-        header = None if self._token is None else f"Bearer {self._token}"
-        return server.tokens.authorize(header, principal)
+        principal, token = self.identity(server.address)
+        return server.tokens.authorize(bearer(token), principal)
 
     def server(self, address: str) -> MemoryServer:
         """Return the server that holds a body."""
@@ -311,18 +290,6 @@ class MemoryClient:
         """Lose the connection of a body, if the faults say so."""
         if self._network.strikes("cut_body"):
             raise TransportError("the connection was cut by a fault")
-
-    def _resolve(self, url: str, base: str) -> tuple[str, str]:
-        target = URL(url, encoded=True)
-        if target.is_absolute():
-            return str(target.origin()), target.raw_path.removeprefix(PREFIX)
-        assert base or self._base, f"connect first, or give a base for the relative url {url!r}"
-        return base or self._base, target.raw_path.removeprefix(PREFIX)
-
-    async def _run(self, move: _MemoryPut | _MemoryGet, nbytes: int) -> TransferStats:
-        transfer = Transfer(nbytes, move.move, move.gaps, self._limits.retries, self._rng, Slots(0))
-        count, seconds = await transfer.run(StripeController(), 0.0)
-        return TransferStats(nbytes, seconds, count, transfer.retries, "memory", move.digest)
 
 
 class _MemoryPut:
@@ -344,16 +311,12 @@ class _MemoryPut:
                 self._key, principal, (start, stop), len(self._body), resumed
             )
             await self._send(server, stream)
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             target = f"{self._address}{PREFIX}{self._key}"
             raise refusal_error(refusal.status, refusal.text, target) from None
 
     async def _send(self, server: MemoryServer, stream: Stream) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        stream.on_abort = task.cancel
-        try:
-            await stream.prepare()
+        async with stream.receiving():
             for position in range(stream.start, stream.stop, PIECE_BYTES):
                 self._client.piece_lost()
                 piece = self._body[position : min(position + PIECE_BYTES, stream.stop)]
@@ -362,20 +325,12 @@ class _MemoryPut:
                 server.stats.data_bytes_received += len(piece)
                 await asyncio.sleep(0)
             stream.finish()
-        except asyncio.CancelledError:
-            if stream.refusal is None:
-                raise
-            task.uncancel()
-            raise stream.refusal from None
-        finally:
-            stream.on_abort = None
-            stream.close()
 
     async def gaps(self, start: int, stop: int) -> list[Range]:
         server = self._client.server(self._address)
         try:
             state = server.bodies.state(self._key, self._client.authorize(server))
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, self._address) from None
         return [] if state.state == "arrived" else RangeSet(state.received).missing(start, stop)
 
@@ -403,7 +358,7 @@ class _MemoryGet:
                     "wanted"
                 )
             download = server.bodies.fetch(self._key, principal, (start, stop))
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, target) from None
         self.digest = offer.digest
         try:

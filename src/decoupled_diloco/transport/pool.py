@@ -34,7 +34,7 @@ class PoolBody:
 class ReceivePool:
     """At most `nbytes` of receive buffers, handed out in the order in which they were asked for.
 
-    Who asks for more than is free waits: that is the backpressure of the data plane. A body
+    A request for more than is free waits: that is the backpressure of the data plane. A body
     larger than the whole pool is admitted alone, when nothing else is on loan, so that a pool
     that is too small is slow but never stuck. Released buffers are kept and used again for bodies
     of the same size, because touching fresh memory costs more than receiving into it.

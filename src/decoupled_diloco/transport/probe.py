@@ -3,8 +3,8 @@
 GET /probe?bytes=N    N zero bytes
 PUT /probe            whatever comes is thrown away; the answer comes after the last byte
 
-Only who has a token may ask, for so many bytes and seconds at a time, so that a measurement cannot
-fill a link for long; it touches neither the bodies nor their memory.
+Only a peer with a token may ask, for so many bytes and seconds at a time, so that a measurement
+cannot fill a link for long. It touches neither the bodies nor their memory.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import aiohttp
 from aiohttp import web
 
 from decoupled_diloco.transport.base import PIECE_BYTES
-from decoupled_diloco.transport.tokens import Refusal
+from decoupled_diloco.transport.tokens import RequestRefusal
 
 PROBE = "/probe"
 
 PROBE_BYTES_MAX = 4 << 20
-"""Of one request: a fifth of a second at 160 Mbit/s; who wants to measure more asks again."""
+"""Limit of one request: a fifth of a second at 160 Mbit/s. A longer measurement asks again."""
 
 PROBE_SECONDS_MAX = 5.0
-"""Of one request: longer than any measurement takes."""
+"""Limit of one request: longer than any measurement takes."""
 
 PROBES_MAX = 16
 """Requests at once, of all peers together: as many as a transfer's stripes."""
@@ -41,12 +41,14 @@ class Probes:
         """Answers one request.
 
         Raises:
-            Refusal: it is of another method or size, too slow, or one too many.
+            RequestRefusal: it is of another method or size, too slow, or one too many.
         """
         if request.method not in ("GET", "PUT"):
-            raise Refusal(405, f"{request.method} is not served: use GET or PUT")
+            raise RequestRefusal(405, f"{request.method} is not served: use GET or PUT")
         if self._open >= PROBES_MAX:
-            raise Refusal(429, f"{self._open} measurements are under way, the limit: try again")
+            raise RequestRefusal(
+                429, f"{self._open} measurements are under way, the limit: try again"
+            )
         self._open += 1
         try:
             return await (_give(request) if request.method == "GET" else _take(request))
@@ -70,7 +72,7 @@ async def _give(request: web.BaseRequest) -> web.StreamResponse:
         if request.transport is not None:
             request.transport.abort()  # What was promised can no longer be answered otherwise.
     except ConnectionError:
-        pass  # Who measures has seen enough.
+        pass  # The peer has measured enough.
     return response
 
 
@@ -81,12 +83,12 @@ async def _take(request: web.BaseRequest) -> web.StreamResponse:
             while await request.content.readany():
                 pass
     except TimeoutError:
-        raise Refusal(408, f"a measurement may take {PROBE_SECONDS_MAX:g} s") from None
+        raise RequestRefusal(408, f"a measurement may take {PROBE_SECONDS_MAX:g} s") from None
     except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
-        raise Refusal(400, f"the connection broke: {error}") from None
+        raise RequestRefusal(400, f"the connection broke: {error}") from None
     return web.Response(status=204)
 
 
 def _check(count: int) -> None:
     if not 0 < count <= PROBE_BYTES_MAX:
-        raise Refusal(413, f"a measurement moves 1 to {PROBE_BYTES_MAX} bytes, not {count}")
+        raise RequestRefusal(413, f"a measurement moves 1 to {PROBE_BYTES_MAX} bytes, not {count}")

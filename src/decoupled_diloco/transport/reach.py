@@ -66,7 +66,7 @@ Cause = Literal[
 _T = TypeVar("_T")
 
 
-class Trouble(Exception):
+class LookTrouble(Exception):
     """Why a look ended: the step that failed, the kind of failure, its words."""
 
     def __init__(self, step: str, cause: Cause, text: str) -> None:
@@ -86,7 +86,7 @@ class Seen:
         clock_ahead_seconds: Of the server's wall clock, plus or minus half a second.
         round_trips: Of requests on an open connection, seconds.
         run: What `/run` says: settings, addresses, layout.
-        principal: The id that the token is for; empty if it is everybody's.
+        principal: The id that the token is for; empty if it is the run's shared one.
         upgraded: Whether a WebSocket was opened.
         up_bytes_per_second: To the server.
         down_bytes_per_second: From the server.
@@ -104,7 +104,7 @@ class Seen:
     upgraded: bool = False
     up_bytes_per_second: float | None = None
     down_bytes_per_second: float | None = None
-    trouble: Trouble | None = None
+    trouble: LookTrouble | None = None
 
 
 async def look(address: str, token: str | None, seconds: float = 10.0) -> Seen:
@@ -117,17 +117,17 @@ async def look(address: str, token: str | None, seconds: float = 10.0) -> Seen:
             async with aiohttp.ClientSession(timeout=timeout) as session:
                 await _Look(seen, session, token).go()
     except TimeoutError:
-        seen.trouble = Trouble("time", "silent", f"too slow: not done within {seconds:.1f} s")
-    except Trouble as trouble:
+        seen.trouble = LookTrouble("time", "silent", f"too slow: not done within {seconds:.1f} s")
+    except LookTrouble as trouble:
         seen.trouble = trouble
     return seen
 
 
-async def listens(address: str) -> Trouble | None:
+async def listens(address: str) -> LookTrouble | None:
     """Whether a TCP connection to a server can be had; what is in the way."""
     try:
         await _find(Seen(address))
-    except Trouble as trouble:
+    except LookTrouble as trouble:
         return trouble
     return None
 
@@ -137,17 +137,17 @@ async def _find(seen: Seen) -> None:
     try:
         url = URL(seen.address)
     except ValueError as error:
-        raise Trouble("name", "name", f"{seen.address!r}: {error}") from None
+        raise LookTrouble("name", "name", f"{seen.address!r}: {error}") from None
     host, port = url.host or "", url.port or 80
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(NAME_SECONDS):
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except TimeoutError:
-        raise Trouble("name", "name", f"{host!r}: no name server answers") from None
+        raise LookTrouble("name", "name", f"{host!r}: no name server answers") from None
     except (OSError, UnicodeError) as error:  # No name has an empty part, or one that long.
         reason = getattr(error, "strerror", None) or error
-        raise Trouble("name", "name", f"{host!r}: {reason}") from None
+        raise LookTrouble("name", "name", f"{host!r}: {reason}") from None
     seen.ip = str(found[0][4][0])
     begun = time.monotonic()
     try:
@@ -155,12 +155,12 @@ async def _find(seen: Seen) -> None:
             _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
         text = f"no answer from {host}:{port} within {CONNECT_SECONDS:g} s"
-        raise Trouble("connect", "timeout", text) from None
+        raise LookTrouble("connect", "timeout", text) from None
     except ConnectionRefusedError:
-        raise Trouble("connect", "refused", f"nothing listens on {host}:{port}") from None
+        raise LookTrouble("connect", "refused", f"nothing listens on {host}:{port}") from None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise Trouble("connect", "unreachable", f"{host}:{port}: {reason}") from None
+        raise LookTrouble("connect", "unreachable", f"{host}:{port}: {reason}") from None
     seen.connect_seconds = time.monotonic() - begun
     writer.close()
     with suppress(OSError):
@@ -198,19 +198,21 @@ class _Look:
                 return await work()
         except TimeoutError:
             text = f"no answer within {ANSWER_SECONDS:g} s"
-            raise Trouble(name, "silent", text) from None
+            raise LookTrouble(name, "silent", text) from None
         except _Busy as busy:
-            raise Trouble(name, "busy", str(busy)) from None
+            raise LookTrouble(name, "busy", str(busy)) from None
         except (aiohttp.ClientSSLError, ssl.SSLError) as error:
-            raise Trouble(name, "tls", str(error)) from None
+            raise LookTrouble(name, "tls", str(error)) from None
         except aiohttp.WSServerHandshakeError as error:
             reason = error.headers.get("X-Reason") if error.headers else None
-            raise Trouble(name, "broken", reason or f"it answered {error.status}") from None
+            raise LookTrouble(name, "broken", reason or f"it answered {error.status}") from None
         except aiohttp.ClientResponseError as error:
-            raise Trouble(name, "stranger", f"it does not speak HTTP: {error.message}") from None
+            raise LookTrouble(
+                name, "stranger", f"it does not speak HTTP: {error.message}"
+            ) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             kind: Cause = "stranger" if name == "health" else "broken"
-            raise Trouble(name, kind, str(error) or type(error).__name__) from None
+            raise LookTrouble(name, kind, str(error) or type(error).__name__) from None
 
     def _get(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
         """A redirection is an answer like any other: the token goes to this server only."""
@@ -225,7 +227,7 @@ class _Look:
             date = response.headers.get("Date")
         if not isinstance(health, dict) or "shard" not in health:
             what = f"it answered {response.status}" if health is None else "no shard's health"
-            raise Trouble("health", "stranger", what)
+            raise LookTrouble("health", "stranger", what)
         self._seen.health = health
         if date is not None:
             # The header counts whole seconds: half a second off in the mean.
@@ -251,9 +253,9 @@ class _Look:
                 break
             self._headers["X-Principal"] = self._seen.principal = owner
         if response.status in (401, 403):
-            raise Trouble("run", "token", text)
+            raise LookTrouble("run", "token", text)
         if response.status != 200:
-            raise Trouble("run", "older", f"it answered {response.status}: {text[:200]}")
+            raise LookTrouble("run", "older", f"it answered {response.status}: {text[:200]}")
         run = json.loads(text)
         _require(isinstance(run, dict), "the answer is no JSON object")
         self._seen.run = run

@@ -1,4 +1,4 @@
-"""Who may speak: bearer tokens, and the principals they stand for."""
+"""Bearer tokens, and the principals they stand for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STRANGER = (
 _NO_TOKEN = "the syncer wants the run's secret: give its token file (--token-file)"
 
 
-class Refusal(Exception):
+class RequestRefusal(Exception):
     """A request that is answered with an HTTP status and a sentence; never leaves the transport."""
 
     def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
@@ -86,11 +86,11 @@ class Tokens:
         """Return the principal, if the `Authorization` header allows it.
 
         Raises:
-            Refusal: 401 without a good token, 403 for somebody else's principal, 400 for a bad
-                name.
+            RequestRefusal: 401 without a good token, 403 for another principal's, 400 for a
+                bad name.
         """
         if not PRINCIPAL.fullmatch(principal):
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"principal {principal[:140]!r} is not a name: use 1 to 128 letters, digits, "
                 "'.', '_', ':', '@' or '-'",
@@ -99,16 +99,16 @@ class Tokens:
             return principal
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise Refusal(401, _NO_TOKEN)
+            raise RequestRefusal(401, _NO_TOKEN)
         if self._run_token is not None:
             if not _same(token, self._run_token):
-                raise Refusal(401, _STRANGER)
+                raise RequestRefusal(401, _STRANGER)
             return principal
         bound = self._bound(token)
         if bound is None:
-            raise Refusal(401, "the token is not known to this run: check the token file")
+            raise RequestRefusal(401, "the token is not known to this run: check the token file")
         if bound != principal:
-            raise Refusal(
+            raise RequestRefusal(
                 403,
                 f"this token belongs to {bound!r}, not to {principal!r}: use your own token",
                 {"X-Principal": bound},  # Its owner may know.
@@ -116,20 +116,20 @@ class Tokens:
         return principal
 
     def recognize(self, authorization: str | None) -> None:
-        """Let in whoever holds any of the tokens, whatever name goes with it.
+        """Let a peer in that holds any of the tokens, under any name.
 
         Raises:
-            Refusal: 401 without a good token.
+            RequestRefusal: 401 without a good token.
         """
         if self.open:
             return
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise Refusal(401, "this server wants a token: pass --token-file")
+            raise RequestRefusal(401, "this server wants a token: pass --token-file")
         run_token = self._run_token
         good = _same(token, run_token) if run_token is not None else self._bound(token) is not None
         if not good:
-            raise Refusal(401, "the token is not this run's: check --token-file")
+            raise RequestRefusal(401, "the token is not this run's: check --token-file")
 
     def _bound(self, token: str) -> str | None:
         """Compare with every token, so that the time tells nothing."""
@@ -164,14 +164,19 @@ def read_secret(token: str | None) -> str | None:
     return stripped
 
 
+def bearer(token: str | None) -> str | None:
+    """The `Authorization` header that shows a token."""
+    return None if token is None else f"Bearer {token}"
+
+
 def check_role(role: str) -> None:
     """Refuse a role that does not exist.
 
     Raises:
-        Refusal: 400.
+        RequestRefusal: 400.
     """
     if role not in ROLES:
-        raise Refusal(400, f"role {role[:40]!r} is unknown: use one of {', '.join(ROLES)}")
+        raise RequestRefusal(400, f"role {role[:40]!r} is unknown: use one of {', '.join(ROLES)}")
 
 
 def refusal_error(status: int, reason: str, target: str) -> Exception:

@@ -176,7 +176,7 @@ class GptWorkload:
             "train_files": len(self.corpus.train_files),
             "held_out_bytes": len(self.corpus.held_out),
             "held_out_files": len(self.corpus.held_out_files),
-            "options": self.options.applicable(),
+            "options": self.options.model_dump(mode="json"),
         }
 
     def _metrics(self, model: nn.Module, batch: TextBatch) -> dict[str, float]:

@@ -182,7 +182,7 @@ class VitWorkload:
             "corpus_sha256": self.digits.digest,
             "train_images": len(self.digits.train[1]),
             "held_out_images": len(self.digits.held_out[1]),
-            "options": self.options.applicable(),
+            "options": self.options.model_dump(mode="json"),
         }
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.report import render_report
@@ -80,7 +79,7 @@ def test_a_spoilt_tape_is_told_not_choked_on(lines: list[str], tmp_path: Path, s
         if "event tape of schema" not in str(error):  # a spoilt version is a version
             raise
         return
-    print_summary(history, (), Console(file=io.StringIO(), width=80))
+    print_summary(history, (), SteadyConsole(file=io.StringIO(), width=80))
     page = render_report(history)
     assert page.rstrip().endswith("</html>")
     assert "<script" not in page

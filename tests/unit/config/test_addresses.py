@@ -22,7 +22,7 @@ def test_the_settings_say_where_the_shards_are() -> None:
     given = ("https://a", "https://b:443")
     assert advertised(config_of(addresses=given, port=0)) == given
     with pytest.raises(
-        ConfigError, match="nobody knows where the shards are: give their addresses"
+        ConfigError, match="no process knows where the shards are: give their addresses"
     ):
         advertised(config_of(port=0))
     with pytest.raises(ConfigError, match="host=''"):

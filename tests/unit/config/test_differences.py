@@ -14,7 +14,7 @@ from decoupled_diloco.errors import ProtocolError
 
 def public(**tables: Any) -> Any:
     run = {"budget_steps": 10, **tables.pop("run", {})}
-    return read_public(public_text(RunConfig(run=run, **tables)))
+    return read_public(public_text(RunConfig(run=run, **tables))).public()
 
 
 def test_equal_settings_do_not_differ() -> None:

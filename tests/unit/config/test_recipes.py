@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.config.method import options_of
 from decoupled_diloco.workloads import load_workload
 from decoupled_diloco.workloads.gpt import GptWorkload
 from decoupled_diloco.workloads.vit import VitWorkload
@@ -44,7 +44,7 @@ def test_the_baselines_are_synchronous(name: str) -> None:
 def test_only_who_does_not_wait_for_the_others_has_a_norm_gate(name: str) -> None:
     """Who waits for every learner is compared with data-parallel training: nothing is clipped."""
     config = load(name)
-    gate = options_of(read_public(public_text(config))).norm_gate
+    gate = options_of(config).norm_gate
     waits = config.sync.wait == "at_overlap"
     assert gate == (0.0 if waits else 10.0)
     assert ("norm_gate" in config.sync.inapplicable()) is waits

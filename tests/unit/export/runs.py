@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig, dump_config, load_config
-from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
+from decoupled_diloco.config.method import options_of, plan_of, public_text
 from decoupled_diloco.merge import digest, gather, layout_of, scatter, tensors_of
 from decoupled_diloco.protocol.coordinator import CoordinatorState
 from decoupled_diloco.protocol.messages import Asking, Version
@@ -63,7 +63,7 @@ def run_folder(
 
 
 def _hand_in(folder: Path, config: RunConfig, model: nn.Module, missing: int | None) -> None:
-    plan = plan_of(layout_of(model), read_public(public_text(config)))
+    plan = plan_of(layout_of(model), config)
     own = tensors_of(model, plan.layout)
     for shard in range(SHARDS):
         tensors = ShardTensors(plan, tuple(p for p in range(4) if p % SHARDS == shard))
@@ -78,15 +78,14 @@ def _hand_in(folder: Path, config: RunConfig, model: nn.Module, missing: int | N
 def keep_durable(folder: Path, phase: str) -> Tensor:
     """Adds what durable shards keep of a run that has gone on; returns its parameters in a row."""
     config = load_config(folder / "run.toml")
-    public = read_public(public_text(config))
     model = load_workload(config.workload.name, config.workload_options()).model()
-    layout, options = layout_of(model), options_of(public)
-    plan = plan_of(layout, public)
+    layout, options = layout_of(model), options_of(config)
+    plan = plan_of(layout, config)
     own = tensors_of(model, layout)
     for shard in range(SHARDS):
         tensors = ShardTensors(plan, options.owned(shard))
         disk = ShardDisk(
-            folder / "durable" / f"shard-{shard}", identity_of_shard(public, layout), tensors
+            folder / "durable" / f"shard-{shard}", identity_of_shard(config, layout), tensors
         )
         for p in tensors.owned:
             tensors.install(p, gather(plan.fragments[p], own).clone())

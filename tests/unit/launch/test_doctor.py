@@ -17,15 +17,14 @@ from torch import nn
 
 from decoupled_diloco.cli import doctor as command
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import public_text
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch.doctor import Finding, facts, machine, syncer
 from decoupled_diloco.launch.doctor.examine import limited, look_at_all
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
 from decoupled_diloco.merge import layout_of
-from decoupled_diloco.observe.progress import SteadyConsole
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.transport.http_server import HttpServer
-from decoupled_diloco.transport.reach import Seen, Trouble
+from decoupled_diloco.transport.reach import LookTrouble, Seen
 from decoupled_diloco.units import GIB, MIB
 
 PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
@@ -146,7 +145,7 @@ def test_taken_ports_are_named() -> None:
 
 
 def trouble(step: str, cause: Any) -> Finding:
-    return syncer.judge_trouble(Trouble(step, cause, "words"), "http://a:1")
+    return syncer.judge_trouble(LookTrouble(step, cause, "words"), "http://a:1")
 
 
 def test_each_trouble_has_its_line_and_a_way_out() -> None:
@@ -203,7 +202,7 @@ def test_a_fragments_way_is_hidden_behind_steps() -> None:
 
 def test_a_shard_that_cannot_be_reached_is_named() -> None:
     assert syncer.judge_shards("http://a:1", {"http://a:1": None}).text == "there is one"
-    gone = {"http://a:1": None, "http://a:2": Trouble("connect", "refused", "nothing listens")}
+    gone = {"http://a:1": None, "http://a:2": LookTrouble("connect", "refused", "nothing listens")}
     finding = syncer.judge_shards("http://a:1", gone)
     assert finding.level == "error"
     assert "1 of 2" in finding.text
@@ -232,7 +231,7 @@ async def test_a_strange_server_may_name_anything_as_addresses(named: object) ->
 def told(config: RunConfig, model: ModelFacts | None) -> dict[str, Any]:
     """What a syncer of this run answers."""
     layout = None if model is None else model.layout.to_json()
-    return json.loads(json.dumps({"settings": json.loads(public_text(config)), "layout": layout}))
+    return json.loads(json.dumps({"settings": config.public(), "layout": layout}))
 
 
 def judged(run: dict[str, Any], config: RunConfig, model: ModelFacts) -> dict[str, Finding]:

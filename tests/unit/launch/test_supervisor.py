@@ -14,7 +14,7 @@ from decoupled_diloco.launch import placement
 from decoupled_diloco.launch import supervisor as module
 from decoupled_diloco.launch.placement import ThisMachine, interrupts_deferred
 from decoupled_diloco.launch.supervisor import Supervisor
-from decoupled_diloco.observe.tape import TapeWriter, read_tape
+from decoupled_diloco.observe.tape import TapeWriter
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_process_that_fails_is_started_again_but_not_for_ever(supervisor: Supe
     assert not child.done
     assert supervisor.last_words("bad") == "no luck"
     supervisor.tape.flush()
-    types = [r.type for r in read_tape(supervisor.tape.path)]
+    types = [r.type for r in TapeReader(supervisor.tape.path)]
     assert types.count("ProcessStarted") == 3
     assert types.count("RestartScheduled") == 2
 
@@ -83,7 +83,7 @@ def test_who_is_told_to_end_is_named_on_the_tape_before_it_ends(supervisor: Supe
     supervisor.start("runs", ["import time; time.sleep(60)"])
     supervisor.stop()
     supervisor.stop()
-    records = [r for r in read_tape(supervisor.tape.path) if r.kind == "sample"]
+    records = [r for r in TapeReader(supervisor.tape.path) if r.kind == "sample"]
     assert [r.type for r in records[-2:]] == ["EndRequested", "ProcessEnded"]
     assert [list(r.data["names"]) for r in records if r.type == "EndRequested"] == [["runs"]]
 
@@ -153,7 +153,7 @@ def test_who_is_told_to_end_may_take_its_time(supervisor: Supervisor) -> None:
     child = supervisor.children["p"]
     assert (child.code, child.down, child.failures) == (3, False, 0)
     supervisor.tape.flush()
-    told = [r.data["names"] for r in read_tape(supervisor.tape.path) if r.type == "EndRequested"]
+    told = [r.data["names"] for r in TapeReader(supervisor.tape.path) if r.type == "EndRequested"]
     assert told == [["p"]]
 
 

@@ -13,13 +13,14 @@ import pytest
 
 from decoupled_diloco.observe.accounts import TOKEN_PARTS, account_for
 from decoupled_diloco.observe.explain_learner import explain_learner
-from decoupled_diloco.observe.progress import ProgressDisplay, SteadyConsole
+from decoupled_diloco.observe.progress import ProgressDisplay
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.report import problems_of, render_report
 from decoupled_diloco.observe.run_model import RunModel, read_run, run_of
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.summary import learner_rows, totals
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import percent
 from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.simulate.faults import Fault
@@ -91,7 +92,7 @@ def test_status_report_and_explanation_tell_the_same(syncers: Path) -> None:
     assert status.discarded_tokens == pytest.approx(account.tokens.tokens("discarded"))
     told = " ".join(explain_learner(chronicle, C))
     assert f"{percent(account.learners[C].time.share('down'))}: down" in told
-    assert "overwritten: by merged copies; in which way, its own tape tells" in told
+    assert "overwritten: in flight, missed or given up" in told
 
 
 def test_time_is_accounted_for(whole: Path, syncers: Path) -> None:

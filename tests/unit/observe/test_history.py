@@ -3,7 +3,6 @@ import random
 from itertools import accumulate, pairwise
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
@@ -20,6 +19,7 @@ from decoupled_diloco.observe.samples import (
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.summary import absences, print_summary
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import ending_in_words
 from decoupled_diloco.protocol.effects import Accept, Ready
 from decoupled_diloco.protocol.events import Reported, Said, StepFinished, Tick
@@ -240,7 +240,7 @@ def test_steps_that_a_killed_process_did_not_write_down_are_counted(killed):
     account = account_for(history).learners["learner-0"].tokens
     assert account.tokens("trained") == 70
     assert account.tokens("crashed") == 50
-    console = Console(file=io.StringIO(), width=200)
+    console = SteadyConsole(file=io.StringIO(), width=200)
     print_summary(history, console=console)
     assert "2 steps of learner-0 known from the shards alone" in console.file.getvalue()
 

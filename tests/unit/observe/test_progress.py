@@ -3,11 +3,10 @@ import shutil
 from collections import Counter
 
 import pytest
-from rich.console import Console
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.following import FollowedRun
-from decoupled_diloco.observe.progress import ProgressDisplay, SteadyConsole
+from decoupled_diloco.observe.progress import ProgressDisplay
 from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, Rate
 from decoupled_diloco.observe.run_model import RunModel, read_run, run_of
 from decoupled_diloco.observe.samples import (
@@ -23,7 +22,8 @@ from decoupled_diloco.observe.samples import (
 from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.status_view import render_status
-from decoupled_diloco.observe.tape import TapeWriter, read_tape
+from decoupled_diloco.observe.tape import TapeReader, TapeWriter
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import note_in_words
 from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
 from decoupled_diloco.protocol.events import StepFinished, TermGranted, Tick
@@ -35,7 +35,9 @@ WALL = 1_780_000_000.0
 
 
 def console(width=80, terminal=False):
-    return Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+    return SteadyConsole(
+        file=io.StringIO(), width=width, force_terminal=terminal, color_system=None
+    )
 
 
 def text_of(renderable, width=80):
@@ -47,7 +49,7 @@ def text_of(renderable, width=80):
 def until(run_folder, at):
     """The display as it was at this second of the made-up run."""
     progress = ProgressDisplay(run_folder, budget_steps=120, console=console())
-    for record in read_tape(run_folder):
+    for record in TapeReader(run_folder):
         if record.wall - WALL <= at:
             progress.run.take(record)
     return progress
@@ -87,7 +89,7 @@ def test_time_that_is_left_of_a_simulation_is_real(run_folder):
     virtual = ProgressDisplay(
         run_folder, 120, console=console(), clock=lambda: seconds[0], virtual=True
     )
-    for record in read_tape(run_folder):
+    for record in TapeReader(run_folder):
         if record.wall - WALL <= 34.0:
             real.run.take(record)
             virtual.run.take(record)
@@ -170,7 +172,7 @@ def test_a_run_that_went_back_is_as_far_as_it_went_back_to(tmp_path):
     view, lines = view_of(tmp_path)
     assert lines == ["back to cut 3"]
     assert view.step == 40
-    assert run_of(read_tape(tmp_path)).step == 40
+    assert run_of(TapeReader(tmp_path)).step == 40
 
 
 def test_a_line_comes_every_five_seconds(run_folder):
@@ -226,15 +228,16 @@ def test_a_mistake_of_the_display_does_not_end_the_run(run_folder, monkeypatch):
     assert out.file.getvalue().count("the run goes on: ZeroDivisionError: oh") == 1
 
 
-def test_a_console_that_is_gone_does_not_end_the_run(run_folder, caplog):
+def test_a_console_that_is_gone_does_not_end_the_run(run_folder):
     class Gone(io.StringIO):
         def write(self, _text):
             raise BrokenPipeError(32, "Broken pipe")
 
-    with ProgressDisplay(run_folder, console=SteadyConsole(file=Gone(), width=80)) as progress:
+    console = SteadyConsole(file=Gone(), width=80)
+    with ProgressDisplay(run_folder, console=console) as progress:
         progress.poll()
-        progress.poll()
-    assert "Broken pipe" in caplog.text
+        assert progress.run.records, "it still follows the run"
+    assert console.quiet
 
 
 def test_torn_lines_are_told_once(tmp_path, run_folder):
@@ -264,7 +267,7 @@ def test_many_learners_are_summed_up(tmp_path):
 
 def view_of(folder):
     view, lines = RunModel(), []
-    for record in read_tape(folder):
+    for record in TapeReader(folder):
         lines += [remark.text for remark in view.take(record)]
     return view, lines
 
@@ -310,7 +313,7 @@ def test_a_learner_that_has_not_stepped_for_long_is_quiet(tmp_path):
 def test_who_is_cut_off_and_steps_on_is_to_be_seen(tmp_path):
     write_world(tmp_path, faults=[Fault(50.0, "cut", A, 25.0)])
     view, lines, states = RunModel(), [], {}
-    for record in read_tape(tmp_path):
+    for record in TapeReader(tmp_path):
         lines += [remark.text for remark in view.take(record)]
         states[int(view.duration)] = states_of(view)
     assert (states[49][A], states[70][A], states[80][A]) == (
@@ -455,11 +458,11 @@ def test_the_first_slow_steps_promise_no_end(tmp_path):
         for at, clock in ((1.0, 1), (15.0, 2), (15.1, 3), (15.2, 4), (15.3, 5)):
             tape.effects(at, tape.event(at, Tick()), [ClockAdvanced(clock, 1, "x")])
     display = ProgressDisplay(tmp_path, 100_000, console=console())
-    for record in list(read_tape(tmp_path))[:7]:
+    for record in list(TapeReader(tmp_path))[:7]:
         display.run.take(record)
     assert display.run.step == 3
     assert "left" not in display.line()
-    display.run.take_all(list(read_tape(tmp_path))[7:])
+    display.run.take_all(list(TapeReader(tmp_path))[7:])
     assert " left" in display.line()
 
 
@@ -467,7 +470,7 @@ def test_nothing_is_promised_when_the_clock_stands_still(tmp_path):
     with writer(tmp_path / "tape", "shard-0") as tape:
         for at in range(1, 11):
             tape.effects(at, tape.event(at, Tick()), [ClockAdvanced(at, 1, "x")])
-    run = run_of(read_tape(tmp_path), "now")
+    run = run_of(TapeReader(tmp_path), "now")
     assert status_of(run, run.latest, budget=(100, None)).seconds_left == pytest.approx(90.0)
     run.duration = 60.0
     assert status_of(run, run.latest, budget=(100, None)).seconds_left is None

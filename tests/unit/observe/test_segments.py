@@ -13,7 +13,7 @@ from decoupled_diloco.observe import segments, writer
 from decoupled_diloco.observe.samples import LossMeasured, SampleGenerated
 from decoupled_diloco.observe.segments import lines_of, pack_tapes, segments_of, tapes_in
 from decoupled_diloco.observe.sources import FolderSource
-from decoupled_diloco.observe.tape import TapeReader, TapeWriter, follow
+from decoupled_diloco.observe.tape import Follower, TapeReader, TapeWriter
 
 LENGTH = 2000
 
@@ -63,7 +63,7 @@ def test_what_is_full_is_compressed_and_all_is_read_as_one_text(tmp_path):
 
 
 def test_who_follows_gets_every_record_once_while_segments_end(tmp_path):
-    reader, source = follow(tmp_path), None
+    reader, source = Follower(tmp_path), None
     seen, polled = [], []
     with open_tape(tmp_path / "tape") as tape:
         for step in range(100):
@@ -125,7 +125,7 @@ def test_a_kill_between_any_two_steps_loses_nothing_and_is_made_good(tmp_path, k
         write(tape, range(100))
     killed(tape.path)
     assert [r.seq for r in TapeReader(tmp_path)] == list(range(101))
-    assert [r.seq for r in follow(tmp_path).poll()] == list(range(101))
+    assert [r.seq for r in Follower(tmp_path).poll()] == list(range(101))
     assert len(list(FolderSource(tape.path.parent).poll())) == 101
     with open_tape(tmp_path / "tape") as tape:
         write(tape, range(100, 200))
@@ -143,7 +143,7 @@ def test_a_line_that_a_kill_tore_is_told_also_once_it_is_in_a_segment(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with open_tape(tmp_path / "tape") as tape:
         write(tape, range(35, 100))
-    follower = follow(tmp_path)
+    follower = Follower(tmp_path)
     reader = TapeReader(tmp_path)
     for problems in (reader.problems, follower.problems):
         steps = steps_of(reader if problems is reader.problems else follower.poll())
@@ -168,7 +168,7 @@ def test_a_spoilt_segment_is_told_and_the_others_are_read(tmp_path, spoil):
         half = len(content) // 2
         rest = b"" if spoil == "cut off" else b"x" * (len(content) - half)
         second.path.write_bytes(content[:half] + rest)
-    follower, reader = follow(tmp_path), TapeReader(tmp_path)
+    follower, reader = Follower(tmp_path), TapeReader(tmp_path)
     for records, problems in ((reader, reader.problems), (follower.poll(), follower.problems)):
         steps = steps_of(records)
         assert steps == sorted(set(steps))

@@ -2,11 +2,11 @@ import io
 import math
 
 import pytest
-from rich.console import Console
 
 from decoupled_diloco.observe.run_data import Evaluation, LearnerLog, Outage, ProcessLife
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.summary import outage_line, print_summary, totals
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import percent
 from unit.observe.models import model_of
 
@@ -17,7 +17,7 @@ def history(run_folder):
 
 
 def summary(history, files=(), width=80):
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = SteadyConsole(file=io.StringIO(), width=width, color_system=None)
     print_summary(history, files, console)
     return console.file.getvalue()
 

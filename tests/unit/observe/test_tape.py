@@ -23,11 +23,10 @@ from decoupled_diloco.observe.samples import (
 )
 from decoupled_diloco.observe.tape import (
     MERGED_NAME,
+    Follower,
     Recorder,
     TapeReader,
     TapeWriter,
-    follow,
-    read_tape,
     replay,
 )
 from decoupled_diloco.protocol import LearnerMachine, Options, wire
@@ -47,7 +46,7 @@ def test_round_trip(tmp_path):
         seq = tape.event(0.1 + 0.2, event)
         tape.effects(0.1 + 0.2, seq, effects)
         tape.sample(0.5, sample)
-    start, *records = read_tape(tmp_path)
+    start, *records = TapeReader(tmp_path)
     assert start.kind == "start"
     assert start.data["header"] == {"options": {"quorum": 2}}
     assert {"wall", "monotonic", "pid", "version"} <= start.data.keys()
@@ -66,16 +65,16 @@ def test_half_a_surrogate_pair_comes_through_as_it_was_written(tmp_path):
     note = Note("a\udc80b", "undecodable")
     with writer(tmp_path / "tape", who="learner-0") as tape:
         tape.effects(0.5, tape.event(0.5, StepFinished(1)), [note])
-    assert [r.value() for r in read_tape(tmp_path) if r.type == "Note"] == [note]
+    assert [r.value() for r in TapeReader(tmp_path) if r.type == "Note"] == [note]
 
 
 READ_WITHIN = """
 import resource, sys
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
 try:
-    print(sum(1 for _ in read_tape(sys.argv[1])))
+    print(sum(1 for _ in TapeReader(sys.argv[1])))
 except StorageError as error:
     print(error)
 """
@@ -106,7 +105,7 @@ def test_wall_time_comes_from_the_latest_start(tmp_path):
         tape.event(11.0, StepFinished(1))
     with writer(tmp_path, monotonic=500.0, wall=1050.0) as tape:
         tape.event(501.5, StepFinished(1))
-    steps = [r for r in read_tape(tmp_path) if r.kind == "event"]
+    steps = [r for r in TapeReader(tmp_path) if r.kind == "event"]
     assert [r.wall for r in steps] == [1001.0, 1051.5]
     assert [(r.life, r.seq) for r in steps] == [(0, 1), (1, 1)]
 
@@ -118,7 +117,7 @@ def test_files_are_merged_by_wall_time_and_then_by_name(tmp_path):
     with writer(tmp_path, "learner-0", monotonic=100.0) as tape:
         tape.event(101.0, StepFinished(1))
         tape.event(101.5, StepFinished(2))
-    records = [r for r in read_tape(tmp_path) if r.kind != "start"]
+    records = [r for r in TapeReader(tmp_path) if r.kind != "start"]
     assert [(r.who, r.wall) for r in records] == [
         ("learner-0", 1001.0),
         ("shard-0", 1001.0),
@@ -134,16 +133,16 @@ def test_a_clock_that_is_set_back_keeps_each_files_order(tmp_path):
         tape.event(1.0, StepFinished(2))
     with writer(tmp_path, "shard-0", wall=1000.0) as tape:
         tape.event(2.0, Tick())
-    records = [r for r in read_tape(tmp_path) if r.who == "learner-0"]
+    records = [r for r in TapeReader(tmp_path) if r.who == "learner-0"]
     assert [(r.life, r.seq) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_a_merged_file_reads_as_the_folder_does(tmp_path, run_folder):
     """Runs of earlier versions left one, and `ddiloco tape` prints one."""
-    expected = list(read_tape(run_folder))
+    expected = list(TapeReader(run_folder))
     merged = tmp_path / MERGED_NAME
     merged.write_text("".join(map(format_record, expected)))
-    assert list(read_tape(merged)) == list(read_tape(tmp_path)) == expected
+    assert list(TapeReader(merged)) == list(TapeReader(tmp_path)) == expected
 
 
 def test_torn_last_line_is_left_out_and_told(tmp_path):
@@ -197,27 +196,27 @@ def test_newer_schema_is_refused_with_the_way_out(tmp_path):
     path = tmp_path / "learner-0.jsonl"
     path.write_text(path.read_text().replace('"v":1', '"v":2'))
     with pytest.raises(StorageError, match=r"schema 2, but this program reads up to 1: read it"):
-        list(read_tape(tmp_path))
+        list(TapeReader(tmp_path))
     with pytest.raises(StorageError, match="schema 2"):
-        follow(path).poll()
+        Follower(path).poll()
 
 
 def test_no_tape_is_an_error_with_the_way_out(tmp_path):
     with pytest.raises(StorageError, match="holds no event tape: give a run folder"):
-        read_tape(tmp_path)
+        TapeReader(tmp_path)
 
 
 def test_numbers_that_are_not_finite_become_none(tmp_path):
     with writer(tmp_path) as tape:
         tape.sample(1.0, LossMeasured(1, 1, 32, float("inf")))
         tape.sample(2.0, Evaluated(1, float("nan"), 32))
-    values = [r.value() for r in read_tape(tmp_path) if r.kind == "sample"]
+    values = [r.value() for r in TapeReader(tmp_path) if r.kind == "sample"]
     assert values == [LossMeasured(1, 1, 32, None), Evaluated(1, None, 32)]
 
 
 def test_records_are_buffered_until_they_are_flushed(tmp_path):
     tape = writer(tmp_path)
-    reader = follow(tmp_path / "learner-0.jsonl")
+    reader = Follower(tmp_path / "learner-0.jsonl")
     assert [r.kind for r in reader.poll()] == ["start"]
     tape.event(1.0, StepFinished(1))
     tape.event(2.0, StepFinished(2))
@@ -246,7 +245,7 @@ def test_text_is_made_some_records_at_a_time_and_loses_no_order(tmp_path, monkey
     assert not tape.make_text(100)
     tape.event(9.0, StepFinished(9))
     tape.close()
-    assert [r.seq for r in read_tape(tmp_path)] == list(range(10))
+    assert [r.seq for r in TapeReader(tmp_path)] == list(range(10))
 
 
 @pytest.mark.parametrize("kind", [records.Event, records.Effect, Sample])
@@ -292,7 +291,7 @@ def test_records_are_taken_while_the_disk_is_slow_and_stay_in_order(tmp_path):
     for each in flushing:
         each.join(10)
     tape.close()
-    assert [r.seq for r in read_tape(tmp_path)] == list(range(100))
+    assert [r.seq for r in TapeReader(tmp_path)] == list(range(100))
     assert tape.dropped == 0
 
 
@@ -309,13 +308,13 @@ def test_a_buffer_that_outgrows_its_bound_ends_the_tape_and_is_told_once(tmp_pat
     tape.flush()
     tape.event(60.0, StepFinished(60))
     tape.close()
-    assert [r.seq for r in read_tape(tmp_path)] == list(range(kept))
+    assert [r.seq for r in TapeReader(tmp_path)] == list(range(kept))
 
 
 def test_text_that_is_no_unicode_survives(tmp_path):
     with writer(tmp_path) as tape:
         tape.effects(1.0, 0, [Note("\ud800ü", "a peer may say anything")])
-    assert [r.value().text for r in read_tape(tmp_path) if r.kind == "effect"] == ["\ud800ü"]
+    assert [r.value().text for r in TapeReader(tmp_path) if r.kind == "effect"] == ["\ud800ü"]
 
 
 def test_a_closed_tape_drops(tmp_path):
@@ -390,7 +389,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path):
 
 
 def test_follow_hears_of_added_lines_and_new_files(tmp_path):
-    reader = follow(tmp_path)
+    reader = Follower(tmp_path)
     assert reader.poll() == []
     tape = writer(tmp_path / "tape")
     assert [r.kind for r in reader.poll()] == ["start"]
@@ -412,7 +411,7 @@ def test_follow_waits_for_the_end_of_a_line(tmp_path):
     path = tmp_path / "learner-0.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
-    reader = follow(path)
+    reader = Follower(path)
     assert [r.seq for r in reader.poll()] == [0]
     assert reader.poll() == []
     path.write_bytes(whole)
@@ -421,7 +420,7 @@ def test_follow_waits_for_the_end_of_a_line(tmp_path):
 
 
 def test_follow_reports_torn_lines(tmp_path):
-    reader = follow(tmp_path)
+    reader = Follower(tmp_path)
     (tmp_path / "tape").mkdir()
     (tmp_path / "tape" / "learner-0.jsonl").write_text('{"v":1,"at\n')
     assert reader.poll() == []
@@ -449,7 +448,7 @@ def machine(header):
 
 def test_recorder_gives_the_machines_effects_and_tapes_them(tmp_path):
     effects = record_learner(tmp_path)
-    taped = [r.value() for r in read_tape(tmp_path) if r.kind == "effect"]
+    taped = [r.value() for r in TapeReader(tmp_path) if r.kind == "effect"]
     assert [type(effect).__name__ for effect in effects] == ["Say", "Say", "Note"]
     assert taped == effects
 
@@ -457,7 +456,7 @@ def test_recorder_gives_the_machines_effects_and_tapes_them(tmp_path):
 def test_replay_is_exact(tmp_path):
     record_learner(tmp_path)
     record_learner(tmp_path, "two")
-    records = list(read_tape(tmp_path))
+    records = list(TapeReader(tmp_path))
     assert {r.life for r in records} == {0, 1}
     assert replay(records, machine) == []
 
@@ -466,7 +465,7 @@ def test_replay_finds_what_differs(tmp_path):
     record_learner(tmp_path)
     path = tmp_path / "learner-0.jsonl"
     path.write_text(path.read_text().replace("refuses for now", "refuses"))
-    (difference,) = replay(read_tape(tmp_path), machine)
+    (difference,) = replay(TapeReader(tmp_path), machine)
     assert difference.event == "Told"
     assert difference.taped["text"] == "shard 0 refuses: busy"
     assert difference.replayed["text"] == "shard 0 refuses for now: busy"
@@ -477,7 +476,7 @@ def test_replay_finds_what_was_not_taped(tmp_path):
     path = tmp_path / "learner-0.jsonl"
     lines = [line for line in path.read_text().splitlines() if '"Note"' not in line]
     path.write_text("\n".join(lines) + "\n")
-    (difference,) = replay(read_tape(tmp_path), machine)
+    (difference,) = replay(TapeReader(tmp_path), machine)
     assert difference.taped is None
     assert difference.replayed["type"] == "Note"
 
@@ -487,7 +486,7 @@ def test_replay_forgives_effects_that_a_kill_cut_off(tmp_path):
         Recorder(LearnerMachine(OPTIONS, "learner-0", 1, "one"), tape).handle(1.0, Linked(0))
     path = tmp_path / "learner-0.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
-    assert replay(read_tape(tmp_path), machine) == []
+    assert replay(TapeReader(tmp_path), machine) == []
 
 
 def test_effects_with_infinite_numbers_are_written(tmp_path):
@@ -510,14 +509,14 @@ def test_effects_with_infinite_numbers_are_written(tmp_path):
     )
     with writer(tmp_path, "shard-0") as tape:
         tape.effects(1.0, 0, [finished])
-    assert list(read_tape(tmp_path))[1].data["slack_seconds"] is None
+    assert list(TapeReader(tmp_path))[1].data["slack_seconds"] is None
 
 
 def test_what_else_an_evaluation_measured_is_kept(tmp_path):
     evaluated = Evaluated(7, 0.5, 32, (Metric("accuracy", 0.25), Metric("gain", None)))
     with writer(tmp_path) as tape:
         tape.sample(1.0, evaluated)
-    assert [r.value() for r in read_tape(tmp_path) if r.kind == "sample"] == [evaluated]
+    assert [r.value() for r in TapeReader(tmp_path) if r.kind == "sample"] == [evaluated]
 
 
 def test_an_evaluation_of_an_older_tape_has_no_metrics(tmp_path):
@@ -525,6 +524,6 @@ def test_an_evaluation_of_an_older_tape_has_no_metrics(tmp_path):
         tape.sample(1.0, Evaluated(7, 0.5, 32))
     path = tmp_path / "learner-0.jsonl"
     path.write_text(path.read_text().replace(',"metrics":[]', ""))
-    values = [r for r in read_tape(tmp_path) if r.kind == "sample"]
+    values = [r for r in TapeReader(tmp_path) if r.kind == "sample"]
     assert "metrics" not in values[0].data
     assert values[0].value() == Evaluated(7, 0.5, 32, ())

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.errors import ProtocolError
-from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.simulate.hosts import LearnerHost
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
@@ -87,7 +86,7 @@ def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(
     run.close()
     told = [
         (record.at, record.type, record.data["kind"])
-        for record in read_tape(tmp_path / "run")
+        for record in TapeReader(tmp_path / "run")
         if record.type in ("FaultInjected", "FaultEnded")
     ]
     assert told == [

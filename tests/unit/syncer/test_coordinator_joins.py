@@ -21,7 +21,7 @@ from decoupled_diloco.syncer import coordinator
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import FILE, JOINED
 from decoupled_diloco.transport.base import Channel, Limits
-from decoupled_diloco.transport.bodies import Bodies
+from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
 
 LAYOUT = json.dumps(layout_of(nn.Linear(4, 3)).to_json())
@@ -67,7 +67,7 @@ class Life:
             folder,
             lambda header: TapeWriter(folder / "tape", "coordinator", header),
             self.spawn,
-            Bodies(ReceivePool(1 << 20), Limits()),
+            BodyBooks(ReceivePool(1 << 20), Limits()),
         )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from decoupled_diloco.transport.base import Limits
-from decoupled_diloco.transport.bodies import Bodies
+from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
-from decoupled_diloco.transport.tokens import Refusal
+from decoupled_diloco.transport.tokens import RequestRefusal
 
 NBYTES = 1000
 LIMITS = Limits(copies_per_principal=2, copy_seconds=60.0, downloads_per_principal=2)
@@ -21,22 +21,22 @@ class Clock:
         return self.now
 
 
-def offering(*paths: str) -> tuple[Bodies, Clock]:
+def offering(*paths: str) -> tuple[BodyBooks, Clock]:
     clock = Clock()
-    bodies = Bodies(ReceivePool(1 << 20), LIMITS, clock)
+    bodies = BodyBooks(ReceivePool(1 << 20), LIMITS, clock)
     for path in paths:
         bodies.offer(path, memoryview(bytes(NBYTES)), "")
     return bodies, clock
 
 
-def fetch(bodies: Bodies, who: str = "a", start: int = 0, sent: int = NBYTES) -> None:
+def fetch(bodies: BodyBooks, who: str = "a", start: int = 0, sent: int = NBYTES) -> None:
     download = bodies.fetch("x", who, (start, NBYTES))
     download.sent(sent)
     download.close()
 
 
-def refused(bodies: Bodies, key: str = "x") -> str:
-    with pytest.raises(Refusal) as refusal:
+def refused(bodies: BodyBooks, key: str = "x") -> str:
+    with pytest.raises(RequestRefusal) as refusal:
         bodies.fetch(key, "a", (0, NBYTES))
     assert refusal.value.status == 429
     return refusal.value.text

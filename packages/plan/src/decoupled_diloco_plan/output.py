@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from decoupled_diloco.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -70,17 +68,3 @@ def save_picture(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=150, facecolor="white")
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot write {path}: {error}") from error
-
-
-def plain_table(*header: str, gap: int = 1, right: bool = False) -> Table:
-    """A table without lines.
-
-    Args:
-        header: names of the columns.
-        gap: blanks between two of them.
-        right: whether all but the first are numbers, flush right.
-    """
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
-    for number, name in enumerate(header):
-        table.add_column(name, justify="right" if right and number else "left", no_wrap=True)
-    return table

@@ -4,7 +4,7 @@
 `examine` puts them in order and keeps the time.
 """
 
-from decoupled_diloco.launch.doctor.examine import Case, any_left_behind, examine
+from decoupled_diloco.launch.doctor.examine import Examined, any_left_behind, examine
 from decoupled_diloco.launch.doctor.findings import Finding, Level
 
-__all__ = ["Case", "Finding", "Level", "any_left_behind", "examine"]
+__all__ = ["Examined", "Finding", "Level", "any_left_behind", "examine"]

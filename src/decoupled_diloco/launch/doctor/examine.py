@@ -27,7 +27,7 @@ from decoupled_diloco.launch.doctor import syncer as judge
 from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
 from decoupled_diloco.launch.folder import read_token
 from decoupled_diloco.launch.secrets import accepted_tokens
-from decoupled_diloco.transport.reach import Seen, Trouble, listens, look
+from decoupled_diloco.transport.reach import LookTrouble, Seen, listens, look
 from decoupled_diloco.workloads import Workload
 
 SECONDS_MAX = 15.0
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Case:
+class Examined:
     """What to look at.
 
     Attributes:
@@ -61,7 +61,7 @@ class Case:
         return self.started + SECONDS_MAX - time.monotonic()
 
 
-def examine(case: Case) -> Iterator[Finding]:
+def examine(case: Examined) -> Iterator[Finding]:
     """Looks at everything that the case is about, and says at once what was found."""
     config, cores = case.config, facts.cores()
     yield machine.judge_python(sys.version_info[:3])
@@ -121,7 +121,7 @@ def _data(config: RunConfig, workload: Workload) -> Finding:
     return ok("data", f"each learner has batches, of {tokens} tokens")
 
 
-def _memory(case: Case, model: facts.ModelFacts | None, process_bytes: int) -> Finding:
+def _memory(case: Examined, model: facts.ModelFacts | None, process_bytes: int) -> Finding:
     need = None
     if case.config is not None and model is not None:
         need = machine.need_of(
@@ -165,7 +165,7 @@ def _here(config: RunConfig) -> Iterator[Finding]:
         yield error("weights", text, "correct [sync] of the file, or take it out")
 
 
-def _syncer(case: Case, model: facts.ModelFacts | None) -> Iterator[Finding]:
+def _syncer(case: Examined, model: facts.ModelFacts | None) -> Iterator[Finding]:
     # At least a moment: this machine may have been slow, and the syncer is what was asked about.
     seconds = max(5.0, case.left_seconds - 0.5)
     seen, shards = asyncio.run(look_at_all(case.syncer, case.token, seconds))
@@ -180,7 +180,7 @@ def _syncer(case: Case, model: facts.ModelFacts | None) -> Iterator[Finding]:
 
 async def look_at_all(
     addresses: tuple[str, ...], token: str | None, seconds: float
-) -> tuple[Seen, dict[str, Trouble | None]]:
+) -> tuple[Seen, dict[str, LookTrouble | None]]:
     """The first of the addresses in depth, and whether all shards can be reached."""
     seen = await look(addresses[0], token, seconds)
     given = seen.run.get("addresses") if seen.run is not None else None
@@ -189,11 +189,11 @@ async def look_at_all(
     named = dict.fromkeys([*told, *addresses[1:]])
     others = [each for each in named if addresses[0] not in alternatives(each)]
     troubles = await asyncio.gather(*(one_listens(alternatives(each)) for each in others))
-    known = {} if seen.run is None else {addresses[0]: cast("Trouble | None", None)}
+    known = {} if seen.run is None else {addresses[0]: cast("LookTrouble | None", None)}
     return seen, known | dict(zip(others, troubles, strict=True))
 
 
-async def one_listens(addresses: tuple[str, ...]) -> Trouble | None:
+async def one_listens(addresses: tuple[str, ...]) -> LookTrouble | None:
     """Whether a shard can be reached: it, or its standby."""
     troubles = await asyncio.gather(*(listens(address) for address in addresses))
     return None if None in troubles else troubles[0]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import plan_of, public_text, read_public
+from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import Layout, layout_of
 from decoupled_diloco.units import KIB, MIB
@@ -203,7 +203,7 @@ def model_facts(config: RunConfig, workload: Workload) -> ModelFacts:
     """
     model = _model(workload)
     layout = layout_of(model)
-    plan = plan_of(layout, read_public(public_text(config)))
+    plan = plan_of(layout, config)
     largest = max(range(len(plan.fragments)), key=lambda p: plan.fragments[p].numel)
     return ModelFacts(
         layout=plan.layout,

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
 from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
+from decoupled_diloco.observe.words import many
 from decoupled_diloco.units import GIB, MIB, format_bytes, format_count, format_duration
 
 PYTHON_MIN = (3, 11)
 TORCH_MIN = (2, 6)
 
 MEMORY_SHARE_MAX = 0.8
-"""Of the memory that is free: batches and activations come on top of what can be foreseen."""
+"""Share of the free memory to use: batches and activations come on top of the estimate."""
 
 DISK_BYTES_MIN = GIB
 """For tapes, logs and the report, beside the weights."""
@@ -26,7 +27,7 @@ YEAR_MIN = 2025
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Bytes that the processes of a run take on this machine, and how many there are."""
 
     learners: int
@@ -75,7 +76,7 @@ def judge_torch(facts: TorchFacts) -> Finding:
 def judge_cores(cores: float, learners: int, threads: int) -> Finding:
     """Cores against the threads of the learners; shards and evaluator take what is left."""
     wanted = learners * threads
-    text = f"{cores:g} for {_count(learners, 'learner')} × {_count(threads, 'thread')}"
+    text = f"{cores:g} for {many(learners, 'learner')} × {many(threads, 'thread')}"
     if wanted <= cores:
         return ok("cores", text)
     return warning(
@@ -87,7 +88,7 @@ def judge_cores(cores: float, learners: int, threads: int) -> Finding:
 
 def judge_threads(setting: str | None, torch_threads: int, cores: float) -> Finding:
     """What a training script of one's own would take; `ddiloco learner` has learner.threads."""
-    text = f"a script of your own gets {_count(torch_threads, 'thread')} from torch"
+    text = f"a script of your own gets {many(torch_threads, 'thread')} from torch"
     if setting is not None:
         text += f" (OMP_NUM_THREADS={setting})"
     if torch_threads > math.ceil(cores):
@@ -101,7 +102,7 @@ def judge_threads(setting: str | None, torch_threads: int, cores: float) -> Find
 
 def need_of(
     model: ModelFacts, config: RunConfig, *, process_bytes: int, learners: int, everything: bool
-) -> Need:
+) -> MemoryNeed:
     """What the processes on this machine take, without batches and activations.
 
     Args:
@@ -121,7 +122,7 @@ def need_of(
         config.run.learners * at_once * model.fragment_bytes,
     )
     evaluator = process_bytes + model.model_bytes + 4 * numel
-    return Need(
+    return MemoryNeed(
         learners=learners,
         learner_bytes=process_bytes + trained + 4 * numel + in_flight,
         syncer_bytes=syncer if everything else 0,
@@ -130,13 +131,13 @@ def need_of(
     )
 
 
-def judge_memory(available: int, need: Need | None) -> Finding:
+def judge_memory(available: int, need: MemoryNeed | None) -> Finding:
     """Free memory against what the run takes here."""
     free = f"{format_bytes(available)} free"
     if need is None:
         return ok("memory", free)
     text = (
-        f"{free}, {format_bytes(need.total)} needed: {_count(need.learners, 'learner')} × "
+        f"{free}, {format_bytes(need.total)} needed: {many(need.learners, 'learner')} × "
         f"{format_bytes(need.learner_bytes)}"
     )
     for name in ("syncer", "evaluator", "spare"):
@@ -155,7 +156,7 @@ def judge_model(name: str, model: ModelFacts) -> Finding:
     return ok(
         "model",
         f"{name}: {format_count(model.layout.numel)} parameters in "
-        f"{_count(len(model.layout.tensors), 'tensor')}, fragments of up to "
+        f"{many(len(model.layout.tensors), 'tensor')}, fragments of up to "
         f"{format_bytes(model.fragment_bytes)} on the wire",
     )
 
@@ -213,7 +214,3 @@ def judge_ports(host: str, problems: dict[int, str]) -> Finding:
         "end the run that has them, or choose others with --set syncer.port=… (0: any); with "
         "--syncer the doctor looks at that syncer instead",
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.method import difference_of, public_text, read_public
+from decoupled_diloco.config.method import difference_of_work, read_public
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.launch.doctor.facts import ModelFacts
 from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.transport.reach import Seen, Trouble
+from decoupled_diloco.transport.reach import LookTrouble, Seen
 from decoupled_diloco.units import format_bytes, format_duration
 
 CLOCK_SECONDS_MAX = 2.0
@@ -61,7 +61,9 @@ def judge_seen(seen: Seen, version: str) -> Iterator[Finding]:
     if seen.round_trips:
         yield judge_round_trips(seen.round_trips)
     if seen.run is not None:
-        whose = f"it is that of {seen.principal}" if seen.principal else "it is everybody's"
+        whose = (
+            f"it is that of {seen.principal}" if seen.principal else "it is the run's shared secret"
+        )
         yield ok("token", f"accepted: {whose}")
     if seen.upgraded:
         yield ok("control", "a WebSocket can be opened")
@@ -69,7 +71,7 @@ def judge_seen(seen: Seen, version: str) -> Iterator[Finding]:
         yield judge_trouble(seen.trouble, seen.address)
 
 
-def judge_trouble(trouble: Trouble, address: str) -> Finding:
+def judge_trouble(trouble: LookTrouble, address: str) -> Finding:
     """What ended the look."""
     check = CHECKS.get(trouble.step, trouble.step)
     if trouble.cause == "older":
@@ -146,7 +148,7 @@ def _rate(bytes_per_second: float) -> str:
     return f"{megabits:.0f} Mbit/s" if megabits >= 10 else f"{megabits:.2g} Mbit/s"
 
 
-def judge_shards(dialled: str, troubles: Mapping[str, Trouble | None]) -> Finding:
+def judge_shards(dialled: str, troubles: Mapping[str, LookTrouble | None]) -> Finding:
     """Whether all shards are where the syncer says."""
     bad = {address: trouble for address, trouble in troubles.items() if trouble is not None}
     if not bad:
@@ -169,24 +171,21 @@ def judge_run(
     except ProtocolError as problem:
         yield error("settings", str(problem), ADVICE["older"])
         return
-    yield judge_settings(read_public(public_text(config)), theirs)
+    yield judge_settings(config, theirs)
     if model is not None:
         yield judge_layout(model.layout, run.get("layout"))
 
 
-def judge_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Finding:
+def judge_settings(ours: RunConfig, theirs: RunConfig) -> Finding:
     """What `ddiloco learner` compares before it trains."""
     advice = (
         "give `ddiloco learner` the syncer's own file; a script of your own needs none: leave it "
         "out here too"
     )
-    difference = difference_of(
-        {"learners": ours["run"]["learners"], "workload": ours["workload"]},
-        {"learners": theirs["run"]["learners"], "workload": theirs["workload"]},
-    )
+    difference = difference_of_work(ours, theirs)
     if difference:
         return error("settings", f"the file is not the syncer's: {difference}", advice)
-    return ok("settings", "learners and workload are the syncer's")
+    return ok("settings", "learners, data and workload are the syncer's")
 
 
 def judge_layout(ours: Layout, theirs: object) -> Finding:

@@ -7,7 +7,7 @@ hides. Learners of a site that share its link have reduced among themselves befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -101,13 +101,13 @@ def curves(case: Case) -> dict[str, list[tuple[float, float]]]:
     }
 
 
-def needs(case: Case, targets: Sequence[float] = TARGETS) -> list[Need]:
+def needs(case: Case) -> list[Need]:
     """The bandwidth of the slowest link for each system and target, to a hundredth."""
     base = slowest(case.network.sites).least
     return [
         Need(system, target, None if factor is None else gbit(base * factor))
         for system, share in _shares(case).items()
-        for target in targets
+        for target in TARGETS
         for factor in (_first(share, target),)
     ]
 

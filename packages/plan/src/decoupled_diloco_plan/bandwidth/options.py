@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from decoupled_diloco.config.command_line import Options
+from decoupled_diloco.config.command_line import CommandOptions
 from decoupled_diloco.units import parse_count, parse_duration
 from decoupled_diloco_plan.bandwidth import measured
 
@@ -63,7 +63,7 @@ _count: Any = partial(typer.Option, parser=partial(_parsed, parse_count))
 _time: Any = partial(typer.Option, parser=partial(_parsed, parse_duration), metavar="TIME")
 
 
-class PlanOptions(Options):
+class PlanOptions(CommandOptions):
     """What is planned; what is None is open."""
 
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", autocompletion=complete_recipe)] = (
@@ -160,10 +160,10 @@ class PlanOptions(Options):
     """Find me a setting that reaches this, such as 0.95. What is given stays."""
 
     price_chip_hour: Annotated[float | None, _option(metavar="PRICE")] = None
-    """Of a chip for an hour, in any currency."""
+    """Price of a chip for an hour, in any currency."""
 
     price_gb: Annotated[float | None, _option(metavar="PRICE")] = None
-    """Of 10⁹ bytes that leave a site."""
+    """Price of 10⁹ bytes that leave a site."""
 
     method: Annotated[str, _option(metavar="NAME", autocompletion=_complete(METHODS))] = "own"
     """own: our event-level model of rounds on your links; published: rebuild the published tables
@@ -188,7 +188,7 @@ class PlanOptions(Options):
     wait: str = "never"
     apply: str = "on_arrival"
     alignment: str = "overwrite"
-    """As in a run's file: no options."""
+    """Set by a run's file only."""
 
     def after(self, settings: Mapping[str, Any]) -> PlanOptions:
         """What is given, and these where nothing is."""

@@ -130,7 +130,7 @@ def _grace(case: Case, rounds: Rounds) -> Grace:
 
 
 def _memory(case: Case) -> float:
-    """Of the shard with the most fragments."""
+    """Memory of the shard with the most fragments."""
     o, fragment = case.options, case.fragment_params
     bodies = case.network.learners * o.open_rounds_max * fragment * case.setting.up.bits / 8
     largest = -(-o.fragments // o.shards)

@@ -67,7 +67,7 @@ SYSTEMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PublishedRow:
     """One cell: the smallest bandwidth of the grid that reaches a utilisation.
 
     Attributes:
@@ -104,7 +104,7 @@ def rows(
     systems: Sequence[str] = tuple(SYSTEMS),
     source: Source | None = None,
     targets: Sequence[float] = TARGETS,
-) -> list[Row]:
+) -> list[PublishedRow]:
     """The rows of the tables for one model.
 
     Args:
@@ -133,7 +133,7 @@ def rows(
 
 def _rows_of(
     name: str, model: Model, period: int, source: Source, targets: Sequence[float]
-) -> Iterator[Row]:
+) -> Iterator[PublishedRow]:
     system = SYSTEMS[name]
     schedule = schedule_of(system, model.layers, period)
     volume = VOLUMES[source if schedule.period > 1 else "streaming-diloco"]
@@ -141,7 +141,7 @@ def _rows_of(
     reached = [utilization(schedule, model.step_seconds, layer_gbit / gbit) for gbit in GRID_GBIT]
     for target in targets:
         enough = (g for g, u in zip(GRID_GBIT, reached, strict=True) if u >= target - ROUNDING)
-        yield Row(name, schedule.period, target, next(enough, None), source, volume)
+        yield PublishedRow(name, schedule.period, target, next(enough, None), source, volume)
 
 
 def schedule_of(system: System, layers: int, period: int) -> Schedule:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from decoupled_diloco.observe.terminal import SteadyConsole, named_values, plain_table
 from decoupled_diloco.units import format_bytes, format_duration, format_rate
 from decoupled_diloco_plan.bandwidth.compare import gbit, needs
 from decoupled_diloco_plan.bandwidth.document import Plan, measured_on
 from decoupled_diloco_plan.bandwidth.inputs import told
-from decoupled_diloco_plan.bandwidth.published import Row
+from decoupled_diloco_plan.bandwidth.published import PublishedRow
 from decoupled_diloco_plan.bandwidth.search import PERIODS
-from decoupled_diloco_plan.output import plain_table
 
 PUBLISHED_PERIOD = 300
 """The longest H of the published bandwidth tables (Scaling Laws for DiLoCo)."""
@@ -25,10 +23,10 @@ PAPERS = {
 }
 
 
-def print_published(rows: Sequence[Row], console: Console) -> None:
+def print_published(rows: Sequence[PublishedRow], console: SteadyConsole) -> None:
     """The rebuilt rows, a line for each system."""
     targets = sorted({row.utilization for row in rows})
-    table = _table("system", "H", *(f"{100 * target:g} %" for target in targets))
+    table = plain_table("system", "H", *(f"{100 * target:g} %" for target in targets))
     for system in dict.fromkeys(row.system for row in rows):
         cells = {row.utilization: row for row in rows if row.system == system}
         numbers = [_rate(cells[target].gbit_per_second) for target in targets]
@@ -36,27 +34,20 @@ def print_published(rows: Sequence[Row], console: Console) -> None:
     console.print("Gbit/s that reach a compute utilisation:\n")
     console.print(table)
     for row in {row.source: row for row in rows}.values():
-        console.print(
-            f"\nvolume {row.volume:g}·N·bits, fitted to {PAPERS[row.source]}",
-            style="dim",
-            highlight=False,
-        )
+        console.say(f"\nvolume {row.volume:g}·N·bits, fitted to {PAPERS[row.source]}", "dim")
 
 
-def print_plan(plan: Plan, console: Console) -> None:
+def print_plan(plan: Plan, console: SteadyConsole) -> None:
     """The plan, in the order in which one asks."""
-
-    def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
-
+    say = console.say
     say(told(plan.case.model, plan.case.network))
     for each in plan.inputs.assumed:
         say(f"assumed: {each}", "dim")
     say("")
     _say_aim(plan, say)
-    _print_rows(_setting_rows(plan), console)
+    console.print(named_values(_setting_rows(plan)))
     say("")
-    _print_rows(_prediction_rows(plan), console)
+    console.print(named_values(_prediction_rows(plan)))
     say("")
     console.print(_traffic_table(plan))
     say("\nOn the same links, with the same H:\n")
@@ -165,7 +156,7 @@ def _shares(plan: Plan) -> Iterator[str]:
 
 
 def _traffic_table(plan: Plan) -> Table:
-    table = _table("link", "direction", "mean Gbit/s", "peak (one step)", "bodies may fill")
+    table = plain_table("link", "direction", "mean Gbit/s", "peak (one step)", "bodies may fill")
     for t in plan.prediction.rounds.traffic:
         fills = format_rate(t.capacity) if t.capacity < float("inf") else "no limit"
         error = plan.prediction.traffic_error * gbit(t.mean)
@@ -175,7 +166,7 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def _systems_table(plan: Plan) -> Table:
-    table = _table("system", "utilisation", "a step takes", "Gbit/s", "H", "τ")
+    table = plain_table("system", "utilisation", "a step takes", "Gbit/s", "H", "τ")
     for s in plan.standings:
         step = format_duration(s.step_seconds)
         numbers = (f"{s.gbit_per_second:.3g}", str(s.period), str(s.overlap))
@@ -186,7 +177,7 @@ def _systems_table(plan: Plan) -> Table:
 def _needs_table(plan: Plan) -> Table:
     found = needs(plan.case)
     targets = list(dict.fromkeys(n.utilization for n in found))
-    table = _table("system", *(f"{100 * target:g} %" for target in targets))
+    table = plain_table("system", *(f"{100 * target:g} %" for target in targets))
     for system in dict.fromkeys(n.system for n in found):
         table.add_row(system, *(_rate(n.gbit_per_second) for n in found if n.system == system))
     return table
@@ -201,17 +192,6 @@ def _error_line(plan: Plan) -> str:
         "(benchmarks/results/plan_real); for other links and models this is extrapolated. What the "
         "other systems reach was not measured."
     )
-
-
-def _print_rows(rows: Iterable[tuple[str, str]], console: Console) -> None:
-    grid = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
-    console.print(grid)
-
-
-def _table(*header: str) -> Table:
-    return plain_table(*header, gap=2)
 
 
 def _rate(gbit_per_second: float | None) -> str:

@@ -117,7 +117,7 @@ def enter(account: Account, spans: Integers) -> None:
 
 
 def runs_of(spans: Integers) -> Integers:
-    """Of these spans the runs."""
+    """The spans in which a learner runs."""
     runs: Integers = spans[spans[:, 2] == RUN]
     return runs
 
@@ -149,7 +149,7 @@ def stepping(runs: list[Integers]) -> tuple[Integers, Integers]:
 
 
 def overlap(runs: Integers, starts: Integers, ends: Integers) -> Integers:
-    """Of each run the microseconds inside these intervals, which are in order and apart."""
+    """For each run the microseconds inside these intervals, which are in order and disjoint."""
     if not len(starts):
         return np.zeros(len(runs), np.int64)
     before = np.concatenate([[0], np.cumsum(ends - starts)])

@@ -41,7 +41,7 @@ FAILURES = 50_000
 
 ITERATIONS = 7
 DIFFERENCE = 0.15
-"""Of each constant, for the derivative: large against what is left of the chance."""
+"""Step of each constant's logarithm for the derivative: large against what is left of chance."""
 
 DAMPING = 0.3
 

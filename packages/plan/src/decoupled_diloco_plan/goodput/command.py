@@ -12,7 +12,7 @@ from typing import Any
 from decoupled_diloco.cli.options import listed, make_console
 from decoupled_diloco.config.command_line import option_of
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.progress import SteadyConsole
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.units import format_count, parse_count
 from decoupled_diloco_plan.checks import above
 from decoupled_diloco_plan.goodput import tables
@@ -107,7 +107,7 @@ def run(options: GoodputOptions) -> None:
 
 
 def _simulate(clusters: Sequence[Cluster], effort: Effort, rows: list[Row]) -> None:
-    """Adds the rows one by one, so that who stops it has those that are done."""
+    """Adds the rows one by one, so that a user who stops it has those that are done."""
     with _progress() as tell:
         for cluster in clusters:
             tell(f"row {len(rows) + 1} of {len(clusters)}: {_told(cluster)}")
@@ -153,7 +153,7 @@ def _calibrate(options: GoodputOptions) -> None:
 
     def tell(text: str) -> None:
         if not printed:
-            console.print(text, highlight=False, style="dim")
+            console.print(text, style="dim")
 
     found = rounded(calibrated(tell))
     rows = residuals(found)
@@ -215,7 +215,7 @@ def _picked(options: GoodputOptions, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _systems(options: GoodputOptions) -> list[System]:
-    """Those that are named; else all that can be."""
+    """The systems that are named, or else all that are possible."""
     if not options.system:
         borrows = bool(options.scavenged_share)
         return [system for system in SYSTEMS if not (borrows and system == "barrier")]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from decoupled_diloco.config.command_line import Options
+from decoupled_diloco.config.command_line import CommandOptions
 from decoupled_diloco_plan.goodput.settings import SYSTEMS, Constants
 
 
@@ -31,7 +31,7 @@ _output: Any = partial(typer.Option, rich_help_panel="Output")
 _found = Constants()
 
 
-class GoodputOptions(Options):
+class GoodputOptions(CommandOptions):
     """Which clusters are simulated, and for how long."""
 
     chips: Annotated[str, _option(metavar="N[,N…]")] = "150k,300k,600k,1.2M,2.4M"
@@ -43,8 +43,8 @@ class GoodputOptions(Options):
     system: Annotated[
         str, _option(metavar="SYSTEM[,…]", autocompletion=complete_systems, show_default=False)
     ] = ""
-    """Of data-parallel, elastic, barrier, decoupled; by default all (barrier not with
-    --scavenged-share)."""
+    """One or several of data-parallel, elastic, barrier, decoupled. Default: all (without barrier
+    if --scavenged-share is given)."""
 
     quorum: Annotated[int, _option()] = 1
     """K: with fewer learners, steps of decoupled do not count."""
@@ -79,19 +79,20 @@ class GoodputOptions(Options):
     """Length of a step."""
 
     downscale_seconds: Annotated[float, _stops()] = _found.downscale_seconds
-    """A learner stands so long when slices leave it."""
+    """How long a learner stands when slices leave it."""
 
     upscale_seconds: Annotated[float, _stops()] = _found.upscale_seconds
-    """A learner stands so long when slices join it."""
+    """How long a learner stands when slices join it."""
 
     upscale_window_seconds: Annotated[float, _stops()] = _found.upscale_window_seconds
-    """A slice that is back waits so long for others to join with."""
+    """How long a slice that is back waits for others to join with it."""
 
     restart_seconds: Annotated[float, _stops()] = _found.restart_seconds
-    """Training that is not elastic stands so long at a failure."""
+    """How long training that is not elastic stands at a failure."""
 
     checkpoint_seconds: Annotated[float, _stops()] = 0.0
-    """It loses what ran since its last checkpoint; 0: one in each step."""
+    """Seconds between two checkpoints of training that is not elastic, which loses the steps since;
+    0: a checkpoint in each step."""
 
     sudden: Annotated[bool, _stops("--sudden")] = False
     """The step in which a chip fails is lost."""
@@ -118,23 +119,23 @@ class GoodputOptions(Options):
     """Length of such a spell."""
 
     straggler_slowdown: Annotated[float, _unequal()] = 0.2
-    """By this share its learner's steps are longer meanwhile."""
+    """Share by which the steps of its learner are longer meanwhile."""
 
     scavenged_share: Annotated[float, _unequal()] = 0.0
-    """So many more chips that come and go, as a share of all."""
+    """Further chips that come and go, as a share of all."""
 
     scavenged_block_chips: Annotated[int, _unequal()] = 1024
-    """In blocks of so many; a block is a learner, or a slice of the only one."""
+    """Chips of one scavenged block, which is a learner, or a slice of the only learner."""
 
     stay_seconds: Annotated[float | None, _unequal()] = None
-    """Mean time until a block is preempted; by default as if of its machines of 8 chips 10 % a day
-    were."""
+    """Mean time until a block is preempted. Default: as if 10 % of all machines, of 8 chips each,
+    were preempted in a day."""
 
     away_seconds: Annotated[float, _unequal()] = 0.0
     """Mean time until the next one comes."""
 
     join_seconds: Annotated[float, _unequal()] = 1.0
-    """A learner that has come fetches the weights so long."""
+    """How long a new learner fetches the weights."""
 
     seeds: Annotated[int, _runs()] = 6
     """Runs of each cell."""
@@ -149,7 +150,7 @@ class GoodputOptions(Options):
     """Tokens that a chip trains in a second of steps."""
 
     json_to: Annotated[Path | None, _output("--json", metavar="FILE")] = None
-    """Write the rows there; - prints them instead of the table."""
+    """Write the rows to this file; -: print them instead of the table."""
 
     plot: Annotated[Path | None, _output(metavar="FILE")] = None
     """Draw goodput over chips: .png, .svg, .pdf."""
@@ -158,4 +159,4 @@ class GoodputOptions(Options):
     """Draw what each learner does in the table's last cell."""
 
     timeline_hours: Annotated[float, _output()] = 1.0
-    """How much of it."""
+    """Hours that --timeline draws."""

@@ -1,4 +1,4 @@
-"""Learners of unequal speed: who waits for whom, by the protocol core's own rules.
+"""Learners of unequal speed: how long each waits, by the protocol core's own rules.
 
 When the clock ticks, when a round's window closes and how long the grace window is, the core
 decides (`clock.reached_at`, `quorum.window_over`, `grace.Timing`), tick by tick. That is some

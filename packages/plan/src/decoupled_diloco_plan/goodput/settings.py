@@ -46,16 +46,17 @@ class Constants:
     """Length of a step. An interruption takes effect between steps."""
 
     downscale_seconds: float = 15.9
-    """A learner stands so long when slices leave it."""
+    """How long a learner stands when slices leave it."""
 
     upscale_seconds: float = 13.7
-    """A learner stands so long when slices join it."""
+    """How long a learner stands when slices join it."""
 
     upscale_window_seconds: float = 72.3
-    """From a slice's return to the upscale that takes it in; who returns meanwhile shares it."""
+    """From a slice's return to the upscale that takes it in. Slices that return meanwhile share
+    it."""
 
     restart_seconds: float = 82.1
-    """Data-parallel training that is not elastic stands so long, and is then whole again."""
+    """How long data-parallel training that is not elastic stands; then it is whole again."""
 
     slice_chips: int = 256
     """Chips that leave together when one of them fails: a pod of one interconnect."""

@@ -83,7 +83,7 @@ class Row:
 
     @property
     def badput(self) -> dict[str, float]:
-        """By cause, percent of what was allocated."""
+        """Percent of the allocated chip-time for each cause."""
         return {
             cause: statistics.fmean(100 * a.badput[cause] / a.allocated for a in self.accounts)
             for cause in CAUSES
@@ -131,7 +131,7 @@ class Row:
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Of the 95 % interval of a mean; ``None`` of a single value.
+    """Half the width of the 95 % interval of a mean; ``None`` for a single value.
 
     >>> round(half_width([1.0, 2.0, 3.0]), 2)
     2.48

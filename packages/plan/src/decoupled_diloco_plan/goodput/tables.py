@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-
+from decoupled_diloco.observe.terminal import SteadyConsole, plain_table
 from decoupled_diloco.units import format_count
 from decoupled_diloco_plan.goodput.accounts import CAUSES
 from decoupled_diloco_plan.goodput.calibrate import NAMES, Residual
 from decoupled_diloco_plan.goodput.settings import Constants
 from decoupled_diloco_plan.goodput.study import Row
-from decoupled_diloco_plan.output import plain_table
 
 SHOWN_MIN = 0.05
 """A cause is a column if any row has so much of it, percent."""
 
 
-def print_rows(rows: Sequence[Row], tokens_per_chip_second: float, console: Console) -> None:
+def print_rows(rows: Sequence[Row], tokens_per_chip_second: float, console: SteadyConsole) -> None:
     """A line for each row, then what the columns mean."""
     known = any(row.published is not None for row in rows)
     shown = [cause for cause in CAUSES if any(row.badput[cause] >= SHOWN_MIN for row in rows)]
     heads = ("chips", "goodput", *["publ."] * known, "uptime", "tokens/h")
-    table = plain_table("system", *heads, *(CAUSES[cause][0] for cause in shown), right=True)
+    causes = (CAUSES[cause][0] for cause in shown)
+    table = plain_table("system", *heads, *causes, gap=1, left=("system",), wrap=False)
     for row in rows:
         published = "" if row.published is None else f"{row.published:g}"
         table.add_row(
@@ -38,7 +37,9 @@ def print_rows(rows: Sequence[Row], tokens_per_chip_second: float, console: Cons
     _print_notes(rows, shown, known, console)
 
 
-def _print_notes(rows: Sequence[Row], shown: Sequence[str], known: bool, console: Console) -> None:
+def _print_notes(
+    rows: Sequence[Row], shown: Sequence[str], known: bool, console: SteadyConsole
+) -> None:
     """What the columns mean, and what unequal speeds come to."""
     told = ["Percent of the allocated chip-time"]
     if any(row.interval is not None for row in rows):
@@ -46,10 +47,10 @@ def _print_notes(rows: Sequence[Row], shown: Sequence[str], known: bool, console
     if known:
         told.append("publ.: published for the same cluster")
     told += [": ".join(CAUSES[cause]) for cause in shown]
-    console.print("; ".join(told), style="dim", highlight=False)
+    console.print("; ".join(told), style="dim")
     for row in rows:
         if row.pace is not None:
-            console.print(_pace(row), highlight=False)
+            console.print(_pace(row))
 
 
 def _with_interval(row: Row) -> str:
@@ -67,15 +68,15 @@ def _pace(row: Row) -> str:
     )
 
 
-def print_calibration(found: Constants, rows: Sequence[Residual], console: Console) -> None:
+def print_calibration(found: Constants, rows: Sequence[Residual], console: SteadyConsole) -> None:
     """The constants, and what they give for each published cell."""
-    table = plain_table("constant", "seconds", right=True)
+    table = plain_table("constant", "seconds", gap=1, left=("constant",))
     for name in NAMES:
         table.add_row(name.removesuffix("_seconds").replace("_", " "), f"{getattr(found, name):g}")
     console.print(table)
     console.print()
     heads = ("M", "chips", "published", "simulated", "points", "")
-    table = plain_table("system", *heads, right=True)
+    table = plain_table("system", *heads, gap=1, left=("system", ""))
     for row in rows:
         cell = row.cell
         table.add_row(
@@ -87,5 +88,4 @@ def print_calibration(found: Constants, rows: Sequence[Residual], console: Conso
             f"{row.points:+.1f}",
             "fitted" if cell.calibrate else "predicted",
         )
-    table.columns[-1].justify = "left"
     console.print(table)

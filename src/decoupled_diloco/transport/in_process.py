@@ -1,0 +1,107 @@
+"""What a client has in common wherever its servers are found without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from yarl import URL
+
+from decoupled_diloco.runtime import runtime
+from decoupled_diloco.transport.base import Channel, Limits, Stats, TransferStats
+from decoupled_diloco.transport.bodies import PREFIX
+from decoupled_diloco.transport.ranges import Range
+from decoupled_diloco.transport.stripes import StripeController
+from decoupled_diloco.transport.transfer import Slots, Transfer
+
+
+class Mover(Protocol):
+    """Moves the ranges of one body; see `Transfer`."""
+
+    digest: str
+
+    async def move(self, start: int, stop: int, resumed: bool) -> None:
+        """Moves a range."""
+
+    async def gaps(self, start: int, stop: int) -> list[Range]:
+        """What is missing of a range."""
+
+
+class BodyClient(ABC):
+    """A `Client` but for how it dials and how a range of a body is moved.
+
+    Args:
+        token: Shown to every server.
+        limits: Bounds and intervals.
+        rng: Source of jitter; inject a seeded one to repeat a run.
+    """
+
+    scheme = ""
+    """What the addresses of its servers begin with."""
+
+    def __init__(
+        self,
+        *,
+        token: str | None = None,
+        limits: Limits | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.stats = Stats()
+        self._token = token
+        self._limits = limits or Limits()
+        self._rng = rng or runtime().rng()
+        self._base = ""
+        self._principals: dict[str, str] = {}
+        self._channels: set[Channel] = set()
+
+    @abstractmethod
+    def putting(self, address: str, key: str, body: memoryview) -> Mover:
+        """What writes a body into a server's books."""
+
+    @abstractmethod
+    def getting(self, address: str, key: str, out: memoryview) -> Mover:
+        """What reads an offer of a server."""
+
+    def identity(self, address: str) -> tuple[str, str | None]:
+        """The principal and the token of this client at an address."""
+        principal = self._principals.get(address, self._principals.get(self._base, ""))
+        return principal, self._token
+
+    async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
+        """See `Client.put`."""
+        view = body.cast("B")
+        return await self._run(self.putting(*self._resolve(url, base), view), len(view))
+
+    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
+        """See `Client.get`."""
+        view = out.cast("B")
+        return await self._run(self.getting(*self._resolve(url, base), view), len(view))
+
+    async def close(self) -> None:
+        """See `Client.close`."""
+        for channel in self._channels:
+            channel.shut("the client closes")
+        await asyncio.sleep(0)
+
+    def _dials(self, address: str, principal: str) -> None:
+        self._base = address
+        self._principals[address] = principal
+
+    def _keep(self, channel: Channel) -> None:
+        self._channels = {each for each in self._channels if not each.closed} | {channel}
+
+    def _resolve(self, url: str, base: str) -> tuple[str, str]:
+        target = URL(url, encoded=True)
+        key = target.raw_path.removeprefix(PREFIX)
+        if target.is_absolute():
+            return str(target.origin()), key
+        assert base or self._base, f"connect first, or give a base for the relative url {url!r}"
+        return base or self._base, key
+
+    async def _run(self, mover: Mover, nbytes: int) -> TransferStats:
+        retries = self._limits.retries
+        transfer = Transfer(nbytes, mover.move, mover.gaps, retries, self._rng, Slots(0))
+        count, seconds = await transfer.run(StripeController(), 0.0)
+        return TransferStats(nbytes, seconds, count, transfer.retries, self.scheme, mover.digest)
