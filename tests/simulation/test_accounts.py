@@ -59,7 +59,9 @@ def test_nothing_is_left_over(
             trained = sum(getattr(tokens, name) for name in TOKEN_PARTS)
             assert tokens.trained == trained, f"seed {seed}"
             assert min(dataclasses.astuple(time)) >= 0 <= min(dataclasses.astuple(tokens))
-        for one in account.learners.values():
+        for name, one in account.learners.items():
+            if scene.system.learners[name].ahead_seconds:
+                continue  # by its own clock a life ends after the next one has begun
             for before, after in zip(one.spans, one.spans[1:], strict=False):
                 assert before.end == after.begin, f"seed {seed}"
         some_merged += compare_with_shards(seed, history, account, scene) if whole else 1

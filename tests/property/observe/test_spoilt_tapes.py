@@ -20,6 +20,9 @@ from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.summary import print_summary
 from decoupled_diloco.simulate.scene import draw
 
+SEED = 5
+"""Of a world with crashes."""
+
 VALUES = (
     *(None, True, "", "x", "<script>", [], {}, [[[]]], {"type": "Version"}),
     *(-1, 0, 10**30, -0.5, 1e308, -1e308, float("nan"), float("inf")),
@@ -30,8 +33,8 @@ VALUES = (
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The tape of a virtual run with crashes, a few hundred lines."""
     folder = tmp_path_factory.mktemp("whole")
-    scene = draw(3, folder / "run", tapes=folder)
-    scene.system.run(until=scene.calm_at)
+    scene = draw(SEED, folder / "run", tapes=folder)
+    scene.system.run(until=scene.calm_at, stop=lambda: scene.system.finished)
     scene.system.close()
     every = [line for f in sorted(folder.rglob("*.jsonl")) for line in f.read_text().splitlines()]
     assert len(every) > 500
