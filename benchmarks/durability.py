@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoupled_diloco.protocol.versions import Asking, Version
 from evidence import keep, run_to_its_end, spread
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.syncer.durable import ShardDisk
 from decoupled_diloco.syncer.fragments import ShardTensors
 
@@ -85,7 +85,7 @@ def measured(records: list[Any]) -> dict[str, Any]:
     return {
         "commits": len(merged),
         "commits_per_second": (len(merged) - 1) / (merged[-1] - merged[0]),
-        "cuts": sum(r.type == "KeepCut" for r in records),
+        "cuts": sum(r.type == "KeepCheckpoint" for r in records),
         "step_seconds_median": statistics.median(steps),
         "step_seconds_mean": statistics.fmean(steps),
         "step_seconds_p99": statistics.quantiles(steps, n=100)[98],

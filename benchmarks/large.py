@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoupled_diloco.protocol.versions import Asking, Version
 from evidence import keep, spread
 
 from decoupled_diloco.config import RunConfig
@@ -107,7 +108,7 @@ class Handlers:
 
     @staticmethod
     def _kind(event: Any, effects: list[Any]) -> str:
-        name = type(event.message).__name__ if isinstance(event, fact.Said) else ""
+        name = type(event.message).__name__ if isinstance(event, fact.Received) else ""
         name = name or type(event).__name__
         if any(isinstance(effect, do.RoundOpened) for effect in effects):
             return f"{name} that opens a round"
@@ -161,7 +162,7 @@ class Learner:
     async def answer(self, pull: dict[str, Any]) -> None:
         """Delivers the contribution that a pull asks for."""
         body = self.world.body(pull["fragment"])
-        base, ask = say.Version(**_bare(pull["base"])), say.Asking(**_bare(pull["ask"]))
+        base, ask = Version(**_bare(pull["base"])), Asking(**_bare(pull["ask"]))
         upload = say.Upload(pull["fragment"], ask, base, 1, 64, digest(body))
         self.channel.send(encode(upload))
         await self.client.put(pull["path"], body.numpy().data)

@@ -21,7 +21,7 @@ from decoupled_diloco.errors import (
 
 if TYPE_CHECKING:
     from decoupled_diloco.export.run import load_exported
-    from decoupled_diloco.learner.learner import Learner, Observer
+    from decoupled_diloco.learner.learner import Learner
     from decoupled_diloco.learner.leased import (
         LeasedBatches,
         MapParts,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StreamParts,
         leased,
     )
+    from decoupled_diloco.learner.observer import Observer
 
 __version__ = "0.1.0"
 

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from decoupled_diloco.protocol.versions import Version
 
 from decoupled_diloco import Learner
 from decoupled_diloco.config.method import plan_of, read_public
@@ -329,8 +330,8 @@ async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
         (math.nan, {}, "refused", "not finite"),
         (math.inf, {}, "refused", "not finite"),
         (0.1, {"digest": "0" * 32}, "refused", "the body's digest is"),
-        (0.1, {"base": say.Version(1, 999)}, "behind", "its base 1.999 is not"),
-        (0.1, {"base": say.Version(0, 0)}, "behind", "its base 0.0 is not"),
+        (0.1, {"base": Version(1, 999)}, "behind", "its base 1.999 is not"),
+        (0.1, {"base": Version(0, 0)}, "behind", "its base 0.0 is not"),
         (0.1, {"steps": 0}, "refused", "8 tokens in 0 steps"),
         (0.1, {"tokens": 0}, "refused", "0 tokens in 1 steps"),
     ],

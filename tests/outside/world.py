@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
+from decoupled_diloco.protocol.versions import Asking, Version
+
 from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as ev
@@ -118,14 +121,14 @@ class Contribution:
 
     learner: str
     fragment: int
-    ask: msg.Asking
+    ask: Asking
     epoch: int
     content: Content
     sent: float
     arrived: float | None = None
     folded: bool = False
     dropped: bool = False
-    version: msg.Version | None = None
+    version: Version | None = None
     told: list[msg.Outcome] = field(default_factory=list)
     heard: list[msg.Outcome] = field(default_factory=list)
     spoiled: bool = False
@@ -211,8 +214,8 @@ class World:
         self.merge_seconds, self.chances, self.disk = merge_seconds, chances or Chances(), disk
         self.check_every, self.events = check_every, 0
         self.watchers: list[Callable[[Node, Any, list[Any]], None]] = []
-        self.published: dict[tuple[int, msg.Version], Content] = {}
-        self.contributions: dict[tuple[str, int, msg.Asking], Contribution] = {}
+        self.published: dict[tuple[int, Version], Content] = {}
+        self.contributions: dict[tuple[str, int, Asking], Contribution] = {}
         self.stats: Counter[str] = Counter()
         self.connections = itertools.count(1)
         self.shards = [Shard(self, s) for s in range(options.shards)]
@@ -243,7 +246,7 @@ class World:
     def over(self) -> bool:
         return self.coordinator.finished and all(shard.stopped for shard in self.shards)
 
-    def publish(self, fragment: int, version: msg.Version, content: Content) -> None:
+    def publish(self, fragment: int, version: Version, content: Content) -> None:
         assert not ill(content), f"t={self.now:.2f} {fragment} {version}: {ill(content)[:3]}"
         known = self.published.setdefault((fragment, version), content)
         assert known == content, f"t={self.now:.2f} {fragment} {version} names two contents"
@@ -264,15 +267,15 @@ class Coordinator:
 
     def admit(self, shard: Shard) -> None:
         self.terms[shard.index] += 1
-        shard.tell(ev.TermGranted(msg.ShardAdmitted(self.terms[shard.index], self.begun)))
+        shard.tell(ev.Received(COORDINATOR, msg.ShardAdmitted(self.terms[shard.index], self.begun)))
         if self.seed is not None and not self.begun:
-            shard.tell(ev.Ordered(self.seed))
+            shard.tell(ev.Received(COORDINATOR, self.seed))
         if self.begun:
-            shard.tell(ev.Ordered(msg.Begin(self.attempt)))
+            shard.tell(ev.Received(COORDINATOR, msg.Begin(self.attempt)))
         if self.ending:
-            shard.tell(ev.Ordered(msg.EndOrdered()))
+            shard.tell(ev.Received(COORDINATOR, msg.EndOrdered()))
         if self.finished:
-            shard.tell(ev.Ordered(msg.FinishOrdered()))
+            shard.tell(ev.Received(COORDINATOR, msg.FinishOrdered()))
 
     def name_seed(self) -> None:
         """Of those that are there, one gives its weights."""
@@ -295,7 +298,7 @@ class Coordinator:
             case msg.ShardReady(attempt) if attempt == self.attempt:
                 self.ready.add(shard.index)
                 if self.begun:
-                    shard.tell(ev.Ordered(msg.Begin(self.attempt)))
+                    shard.tell(ev.Received(COORDINATOR, msg.Begin(self.attempt)))
                 elif len(self.ready) == len(self.world.shards):
                     self.begun = True
                     self.order(msg.Begin(self.attempt))
@@ -318,7 +321,7 @@ class Coordinator:
     def order(self, message: msg.ToShard) -> None:
         for shard in self.world.shards:
             if shard.alive:
-                shard.tell(ev.Ordered(message))
+                shard.tell(ev.Received(COORDINATOR, message))
 
 
 class Node:
@@ -467,7 +470,7 @@ class Shard(Node):
         super().__init__()
         self.world, self.index, self.name = world, index, f"shard {index}"
         self.stopped = False
-        self.stored: dict[int, tuple[msg.Version, Content]] = {}
+        self.stored: dict[int, tuple[Version, Content]] = {}
         self.memory: ev.ShardMemory | None = None
 
     def begin(self) -> None:
@@ -480,16 +483,16 @@ class Shard(Node):
         self.due: dict[str, Due] = {}
         self.uploads: dict[str, tuple[Learner, int]] = {}
         self.paths: dict[tuple[str, int, object], str] = {}
-        self.here: dict[tuple[int, str, msg.Asking], Content] = {}
+        self.here: dict[tuple[int, str, Asking], Content] = {}
         self.folded: dict[int, list[Contribution]] = {p: [] for p in self.owned}
-        self.current: dict[int, tuple[msg.Version, Content]] = {}
+        self.current: dict[int, tuple[Version, Content]] = {}
         self.got: dict[int, Content] = {}
-        self.bases: dict[tuple[int, msg.Version], Content] = {}
+        self.bases: dict[tuple[int, Version], Content] = {}
         self.worker_free = 0.0
         if self.world.disk and self.stored:
             self.got = {p: content for p, (_, content) in self.stored.items()}
             copies = [ev.DurableCopy(p, v, digest(c)) for p, (v, c) in self.stored.items()]
-            self.tell(ev.Recovered(tuple(copies), self.memory))
+            self.tell(ev.DiskRead(tuple(copies), self.memory))
         self.world.coordinator.admit(self)
         self.later(HEAR_SECONDS, self._hear)
 
@@ -526,19 +529,19 @@ class Shard(Node):
     def hears(self, link: Connection, message: Any) -> None:
         if isinstance(message, msg.Hello):
             self.greeting[link.number] = link
-            self.tell(ev.Greeted(link.number, message))
+            self.tell(ev.Connected(message.learner, message, link.number))
         elif self.bound.get(link.learner.name) is not link:
             return
         else:
             if not isinstance(message, msg.Copy):
-                self.tell(ev.Said(link.learner.name, message))
+                self.tell(ev.Received(link.learner.name, message))
             if isinstance(message, msg.Upload | msg.Copy):
                 self._announced(link.learner.name, message)
 
     def lost(self, link: Connection) -> None:
         if self.alive and self.bound.get(link.learner.name) is link:
             del self.bound[link.learner.name]
-            self.tell(ev.Disconnected(link.learner.name))
+            self.tell(ev.Lost(link.learner.name))
 
     # ---- bodies
 
@@ -588,7 +591,7 @@ class Shard(Node):
         if self.world.rng.random() < self.world.chances.spoiled:
             contribution.spoiled = True
             spoiled = (order.learner, order.fragment, order.ask, "by chance")
-            self.tell(ev.BodySpoiled(*spoiled))
+            self.tell(ev.BodyCorrupt(*spoiled))
             return
         assert contribution.arrived is None, f"{key} has arrived twice"
         contribution.arrived = self.world.now
@@ -641,7 +644,7 @@ class Shard(Node):
                 self.current[fragment] = (version, content)
                 self.world.publish(fragment, version, content)
                 self._store(fragment)
-            case do.Tell(message):
+            case do.Send(message):
                 self.world.at(0.0, self.world.coordinator.heard, self, message)
             case do.Stop():
                 self.stopped = True
@@ -737,14 +740,14 @@ class Learner(Node):
         self.links = {}
         self.done = 0
         self.theta: list[tuple[Content, int]] = [({}, 0)] * options.fragments
-        self.held: list[tuple[msg.Version, Content] | None] = [None] * options.fragments
-        self.staged: list[tuple[msg.Version, Content] | None] = [None] * options.fragments
-        self.snapshots: dict[int, tuple[msg.Version, Content, Content]] = {}
+        self.held: list[tuple[Version, Content] | None] = [None] * options.fragments
+        self.staged: list[tuple[Version, Content] | None] = [None] * options.fragments
+        self.snapshots: dict[int, tuple[Version, Content, Content]] = {}
         self.sent: dict[int, Content] = {}
         self.transfers = {}
         self.training = self.waiting = self.ended = self.run_over = False
         self.tell(ev.Began())
-        self.tell(ev.CoordinatorLinked())
+        self.tell(ev.Connected(COORDINATOR))
         for shard in world.shards:
             self._dial(shard)
         world.coordinator.joined(self)
@@ -767,7 +770,7 @@ class Learner(Node):
         if self.alive and self.training and not self.ended:
             self.world.stats["told to go"] += 1
             self.ended = True
-            self.tell(ev.ToldToGo("by chance"))
+            self.tell(ev.DrainAsked("by chance"))
             self.later(patience, self.crash, 10.0)
 
     # ---- the control links
@@ -779,12 +782,12 @@ class Learner(Node):
             self.later(self.world.rng.uniform(0.1, 1.0), self._dial, shard)
             return
         self.links[shard.index] = Connection(self, shard)
-        self.tell(ev.Linked(shard.index))
+        self.tell(ev.Connected(shard_peer(shard.index)))
 
     def lost(self, link: Connection) -> None:
         if self.alive and self.links.get(link.shard.index) is link:
             del self.links[link.shard.index]
-            self.tell(ev.Unlinked(link.shard.index))
+            self.tell(ev.Lost(shard_peer(link.shard.index)))
             self.later(self.world.rng.uniform(0.05, 1.0), self._dial, link.shard)
 
     def hears(self, link: Connection, message: Any) -> None:
@@ -793,7 +796,7 @@ class Learner(Node):
                 key = (self.name, message.fragment, message.ask)
                 if key in self.world.contributions:
                     self.world.contributions[key].heard.append(message)
-            self.tell(ev.Told(link.shard.index, message))
+            self.tell(ev.Received(shard_peer(link.shard.index), message))
 
     # ---- the training loop
 
@@ -828,7 +831,7 @@ class Learner(Node):
 
     def do(self, effect: Any) -> None:
         match effect:
-            case do.Say(shard, message):
+            case do.Send(shard, message):
                 if shard in self.links:
                     self.links[shard].to_shard(message)
             case do.Snapshot(fragment, base):
@@ -864,7 +867,7 @@ class Learner(Node):
                 self.expelled = True
                 self.world.stats["expelled"] += 1
                 self.later(0.0, self.crash, 5.0)
-            case do.TellCoordinator() | do.Recovered() | do.Note():
+            case do.Send() | do.Recovered() | do.Note():
                 self.world.stats[type(effect).__name__] += 1
             case _:
                 raise AssertionError(f"an order that nobody carries out: {effect}")
@@ -969,7 +972,7 @@ class Learner(Node):
         self.staged[order.fragment] = (order.version, content)
         self.tell(ev.Fetched(order.fragment, order.version))
 
-    def _apply(self, fragment: int, version: msg.Version, mode: str) -> None:
+    def _apply(self, fragment: int, version: Version, mode: str) -> None:
         staged, held = self.staged[fragment], self.held[fragment]
         if staged is None:
             staged = held  # in the end what no version has taken is not kept
@@ -992,7 +995,7 @@ class Learner(Node):
         self.sent.pop(fragment, None)
         self.snapshots.pop(fragment, None)
 
-    def _relabel(self, fragment: int, version: msg.Version, staged: bool) -> None:
+    def _relabel(self, fragment: int, version: Version, staged: bool) -> None:
         copies = self.staged if staged else self.held
         copy = copies[fragment]
         assert copy is not None, f"{self.name} {fragment}: no copy to relabel"

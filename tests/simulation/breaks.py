@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
+
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.protocol import (
     asking,
@@ -21,14 +23,13 @@ from decoupled_diloco.protocol import (
 )
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.lease import LeaseMachine
 from decoupled_diloco.protocol.syncer_state import FragmentState
 from decoupled_diloco.simulate.shrink import Changes
 from decoupled_diloco.storage.journal import Journal
 from decoupled_diloco.syncer import durable
 from decoupled_diloco.syncer.durable import ShardDisk
 from decoupled_diloco.syncer.shard import Shard
-from decoupled_diloco.syncer.tenure import Tenure
+from decoupled_diloco.syncer.shard_lease import ShardLease
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ CORE = (
     ),
     Break(
         "a shard acts on when its lease is over",
-        LeaseMachine,
+        ShardLeaseMachine,
         "holds",
         " and now < self.state.valid_until",
         "",
@@ -255,7 +256,7 @@ CORE = (
     ),
     Break(
         "a claim that is not renewed is waited for",
-        LeaseMachine,
+        ShardLeaseMachine,
         "_free",
         "asked_at < self._silent_at(standing)",
         "standing.number > 0",
@@ -267,7 +268,7 @@ CORE = (
 CLAIMS = (
     Break(
         "a version is told of without asking the storage for a newer claim",
-        Tenure,
+        ShardLease,
         "confirm",
         "newest != self.number or not self.holds()",
         "False",

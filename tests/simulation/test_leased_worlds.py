@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from decoupled_diloco.protocol.data_leases import coordinator as leases
+from decoupled_diloco.protocol.data_leases import learner as learner_leases
+from decoupled_diloco.protocol.data_leases.coordinator import GRACE_SECONDS
+from decoupled_diloco.protocol.data_leases.ledger import Leased, Repeated, TakenBack
 
-from decoupled_diloco.protocol import learner_data, leases
-from decoupled_diloco.protocol.leases import GRACE_SECONDS
-from decoupled_diloco.protocol.ledger import Leased, Repeated, TakenBack
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.data_checker import DataChecker, Drawn, Parts
 from decoupled_diloco.simulate.drawn import Data
@@ -154,7 +155,7 @@ def broken_back(book: Any, learner: str, reason: str, **more: Any) -> Any:
     return RIGHT_BACK(book, learner, reason, **more)
 
 
-RIGHT_MERGED = learner_data.merged
+RIGHT_MERGED = learner_leases.merged
 RIGHT_NEXT, RIGHT_BACK = leases._next, leases.take_back
 
 BREAKS: list[tuple[Any, str, Callable[..., Any], int]] = [

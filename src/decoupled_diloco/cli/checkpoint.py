@@ -32,7 +32,7 @@ def checkpoint(
     """
     from decoupled_diloco.config.addresses import on_this_machine
     from decoupled_diloco.launch.folder import read_addresses, read_token
-    from decoupled_diloco.syncer.cut_requests import take_cut
+    from decoupled_diloco.syncer.checkpoint_requests import take_checkpoint
     from decoupled_diloco.units import format_bytes
 
     if run.startswith(("http://", "https://")):
@@ -41,7 +41,7 @@ def checkpoint(
         address = on_this_machine(read_addresses(Path(run))[0])
         own = Path(run) / "token"
         token_file = token_file or (own if own.exists() else None)
-    found = take_cut(address, read_token(token_file), timeout)
+    found = take_checkpoint(address, read_token(token_file), timeout)
     if found.state != "complete":
         cut = f"cut {found.number}" if found.number else "no cut"
         late = f" after {timeout:g} s: it may still be completed" if found.state == "open" else ""

@@ -22,11 +22,11 @@ from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
-from decoupled_diloco.syncer import cut_requests
-from decoupled_diloco.syncer.cut_requests import CUT_PATH
+from decoupled_diloco.syncer import checkpoint_requests
+from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
 from decoupled_diloco.syncer.shard import Shard
+from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.tapes import TapeDocuments
-from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http import HttpClient, HttpServer
@@ -71,7 +71,7 @@ def run_shard(
             on_channel=on_channel,
             health=lambda: role.acting.health(),
             about=lambda: role.acting.describe(),
-            queries={TAPE_PATH: role.tape_documents(), CUT_PATH: role.cut_asked},
+            queries={TAPE_PATH: role.tape_documents(), CHECKPOINT_PATH: role.checkpoint_asked},
             pool_bytes=config.syncer.pool_mib * MIB,
             limits=limits,
         )
@@ -122,7 +122,7 @@ class ShardRole:
     client: Callable[[], Client]
     open_tape: OpenTape
     process: Shard | None = None
-    tenure: Tenure | Unchallenged = UNCHALLENGED
+    shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
 
     @property
@@ -164,17 +164,17 @@ class ShardRole:
         facts = {"machine": "lease", "waits": self.standby}
         told = {"nonce": store.nonce, "lease_seconds": store.lease_seconds}
         tape = self.open_tape(self.folder, f"{name}.claims", {**facts, **told})
-        tenure = self.tenure = Tenure(store, tape, waits=self.standby)
+        shard_lease = self.shard_lease = ShardLease(store, tape, waits=self.standby)
         finished = False
-        _when_told_to_end(tenure.give_up)
+        _when_told_to_end(shard_lease.give_up)
         logger.info("%s waits for its claim in %s", name, store.folder)
         try:
-            if await tenure.gained():
+            if await shard_lease.gained():
                 finished = await self._serve()
             else:
-                finished = tenure.run_over
+                finished = shard_lease.run_over
         finally:
-            await tenure.end(finished=finished)
+            await shard_lease.end(finished=finished)
         return finished
 
     async def _serve(self) -> bool:
@@ -187,9 +187,9 @@ class ShardRole:
                 "versions": versions(),
             },
         )
-        tenure = self.tenure
-        if isinstance(tenure, Tenure):
-            taken = TookOver(self.name, self.shard, tenure.number, tenure.waited_seconds)
+        shard_lease = self.shard_lease
+        if isinstance(shard_lease, ShardLease):
+            taken = TookOver(self.name, self.shard, shard_lease.number, shard_lease.waited_seconds)
             tape.sample(now(), taken)
         process = self.process = Shard(
             self.config,
@@ -200,7 +200,7 @@ class ShardRole:
             client=self.client(),
             tape=tape,
             coordinator_tape=partial(self._begin_tape, "coordinator") if self.shard == 0 else None,
-            tenure=tenure,
+            shard_lease=shard_lease,
         )
         _when_told_to_end(process.stop)
         await process.run()
@@ -215,9 +215,9 @@ class ShardRole:
         paths = {who: self.folder / "tape" / f"{file}.jsonl" for who, file in self._files.items()}
         return TapeDocuments(self.config.run.name, self.shard, self.addresses, paths)
 
-    async def cut_asked(self, query: Mapping[str, str]) -> Document:
+    async def checkpoint_asked(self, query: Mapping[str, str]) -> Document:
         """Answers who asks for a cut of the run, or about one."""
-        return cut_requests.answer(self.acting.host, query)
+        return checkpoint_requests.answer(self.acting.host, query)
 
 
 def _when_told_to_end(end: Callable[[], None]) -> None:

@@ -34,23 +34,23 @@ from decoupled_diloco.errors import (
     ProtocolError,
     TransportError,
 )
+from decoupled_diloco.learner.checkpointer import Checkpointer, tell_recovery
 from decoupled_diloco.learner.checks import layout_text
-from decoupled_diloco.learner.donations import Donations, Surroundings
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.joining import (
     TRAINING_GOES_ON,
     WAY_OUT,
     Coordinations,
-    CoordinatorLink,
-    Identity,
+    CoordinatorSession,
     Patience,
+    ProcessIdentity,
 )
-from decoupled_diloco.learner.keeper import Keeper, tell_recovery
 from decoupled_diloco.learner.plan import OF_THE_BOUNDARY, StepPlan, with_loss
 from decoupled_diloco.learner.sense import require_sense, require_sense_of_coordinator
 from decoupled_diloco.learner.shared import Shared, Unrecorded
 from decoupled_diloco.learner.store import ParameterStore
-from decoupled_diloco.learner.trouble import Trouble
+from decoupled_diloco.learner.transfers import StateTransfers, Surroundings
+from decoupled_diloco.learner.trouble import TroubleLog
 from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
@@ -59,15 +59,18 @@ from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.donation import (
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
+from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
+from decoupled_diloco.protocol.transfer.effects import (
     CopyState,
     DropState,
     FetchState,
     ForgetState,
     RelayState,
 )
-from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
+from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
 from decoupled_diloco.runtime import Beside, now, runtime
 from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
 from decoupled_diloco.transport.base import Channel, Client
@@ -100,8 +103,8 @@ class Background:
         client: Makes the transport's client, inside the loop.
         tape: Where events go, or ``None``.
         patience: How long it waits for the run.
-        keeper: A learner's own checkpoint; ``None`` for observers.
-        donations: What a learner gives to others and takes from them.
+        checkpointer: A learner's own checkpoint; ``None`` for observers.
+        transfers: What a learner gives to others and takes from them.
 
     Attributes:
         restoring: The learner goes on from its own checkpoint, which the trainer puts back.
@@ -110,18 +113,18 @@ class Background:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: ProcessIdentity,
         addresses: tuple[str, ...],
         store: ParameterStore,
         *,
         client: Callable[[], Client],
         tape: Callable[[dict[str, Any]], TapeWriter] | None,
         patience: Patience,
-        keeper: Keeper | None = None,
-        donations: Donations | None = None,
+        checkpointer: Checkpointer | None = None,
+        transfers: StateTransfers | None = None,
     ) -> None:
-        self.keeper = keeper
-        self._donations = donations or Donations({})
+        self.checkpointer = checkpointer
+        self._transfers = transfers or StateTransfers({})
         self.restoring = False
         self.run_id = ""
         self.identity = identity
@@ -151,15 +154,15 @@ class Background:
         self._rng = runtime().rng()
         self._beside: Beside | None = None
         self._client: Client | None = None
-        self._coordinator = CoordinatorLink(
+        self._coordinator = CoordinatorSession(
             identity,
             layout_text(store.layout),
             addresses,
             Coordinations(
                 admitted=self._admitted,
-                linked=lambda: self._told(fact.CoordinatorLinked()),
+                linked=lambda: self._told(fact.Connected(COORDINATOR)),
                 told=self._coordinator_told,
-                unlinked=lambda: self._told(fact.CoordinatorUnlinked()),
+                unlinked=lambda: self._told(fact.Lost(COORDINATOR)),
                 over=lambda: self._over or self._stop_asked,
                 check_patience=self._check_patience,
             ),
@@ -188,8 +191,8 @@ class Background:
                     self._enqueue(shared, effect if loss is None else with_loss(effect, loss))
             pending = bool(self._queue)
         for order in copies:
-            self._donations.copy(order)
-            self._in_loop(partial(self._spawn_quietly, self._donations.serve(order)))
+            self._transfers.copy(order)
+            self._in_loop(partial(self._spawn_quietly, self._transfers.serve(order)))
         if pending:
             self._in_loop(lambda: self._guarded(self._drain))
         return plan
@@ -297,9 +300,9 @@ class Background:
 
     def _do(self, effect: do.LearnerEffect, captured: Any) -> None:
         match effect:
-            case do.Say(shard, message):
+            case do.Send(shard, message):
                 self._say(shard, message)
-            case do.TellCoordinator(message):
+            case do.Send(message):
                 self._coordinator.tell(message)
             case do.SendBody():
                 self._spawn(self._send_body(effect, captured))
@@ -316,20 +319,22 @@ class Background:
             case do.Note(text, why):
                 logger.info("%s: %s (%s)", self.identity.name, text, why)
             case RelayState() | ForgetState() | FetchState() | DropState():
-                self._donations.carry_out(effect, self.identity.name)
+                self._transfers.carry_out(effect, self.identity.name)
             case do.Recovered():
                 tell_recovery(self.identity.name, effect)
             case do.Relabel() | do.RunOver() | do.Release() | do.Hold() | do.EndTraining():
                 pass  # the machine's state says it; the trainer was notified
-            case do.ForgetCuts(keep, before) if self.keeper:
-                self.keeper.forget_cuts(keep, before)
-            case do.Snapshot() | do.Apply() | do.TakeCut() | CopyState():
+            case ForgetCheckpoints(keep, before) if self.checkpointer:
+                self.checkpointer.forget_checkpoints(keep, before)
+            case do.Snapshot() | do.Apply() | TakeCheckpoint() | CopyState():
                 raise AssertionError("only a step boundary orders this")
 
     def _say(self, shard: int, message: say.FromLearner | say.Hello) -> None:
         channel = self._channels.get(shard)
         if channel is not None:
-            channel.send(coloured(message, self.shared.machine.state.cut if self.shared else 0))
+            channel.send(
+                numbered(message, self.shared.machine.state.checkpoint if self.shared else 0)
+            )
 
     def tell_later(self, event: fact.LearnerEvent) -> None:
         """`tell` for another thread."""
@@ -364,7 +369,7 @@ class Background:
         if self._stop_asked:
             return
         self._client = self._make_client()
-        self._donations.enter(self._surroundings(self._client))
+        self._transfers.enter(self._surroundings(self._client))
         stopped = self._loop.create_task(self._stop.wait())
         try:
             joining = self._loop.create_task(self._coordinator.join(self._client))
@@ -389,7 +394,7 @@ class Background:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._donations.close()
+            await self._transfers.close()
             await self._client.close()
 
     def _surroundings(self, client: Client) -> Surroundings:
@@ -477,8 +482,8 @@ class Background:
             self._shards = [reached_by(each, dialled) for each in admitted.shards]
             self.shared = Shared(machine, tensors, config, recorder)
             self.run_id = admitted.run
-            if self.keeper is not None:
-                self._begin(self.shared, self.keeper)
+            if self.checkpointer is not None:
+                self._begin(self.shared, self.checkpointer)
             self.changed.notify()
         logger.info(
             "%s has joined %s, epoch %d", self.identity.name, config.run.name, admitted.epoch
@@ -489,18 +494,18 @@ class Background:
         machine = self.shared.machine
         data = machine.state.data
         require_sense_of_coordinator(message, machine.options, None if data is None else data.parts)
-        self._told(fact.CoordinatorTold(message))
+        self._told(fact.Received(COORDINATOR, message))
 
-    def _begin(self, shared: Shared, keeper: Keeper) -> None:
+    def _begin(self, shared: Shared, checkpointer: Checkpointer) -> None:
         """Tells the machine what this process begins with."""
         numels = tuple(part.numel for part in shared.tensors.plan.fragments)
-        gives = self._donations.wanted
-        problem = keeper.fits(self.run_id, numels)
-        checkpoint = keeper.loaded
+        gives = self._transfers.wanted
+        problem = checkpointer.fits(self.run_id, numels)
+        checkpoint = checkpointer.loaded
         if problem or checkpoint is None:
             if checkpoint is not None:
                 logger.warning("%s: %s: it is not used", self.identity.name, problem)
-            keeper.forget()
+            checkpointer.forget()
             self._told(fact.Began(why=problem, seeks_donor=gives, gives=gives))
             return
         self.restoring = True
@@ -525,7 +530,7 @@ class Background:
 
     async def _follow(self, shard: int, addresses: tuple[str, ...]) -> None:
         """Keeps one shard's connection, for ever; nothing that it says ends the training."""
-        backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), Trouble()
+        backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), TroubleLog()
         subject = f"{self.identity.name}: shard {shard}"
         while not self._over:
             await self._coordinator.confirmed(shard)
@@ -565,7 +570,7 @@ class Background:
         raise failure
 
     async def _converse(
-        self, shard: int, channel: Channel, backoff: Backoff, trouble: Trouble
+        self, shard: int, channel: Channel, backoff: Backoff, trouble: TroubleLog
     ) -> None:
         """Listens to a shard until its connection breaks.
 
@@ -575,16 +580,16 @@ class Background:
         """
         self._channels[shard] = channel
         self.sample(LinkState(shard, True))
-        self._told(fact.Linked(shard))
+        self._told(fact.Connected(shard_peer(shard)))
         try:
             while True:
-                cut = colour(data := await channel.receive())
+                checkpoint = number_of(data := await channel.receive())
                 message = cast("say.ToLearner", decode(data, _TO_LEARNER))
                 assert self.shared is not None
                 require_sense(message, shard, self.shared.machine.options)
-                if cut > self.shared.machine.state.cut_heard:
-                    self._told(fact.CutHeard(cut))
-                self._told(fact.Told(shard, message))
+                if checkpoint > self.shared.machine.state.checkpoint_heard:
+                    self._told(CheckpointHeard(checkpoint))
+                self._told(fact.Received(shard_peer(shard), message))
                 if isinstance(message, say.Welcome):
                     backoff.reset()
                     self._refusals.pop(shard, None)
@@ -600,7 +605,7 @@ class Background:
             del self._channels[shard]
             self._alone_since = now()
             self.sample(LinkState(shard, False))
-            self._told(fact.Unlinked(shard))
+            self._told(fact.Lost(shard_peer(shard)))
 
     async def _in_worker(self, task: Callable[[], _T]) -> _T:
         return await self._in_executor(self._worker, task)

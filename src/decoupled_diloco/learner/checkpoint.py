@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.sealed import load_sealed, save_sealed
 from decoupled_diloco.storage.states import pack, unpack
@@ -176,7 +176,7 @@ _TORN = re.compile(rf"\.{_OWN.pattern}\.\d+\.part")
 class CheckpointFolder:
     """The checkpoints of one learner.
 
-    Those of cuts are kept until `forget_cuts`; of the others the newest ``keep``.
+    Those of cuts are kept until `forget_checkpoints`; of the others the newest ``keep``.
 
     Args:
         path: Made at the first `save`.
@@ -206,7 +206,7 @@ class CheckpointFolder:
         cut = "" if checkpoint.cut is None else f".cut-{checkpoint.cut}"
         path = self.path / f"{number:08d}{cut}.safetensors"
         checkpoint.write(path)
-        ordinary = [file for file in self._files() if cut_of(file) is None]
+        ordinary = [file for file in self._files() if run_checkpoint_of(file) is None]
         for old in ordinary[: -self.keep]:
             _delete(old)
         return path
@@ -215,19 +215,23 @@ class CheckpointFolder:
         """The newest checkpoint that is whole, of a cut or not; others are named in `problems`."""
         return self._first_whole(list(reversed(self._files())))
 
-    def at_cut(self, number: int) -> LearnerCheckpoint | None:
+    def at_run_checkpoint(self, number: int) -> LearnerCheckpoint | None:
         """The checkpoint of a consistent cut, if it is there and whole."""
-        return self._first_whole([file for file in self._files() if cut_of(file) == number])
+        return self._first_whole(
+            [file for file in self._files() if run_checkpoint_of(file) == number]
+        )
 
     @property
     def cuts(self) -> tuple[int, ...]:
         """The cuts of which there is a file, whole or not, ascending."""
-        return tuple(sorted({cut for file in self._files() if (cut := cut_of(file)) is not None}))
+        return tuple(
+            sorted({cut for file in self._files() if (cut := run_checkpoint_of(file)) is not None})
+        )
 
-    def forget_cuts(self, unneeded: Callable[[int], bool]) -> None:
+    def forget_checkpoints(self, unneeded: Callable[[int], bool]) -> None:
         """Deletes the checkpoints of cuts that nobody will go back to."""
         for file in self._files():
-            cut = cut_of(file)
+            cut = run_checkpoint_of(file)
             if cut is not None and unneeded(cut):
                 _delete(file)
 
@@ -252,10 +256,10 @@ class CheckpointFolder:
         return sorted((path for path in found if _OWN.fullmatch(path.name)), key=_number)
 
 
-def cut_of(path: Path) -> int | None:
+def run_checkpoint_of(path: Path) -> int | None:
     """The cut that a checkpoint's file belongs to.
 
-    >>> cut_of(Path("00000012.cut-4.safetensors")), cut_of(Path("00000013.safetensors"))
+    >>> run_checkpoint_of(Path("00000012.cut-4.safetensors")), run_checkpoint_of(Path("00000013.safetensors"))
     (4, None)
     """
     parts = path.name.split(".")

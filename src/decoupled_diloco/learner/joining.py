@@ -16,7 +16,7 @@ from decoupled_diloco.errors import (
     ProtocolError,
     TransportError,
 )
-from decoupled_diloco.learner.trouble import Trouble
+from decoupled_diloco.learner.trouble import TroubleLog
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
@@ -41,7 +41,7 @@ WAY_OUT = (
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """Who this process is in the run."""
 
     name: str
@@ -84,7 +84,7 @@ class Coordinations:
     check_patience: Callable[[str], None]
 
 
-class CoordinatorLink:
+class CoordinatorSession:
     """Joins the run, and stays joined: the coordinator knows by the connection who is there.
 
     What the coordinator says to the first join may be an error of the user's, and is raised. What
@@ -104,7 +104,7 @@ class CoordinatorLink:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: ProcessIdentity,
         layout: str,
         addresses: tuple[str, ...],
         coordinations: Coordinations,
@@ -118,7 +118,7 @@ class CoordinatorLink:
         self._patience = patience
         self._run = ""
         self._channel: Channel | None = None
-        self._trouble = Trouble()
+        self._trouble = TroubleLog()
         self._rng = runtime().rng()
         self._joined = asyncio.Event()
 

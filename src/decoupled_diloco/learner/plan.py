@@ -10,21 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from decoupled_diloco.protocol.donation import CopyState
+from decoupled_diloco.protocol.checkpoints.effects import TakeCheckpoint
 from decoupled_diloco.protocol.effects import (
     Apply,
     EndTraining,
     Hold,
     LearnerEffect,
     Release,
-    Say,
+    Send,
     Snapshot,
-    TakeCut,
 )
 from decoupled_diloco.protocol.messages import LOSS_MAX, StepReport
+from decoupled_diloco.protocol.transfer.effects import CopyState
 from decoupled_diloco.protocol.wire import decode, encode
 
-OF_THE_BOUNDARY = (Snapshot, Apply, Hold, Release, EndTraining, TakeCut, CopyState)
+OF_THE_BOUNDARY = (Snapshot, Apply, Hold, Release, EndTraining, TakeCheckpoint, CopyState)
 """Orders that the training loop carries out itself, or sees in the machine's state."""
 
 
@@ -35,25 +35,26 @@ class StepPlan:
     Attributes:
         orders: What to apply and what to snapshot, in this order.
         hold: Do not start the next step yet (synchronous baselines only).
-        cut: Take this process's part of this cut, and then look at the boundary again.
+        checkpoint: Take this process's part of this checkpoint, and then look at the boundary
+            again.
     """
 
     orders: tuple[Apply | Snapshot, ...] = ()
     hold: bool = False
-    cut: int | None = None
+    checkpoint: int | None = None
 
     @classmethod
     def of(cls, effects: Iterable[LearnerEffect]) -> StepPlan:
         """The part of a machine's answer that belongs to the boundary.
 
         >>> StepPlan.of([Hold("not back yet")])
-        StepPlan(orders=(), hold=True, cut=None)
+        StepPlan(orders=(), hold=True, checkpoint=None)
         """
         effects = list(effects)
         return cls(
             tuple(effect for effect in effects if isinstance(effect, (Apply, Snapshot))),
             any(isinstance(effect, Hold) for effect in effects),
-            next((effect.number for effect in effects if isinstance(effect, TakeCut)), None),
+            next((effect.number for effect in effects if isinstance(effect, TakeCheckpoint)), None),
         )
 
     @property
@@ -66,7 +67,7 @@ class StepPlan:
         return {
             "orders": [encode(order) for order in self.orders],
             "hold": self.hold,
-            "cut": self.cut,
+            "cut": self.checkpoint,
         }
 
     @classmethod
@@ -83,7 +84,7 @@ class StepPlan:
 
 def with_loss(effect: LearnerEffect, loss: float) -> LearnerEffect:
     """The report of a step with the step's loss in it; anything else as it is."""
-    if not (isinstance(effect, Say) and isinstance(effect.message, StepReport)):
+    if not (isinstance(effect, Send) and isinstance(effect.message, StepReport)):
         return effect
     told = loss if abs(loss) < LOSS_MAX else LOSS_MAX  # so is one that is no number
     return replace(effect, message=replace(effect.message, loss=told))

@@ -7,6 +7,7 @@ from typing import get_args
 from decoupled_diloco.observe.samples import CheckpointWritten, LinkState, PayloadsEnded, Sample
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 
 _OTHER_SAMPLES = (CheckpointWritten, LinkState, PayloadsEnded)
 _DECIDED = (
@@ -20,7 +21,7 @@ _DECIDED = (
     do.Fold,
     do.Hold,
     do.Install,
-    do.KeepCut,
+    KeepCheckpoint,
     do.Merge,
     do.Note,
     do.Ready,
@@ -35,14 +36,14 @@ _DECIDED = (
     do.Unexpect,
     fact.Began,
     fact.BodyArrived,
-    fact.Disconnected,
-    fact.Greeted,
+    fact.Lost,
+    fact.Connected,
     fact.Heard,
-    fact.Ordered,
+    fact.Received,
     fact.Reported,
-    fact.Said,
+    fact.Received,
     fact.StepFinished,
-    fact.TermGranted,
+    fact.Received,
 )
 LOOKED_AT = frozenset(
     cls.__name__ for cls in (*_DECIDED, *(c for c in get_args(Sample) if c not in _OTHER_SAMPLES))

@@ -17,9 +17,13 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-from decoupled_diloco.protocol import cuts, leases
-from decoupled_diloco.protocol.cuts import Cuts
-from decoupled_diloco.protocol.donors import Donors
+from decoupled_diloco.protocol.checkpoints import coordinator as checkpoints
+from decoupled_diloco.protocol.checkpoints.coordinator import Checkpoints
+from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
+from decoupled_diloco.protocol.checkpoints.messages import PartSaved
+from decoupled_diloco.protocol.data_leases import coordinator as leases
+from decoupled_diloco.protocol.data_leases.coordinator import Absences, LeaseBook
+from decoupled_diloco.protocol.data_leases.messages import DataReport
 from decoupled_diloco.protocol.effects import (
     Admit,
     AdmitShard,
@@ -28,44 +32,33 @@ from decoupled_diloco.protocol.effects import (
     Deny,
     DenyShard,
     Note,
-    Order,
     Persist,
+    Send,
 )
-from decoupled_diloco.protocol.events import (
-    CoordinatorEvent,
-    CutWanted,
-    JoinAsked,
-    LearnerGone,
-    MemberSaid,
-    ShardGone,
-    ShardGreeted,
-    ShardSaid,
-    Tick,
-)
-from decoupled_diloco.protocol.lease_messages import (
-    DataReport,
-)
-from decoupled_diloco.protocol.leases import Absences, LeaseBook
+from decoupled_diloco.protocol.events import Connected, CoordinatorEvent, Lost, Received, Tick
 from decoupled_diloco.protocol.messages import (
     Begin,
-    ChunkTaken,
-    CutKept,
-    DonorWanted,
     EndOrdered,
     FinishOrdered,
     FromMember,
     FromShard,
     Progress,
-    RelayWanted,
     SeedFailed,
     SeedNamed,
     ShardReady,
-    StateDeclined,
-    StateOffered,
     Swept,
-    Trains,
 )
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import shard_peer
+from decoupled_diloco.protocol.transfer.coordinator import Transfers
+from decoupled_diloco.protocol.transfer.messages import (
+    ChunkTaken,
+    RelayWanted,
+    StateDeclined,
+    StateOffered,
+    Trains,
+    TransferWanted,
+)
 
 Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
 
@@ -112,7 +105,7 @@ class CoordinatorState:
     clocks: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
     data: LeaseBook = field(default_factory=LeaseBook)
-    cut: int = 0
+    checkpoint: int = 0
     cuts_kept: list[int] = field(default_factory=list)
 
 
@@ -123,17 +116,17 @@ class CoordinatorMachine:
         self.options = options
         self.weights_from_file = weights_from_file
         self.state = CoordinatorState()
-        self.donors = Donors()
+        self.transfers = Transfers()
         self._present_shards: set[int] = set()
         self._absences = Absences()
-        self._cuts = Cuts()
+        self._checkpoints = Checkpoints()
 
     def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
         self._absences.noticed(now, self.state.data)
         effects, options = self._dispatch(now, event), self.options
         every = options.checkpoint_every_seconds
-        return effects + self._cuts.look(
+        return effects + self._checkpoints.look(
             self.state, now, every, self._present_shards, options.shards
         )
 
@@ -141,38 +134,40 @@ class CoordinatorMachine:
         match event:
             case Tick():
                 return self._absences.over(now, self.state.data)
-            case JoinAsked():
+            case Connected():
                 return self._join_asked(event)
-            case MemberSaid(learner, nonce, message):
+            case Received(learner, nonce, message):
                 return self._member_said(learner, nonce, message)
-            case LearnerGone(learner, nonce):
+            case Lost(learner, nonce):
                 return self._learner_gone(now, learner, nonce)
-            case ShardGreeted():
+            case Connected():
                 return self._shard_greeted(event)
-            case ShardGone(shard):
+            case Lost(shard):
                 self._present_shards.discard(shard)
-                return self._cuts.give_up(f"shard-{shard} is gone")
-            case ShardSaid(shard, message):
+                return self._checkpoints.give_up(f"shard-{shard} is gone")
+            case Received(shard, message):
                 return self._shard_said(shard, message)
-            case CutWanted():
-                return self._cuts.wanted(self.state, self._present_shards, self.options.shards)
+            case CheckpointWanted():
+                return self._checkpoints.wanted(
+                    self.state, self._present_shards, self.options.shards
+                )
             case _:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """When the leases of a learner that is gone are over, or the next cut is due."""
-        instants = (self._absences.deadline, self._cuts.due_at)
+        """When the leases of a learner that is gone are over, or the next checkpoint is due."""
+        instants = (self._absences.deadline, self._checkpoints.due_at)
         return min((instant for instant in instants if instant is not None), default=None)
 
     @property
-    def cuts(self) -> Cuts:
-        """The cut under way, and the last one that was given up; to be looked at only."""
-        return self._cuts
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoint under way, and the last one that was given up; to be looked at only."""
+        return self._checkpoints
 
     @property
     def why_no_cut(self) -> str:
-        """Why no cut can begin now; empty: one can."""
-        return cuts.why_none(self.state, self._present_shards, self.options.shards)
+        """Why no checkpoint can begin now; empty: one can."""
+        return checkpoints.why_none(self.state, self._present_shards, self.options.shards)
 
     def snapshot(self) -> CoordinatorState:
         """A copy of the whole state; what ``Persist`` writes."""
@@ -192,9 +187,9 @@ class CoordinatorMachine:
         for name, enrolled in self.state.learners.items():
             self.state.learners[name] = replace(enrolled, present=False)
         self._present_shards.clear()
-        self.donors = Donors()
+        self.transfers = Transfers()
         self._absences = Absences(unnoticed=True)
-        self._cuts = Cuts()
+        self._checkpoints = Checkpoints()
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
@@ -207,7 +202,7 @@ class CoordinatorMachine:
 
     # ---- learners
 
-    def _join_asked(self, event: JoinAsked) -> list[CoordinatorEffect]:
+    def _join_asked(self, event: Connected) -> list[CoordinatorEffect]:
         state = self.state
         if not LEARNER_ID.fullmatch(event.learner):
             reason = (
@@ -244,7 +239,7 @@ class CoordinatorMachine:
         effects.append(Admit(event.connection, event.learner, known.epoch, why))
         return effects + self._name_seed()
 
-    def _observer(self, event: JoinAsked) -> list[CoordinatorEffect]:
+    def _observer(self, event: Connected) -> list[CoordinatorEffect]:
         if event.difference:
             return [Deny(event.connection, event.difference, False, event.difference)]
         if not self.state.fingerprint:
@@ -259,22 +254,22 @@ class CoordinatorMachine:
         if known is None or known.nonce != nonce:
             return []  # another process bears this id by now
         match message:
-            case CutKept():
-                return self._cuts.learner_kept(self.state, learner, message)
-            case DonorWanted():
+            case PartSaved():
+                return self._checkpoints.learner_kept(self.state, learner, message)
+            case TransferWanted():
                 present = {name: each.present for name, each in self.state.learners.items()}
                 clock = max(self.state.clocks.values(), default=0)
-                return self.donors.wanted(learner, message, present, clock)
+                return self.transfers.wanted(learner, message, present, clock)
             case StateOffered():
-                return self.donors.offered(learner, message)
+                return self.transfers.offered(learner, message)
             case StateDeclined(joiner, attempt, reason):
-                return self.donors.declined(learner, joiner, attempt, reason)
+                return self.transfers.declined(learner, joiner, attempt, reason)
             case RelayWanted(attempt):
-                return self.donors.relay_wanted(learner, attempt)
+                return self.transfers.relay_wanted(learner, attempt)
             case ChunkTaken(attempt, chunk):
-                return self.donors.chunk_taken(learner, attempt, chunk)
+                return self.transfers.chunk_taken(learner, attempt, chunk)
             case Trains(gives):
-                return self.donors.trains(learner, gives=gives)
+                return self.transfers.trains(learner, gives=gives)
             case DataReport():
                 return leases.report(self.state.data, learner, known.epoch, message)
             case _:
@@ -286,10 +281,10 @@ class CoordinatorMachine:
         if known is None or known.nonce != nonce:
             return []
         state.learners[learner] = replace(known, present=False)
-        effects = self.donors.gone(learner)
+        effects = self.transfers.gone(learner)
         self._absences.began(now, learner, state.data)
         if state.phase != "seeding" or state.seed != learner:
-            return [*effects, *self._cuts.learner_gone(state, learner)]
+            return [*effects, *self._checkpoints.learner_gone(state, learner)]
         state.phase, state.seed = "gathering", ""
         note = Note(f"{learner}, the seed of the initial weights, is gone", "its connection broke")
         return [*effects, note, *self._name_seed()]
@@ -311,7 +306,7 @@ class CoordinatorMachine:
         state.ready.clear()
         effects: list[CoordinatorEffect] = [Persist(f"attempt {state.attempt} to begin")]
         for shard in sorted(self._present_shards):
-            effects.append(Order(shard, self._seed_message(), "a seed is named"))
+            effects.append(Send(shard_peer(shard), self._seed_message(), "a seed is named"))
         return effects
 
     def _seed_message(self) -> SeedNamed:
@@ -319,7 +314,7 @@ class CoordinatorMachine:
         epoch = state.learners[state.seed].epoch if state.seed else 0
         return SeedNamed(state.seed, epoch, state.attempt)
 
-    def _shard_greeted(self, event: ShardGreeted) -> list[CoordinatorEffect]:
+    def _shard_greeted(self, event: Connected) -> list[CoordinatorEffect]:
         state, shard = self.state, event.shard
         superseded = self._superseded(event)
         if superseded:
@@ -327,7 +322,7 @@ class CoordinatorMachine:
         self._present_shards.add(shard)
         effects: list[CoordinatorEffect] = []
         if state.nonces.get(shard) != event.nonce:
-            effects += self._cuts.give_up(f"shard-{shard} has started again")
+            effects += self._checkpoints.give_up(f"shard-{shard} has started again")
             self._new_process(event)
             effects.append(Persist(f"shard {shard} has term {state.terms[shard]}"))
         begun = state.phase in ("running", "ending", "finished")
@@ -336,17 +331,17 @@ class CoordinatorMachine:
         why = "the run is under way" if begun else "the run has not begun"
         effects.append(AdmitShard(shard, state.terms[shard], begun, why))
         if state.phase == "seeding" and shard not in state.ready:
-            effects.append(Order(shard, self._seed_message(), "a seed is named"))
+            effects.append(Send(shard_peer(shard), self._seed_message(), "a seed is named"))
         if begun:
-            effects.append(Order(shard, self._seed_message(), "where the run began"))
-            effects.append(Order(shard, Begin(state.attempt), why))
+            effects.append(Send(shard_peer(shard), self._seed_message(), "where the run began"))
+            effects.append(Send(shard_peer(shard), Begin(state.attempt), why))
         if state.phase in ("ending", "finished"):
-            effects.append(Order(shard, EndOrdered(), "the budget is spent"))
+            effects.append(Send(shard_peer(shard), EndOrdered(), "the budget is spent"))
         if state.phase == "finished":
-            effects.append(Order(shard, FinishOrdered(), "every shard is swept"))
+            effects.append(Send(shard_peer(shard), FinishOrdered(), "every shard is swept"))
         return effects
 
-    def _superseded(self, event: ShardGreeted) -> str:
+    def _superseded(self, event: Connected) -> str:
         """Why a process may no longer act for its shard, in words; empty: it may."""
         state, shard = self.state, event.shard
         newest = state.claims.get(shard, 0)
@@ -356,7 +351,7 @@ class CoordinatorMachine:
             return f"shard {shard}: another process has taken its place since"
         return ""
 
-    def _new_process(self, event: ShardGreeted) -> None:
+    def _new_process(self, event: Connected) -> None:
         state, shard = self.state, event.shard
         before = state.nonces.get(shard)
         if before is not None:
@@ -378,8 +373,8 @@ class CoordinatorMachine:
                 return self._progressed(shard, clock, tokens)
             case Swept():
                 return self._shard_swept(shard)
-            case CutKept():
-                return self._cuts.shard_kept(self.state, shard, message)
+            case PartSaved():
+                return self._checkpoints.shard_kept(self.state, shard, message)
             case _:
                 assert_never(message)
 
@@ -404,7 +399,7 @@ class CoordinatorMachine:
         why = "every shard holds its share of the initial weights"
         return [
             Persist(why),
-            *(Order(s, Begin(attempt), why) for s in sorted(self._present_shards)),
+            *(Send(shard_peer(s), Begin(attempt), why) for s in sorted(self._present_shards)),
         ]
 
     # ---- end
@@ -431,7 +426,7 @@ class CoordinatorMachine:
         why = f"the budget is spent: step {self._slowest}, {state.tokens} tokens"
         return [
             Persist(why),
-            *(Order(s, EndOrdered(), why) for s in sorted(self._present_shards)),
+            *(Send(shard_peer(s), EndOrdered(), why) for s in sorted(self._present_shards)),
         ]
 
     def _shard_swept(self, shard: int) -> list[CoordinatorEffect]:
@@ -445,7 +440,7 @@ class CoordinatorMachine:
         why = "every shard is swept"
         return [
             Persist(why),
-            *(Order(s, FinishOrdered(), why) for s in sorted(self._present_shards)),
+            *(Send(shard_peer(s), FinishOrdered(), why) for s in sorted(self._present_shards)),
         ]
 
 

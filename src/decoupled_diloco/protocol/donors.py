@@ -1,10 +1,10 @@
 """Who gives its optimizer's state to a learner that begins with none (rule 16): the coordinator's.
 
 ```
-         DonorWanted            StateOffered              RelayWanted, or no address
+         TransferWanted            StateOffered              RelayWanted, or no address
  (joiner) ────────▶ asking donor ─────────▶ named ──────────────▶ relayed
                        │  StateDeclined, donor gone │                │
-                       └──────────▶ DonorLost: the joiner asks again ◀┘     Trains: over
+                       └──────────▶ TransferLost: the joiner asks again ◀┘     Trains: over
 ```
 Nothing of it is durable: a coordinator that starts again is asked again. The joiner's patience
 bounds everything; a donor's training loop is never waited for, nor waits.
@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
-from decoupled_diloco.protocol.effects import CoordinatorEffect, Inform
-from decoupled_diloco.protocol.messages import (
-    DonorLost,
-    DonorNamed,
-    DonorWanted,
-    NoDonor,
+from decoupled_diloco.protocol.effects import CoordinatorEffect, Send
+from decoupled_diloco.protocol.transfer.effects import CloseRelay, OpenRelay, RelayOn
+from decoupled_diloco.protocol.transfer.messages import (
+    NoTransfer,
     RelayOpened,
     StateOffered,
     StateUnwanted,
     StateWanted,
+    TransferLost,
+    TransferReady,
+    TransferWanted,
 )
 
 HEAD_BYTES_MAX = 256 << 20
@@ -36,7 +36,7 @@ STATE_BYTES_MAX = 1 << 42
 
 
 @dataclass(slots=True)
-class Donation:
+class StateTransfer:
     """One learner's way to a state; ``path``: of its relay, if there is one."""
 
     donor: str
@@ -46,42 +46,42 @@ class Donation:
 
 
 @dataclass(slots=True)
-class Donors:
+class Transfers:
     """Who trains, and who is being given what; ``relays`` counts them, for names of their own."""
 
     training: set[str] = field(default_factory=set)
-    donations: dict[str, Donation] = field(default_factory=dict)
+    transfers: dict[str, StateTransfer] = field(default_factory=dict)
     relays: int = 0
 
     def wanted(
-        self, joiner: str, message: DonorWanted, present: Mapping[str, bool], clock: int
+        self, joiner: str, message: TransferWanted, present: Mapping[str, bool], clock: int
     ) -> list[CoordinatorEffect]:
         """A learner asks for a donor: the first by name that is present and gives to nobody."""
         effects = self._over(joiner, "it asks anew")
         if clock == 0:
             return [*effects, _none(joiner, message.attempt, "the run has only begun")]
-        busy = {donation.donor for donation in self.donations.values()}
+        busy = {transfer.donor for transfer in self.transfers.values()}
         others = [n for n in sorted(self.training - {joiner}) if present.get(n)]
         free = [n for n in others if n not in message.refused and n not in busy]
         if not free:
             reason = "no other learner is there that trains" if not others else "nobody is left"
             return [*effects, _none(joiner, message.attempt, reason)]
-        self.donations[joiner] = Donation(free[0], message.attempt)
+        self.transfers[joiner] = StateTransfer(free[0], message.attempt)
         request = StateWanted(joiner, message.attempt, message.seen)
-        return [*effects, Inform(free[0], request, f"{joiner} begins with nothing")]
+        return [*effects, Send(free[0], request, f"{joiner} begins with nothing")]
 
     def offered(self, donor: str, message: StateOffered) -> list[CoordinatorEffect]:
         """A donor's copy is ready."""
-        donation = self._of(donor, message.learner, message.attempt)
-        if donation is None:
+        transfer = self._of(donor, message.learner, message.attempt)
+        if transfer is None:
             unwanted = StateUnwanted(message.learner, message.attempt)
-            return [Inform(donor, unwanted, "it is not waited for any more")]
+            return [Send(donor, unwanted, "it is not waited for any more")]
         if not 0 < message.head_nbytes <= HEAD_BYTES_MAX or message.nbytes > STATE_BYTES_MAX:
             sizes = f"a head of {message.head_nbytes} bytes and a state of {message.nbytes}"
             reason = f"{sizes} cannot be given: at most {HEAD_BYTES_MAX} and {STATE_BYTES_MAX}"
             return self.declined(donor, message.learner, message.attempt, reason)
-        donation.offered = message
-        named = DonorNamed(
+        transfer.offered = message
+        named = TransferReady(
             donor,
             message.attempt,
             message.head_nbytes,
@@ -90,9 +90,9 @@ class Donors:
             message.address,
             message.key,
         )
-        effects: list[CoordinatorEffect] = [Inform(message.learner, named, "its copy is ready")]
+        effects: list[CoordinatorEffect] = [Send(message.learner, named, "its copy is ready")]
         if not message.address:
-            effects += self._open_relay(message.learner, donation, "its donor does not listen")
+            effects += self._open_relay(message.learner, transfer, "its donor does not listen")
         return effects
 
     def declined(
@@ -101,25 +101,25 @@ class Donors:
         """A donor cannot."""
         if self._of(donor, joiner, attempt) is None:
             return []
-        lost = Inform(joiner, DonorLost(donor, attempt, reason), reason)
+        lost = Send(joiner, TransferLost(donor, attempt, reason), reason)
         return [*self._over(joiner, reason, tell_donor=False), lost]
 
     def relay_wanted(self, joiner: str, attempt: int) -> list[CoordinatorEffect]:
         """The donor is out of the learner's reach."""
-        donation = self.donations.get(joiner)
-        if donation is None or donation.attempt != attempt or donation.offered is None:
+        transfer = self.transfers.get(joiner)
+        if transfer is None or transfer.attempt != attempt or transfer.offered is None:
             reason = "it is not known here: ask again"
-            return [Inform(joiner, DonorLost("", attempt, reason), reason)]
-        if donation.path:
+            return [Send(joiner, TransferLost("", attempt, reason), reason)]
+        if transfer.path:
             return []
-        return self._open_relay(joiner, donation, "it cannot reach its donor")
+        return self._open_relay(joiner, transfer, "it cannot reach its donor")
 
     def chunk_taken(self, joiner: str, attempt: int, chunk: int) -> list[CoordinatorEffect]:
         """There is room in the relay again."""
-        donation = self.donations.get(joiner)
-        if donation is None or donation.attempt != attempt or not donation.path:
+        transfer = self.transfers.get(joiner)
+        if transfer is None or transfer.attempt != attempt or not transfer.path:
             return []
-        return [RelayOn(donation.path, chunk, f"{joiner} has it")]
+        return [RelayOn(transfer.path, chunk, f"{joiner} has it")]
 
     def trains(self, learner: str, *, gives: bool) -> list[CoordinatorEffect]:
         """A learner has begun to train: it needs no donor, and may be one."""
@@ -131,48 +131,50 @@ class Donors:
         """A learner is gone: as one that is given to, or as one that gives."""
         self.training.discard(learner)
         effects = self._over(learner, f"{learner} is gone")
-        for joiner, donation in list(self.donations.items()):
-            if donation.donor == learner:
-                effects += self.declined(learner, joiner, donation.attempt, f"{learner} is gone")
+        for joiner, transfer in list(self.transfers.items()):
+            if transfer.donor == learner:
+                effects += self.declined(learner, joiner, transfer.attempt, f"{learner} is gone")
         return effects
 
-    def _of(self, donor: str, joiner: str, attempt: int) -> Donation | None:
-        donation = self.donations.get(joiner)
-        mine = donation is not None and (donation.donor, donation.attempt) == (donor, attempt)
-        return donation if mine else None
+    def _of(self, donor: str, joiner: str, attempt: int) -> StateTransfer | None:
+        transfer = self.transfers.get(joiner)
+        mine = transfer is not None and (transfer.donor, transfer.attempt) == (donor, attempt)
+        return transfer if mine else None
 
-    def _open_relay(self, joiner: str, donation: Donation, why: str) -> list[CoordinatorEffect]:
-        offered = donation.offered
+    def _open_relay(
+        self, joiner: str, transfer: StateTransfer, why: str
+    ) -> list[CoordinatorEffect]:
+        offered = transfer.offered
         assert offered is not None
         self.relays += 1
-        donation.path = f"/relay/{joiner}/{donation.donor}/{self.relays}"
-        opened = RelayOpened(joiner, donation.attempt, donation.path)
+        transfer.path = f"/relay/{joiner}/{transfer.donor}/{self.relays}"
+        opened = RelayOpened(joiner, transfer.attempt, transfer.path)
         return [
             OpenRelay(
                 joiner,
-                donation.donor,
-                donation.attempt,
-                donation.path,
+                transfer.donor,
+                transfer.attempt,
+                transfer.path,
                 offered.head_nbytes,
                 offered.nbytes,
                 why,
             ),
-            Inform(donation.donor, opened, why),
-            Inform(joiner, opened, why),
+            Send(transfer.donor, opened, why),
+            Send(joiner, opened, why),
         ]
 
     def _over(self, joiner: str, why: str, *, tell_donor: bool = True) -> list[CoordinatorEffect]:
-        donation = self.donations.pop(joiner, None)
-        if donation is None:
+        transfer = self.transfers.pop(joiner, None)
+        if transfer is None:
             return []
         effects: list[CoordinatorEffect] = []
-        if donation.path:
-            effects.append(CloseRelay(donation.path, why))
+        if transfer.path:
+            effects.append(CloseRelay(transfer.path, why))
         if tell_donor:
-            unwanted = StateUnwanted(joiner, donation.attempt)
-            effects.append(Inform(donation.donor, unwanted, why))
+            unwanted = StateUnwanted(joiner, transfer.attempt)
+            effects.append(Send(transfer.donor, unwanted, why))
         return effects
 
 
 def _none(joiner: str, attempt: int, reason: str) -> CoordinatorEffect:
-    return Inform(joiner, NoDonor(reason, attempt), reason)
+    return Send(joiner, NoTransfer(reason, attempt), reason)

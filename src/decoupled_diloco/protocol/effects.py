@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from decoupled_diloco.protocol.cut_effects import BeginCut as BeginCut
-from decoupled_diloco.protocol.cut_effects import ForgetCuts as ForgetCuts
-from decoupled_diloco.protocol.cut_effects import KeepCut as KeepCut
-from decoupled_diloco.protocol.cut_effects import TakeCut as TakeCut
-from decoupled_diloco.protocol.donation import (
+from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint as BeginCheckpoint
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints as ForgetCheckpoints
+from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint as KeepCheckpoint
+from decoupled_diloco.protocol.checkpoints.effects import TakeCheckpoint as TakeCheckpoint
+from decoupled_diloco.protocol.data_leases.ledger import LedgerEntry
+from decoupled_diloco.protocol.messages import (
+    FromLearner,
+    FromMember,
+    FromShard,
+    Hello,
+    ToLearner,
+    ToMember,
+    ToShard,
+)
+from decoupled_diloco.protocol.transfer.effects import (
     CloseRelay,
     CopyState,
     DropState,
@@ -19,18 +29,7 @@ from decoupled_diloco.protocol.donation import (
     RelayOn,
     RelayState,
 )
-from decoupled_diloco.protocol.ledger import LedgerEntry
-from decoupled_diloco.protocol.messages import (
-    Asking,
-    FromLearner,
-    FromMember,
-    FromShard,
-    Hello,
-    ToLearner,
-    ToMember,
-    ToShard,
-    Version,
-)
+from decoupled_diloco.protocol.versions import Asking, Version
 
 # ---- syncer
 
@@ -315,8 +314,8 @@ SyncerEffect = (
     | RoundOpened
     | RoundFinished
     | ClockAdvanced
-    | TakeCut
-    | ForgetCuts
+    | TakeCheckpoint
+    | ForgetCheckpoints
     | Note
     | Stop
 )
@@ -502,8 +501,8 @@ LearnerEffect = (
     | EndTraining
     | RunOver
     | Expelled
-    | TakeCut
-    | ForgetCuts
+    | TakeCheckpoint
+    | ForgetCheckpoints
     | Note
 )
 
@@ -597,8 +596,8 @@ class Enter:
 
 
 CoordinatorEffect = (
-    BeginCut
-    | KeepCut
+    BeginCheckpoint
+    | KeepCheckpoint
     | Enter
     | Admit
     | Deny

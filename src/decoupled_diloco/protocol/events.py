@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decoupled_diloco.protocol.messages import (
-    Asking,
     FromLearner,
     FromMember,
     FromShard,
@@ -16,8 +15,8 @@ from decoupled_diloco.protocol.messages import (
     ToLearner,
     ToMember,
     ToShard,
-    Version,
 )
+from decoupled_diloco.protocol.versions import Asking, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +72,11 @@ class ShardMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class DiskRead:
     """What an earlier life of this shard has left on its disk; told before ``TermGranted``.
 
-    ``exact``: it is its part of a cut that the whole run goes back to; whoever holds something
-    newer has it from a time that is no more.
+    ``exact``: it is its part of a checkpoint that the whole run goes back to; whoever holds
+    something newer has it from a time that is no more.
     """
 
     copies: tuple[DurableCopy, ...]
@@ -148,7 +147,7 @@ class BodyArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class BodySpoiled:
+class BodyCorrupt:
     """A contribution's body is wrong: truncated, another digest, not finite."""
 
     learner: str
@@ -168,7 +167,7 @@ class CopyArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class CopySpoiled:
+class CopyCorrupt:
     """A whole fragment did not come, or came wrong."""
 
     learner: str
@@ -203,15 +202,15 @@ class MergeFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class CutHeard:
-    """A message with this cut number has come; told before the message itself."""
+class CheckpointHeard:
+    """A message with this checkpoint number has come; told before the message itself."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class CutWritten:
-    """This process's part of a cut is on its disk; or it cannot be, and why."""
+class PartWritten:
+    """This process's part of a checkpoint is on its disk; or it cannot be, and why."""
 
     number: int
     digest: str
@@ -221,7 +220,7 @@ class CutWritten:
 
 SyncerEvent = (
     Tick
-    | Recovered
+    | DiskRead
     | TermGranted
     | Ordered
     | Greeted
@@ -230,14 +229,14 @@ SyncerEvent = (
     | Reported
     | Disconnected
     | BodyArrived
-    | BodySpoiled
+    | BodyCorrupt
     | CopyArrived
-    | CopySpoiled
+    | CopyCorrupt
     | WeightsLoaded
     | Merged
     | MergeFailed
-    | CutHeard
-    | CutWritten
+    | CheckpointHeard
+    | PartWritten
 )
 
 
@@ -261,8 +260,8 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldToGo:
-    """The process is told to end; its loop steps no more, and what it has is to be handed in."""
+class DrainAsked:
+    """The process is told to end; its loop steps no more, and what it has is to be drained."""
 
     why: str
 
@@ -409,7 +408,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class StateCopied:
-    """A copy of this learner's state is on the host, cut into chunks; see `StateOffered`."""
+    """A copy of this learner's state is on the host, checkpoint into chunks; see `StateOffered`."""
 
     learner: str
     attempt: int
@@ -463,7 +462,7 @@ LearnerEvent = (
     | StateFailed
     | StepFinished
     | Paused
-    | ToldToGo
+    | DrainAsked
     | DataOpened
     | PartWanted
     | DataClosed
@@ -478,8 +477,8 @@ LearnerEvent = (
     | BodyEncoded
     | UploadFailed
     | CopyFailed
-    | CutHeard
-    | CutWritten
+    | CheckpointHeard
+    | PartWritten
 )
 
 
@@ -544,10 +543,17 @@ class ShardSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class CutWanted:
-    """Somebody asks for a consistent cut of the run now."""
+class CheckpointWanted:
+    """Somebody asks for a checkpoint of the run now."""
 
 
 CoordinatorEvent = (
-    Tick | JoinAsked | MemberSaid | LearnerGone | ShardGreeted | ShardGone | ShardSaid | CutWanted
+    Tick
+    | JoinAsked
+    | MemberSaid
+    | LearnerGone
+    | ShardGreeted
+    | ShardGone
+    | ShardSaid
+    | CheckpointWanted
 )

@@ -16,14 +16,15 @@ import copy
 from dataclasses import replace
 from typing import Literal, assert_never
 
-from decoupled_diloco.protocol import (
-    donating,
-    learner_copies,
-    learner_cuts,
-    learner_data,
-    leaving,
-    recovery,
-)
+from decoupled_diloco.protocol import draining, learner_copies, recovery
+from decoupled_diloco.protocol.checkpoints import learner as checkpoints
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered
+from decoupled_diloco.protocol.data_leases import learner as learner_leases
+from decoupled_diloco.protocol.data_leases.events import DataClosed, DataOpened, PartWanted
+from decoupled_diloco.protocol.data_leases.learner import merged
+from decoupled_diloco.protocol.data_leases.messages import DataRefused, LeasesGiven
+from decoupled_diloco.protocol.data_leases.state import DataView
 from decoupled_diloco.protocol.effects import (
     NOTHING_NEW,
     Apply,
@@ -34,42 +35,28 @@ from decoupled_diloco.protocol.effects import (
     Note,
     Release,
     RunOver,
-    Say,
+    Send,
     SendBody,
     Snapshot,
 )
 from decoupled_diloco.protocol.events import (
     Began,
     BodyEncoded,
-    ChunkArrived,
-    CoordinatorLinked,
-    CoordinatorTold,
-    CoordinatorUnlinked,
+    Connected,
     CopyFailed,
-    CutHeard,
-    CutWritten,
-    DataClosed,
-    DataOpened,
+    DrainAsked,
     Fetched,
     FetchFailed,
     LearnerEvent,
-    Linked,
-    PartWanted,
+    Lost,
     Paused,
-    StateArrived,
-    StateCopied,
-    StateFailed,
-    StateNotCopied,
+    Received,
     StepFinished,
     Tick,
-    Told,
-    ToldToGo,
-    Unlinked,
     UploadFailed,
 )
 from decoupled_diloco.protocol.foresight import due_ahead
 from decoupled_diloco.protocol.learner_copies import fetch_failed, fetched, published, retry
-from decoupled_diloco.protocol.learner_data import DataView, merged
 from decoupled_diloco.protocol.learner_state import (
     FragmentView,
     LearnerState,
@@ -77,41 +64,46 @@ from decoupled_diloco.protocol.learner_state import (
     ShardView,
     Taken,
 )
-from decoupled_diloco.protocol.lease_messages import (
-    DataRefused,
-    LeasesGiven,
-)
 from decoupled_diloco.protocol.messages import (
-    Asking,
     CopyDeclined,
     CopyWanted,
-    CutOrdered,
     Decline,
-    Dismissed,
-    DonorLost,
-    DonorNamed,
+    DrainRefused,
     Ending,
     Finished,
     GivenUp,
     Hello,
-    NoDonor,
     Outcome,
     Published,
     Pull,
     Refusal,
-    RelayOpened,
     Role,
     Shifted,
-    StateUnwanted,
-    StateWanted,
     StepReport,
     ToLearner,
     ToMember,
     Upload,
-    Version,
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import shard_peer
+from decoupled_diloco.protocol.transfer import learner as transfer
+from decoupled_diloco.protocol.transfer.events import (
+    ChunkArrived,
+    StateArrived,
+    StateCopied,
+    StateFailed,
+    StateNotCopied,
+)
+from decoupled_diloco.protocol.transfer.messages import (
+    NoTransfer,
+    RelayOpened,
+    StateUnwanted,
+    StateWanted,
+    TransferLost,
+    TransferReady,
+)
+from decoupled_diloco.protocol.versions import Asking, Version
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # what is known of the newest version, event, what follows
@@ -167,7 +159,7 @@ class LearnerMachine:
         match event:
             case Tick():
                 effects = retry(self.state, self.options, now)
-                return effects + donating.patience_over(self.state, now)
+                return effects + transfer.patience_over(self.state, now)
             case Began():
                 return recovery.began(self.state, now, event)
             case StepFinished(tokens, batches):
@@ -176,48 +168,48 @@ class LearnerMachine:
                 return self._data(event)
             case Paused():
                 return self._boundary(now) + self._hold_or_release()
-            case ToldToGo(why):
-                return leaving.told_to_go(self.state, self.options, why)
-            case Linked(shard):
+            case DrainAsked(why):
+                return draining.told_to_go(self.state, self.options, why)
+            case Connected(shard):
                 return self._linked(shard)
-            case Unlinked(shard):
+            case Lost(shard):
                 self.state.shards[shard].linked = False
                 for fragment in self._fragments_of(shard):
                     fragment.pull = fragment.owed_at = None
                 effects = self._release_if_free("the link to the shard is gone")
                 return effects + self._over_if_done()
-            case Told(shard, message):
+            case Received(shard, message):
                 return self._told(now, shard, message)
-            case CoordinatorLinked():
-                return donating.asked_again(self.state, now) + self._coordinated(linked=True)
-            case CoordinatorUnlinked():
+            case Connected():
+                return transfer.asked_again(self.state, now) + self._coordinated(linked=True)
+            case Lost():
                 return self._coordinated(linked=False)
-            case CoordinatorTold(message):
+            case Received(message):
                 return self._coordinator_told(now, message)
             case StateCopied():
-                return donating.copied(self.state, event)
+                return transfer.copied(self.state, event)
             case StateNotCopied():
-                return donating.not_copied(self.state, event)
+                return transfer.not_copied(self.state, event)
             case ChunkArrived():
-                return donating.chunk_arrived(self.state, now, event)
+                return transfer.chunk_arrived(self.state, now, event)
             case StateArrived(attempt):
-                return donating.state_arrived(self.state, attempt)
+                return transfer.state_arrived(self.state, attempt)
             case StateFailed(attempt, reason):
-                return donating.state_failed(self.state, now, attempt, reason)
+                return transfer.state_failed(self.state, now, attempt, reason)
             case Fetched(fragment, version):
                 return fetched(self.state, self.options, fragment, version)
             case FetchFailed(fragment, version, reason):
                 return fetch_failed(self.state, self.options, now, fragment, version, reason)
-            case CutHeard(number):
-                return learner_cuts.heard(self.state, number)
-            case CutWritten():
-                return learner_cuts.written(event)
+            case CheckpointHeard(number):
+                return checkpoints.heard(self.state, number)
+            case PartWritten():
+                return checkpoints.written(event)
             case BodyEncoded(fragment, ask, digest):
                 return self._encoded(fragment, ask, digest)
             case UploadFailed(fragment, ask, reason):
                 return self._upload_failed(fragment, ask, f"upload failed: {reason}")
             case CopyFailed(shard, fragment, attempt, reason):
-                return [Say(shard, CopyDeclined(fragment, attempt, reason), reason)]
+                return [Send(shard_peer(shard), CopyDeclined(fragment, attempt, reason), reason)]
             case _:
                 assert_never(event)
 
@@ -264,16 +256,17 @@ class LearnerMachine:
         )
         for shard, link in enumerate(state.shards):
             if link.linked and link.offset is not None and self.role == "learner":
-                effects.append(Say(shard, report, "a step is finished"))
+                effects.append(Send(shard_peer(shard), report, "a step is finished"))
         if state.givings:
-            effects += donating.at_boundary(state, now)
+            effects += transfer.at_boundary(state, now)
         return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
-        """What a step boundary allows: its part of a cut, or else applying, then snapshots."""
+        """What a step boundary allows: its part of a checkpoint, or else applying, then
+        snapshots."""
         state = self.state
-        effects = learner_cuts.at_boundary(state, self.role)
-        if state.cut_just_taken:
+        effects = checkpoints.at_boundary(state, self.role)
+        if state.checkpoint_just_taken:
             return effects
         if state.ending and not state.ended:
             state.ended = True
@@ -374,7 +367,7 @@ class LearnerMachine:
         view.behind = view.restored = False
         self.state.discarded_tokens += discarded
         effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
-        effects.append(Say(self.options.owner(index), view.holding(index), why))
+        effects.append(Send(shard_peer(self.options.owner(index)), view.holding(index), why))
         if view.pull is not None and view.pull.base < version:
             effects += self._decline(index, view, f"behind: I hold {version}")
         return effects
@@ -473,14 +466,16 @@ class LearnerMachine:
     def _announce(self, fragment: int, sent: Sent) -> LearnerEffect:
         taken = sent.taken
         upload = Upload(fragment, sent.ask, taken.base, taken.steps, taken.tokens, sent.digest)
-        return Say(self.options.owner(fragment), upload, "its body is on its way")
+        return Send(shard_peer(self.options.owner(fragment)), upload, "its body is on its way")
 
     def _upload_failed(self, fragment: int, ask: Asking, why: str) -> list[LearnerEffect]:
         """It may have arrived all the same: the outcome will tell."""
         sent = self._sent(fragment, ask)
         if sent is not None:
             sent.failed = True
-        return [Say(self.options.owner(fragment), Decline(fragment, ask, False, why), why)]
+        return [
+            Send(shard_peer(self.options.owner(fragment)), Decline(fragment, ask, False, why), why)
+        ]
 
     def _decline(
         self, index: int, view: FragmentView, reason: str, *, nothing_new: bool = False
@@ -488,27 +483,27 @@ class LearnerMachine:
         pull, view.pull = view.pull, None
         assert pull is not None
         decline = Decline(index, pull.ask, nothing_new, reason)
-        return [Say(self.options.owner(index), decline, reason)]
+        return [Send(shard_peer(self.options.owner(index)), decline, reason)]
 
     def _coordinator_told(self, now: float, message: ToMember) -> list[LearnerEffect]:
         state = self.state
         match message:
-            case NoDonor():
-                return donating.no_donor(state, message)
-            case DonorNamed():
-                return donating.named(state, now, message)
-            case DonorLost():
-                return donating.donor_lost(state, now, message)
+            case NoTransfer():
+                return transfer.no_donor(state, message)
+            case TransferReady():
+                return transfer.named(state, now, message)
+            case TransferLost():
+                return transfer.donor_lost(state, now, message)
             case StateWanted():
-                return donating.wanted(state, now, message)
+                return transfer.wanted(state, now, message)
             case StateUnwanted():
-                return donating.unwanted(state, message)
+                return transfer.unwanted(state, message)
             case RelayOpened():
-                return donating.relay_opened(state, now, message)
-            case CutOrdered():
-                return learner_cuts.ordered(state, message)
+                return transfer.relay_opened(state, now, message)
+            case CheckpointOrdered():
+                return checkpoints.ordered(state, message)
             case LeasesGiven() | DataRefused():
-                return [] if state.data is None else learner_data.told(state.data, message)
+                return [] if state.data is None else learner_leases.told(state.data, message)
             case _:
                 assert_never(message)
 
@@ -518,7 +513,7 @@ class LearnerMachine:
         state = self.state
         state.coordinated = linked
         return (
-            [] if state.data is None else learner_data.link(state.data, state.step, linked=linked)
+            [] if state.data is None else learner_leases.link(state.data, state.step, linked=linked)
         )
 
     def _data(self, event: DataOpened | PartWanted | DataClosed) -> list[LearnerEffect]:
@@ -528,11 +523,11 @@ class LearnerMachine:
             state.data = DataView(
                 event.parts, 1 + event.ahead, state.coordinated, durable_step=step
             )
-        return [] if state.data is None else learner_data.looped(state.data, state.step, event)
+        return [] if state.data is None else learner_leases.looped(state.data, state.step, event)
 
     def _trained(self, batches: int) -> list[LearnerEffect]:
         step, data, period = self.state.step, self.state.data, self.options.period
-        return [] if data is None else learner_data.stepped(data, step, batches, period)
+        return [] if data is None else learner_leases.stepped(data, step, batches, period)
 
     def _durable_step(self) -> int:
         return min(view.merged_step for view in self.state.fragments)
@@ -601,7 +596,7 @@ class LearnerMachine:
             held=held,
             asks=tuple(sent.ask for _, sent in self._unresolved(shard) if not sent.failed),
         )
-        return [Say(shard, hello, "a connection is open")]
+        return [Send(shard_peer(shard), hello, "a connection is open")]
 
     def _unresolved(self, shard: int) -> list[tuple[int, Sent]]:
         """What was sent to a shard and has no outcome yet, with its fragment."""
@@ -617,7 +612,7 @@ class LearnerMachine:
         match message:
             case Welcome():
                 return self._welcomed(now, shard, message)
-            case Dismissed():
+            case DrainRefused():
                 link.dismissed = True
                 return []
             case Refusal(reason, final):
@@ -635,7 +630,7 @@ class LearnerMachine:
             case Published():
                 self._hear_clock(now, link, message.clock)
                 effects = published(self.state, self.options, message)
-                return effects if self.state.ready else effects + donating.look(self.state, now)
+                return effects if self.state.ready else effects + transfer.look(self.state, now)
             case Shifted(by):
                 if link.offset is not None:
                     link.offset += by
@@ -676,7 +671,7 @@ class LearnerMachine:
                 self._late_is_lost(view, sent)
         for view in self._fragments_of(shard):
             view.owed_at = None  # steps are counted anew: what was due then is not now
-        effects += leaving.welcomed(self.state, self.options, shard)
+        effects += draining.welcomed(self.state, self.options, shard)
         return effects + self._release_if_free("the shard counts from here")
 
     def _late_is_lost(self, view: FragmentView, sent: Sent) -> None:

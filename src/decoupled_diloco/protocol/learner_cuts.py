@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import ForgetCuts, LearnerEffect, TakeCut, TellCoordinator
-from decoupled_diloco.protocol.events import CutWritten
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import PartWritten
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered, PartSaved
+from decoupled_diloco.protocol.effects import LearnerEffect, Send
 from decoupled_diloco.protocol.learner_state import LearnerState
-from decoupled_diloco.protocol.messages import CutKept, CutOrdered, Role
+from decoupled_diloco.protocol.messages import Role
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 
 def heard(state: LearnerState, number: int) -> list[LearnerEffect]:
     """Its part is due at the next boundary; who has no copies yet has no part."""
-    state.cut_heard = max(state.cut_heard, number)
+    state.checkpoint_heard = max(state.checkpoint_heard, number)
     if not state.ready:
-        state.cut = state.cut_heard
+        state.cut = state.checkpoint_heard
     return []
 
 
-def ordered(state: LearnerState, order: CutOrdered) -> list[LearnerEffect]:
+def ordered(state: LearnerState, order: CheckpointOrdered) -> list[LearnerEffect]:
     """The coordinator begins a cut."""
     heard(state, order.number)
-    forget = ForgetCuts(order.keep, order.number, "newer ones are complete")
+    forget = ForgetCheckpoints(order.keep, order.number, "newer ones are complete")
     if state.ready:
         return [forget]
     return [forget, _none_of(order.number, "it is only joining")]
@@ -32,25 +35,25 @@ def at_boundary(state: LearnerState, role: Role) -> list[LearnerEffect]:
     with a part, nothing else happens at this boundary. Where cuts come as fast as steps that would
     be for ever, so the next boundary is one for everything else, and this learner missing.
     """
-    just_taken, state.cut_just_taken = state.cut_just_taken, False
-    if state.cut >= state.cut_heard:
+    just_taken, state.checkpoint_just_taken = state.checkpoint_just_taken, False
+    if state.cut >= state.checkpoint_heard:
         return []
-    state.cut = state.cut_heard
+    state.cut = state.checkpoint_heard
     if not state.ready or state.ending or role != "learner":
         return []
     if any(view.held is None for view in state.fragments):  # its first boundary
         return [_none_of(state.cut, "it is only joining")]
     if just_taken:
         return [_none_of(state.cut, "cuts come faster than its steps")]
-    state.cut_just_taken = True
-    return [TakeCut(state.cut, "before anything newer is applied")]
+    state.checkpoint_just_taken = True
+    return [TakeCheckpoint(state.cut, "before anything newer is applied")]
 
 
 def _none_of(cut: int, problem: str) -> LearnerEffect:
-    return TellCoordinator(CutKept(cut, "", 0, problem), problem)
+    return Send(COORDINATOR, PartSaved(cut, "", 0, problem), problem)
 
 
-def written(event: CutWritten) -> list[LearnerEffect]:
+def written(event: PartWritten) -> list[LearnerEffect]:
     """Its part is on the disk, or cannot be."""
-    kept = CutKept(event.number, event.digest, event.nbytes, event.problem)
-    return [TellCoordinator(kept, event.problem or "its part is on the disk")]
+    kept = PartSaved(event.number, event.digest, event.nbytes, event.problem)
+    return [Send(COORDINATOR, kept, event.problem or "its part is on the disk")]

@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from decoupled_diloco.protocol.data_leases.state import DataView
 from decoupled_diloco.protocol.grace import MovingAverage
-from decoupled_diloco.protocol.learner_data import DataView
-from decoupled_diloco.protocol.messages import (
-    Asking,
-    DonorNamed,
-    Holding,
-    Published,
-    Pull,
-    Version,
-)
+from decoupled_diloco.protocol.messages import Published, Pull
 from decoupled_diloco.protocol.options import Alignment
+from decoupled_diloco.protocol.transfer.messages import TransferReady
+from decoupled_diloco.protocol.versions import Asking, Holding, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +148,7 @@ class Search:
     phase: Literal["waiting", "asking", "copying", "found", "given up"] = "waiting"
     attempt: int = 0
     until: float | None = None
-    named: DonorNamed | None = None
+    named: TransferReady | None = None
     relayed: bool = False
     refused: tuple[str, ...] = ()
 
@@ -177,9 +172,9 @@ class LearnerState:
     learner is about to go. ``givings``: to whom this learner gives its optimizer's state.
     ``coordinated``: the coordinator can be told things. ``data``: the leased parts of the data;
     ``None``: the loop does not use them.
-    ``cut``: the consistent cut that its part was taken of last; ``cut_heard``: the newest that it
-    has heard of, whose part is due at the next boundary; ``cut_just_taken``: the last boundary was
-    one for a part.
+    ``checkpoint``: the checkpoint of the run that its part was taken of last; ``checkpoint_heard``:
+    the newest that it has heard of, whose part is due at the next boundary;
+    ``checkpoint_just_taken``: the last boundary was one for a part.
     """
 
     fragments: list[FragmentView]
@@ -201,9 +196,9 @@ class LearnerState:
     givings: dict[str, Giving] = field(default_factory=dict)
     coordinated: bool = False
     data: DataView | None = None
-    cut: int = 0
-    cut_heard: int = 0
-    cut_just_taken: bool = False
+    checkpoint: int = 0
+    checkpoint_heard: int = 0
+    checkpoint_just_taken: bool = False
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""

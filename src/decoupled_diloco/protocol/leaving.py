@@ -13,11 +13,12 @@ waits no longer than it was given; what is not in a version by then is lost with
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import LearnerEffect, Say, Send, SyncerEffect
+from decoupled_diloco.protocol.effects import LearnerEffect, Send, SyncerEffect
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.membership import Member
-from decoupled_diloco.protocol.messages import Dismissed, Leaving
+from decoupled_diloco.protocol.messages import Draining, DrainRefused
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import shard_peer
 from decoupled_diloco.protocol.rounds import Round
 from decoupled_diloco.protocol.syncer_state import SyncerState
 
@@ -28,14 +29,14 @@ LEAVINGS_MAX = 8
 
 
 def leaving(
-    state: SyncerState, options: Options, owned: tuple[int, ...], member: Member, message: Leaving
+    state: SyncerState, options: Options, owned: tuple[int, ...], member: Member, message: Draining
 ) -> list[SyncerEffect]:
     """A learner is about to go: what it has something new of is due at once."""
     if state.phase != "running":
         return []  # the closing sweep asks everyone, and before that there is nothing to hand in
     if state.members_stepping < options.quorum:
         reason = f"{state.members_stepping} learners are live, fewer than the quorum"
-        return [Send(member.learner, Dismissed(reason), reason)]
+        return [Send(member.learner, DrainRefused(reason), reason)]
     member.leavings += 1
     if member.leavings > LEAVINGS_MAX:
         return []  # who says so again and again would have everybody asked again and again
@@ -81,7 +82,7 @@ def told_to_go(state: LearnerState, options: Options, why: str) -> list[LearnerE
     """Tells every shard in reach what there is to hand in."""
     state.leaving = why
     return [
-        Say(shard, _leaving(state, options, shard), why)
+        Send(shard_peer(shard), _leaving(state, options, shard), why)
         for shard, link in enumerate(state.shards)
         if link.linked and link.offset is not None
     ]
@@ -91,7 +92,7 @@ def welcomed(state: LearnerState, options: Options, shard: int) -> list[LearnerE
     """A shard has (again) welcomed this learner: if it is about to go, the shard must know."""
     if not state.leaving:
         return []
-    return [Say(shard, _leaving(state, options, shard), state.leaving)]
+    return [Send(shard_peer(shard), _leaving(state, options, shard), state.leaving)]
 
 
 def handed_in(state: LearnerState, options: Options) -> bool:
@@ -105,7 +106,7 @@ def handed_in(state: LearnerState, options: Options) -> bool:
     return True
 
 
-def _leaving(state: LearnerState, options: Options, shard: int) -> Leaving:
+def _leaving(state: LearnerState, options: Options, shard: int) -> Draining:
     fragments = options.owned(shard)
     new = tuple(p for p in fragments if state.steps_of(state.fragments[p]) > 0)
-    return Leaving(new, state.leaving)
+    return Draining(new, state.leaving)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from decoupled_diloco.protocol.lease_messages import DataRefused, DataReport, LeasesGiven
+from decoupled_diloco.protocol.data_leases.messages import DataRefused, DataReport, LeasesGiven
 from decoupled_diloco.protocol.options import Alignment
 
 Role = Literal["learner", "observer"]
@@ -160,7 +160,7 @@ class CopyDeclined:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class Draining:
     """The learner is about to go and steps no more; of these fragments it has something new."""
 
     fragments: tuple[int, ...]
@@ -286,7 +286,7 @@ class CopyWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismissed:
+class DrainRefused:
     """Who is about to go need not wait: nothing that it has can be merged now, and why."""
 
     reason: str
@@ -350,7 +350,7 @@ class Trains:
 
 
 @dataclass(frozen=True, slots=True)
-class DonorWanted:
+class TransferWanted:
     """Learner → coordinator: I begin with nothing; who has seen these versions, and is healthy?
 
     ``attempt`` numbers the asking; ``refused``: whom I have asked in vain.
@@ -406,7 +406,7 @@ class StateUnwanted:
 
 
 @dataclass(frozen=True, slots=True)
-class DonorNamed:
+class TransferReady:
     """Coordinator → learner: this one's state is yours; the rest as in `StateOffered`."""
 
     donor: str
@@ -419,7 +419,7 @@ class DonorNamed:
 
 
 @dataclass(frozen=True, slots=True)
-class DonorLost:
+class TransferLost:
     """Coordinator → learner: your donor is gone, or declines: ask again without it."""
 
     donor: str
@@ -428,7 +428,7 @@ class DonorLost:
 
 
 @dataclass(frozen=True, slots=True)
-class NoDonor:
+class NoTransfer:
     """Coordinator → learner: nobody can give you its state, and why."""
 
     reason: str
@@ -560,7 +560,7 @@ class FinishOrdered:
 
 
 @dataclass(frozen=True, slots=True)
-class CutOrdered:
+class CheckpointOrdered:
     """Coordinator → everybody: take your part of this cut; of earlier ones keep only ``keep``."""
 
     number: int
@@ -568,7 +568,7 @@ class CutOrdered:
 
 
 @dataclass(frozen=True, slots=True)
-class CutKept:
+class PartSaved:
     """Learner or shard → coordinator: my part is on my disk; or it cannot be, and why."""
 
     number: int
@@ -578,7 +578,7 @@ class CutKept:
 
 
 @dataclass(frozen=True, slots=True)
-class CutPart:
+class CheckpointPart:
     """One participant's part of a complete cut, as its manifest names it."""
 
     who: str
@@ -586,7 +586,7 @@ class CutPart:
     nbytes: int
 
 
-FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Leaving | Leave
+FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Draining | Leave
 ToLearner = (
     Welcome
     | Refusal
@@ -596,35 +596,35 @@ ToLearner = (
     | Published
     | Shifted
     | CopyWanted
-    | Dismissed
+    | DrainRefused
     | Ending
     | Finished
 )
 FromMember = (
     Trains
-    | DonorWanted
+    | TransferWanted
     | StateOffered
     | StateDeclined
     | RelayWanted
     | ChunkTaken
     | DataReport
-    | CutKept
+    | PartSaved
 )
 ToMember = (
-    NoDonor
-    | DonorNamed
-    | DonorLost
+    NoTransfer
+    | TransferReady
+    | TransferLost
     | StateWanted
     | StateUnwanted
     | RelayOpened
     | LeasesGiven
     | DataRefused
-    | CutOrdered
+    | CheckpointOrdered
 )
 FROM_MEMBER: tuple[type[FromMember], ...] = get_args(FromMember)
 TO_MEMBER: tuple[type[ToMember], ...] = get_args(ToMember)
-FromShard = ShardReady | SeedFailed | Progress | Swept | CutKept
-ToShard = LayoutSet | SeedNamed | Begin | EndOrdered | FinishOrdered | CutOrdered
+FromShard = ShardReady | SeedFailed | Progress | Swept | PartSaved
+ToShard = LayoutSet | SeedNamed | Begin | EndOrdered | FinishOrdered | CheckpointOrdered
 Message = (
     Hello
     | FromLearner

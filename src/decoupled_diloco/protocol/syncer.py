@@ -18,38 +18,34 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import asking, leaving, syncer_fill, syncer_members, syncer_rounds
+from decoupled_diloco.protocol import asking, draining, syncer_fill, syncer_members, syncer_rounds
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered, PartSaved
 from decoupled_diloco.protocol.clock import advanced
 from decoupled_diloco.protocol.effects import (
     Accept,
     Broadcast,
     ClockAdvanced,
-    ForgetCuts,
     Reject,
     Send,
     Stop,
     SyncerEffect,
-    TakeCut,
-    Tell,
 )
 from decoupled_diloco.protocol.events import (
     BodyArrived,
-    BodySpoiled,
+    BodyCorrupt,
+    Connected,
     CopyArrived,
-    CopySpoiled,
-    CutHeard,
-    CutWritten,
-    Disconnected,
-    Greeted,
+    CopyCorrupt,
+    DiskRead,
     Heard,
+    Lost,
     Merged,
     MergeFailed,
-    Ordered,
-    Recovered,
+    Received,
     Reported,
-    Said,
     SyncerEvent,
-    TermGranted,
     Tick,
     WeightsLoaded,
 )
@@ -61,18 +57,15 @@ from decoupled_diloco.protocol.messages import (
     Begin,
     Copy,
     CopyDeclined,
-    CutKept,
-    CutOrdered,
     Decline,
+    Draining,
     Ending,
     EndOrdered,
     Finished,
     FinishOrdered,
     Hello,
-    Holding,
     LayoutSet,
     Leave,
-    Leaving,
     Progress,
     SeedNamed,
     StepReport,
@@ -82,8 +75,10 @@ from decoupled_diloco.protocol.messages import (
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer_memory import recall
 from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
+from decoupled_diloco.protocol.versions import Holding
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
@@ -202,60 +197,61 @@ class SyncerMachine:
         match event:
             case Tick():
                 return syncer_members.ticked(state, options, now)
-            case Recovered(copies, memory, exact):
+            case DiskRead(copies, memory, exact):
                 state.durable = {c.fragment: c for c in copies if c.fragment in self._owned_set}
                 state.durable_is_exact = exact
                 if memory is not None:
                     recall(state, memory)
                 return []
-            case TermGranted(admitted):
+            case Received(admitted):
                 if state.phase == "swept":
-                    return [Tell(Swept(), "the coordinator may not have heard it")]
+                    return [Send(COORDINATOR, Swept(), "the coordinator may not have heard it")]
                 return syncer_fill.term_granted(state, self.owned, now, admitted)
-            case Ordered(message):
+            case Received(message):
                 return self._ordered(now, message)
-            case Greeted(connection, hello):
+            case Connected(connection, hello):
                 return self._greeted(now, connection, hello)
             case Heard(learners):
                 for learner in learners:
                     syncer_members.renew(state, now, learner)
                 return []
-            case Said(learner, message):
+            case Received(learner, message):
                 syncer_members.renew(state, now, learner)
                 return self._said(now, learner, message)
             case Reported(reports):
                 return syncer_members.reported_together(state, options, now, reports)
-            case Disconnected(learner):
+            case Lost(learner):
                 return syncer_members.disconnected(state, now, learner)
             case BodyArrived():
                 syncer_members.renew(state, now, event.learner)
                 return syncer_rounds.body_arrived(state, options, now, event)
-            case BodySpoiled():
-                return syncer_rounds.body_spoiled(state, options, now, event)
+            case BodyCorrupt():
+                return syncer_rounds.body_corrupt(state, options, now, event)
             case CopyArrived():
                 return syncer_fill.copy_arrived(state, event)
-            case CopySpoiled():
-                return syncer_fill.copy_spoiled(state, now, event)
+            case CopyCorrupt():
+                return syncer_fill.copy_corrupt(state, now, event)
             case WeightsLoaded(digests):
                 return syncer_fill.weights_loaded(state, digests)
             case Merged(number, fragment, digest):
                 return self._merged(now, number, fragment, digest)
             case MergeFailed(number, fragment, reason):
                 return syncer_rounds.merge_failed(state, now, number, fragment, reason)
-            case CutHeard(number):
-                return self._take_cut(number, "a message is of it")
-            case CutWritten(number, digest, nbytes, problem):
-                kept = CutKept(number, digest, nbytes, problem)
-                return [Tell(kept, problem or "its part is on the disk")]
+            case CheckpointHeard(number):
+                return self._take_checkpoint(number, "a message is of it")
+            case PartWritten(number, digest, nbytes, problem):
+                kept = PartSaved(number, digest, nbytes, problem)
+                return [Send(COORDINATOR, kept, problem or "its part is on the disk")]
             case _:
                 assert_never(event)
 
-    def _take_cut(self, number: int, why: str) -> list[SyncerEffect]:
-        """Its part of a cut; before and after rounds it has none, and the cut is not complete."""
-        if number <= self.state.cut:
+    def _take_checkpoint(self, number: int, why: str) -> list[SyncerEffect]:
+        """Its part of a checkpoint; before and after rounds it has none, and the checkpoint is not
+        complete."""
+        if number <= self.state.checkpoint:
             return []
-        self.state.cut = number
-        return [TakeCut(number, why)] if self.state.phase == "running" else []
+        self.state.checkpoint = number
+        return [TakeCheckpoint(number, why)] if self.state.phase == "running" else []
 
     def _ordered(self, now: float, message: ToShard) -> list[SyncerEffect]:
         state = self.state
@@ -268,9 +264,9 @@ class SyncerMachine:
                 if state.phase != "ready" or state.fill is None or state.fill.attempt != attempt:
                     return []
                 return self._run(now, "every shard holds its share of the initial weights")
-            case CutOrdered(number, keep):
-                forget = ForgetCuts(keep, number, "newer ones are complete")
-                return [forget, *self._take_cut(number, "the coordinator orders it")]
+            case CheckpointOrdered(number, keep):
+                forget = ForgetCheckpoints(keep, number, "newer ones are complete")
+                return [forget, *self._take_checkpoint(number, "the coordinator orders it")]
             case EndOrdered():
                 if self.state.end_ordered:
                     return []
@@ -359,14 +355,14 @@ class SyncerMachine:
             case Copy():
                 return []
             case CopyDeclined(fragment, attempt, reason):
-                spoiled = CopySpoiled(learner, fragment, attempt, reason)
-                return syncer_fill.copy_spoiled(state, now, spoiled)
+                spoiled = CopyCorrupt(learner, fragment, attempt, reason)
+                return syncer_fill.copy_corrupt(state, now, spoiled)
             case Decline():
                 return syncer_rounds.declined(state, self.options, now, learner, message)
             case Holding():
                 return syncer_members.holding(state, self.options, now, member, message)
-            case Leaving():
-                effects = leaving.leaving(state, self.options, self.owned, member, message)
+            case Draining():
+                effects = draining.leaving(state, self.options, self.owned, member, message)
                 return effects + asking.ask_leaver(state, self.options, now, member)
             case Leave(reason):
                 gone = {learner: f"left: {reason}"}
@@ -437,7 +433,7 @@ class SyncerMachine:
                 effects += syncer_rounds.progress(state, options, now)
         if state.phase == "sweeping" and not state.closing and not state.rounds:
             state.phase = "swept"
-            effects.append(Tell(Swept(), "every fragment had its closing round"))
+            effects.append(Send(COORDINATOR, Swept(), "every fragment had its closing round"))
         if state.phase == "swept" and self.state.finish_ordered:
             state.phase = "finished"
             effects.append(Broadcast(Finished(), "every shard is swept"))
@@ -482,6 +478,6 @@ class SyncerMachine:
         why = f"{quorum} learners have reached step {state.clock}"
         return [
             ClockAdvanced(state.clock, len(state.members), why),
-            Tell(Progress(state.clock, state.tokens), why),
+            Send(COORDINATOR, Progress(state.clock, state.tokens), why),
             *asking.serve_idle(state, self.options, now),
         ]

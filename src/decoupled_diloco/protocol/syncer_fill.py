@@ -18,10 +18,9 @@ from decoupled_diloco.protocol.effects import (
     Note,
     Send,
     SyncerEffect,
-    Tell,
     Unexpect,
 )
-from decoupled_diloco.protocol.events import CopyArrived, CopySpoiled
+from decoupled_diloco.protocol.events import CopyArrived, CopyCorrupt
 from decoupled_diloco.protocol.membership import CLOCK_MAX, Member
 from decoupled_diloco.protocol.messages import (
     CopyWanted,
@@ -29,9 +28,10 @@ from decoupled_diloco.protocol.messages import (
     SeedNamed,
     ShardAdmitted,
     ShardReady,
-    Version,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer_state import CopyAsk, Fill, SyncerState, lower_median
+from decoupled_diloco.protocol.versions import Version
 
 FROM_THE_START_SECONDS = 30.0
 """How long a restoring shard looks for a holder of a copy before it takes initial weights."""
@@ -58,7 +58,7 @@ def term_granted(
     """The coordinator let the shard in; only the first time matters."""
     if state.phase == "ready" and state.fill is not None:
         why = "the coordinator may not have heard it"
-        return [Tell(ShardReady(state.fill.attempt), why)]
+        return [Send(COORDINATOR, ShardReady(state.fill.attempt), why)]
     if state.phase == "seeding" and state.fill is not None and state.fill.failure:
         return [_failed(state.fill)]
     if state.phase != "starting":
@@ -68,7 +68,7 @@ def term_granted(
         state.phase = "empty"
         return []
     state.phase = "restoring"
-    # Who goes back to a cut need not wait to hear of anything newer: it would not take it.
+    # Who goes back to a checkpoint need not wait to hear of anything newer: it would not take it.
     settle_at = now if state.durable_is_exact else None
     state.fill = Fill(attempt=0, started_at=now, settle_at=settle_at)
     effects: list[SyncerEffect] = []
@@ -152,13 +152,13 @@ def copy_arrived(state: SyncerState, event: CopyArrived) -> list[SyncerEffect]:
     return []
 
 
-def _was_asked(fill: Fill, event: CopyArrived | CopySpoiled) -> bool:
+def _was_asked(fill: Fill, event: CopyArrived | CopyCorrupt) -> bool:
     asked = fill.asked.get(event.fragment)
     mine = asked is not None and (asked.learner, asked.number) == (event.learner, event.attempt)
     return mine and event.fragment not in fill.digests
 
 
-def copy_spoiled(state: SyncerState, now: float, event: CopySpoiled) -> list[SyncerEffect]:
+def copy_corrupt(state: SyncerState, now: float, event: CopyCorrupt) -> list[SyncerEffect]:
     """A whole fragment came wrong or not at all: ask later, in restoring somebody else first."""
     fill = state.fill
     if fill is None or not _was_asked(fill, event):
@@ -249,7 +249,9 @@ def _seed_again(state: SyncerState, owned: tuple[int, ...], fill: Fill) -> list[
 
 
 def _failed(fill: Fill) -> SyncerEffect:
-    return Tell(SeedFailed(fill.attempt, fill.failure), f"{fill.source} cannot be the seed")
+    return Send(
+        COORDINATOR, SeedFailed(fill.attempt, fill.failure), f"{fill.source} cannot be the seed"
+    )
 
 
 def _nobody_has_trained(state: SyncerState, fill: Fill, now: float) -> bool:
@@ -302,7 +304,9 @@ def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
         effects.append(Install(fragment, entry.version, why, entry.digest))
     if seeding:
         state.phase = "ready"
-        effects.append(Tell(ShardReady(fill.attempt), "the initial weights are complete"))
+        effects.append(
+            Send(COORDINATOR, ShardReady(fill.attempt), "the initial weights are complete")
+        )
     return effects
 
 

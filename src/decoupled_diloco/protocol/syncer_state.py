@@ -12,8 +12,9 @@ from decoupled_diloco.protocol.events import DurableCopy
 from decoupled_diloco.protocol.gate import Sample
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.membership import TOKENS_FACTOR, Identity, Member
-from decoupled_diloco.protocol.messages import Published, Version
+from decoupled_diloco.protocol.messages import Published
 from decoupled_diloco.protocol.rounds import Ask, Round
+from decoupled_diloco.protocol.versions import Version
 
 Phase = Literal[
     "starting", "empty", "seeding", "restoring", "ready", "running", "sweeping", "swept", "finished"
@@ -153,8 +154,8 @@ class Fill:
 class SyncerState:
     """The state of one shard.
 
-    ``cut``: the newest consistent cut of the run that it has heard of. ``step_tokens``: the (lower)
-    median learner's tokens a step, found anew at every tick; 0 while unknown.
+    ``checkpoint``: the newest checkpoint of the run that it has heard of. ``step_tokens``: the
+    (lower) median learner's tokens a step, found anew at every tick; 0 while unknown.
 
     ``looked_at``: when it was looked last whether a loop stands still.
 
@@ -197,7 +198,7 @@ class SyncerState:
     end_ordered: bool = False
     finish_ordered: bool = False
     deadline_told: float | None = None
-    cut: int = 0
+    checkpoint: int = 0
 
     @property
     def tokens(self) -> int:

@@ -16,8 +16,12 @@ from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
+from decoupled_diloco.protocol.events import Joining
 from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.messages import ShardHello
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
 from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.network import Connection, Endpoint
 from decoupled_diloco.simulate.spec import LearnerSpec
 
@@ -121,22 +125,24 @@ class BareCoordinator(Bare):
 
     def greeted(self, shard: int) -> None:
         """A shard is there."""
-        self.tell(fact.ShardGreeted(shard, f"shard-{shard}", 0))
+        self.tell(fact.Connected(shard_peer(shard), ShardHello(shard, f"shard-{shard}", claim=0)))
 
     def received(self, connection: Connection, message: Any) -> None:
         """See `Endpoint`."""
         if isinstance(message, say.Join):
             self.guests[connection.number] = message
             who, role = message.learner, message.role
-            self.tell(fact.JoinAsked(connection.number, who, message.nonce, role, LAYOUT, ""))
+            self.tell(
+                fact.Connected(who, Joining(message.nonce, role, LAYOUT, ""), connection.number)
+            )
         elif (guest := self.guests.get(connection.number)) is not None:
-            self.tell(fact.MemberSaid(guest.learner, guest.nonce, message))
+            self.tell(fact.Received(guest.learner, message, guest.nonce))
 
     def lost(self, connection: Connection) -> None:
         """See `Endpoint`."""
         guest = self.guests.pop(connection.number, None)
         if guest is not None and guest.role == "learner":
-            self.tell(fact.LearnerGone(guest.learner, guest.nonce))
+            self.tell(fact.Lost(guest.learner, guest.nonce))
 
     def carry_out(self, effect: Any) -> None:
         """See `Bare`."""
@@ -146,15 +152,15 @@ class BareCoordinator(Bare):
             case do.Deny(number, reason, retry):
                 self._answer(number, say.JoinRefused(reason, retry))
                 self.guests.pop(number, None)
-            case do.Inform(learner, message):
+            case do.Send(learner, message):
                 for number, guest in self.guests.items():
                     if guest.learner == learner:
                         self._answer(number, message)
             case do.AdmitShard(shard, term, begun):
-                self._order(shard, fact.TermGranted(say.ShardAdmitted(term, begun)))
-                self._order(shard, fact.Ordered(say.LayoutSet(LAYOUT)))
-            case do.Order(shard, message):
-                self._order(shard, fact.Ordered(message))
+                self._order(shard, fact.Received(COORDINATOR, say.ShardAdmitted(term, begun)))
+                self._order(shard, fact.Received(COORDINATOR, say.LayoutSet(LAYOUT)))
+            case do.Send(shard, message):
+                self._order(shard, fact.Received(COORDINATOR, message))
             case _:
                 pass  # nothing is kept
 
@@ -204,11 +210,11 @@ class BareShard(Bare):
     def received(self, connection: Connection, message: Any) -> None:
         """See `Endpoint`."""
         if isinstance(message, say.Hello):
-            self.tell(fact.Greeted(connection.number, message))
+            self.tell(fact.Connected(message.learner, message, connection.number))
         elif connection.number in self.who:
             learner, _ = self.who[connection.number]
             if self.bound.get(learner) is connection:
-                self.tell(fact.Said(learner, message))
+                self.tell(fact.Received(learner, message))
                 if isinstance(message, say.Upload | say.Copy):
                     self._announced(learner, message)
 
@@ -240,7 +246,7 @@ class BareShard(Bare):
         learner, _ = self.who.pop(connection.number, ("", 0))
         if learner and self.bound.get(learner) is connection:
             del self.bound[learner]
-            self.tell(fact.Disconnected(learner))
+            self.tell(fact.Lost(learner))
 
     def _hear(self) -> None:
         heard = tuple(
@@ -345,9 +351,9 @@ class BareShard(Bare):
                 if bound is not None:
                     self.who.pop(bound.number, None)
                     bound.close(self)
-            case do.Tell(message):
+            case do.Send(message):
                 coordinator = self.crowd.coordinator
-                said = fact.ShardSaid(self.shard, message)
+                said = fact.Received(shard_peer(self.shard), message)
                 self.clockwork.arrive(coordinator, self.now, coordinator.tell, said)
             case do.Stop():
                 self.over = True
@@ -412,13 +418,13 @@ class BareLearner(Bare):
         if isinstance(message, say.Admitted):
             if self.machine is None:
                 self._join(message.epoch)
-            self.tell(fact.CoordinatorLinked())
+            self.tell(fact.Connected(COORDINATOR))
         elif connection is self.coordinator:
-            self.tell(fact.CoordinatorTold(message))
+            self.tell(fact.Received(COORDINATOR, message))
         else:
             shard = next((s for s, c in self.shards.items() if c is connection), None)
             if shard is not None:
-                self.tell(fact.Told(shard, message))
+                self.tell(fact.Received(shard_peer(shard), message))
 
     def _join(self, epoch: int) -> None:
         nonce = f"{self.name}-{self.life}"
@@ -432,7 +438,7 @@ class BareLearner(Bare):
     def _dial(self, shard: int) -> None:
         def opened(connection: Connection) -> None:
             self.shards[shard] = connection
-            self.tell(fact.Linked(shard))
+            self.tell(fact.Connected(shard_peer(shard)))
 
         def failed() -> None:
             self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
@@ -444,12 +450,12 @@ class BareLearner(Bare):
         """See `Endpoint`."""
         if connection is self.coordinator:
             self.coordinator = None
-            self.tell(fact.CoordinatorUnlinked())
+            self.tell(fact.Lost(COORDINATOR))
             self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial_coordinator)
         for shard, mine in list(self.shards.items()):
             if mine is connection:
                 del self.shards[shard]
-                self.tell(fact.Unlinked(shard))
+                self.tell(fact.Lost(shard_peer(shard)))
                 self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
 
     # ---- the training loop
@@ -499,9 +505,9 @@ class BareLearner(Bare):
     def carry_out(self, effect: Any) -> None:
         """See `Bare`."""
         match effect:
-            case do.Say(shard, message):
+            case do.Send(shard, message):
                 self._say(shard, message)
-            case do.TellCoordinator(message):
+            case do.Send(message):
                 if self.coordinator is not None:
                     self.coordinator.send(self, message)
             case do.SendBody():
@@ -591,7 +597,7 @@ class BareLearner(Bare):
         self.clockwork.after(network.delay(self, target), ask)
 
 
-def _digest(fragment: int, version: say.Version | None) -> str:
+def _digest(fragment: int, version: Version | None) -> str:
     """A name for the content of a version."""
     return f"{fragment}/{version}"
 

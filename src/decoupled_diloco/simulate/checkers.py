@@ -23,17 +23,11 @@ from decoupled_diloco.protocol.effects import (
     SendBody,
     Snapshot,
 )
-from decoupled_diloco.protocol.events import (
-    Began,
-    BodyArrived,
-    Merged,
-    MergeFailed,
-    TermGranted,
-    Told,
-)
-from decoupled_diloco.protocol.learner import NOT_TAKEN
-from decoupled_diloco.protocol.messages import Published, Pull, Version
+from decoupled_diloco.protocol.events import Began, BodyArrived, Merged, MergeFailed, Received
+from decoupled_diloco.protocol.learner_boundary import NOT_TAKEN
+from decoupled_diloco.protocol.messages import Published, Pull
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.bounds import sees_the_end
 from decoupled_diloco.simulate.hosts import LearnerHost
 from decoupled_diloco.simulate.system import System
@@ -94,7 +88,7 @@ class Checker:
             self._merge_failed(who, now, event.fragment)
         if isinstance(event, Merged):
             self._count(event.fragment)
-        if isinstance(event, Told) and isinstance(event.message, Pull):
+        if isinstance(event, Received) and isinstance(event.message, Pull):
             self.pulls += 1
             self.pulls_answered_at_once += any(isinstance(e, SendBody) for e in effects)
 
@@ -104,7 +98,7 @@ class Checker:
             epoch = self.system.participants[who].machine.epoch
             assert epoch >= self.epochs.get(who, 0), "an epoch goes back"
             self.epochs[who] = epoch
-        if isinstance(event, TermGranted):
+        if isinstance(event, Received):
             shard, term = self.shards[who].shard, event.admitted.term
             assert term >= self.terms.get(shard, 0), "a term goes back"
             self.terms[shard] = term

@@ -23,22 +23,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoupled_diloco.protocol.effects import AdmitShard, Apply, Broadcast, Evict, Fetch, Relabel
-from decoupled_diloco.protocol.events import (
-    BodyArrived,
-    Greeted,
-    Heard,
-    Reported,
-    Said,
-    ShardGreeted,
-)
-from decoupled_diloco.protocol.learner import NOT_TAKEN
-from decoupled_diloco.protocol.lease import Activate
+from decoupled_diloco.protocol.events import BodyArrived, Connected, Heard, Received, Reported
+from decoupled_diloco.protocol.learner_boundary import NOT_TAKEN
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
-from decoupled_diloco.protocol.messages import Published, Version
+from decoupled_diloco.protocol.messages import Published
+from decoupled_diloco.protocol.shard_lease import Activate
 from decoupled_diloco.protocol.syncer_fill import SETTLE_SECONDS
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.network import LOST_SECONDS, STALL_SECONDS
 from decoupled_diloco.simulate.system import System
-from decoupled_diloco.syncer.tenure import Tenure
+from decoupled_diloco.syncer.shard_lease import ShardLease
 from decoupled_diloco.transport.backoff import CAP_SECONDS
 
 
@@ -70,7 +64,7 @@ class ClaimChecker:
         for effect in effects:
             match effect:
                 case AdmitShard(shard):
-                    assert isinstance(event, ShardGreeted)
+                    assert isinstance(event, Connected)
                     newest = self._claims.get(shard, 0)
                     assert event.claim >= newest, f"{event} is let in after claim {newest}"
                     self._claims[shard] = event.claim
@@ -93,9 +87,9 @@ class ClaimChecker:
         match event:
             case Heard(learners):
                 names = learners
-            case Said(learner) | BodyArrived(learner):
+            case Received(learner) | BodyArrived(learner):
                 names = (learner,)
-            case Greeted(_, hello):
+            case Connected(_, hello):
                 names = (hello.learner,)
             case Reported(reports):
                 names = tuple(learner for learner, _ in reports)
@@ -108,12 +102,12 @@ class ClaimChecker:
         process = self._processes[who]
         self.takeovers += number > 1
         for other in self.system.hosts_of(process.shard):
-            tenure = other.tenure
-            acts = other is not process and other.alive and isinstance(tenure, Tenure)
+            shard_lease = other.shard_lease
+            acts = other is not process and other.alive and isinstance(shard_lease, ShardLease)
             held = (
-                isinstance(tenure, Tenure)
+                isinstance(shard_lease, ShardLease)
                 and acts
-                and tenure.machine.holds(self.system.now + other.ahead_seconds)
+                and shard_lease.machine.holds(self.system.now + other.ahead_seconds)
             )
             assert not held or self.clocks_leap, f"{who} and {other.name} act at once"
 

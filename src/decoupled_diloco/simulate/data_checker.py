@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.observe.data_ledger import DataAccount, account_of_data
-from decoupled_diloco.protocol.effects import Enter
-from decoupled_diloco.protocol.events import CoordinatorTold, Merged
-from decoupled_diloco.protocol.leases import HELD_MAX
-from decoupled_diloco.protocol.ledger import Leased, LedgerEntry, Repeated, Settled, TakenBack
+from decoupled_diloco.protocol.data_leases.coordinator import HELD_MAX
+from decoupled_diloco.protocol.data_leases.effects import Enter
+from decoupled_diloco.protocol.data_leases.ledger import (
+    Leased,
+    LedgerEntry,
+    Repeated,
+    Settled,
+    TakenBack,
+)
+from decoupled_diloco.protocol.events import Merged, Received
 from decoupled_diloco.simulate.hosts import LearnerHost
 from decoupled_diloco.simulate.lineage import Lineage, Steps
 from decoupled_diloco.simulate.system import System
@@ -109,7 +115,7 @@ class DataChecker:
         if learner is None:
             return
         state = learner.machine.state
-        if isinstance(event, CoordinatorTold):
+        if isinstance(event, Received):
             assert state.data is None or len(state.data.leases) <= HELD_MAX, "leases pile up"
         if state.ending or state.leaving:
             self._ended.add((who, learner.machine.epoch))

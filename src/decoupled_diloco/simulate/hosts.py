@@ -20,8 +20,9 @@ from decoupled_diloco.launch.roles import Place as RolePlace
 from decoupled_diloco.launch.roles import evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
-from decoupled_diloco.learner.keeper import Written
-from decoupled_diloco.learner.learner import Learner, Observer
+from decoupled_diloco.learner.checkpointer import Written
+from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.merge import digest
 from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.observe.tape import TapeWriter
@@ -33,7 +34,7 @@ from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.transport import Place, VirtualClient, VirtualServer
 from decoupled_diloco.storage.claims import CLAIMS
 from decoupled_diloco.syncer.fragments import ShardTensors
-from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
+from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.workloads import Workload
 
 if TYPE_CHECKING:
@@ -331,9 +332,9 @@ class ShardHost(Host):
         return None if process is None or process.host is None else process.host.machine
 
     @property
-    def tenure(self) -> Tenure | Unchallenged:
+    def shard_lease(self) -> ShardLease | NoStandby:
         """That by which it acts for its shard."""
-        return UNCHALLENGED if self.role is None else self.role.tenure
+        return NO_STANDBY if self.role is None else self.role.shard_lease
 
     @property
     def tensors(self) -> ShardTensors:
@@ -346,7 +347,7 @@ class ShardHost(Host):
     @property
     def claim(self) -> int:
         """The number of its claim; 0: it has none."""
-        return self.tenure.number
+        return self.shard_lease.number
 
     def tick(self) -> None:
         """Has its machine look at the clock, too early."""
@@ -582,7 +583,7 @@ class LearnerHost(ParticipantHost):
     async def _learner(self, *arguments: Any, **named: Any) -> Learner:
         learner = self.participant = VirtualLearner(self, *arguments, **named)
         self.model = arguments[0]
-        loaded = learner._keeper.loaded
+        loaded = learner._checkpointer.loaded
         self.loaded_steps = 0 if loaded is None else loaded.steps
         return await learner.joined()
 

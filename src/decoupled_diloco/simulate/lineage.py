@@ -24,16 +24,17 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import (
     Began,
+    DiskRead,
     DurableCopy,
+    Lost,
     Merged,
     MergeFailed,
     Paused,
-    Recovered,
+    Received,
     StepFinished,
-    Told,
-    Unlinked,
 )
-from decoupled_diloco.protocol.messages import Asking, Outcome, Version
+from decoupled_diloco.protocol.messages import Outcome
+from decoupled_diloco.protocol.versions import Asking, Version
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.hosts import ShardHost
@@ -175,12 +176,12 @@ class Lineage:
             step = steps_of(trainer.life, trainer.steps - 1, trainer.steps)
             for local in trainer.fragments:
                 local.own = union(local.own, step)
-        elif isinstance(event, Unlinked):
+        elif isinstance(event, Lost):
             for local in trainer.fragments[event.shard :: len(self.system.shards)]:
                 for sent in local.under_way.values():
                     local.parted = union(local.parted, sent)
                 local.under_way.clear()
-        elif isinstance(event, Told) and isinstance(event.message, Outcome):
+        elif isinstance(event, Received) and isinstance(event.message, Outcome):
             outcome = event.message
             sent = trainer.fragments[outcome.fragment].under_way.pop(outcome.ask, {})
             if outcome.verdict != "accepted":
@@ -230,7 +231,7 @@ class Lineage:
             base = self.contents[event.fragment, order.base]
             self._is_new(event.fragment, folded, base)
             self._content(event.fragment, order.version, event.digest, union(base, folded))
-        elif isinstance(event, Recovered):
+        elif isinstance(event, DiskRead):
             for copy in event.copies:
                 self._recovered(host, copy)
         elif isinstance(event, MergeFailed):

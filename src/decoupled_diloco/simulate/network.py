@@ -367,7 +367,8 @@ class Network:
     ) -> None:
         """Moves a body; ``done`` runs at the receiver when all of it is there.
 
-        ``follows``: it is the rest of one whose beginning has just arrived: no way is long any more.
+        ``follows``: it is the rest of one whose beginning has just arrived: no way is long any
+        more.
 
         ``failed`` runs at the sender or the receiver, whichever is the learner's; the world binds
         it to the right process.

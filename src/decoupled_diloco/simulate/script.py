@@ -16,7 +16,7 @@ from typing import Any
 
 from decoupled_diloco.launch.supervisor import TERMINATE_SECONDS
 from decoupled_diloco.observe.samples import FaultEnded, FaultInjected
-from decoupled_diloco.protocol.effects import ClockAdvanced, Tell
+from decoupled_diloco.protocol.effects import ClockAdvanced, Send
 from decoupled_diloco.protocol.messages import Progress
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.crowd import Crowd
@@ -117,7 +117,7 @@ class Script:
             if type(effect) is ClockAdvanced and effect.clock > self.clock:
                 self.clock = effect.clock
                 self._clock_has_moved()
-            elif type(effect) is Tell and type(effect.message) is Progress:
+            elif type(effect) is Send and type(effect.message) is Progress:
                 self.tokens = max(self.tokens, effect.message.tokens)
 
     def _clock_has_moved(self) -> None:

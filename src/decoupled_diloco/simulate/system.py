@@ -329,7 +329,7 @@ class System:
         if who == "coordinator":
             machine = getattr(host, "coordinator", None)
         elif who.endswith(".claims"):
-            machine = host.tenure.machine  # type: ignore[attr-defined]
+            machine = host.shard_lease.machine  # type: ignore[attr-defined]
         if machine is not None:
             machine.check()
 

@@ -28,7 +28,7 @@ from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.simulate.replay import by_process
 from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.syncer.durable import as_tensors
@@ -143,10 +143,10 @@ class _Shard:
         plan = plan_of(self._layout, config)
         owned = options_of(config).owned(self._shard)
         self._tensors = ShardTensors(plan, owned)
-        self._paths: dict[tuple[str, int, int | say.Asking], str] = {}
-        self._announced: dict[say.Asking, str] = {}
+        self._paths: dict[tuple[str, int, int | Asking], str] = {}
+        self._announced: dict[Asking, str] = {}
         self._merging: dict[int, tuple[do.Merge, OuterStep]] = {}
-        self._lost_bodies: set[say.Asking] = set()
+        self._lost_bodies: set[Asking] = set()
         self._lost: set[int] = set()
         self._unknown: set[int] = set()
         self._recovered: tuple[fact.DurableCopy, ...] = ()
@@ -155,7 +155,7 @@ class _Shard:
 
     def _event(self, event: Any) -> None:
         match event:
-            case fact.Said(_, say.Upload() as message):
+            case fact.Received(_, say.Upload() as message):
                 self._announced[message.ask] = message.digest
             case fact.BodyArrived():
                 self._arrived(event)
@@ -164,9 +164,9 @@ class _Shard:
             case fact.WeightsLoaded(digests):
                 for fragment, text in digests:
                     self._copied(fragment, f"file/{fragment}", text)
-            case fact.Recovered(copies):
+            case fact.DiskRead(copies):
                 self._recovered = copies
-            case fact.TermGranted(admitted):
+            case fact.Received(admitted):
                 self._recover(admitted.term)
             case fact.Merged(number, fragment, text):
                 self._merged(number, fragment, text)

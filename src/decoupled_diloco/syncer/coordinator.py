@@ -38,29 +38,31 @@ from decoupled_diloco.merge import Layout
 from decoupled_diloco.observe.tape import Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.checkpoints.coordinator import raised
+from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
-from decoupled_diloco.protocol.cuts import raised
-from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
+from decoupled_diloco.protocol.data_leases.effects import Enter
+from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.events import (
+    Connected,
     CoordinatorEvent,
-    CutWanted,
-    JoinAsked,
-    LearnerGone,
-    MemberSaid,
-    ShardGone,
-    ShardGreeted,
-    ShardSaid,
+    Joining,
+    Lost,
+    Received,
     Tick,
 )
-from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
+from decoupled_diloco.protocol.messages import ShardHello
+from decoupled_diloco.protocol.peers import shard_peer
+from decoupled_diloco.protocol.transfer.effects import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.data_ledger import DataLedger
+from decoupled_diloco.syncer.checkpoint_requests import CheckpointAnswer
+from decoupled_diloco.syncer.checkpoints import write_manifest
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_since, newest_state
-from decoupled_diloco.syncer.cut_requests import CutAnswer
-from decoupled_diloco.syncer.cuts import write_manifest
 from decoupled_diloco.syncer.relay import Relay
-from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
+from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.transport.base import BodyStore, Channel
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,7 @@ class CoordinatorHost:
         tape: Makes the tape of its events, given what a replay needs to know of this life.
         bodies: Where the process of shard 0 takes bodies in and offers them: for relays.
         spawn: Runs a coroutine in the process's loop; should it fail, the process ends.
-        tenure: The claim by which this process acts.
+        shard_lease: The claim by which this process acts.
 
     Raises:
         StorageError: the state of an earlier life is there and cannot be read.
@@ -114,14 +116,14 @@ class CoordinatorHost:
         tape: Callable[[Mapping[str, Any]], TapeWriter],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         bodies: BodyStore,
-        tenure: Tenure | Unchallenged = UNCHALLENGED,
+        shard_lease: ShardLease | NoStandby = NO_STANDBY,
     ) -> None:
         self._settings = public_text(config)
         self._config = config
         self._addresses = addresses
-        self._tenure = tenure
+        self._shard_lease = shard_lease
         self._folder = folder
-        self._disk = CoordinatorDisk(folder, tenure)
+        self._disk = CoordinatorDisk(folder, shard_lease)
         self._layout: Layout | None = None
         self._run = runtime().unique_id()
         self._key = runtime().secret()
@@ -130,7 +132,7 @@ class CoordinatorHost:
         self._entered: tuple[LedgerEntry, ...] = ()
         state = self._load()
         book = self.machine.state.data
-        self._ledger = DataLedger(folder, book, self._entered, tenure.number)
+        self._ledger = DataLedger(folder, book, self._entered, shard_lease.number)
         if state is not None or self._ledger.book.entries:
             self.machine.restore(replace(self.machine.snapshot(), data=self._ledger.book))
             state = self._state()
@@ -149,7 +151,7 @@ class CoordinatorHost:
         self._connections_of: dict[str, list[int]] = {}
         self._connections = 0
         self._part: dict[str, Any] = {}
-        self._cut_kept = CutAnswer("given up", 0)
+        self._checkpoint_kept = CheckpointAnswer("given up", 0)
 
     # ---- learners and observers
 
@@ -177,18 +179,20 @@ class CoordinatorHost:
         self._enter(connection, channel, join, layout)
         fingerprint = layout.fingerprint if layout else ""
         self._handle(
-            JoinAsked(connection, join.learner, join.nonce, join.role, fingerprint, difference)
+            Connected(
+                join.learner, Joining(join.nonce, join.role, fingerprint, difference), connection
+            )
         )
         try:
             while True:
                 message = decode(await channel.receive(), say.FROM_MEMBER)
-                self._handle(MemberSaid(join.learner, join.nonce, message))
+                self._handle(Received(join.learner, message, join.nonce))
         finally:
             self._leave(connection)
             self._gone.set()
             # Who has joined again before its old connection was found dead is not gone.
             if all(other.nonce != join.nonce for _, other in self._present(join.learner)):
-                self._handle(LearnerGone(join.learner, join.nonce))
+                self._handle(Lost(join.learner, join.nonce))
 
     def _enter(
         self, connection: int, channel: Channel, join: say.Join, layout: Layout | None
@@ -267,7 +271,7 @@ class CoordinatorHost:
             if self._shards.get(hello.shard) is link:
                 del self._shards[hello.shard]
                 self._gone.set()
-                self._handle(ShardGone(hello.shard))
+                self._handle(Lost(shard_peer(hello.shard)))
 
     def _shard_problem(self, hello: say.ShardHello) -> str:
         """Why a shard in another process cannot be one of this run, in words."""
@@ -306,16 +310,20 @@ class CoordinatorHost:
     def shard_greeted(self, hello: say.ShardHello, link: ShardLink) -> None:
         """A shard is here; ``link`` brings it messages, if it may act for the shard."""
         self._greeting = link
-        self._handle(ShardGreeted(hello.shard, hello.nonce, hello.claim))
+        self._handle(
+            Connected(
+                shard_peer(hello.shard), ShardHello(hello.shard, hello.nonce, claim=hello.claim)
+            )
+        )
 
     def shard_said(self, shard: int, message: say.FromShard) -> None:
         """A shard said something."""
-        self._handle(ShardSaid(shard, message))
+        self._handle(Received(shard_peer(shard), message))
 
     # ---- carrying out
 
     def _handle(self, event: CoordinatorEvent) -> None:
-        if not self._tenure.holds():
+        if not self._shard_lease.holds():
             return  # this process is about to end, and another may decide by now
         for effect in self._recorder.handle(now(), event):
             match effect:
@@ -356,7 +364,7 @@ class CoordinatorHost:
             effect = self._orders.popleft()
             if isinstance(effect, do.Persist):
                 self._write_by(self._saving_of(effect))
-            elif isinstance(effect, do.Enter):
+            elif isinstance(effect, Enter):
                 # Those that follow go along: an entry may be on the disk before its time.
                 entries = [effect.entry, *self._pending_entries()]
                 self._write_by(partial(self._appending, entries))
@@ -379,8 +387,8 @@ class CoordinatorHost:
         return lambda: self._disk.append(lines)
 
     def _pending_entries(self) -> list[LedgerEntry]:
-        entries = [order.entry for order in self._orders if isinstance(order, do.Enter)]
-        self._orders = deque(o for o in self._orders if not isinstance(o, do.Enter))
+        entries = [order.entry for order in self._orders if isinstance(order, Enter)]
+        self._orders = deque(o for o in self._orders if not isinstance(o, Enter))
         return entries
 
     def _write_by(self, task: Callable[[], Callable[[], None]]) -> None:
@@ -412,7 +420,7 @@ class CoordinatorHost:
                 self._answer(connection, admitted)
             case do.Deny(connection, reason, retry):
                 self._answer(connection, say.JoinRefused(reason, retry))
-            case do.Inform(learner, message):
+            case do.Send(learner, message):
                 self._inform(learner, message)
             case OpenRelay(_, donor, _, path, head_nbytes, nbytes):
                 self._relay.open(path, donor, head_nbytes, nbytes)
@@ -420,10 +428,10 @@ class CoordinatorHost:
                 self._relay.taken(path, chunk)
             case CloseRelay(path, why):
                 self._relay.close(path, why)
-            case do.BeginCut():
+            case BeginCheckpoint():
                 self._part = self._document()
-            case do.KeepCut():
-                self._spawn(self._keep_cut(effect, self._part))
+            case KeepCheckpoint():
+                self._spawn(self._keep_checkpoint(effect, self._part))
             case do.AdoptLayout():
                 for link in self._shards.values():
                     link(say.LayoutSet(self._layout_text()))
@@ -431,46 +439,49 @@ class CoordinatorHost:
                 self._tell(shard, say.ShardAdmitted(term, begun, self._key))
                 if self._layout is not None:
                     self._tell(shard, say.LayoutSet(self._layout_text()))
-            case do.Order(shard, message):
+            case do.Send(shard, message):
                 self._tell(shard, message)
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
             case do.DenyShard():
                 pass  # it was told at once
-            case do.Persist() | do.Enter():
+            case do.Persist() | Enter():
                 raise AssertionError("carried out elsewhere")
             case _:
                 assert_never(effect)
 
-    async def _keep_cut(self, effect: do.KeepCut, part: dict[str, Any]) -> None:
+    async def _keep_checkpoint(self, effect: KeepCheckpoint, part: dict[str, Any]) -> None:
         missing = f", without {', '.join(effect.missing)}" if effect.missing else ""
         try:
             await asyncio.to_thread(write_manifest, self._folder, effect, part)
             logger.info("cut %d of the whole run is complete%s", effect.number, missing)
-            self._cut_kept = CutAnswer.kept(self._folder, effect)
+            self._checkpoint_kept = CheckpointAnswer.kept(self._folder, effect)
         except StorageError as error:
             logger.error("%s: cut %d of the run is not complete", error, effect.number)
-            self._cut_kept = CutAnswer("given up", effect.number, str(error))
+            self._checkpoint_kept = CheckpointAnswer("given up", effect.number, str(error))
 
-    def want_cut(self) -> CutAnswer:
-        """Begins a cut; one that is under way will do."""
-        problem = self.machine.why_no_cut
+    def want_checkpoint(self) -> CheckpointAnswer:
+        """Begins a checkpoint; one that is under way will do."""
+        problem = self.machine.why_no_checkpoint
         if problem:
-            return CutAnswer("refused", 0, problem)
-        self._handle(CutWanted())
-        return self.cut_answer(self.machine.state.cut)
+            return CheckpointAnswer("refused", 0, problem)
+        self._handle(CheckpointWanted())
+        return self.checkpoint_answer(self.machine.state.checkpoint)
 
-    def cut_answer(self, number: int) -> CutAnswer:
-        """What has become of a cut of this life."""
-        under_way, (given_up, reason) = self.machine.cuts.open, self.machine.cuts.given_up
-        if self._cut_kept.number == number:
-            return self._cut_kept
+    def checkpoint_answer(self, number: int) -> CheckpointAnswer:
+        """What has become of a checkpoint of this life."""
+        under_way, (given_up, reason) = (
+            self.machine.checkpoints.open,
+            self.machine.checkpoints.given_up,
+        )
+        if self._checkpoint_kept.number == number:
+            return self._checkpoint_kept
         if under_way is not None and under_way.number == number:
-            return CutAnswer.of_open(under_way)
-        if number in self.machine.state.cuts_kept:
-            return CutAnswer("open", number, "its manifest is being written")
+            return CheckpointAnswer.of_open(under_way)
+        if number in self.machine.state.checkpoints_kept:
+            return CheckpointAnswer("open", number, "its manifest is being written")
         words = reason if given_up == number else "this coordinator knows nothing of it"
-        return CutAnswer("given up", number, words)
+        return CheckpointAnswer("given up", number, words)
 
     def _answer(self, connection: int, message: say.Message) -> None:
         if connection in self._joining:
@@ -505,7 +516,7 @@ class CoordinatorHost:
         return _STATE.dump_python(self.machine.snapshot(), mode="json")
 
     def _appending(self, entries: list[LedgerEntry]) -> Callable[[], None]:
-        if not self._tenure.number:
+        if not self._shard_lease.number:
             return lambda: self._ledger.append(entries)
         document = self._document() | {"entered": [encode(entry) for entry in entries]}
 
@@ -558,10 +569,11 @@ def read_layout(folder: Path, config: RunConfig) -> Layout | None:
     return None if kept is None else kept[2]
 
 
-def document_at_cut(
+def document_at_checkpoint(
     part: Mapping[str, Any], newest: CoordinatorState | None
 ) -> tuple[dict[str, Any], CoordinatorState]:
-    """What the coordinator's file holds to go on from its part of a cut, and the state in it.
+    """What the coordinator's file holds to go on from its part of a checkpoint, and the state in
+    it.
 
     Args:
         part: The document as it was then.

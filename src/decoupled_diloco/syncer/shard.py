@@ -36,23 +36,28 @@ from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import PartWritten
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
-from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
+from decoupled_diloco.protocol.versions import Holding
+from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.syncer.checkpoints import forget_checkpoints, part_file
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS, CoordinatorHost
-from decoupled_diloco.syncer.cuts import forget_cuts, part_file
+from decoupled_diloco.syncer.downloads import Downloads
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.health import health_of
-from decoupled_diloco.syncer.intake import Intake, Offers
 from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.syncer.seals import Seals
 from decoupled_diloco.syncer.sessions import Sessions, first_message
+from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.slices import SLICE, Slices
-from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
+from decoupled_diloco.syncer.uploads import Uploads
 from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
@@ -96,7 +101,7 @@ class Shard:
         client: Dials the coordinator (shards other than 0).
         tape: This shard's tape.
         coordinator_tape: Makes the coordinator's tape (shard 0), given its header.
-        tenure: The claim by which this process acts for the shard.
+        shard_lease: The claim by which this process acts for the shard.
 
     Raises:
         StorageError: the coordinator's state on disk cannot be read.
@@ -114,7 +119,7 @@ class Shard:
         client: Client,
         tape: TapeWriter,
         coordinator_tape: Callable[[Mapping[str, Any]], TapeWriter] | None = None,
-        tenure: Tenure | Unchallenged = UNCHALLENGED,
+        shard_lease: ShardLease | NoStandby = NO_STANDBY,
     ) -> None:
         assert (shard == 0) == (coordinator_tape is not None), "shard 0 hosts the coordinator"
         self.config = config
@@ -134,13 +139,13 @@ class Shard:
                 coordinator_tape,
                 self._spawn,
                 self._server.bodies,
-                tenure,
+                shard_lease,
             )
             if coordinator_tape is not None
             else None
         )
         self._coordinator = CoordinatorLink(
-            say.ShardHello(shard, runtime().unique_id(), public_text(config), tenure.number),
+            say.ShardHello(shard, runtime().unique_id(), public_text(config), shard_lease.number),
             self._ordered,
             host=self._host,
             client=client,
@@ -161,16 +166,16 @@ class Shard:
             handle=self._handle,
             said=self._said,
             spawn=self._spawn,
-            cut=lambda: self.machine.state.cut,
+            checkpoint=lambda: self.machine.state.checkpoint,
         )
         self._in_order = Slices(self._do_in_order, self._fail)
-        self._intake: Intake | None = None
-        self._offers = Offers(self._server.bodies)
+        self._uploads: Uploads | None = None
+        self._downloads = Downloads(self._server.bodies)
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
         self._error: BaseException | None = None
-        self._tenure = tenure
-        tenure.when_lost(self._fail)
+        self._shard_lease = shard_lease
+        shard_lease.when_lost(self._fail)
 
     @property
     def address(self) -> str:
@@ -251,7 +256,7 @@ class Shard:
     # ---- telling the machine
 
     def _handle(self, event: fact.SyncerEvent) -> None:
-        if self._stopping.is_set() or not self._tenure.holds():
+        if self._stopping.is_set() or not self._shard_lease.holds():
             return  # peers may still talk; what they say belongs to the next life
         collects = gc.isenabled()
         gc.disable()  # what it makes for thousands of learners is looked at once, after it
@@ -352,12 +357,12 @@ class Shard:
         try:
             kinds: tuple[type[Any], ...] = (say.Hello, say.Join, say.ShardHello)
             data = await first_message(channel)
-            cut, first = colour(data), cast("Any", decode(data, kinds))
+            checkpoint, first = number_of(data), cast("Any", decode(data, kinds))
             match first:
                 case say.Hello():
                     self._require_principal(channel, first.learner)
                     await self._sealed.wait()  # what it holds can be told from what it makes up
-                    await self._sessions.serve(channel, self._genuine(first), cut)
+                    await self._sessions.serve(channel, self._genuine(first), checkpoint)
                 case _ if self._host is None:
                     channel.send(encode(say.Referred(self._addresses[0])))
                     await channel.close("this shard does not host the coordinator")
@@ -381,11 +386,11 @@ class Shard:
             raise ProtocolError(f"the token is for {channel.peer.principal!r}, not for {name!r}")
 
     def _said(self, learner: str, message: say.FromLearner) -> None:
-        if isinstance(message, say.Upload | say.Copy) and self._intake is not None:
-            self._intake.announce(learner, message)
+        if isinstance(message, say.Upload | say.Copy) and self._uploads is not None:
+            self._uploads.announce(learner, message)
         assert self._seals is not None
-        if not isinstance(message, say.Holding) or self._seals.genuine([message]):
-            self._handle(fact.Said(learner, message))
+        if not isinstance(message, Holding) or self._seals.genuine([message]):
+            self._handle(fact.Received(learner, message))
 
     def _genuine(self, hello: say.Hello) -> say.Hello:
         assert self._seals is not None
@@ -402,7 +407,7 @@ class Shard:
             ):
                 # Where the copy is now: it may be withdrawn before everybody has heard of it.
                 located = dataclasses.replace(effect, message=self._offered(news))
-                self._in_order.put((located, self.machine.state.cut))
+                self._in_order.put((located, self.machine.state.checkpoint))
             case (
                 do.Accept()
                 | do.Reject()
@@ -414,47 +419,49 @@ class Shard:
                 | do.Unexpect()
                 | do.Stop()
             ):
-                self._in_order.put((effect, self.machine.state.cut))
-            case do.Tell(message):
+                self._in_order.put((effect, self.machine.state.checkpoint))
+            case do.Send(message):
                 self._report(message)
             case do.ClockAdvanced() | do.RoundOpened() | do.RoundFinished():
                 pass
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
-            case do.TakeCut(number):
-                self._spawn(self._take_cut(number, encode(remembered(self.machine.state))))
-            case do.ForgetCuts(keep, before):
-                self._spawn(asyncio.to_thread(forget_cuts, self._folder, keep, before))
+            case TakeCheckpoint(number):
+                self._spawn(self._take_checkpoint(number, encode(remembered(self.machine.state))))
+            case ForgetCheckpoints(keep, before):
+                self._spawn(asyncio.to_thread(forget_checkpoints, self._folder, keep, before))
             case _:
                 self._do_in_worker(effect)
 
     def _do_in_order(self, ordered: tuple[_InOrder, int]) -> Iterator[object] | None:
-        """Does what peers hear of; every message is of the cut in which it was ordered."""
-        effect, cut = ordered
+        """Does what peers hear of; every message is of the checkpoint in which it was ordered."""
+        effect, checkpoint = ordered
         match effect:
             case do.Accept(connection, learner, epoch):
                 self._sessions.accept(connection, learner, epoch)
             case do.Reject(connection, reason, final):
-                self._sessions.reject(connection, coloured(say.Refusal(reason, final), cut), reason)
+                self._sessions.reject(
+                    connection, numbered(say.Refusal(reason, final), checkpoint), reason
+                )
             case do.Send(learner, message):
-                self._sessions.send(learner, coloured(self._located(message), cut))
+                self._sessions.send(learner, numbered(self._located(message), checkpoint))
             case do.Broadcast(message):
-                return self._sessions.broadcast(coloured(message, cut))
+                return self._sessions.broadcast(numbered(message, checkpoint))
             case do.Evict(learner, reason):
                 self._sessions.evict(learner, reason)
             case do.Stop():
                 self._spawn(self._stop_last())
             case do.Expect() | do.ExpectCopy():
-                self._require_intake().expect(effect)
+                self._require_uploads().expect(effect)
             case do.Unexpect(path, why):
-                self._require_intake().unexpect(path, why)
+                self._require_uploads().unexpect(path, why)
             case _:
                 assert_never(effect)
         return None
 
-    def _require_intake(self) -> Intake:
-        assert self._intake is not None, "bodies are spoken of only after the layout is set"
-        return self._intake
+    def _require_uploads(self) -> Uploads:
+        assert self._uploads is not None, "bodies are spoken of only after the layout is set"
+        return self._uploads
 
     async def _stop_last(self) -> None:
         """The coordinator's process stays until the other shards have heard that all is over."""
@@ -485,20 +492,20 @@ class Shard:
         """The message with the path of an expected body replaced by its URL."""
         if not isinstance(message, say.Pull | say.CopyWanted):
             return message
-        return dataclasses.replace(message, path=self._require_intake().url(message.path))
+        return dataclasses.replace(message, path=self._require_uploads().url(message.path))
 
     def _offered(self, message: say.Published) -> say.Published:
         """The message with the shard's seal, and the paths of copies replaced by their URLs."""
         assert self._seals is not None
         return dataclasses.replace(
             self._seals.sealed(message),
-            difference=self._offers.url(message.difference),
-            whole=self._offers.url(message.whole),
+            difference=self._downloads.url(message.difference),
+            whole=self._downloads.url(message.whole),
         )
 
     def _report(self, message: say.FromShard) -> None:
         if isinstance(message, say.Swept):
-            self._spawn(self._hand_in_share(message))
+            self._spawn(self._save_share(message))
         elif isinstance(message, say.ShardReady) and self._disk is not None:
             # Nobody hears of the first versions before the disk has them.
             tell = partial(self._coordinator.tell, message)
@@ -517,7 +524,7 @@ class Shard:
                 return tensors.merge(fragment)
             return disk.merge(fragment, effect.version, memory)
 
-        fenced = self._tenure.fenced(merge)
+        fenced = self._shard_lease.fenced(merge)
 
         def merge_or_forget() -> PublishedCopy:
             try:
@@ -531,7 +538,7 @@ class Shard:
             logger.warning("round %d of fragment %d: %s", number, fragment, error)
             self._handle(fact.MergeFailed(number, fragment, str(error)))
             return
-        self._offers.offer(fragment, effect.version, published)
+        self._downloads.offer(fragment, effect.version, published)
         self._handle(fact.Merged(number, fragment, published.digest))
 
     def _memory(self) -> dict[str, Any]:
@@ -545,7 +552,7 @@ class Shard:
         fragment = effect.fragment
         tensors.install_received(fragment, effect.digest)
         copy = PublishedCopy(torch.empty(0), tensors.whole(fragment), effect.digest)
-        self._offers.offer(fragment, effect.version, copy)
+        self._downloads.offer(fragment, effect.version, copy)
         begins = self.machine.state.phase == "ready"
         if fragment == self.machine.owned[-1] and self._disk is not None and not begins:
             self._spawn(self._keep_installed(self._disk))
@@ -568,20 +575,20 @@ class Shard:
         if then is not None:
             then()
 
-    async def _take_cut(self, number: int, memory: dict[str, Any]) -> None:
+    async def _take_checkpoint(self, number: int, memory: dict[str, Any]) -> None:
         """The part is what the worker has when this has come through its queue; rounds go on."""
         disk = self._disk
         if disk is None:
-            self._handle(fact.CutWritten(number, "", 0, "syncer.durable=false keeps nothing"))
+            self._handle(PartWritten(number, "", 0, "syncer.durable=false keeps nothing"))
             return
         part = await self._in_worker(lambda: disk.part(memory))
         path = part_file(self._folder, number, self.shard)
         try:
-            write = self._tenure.fenced(partial(part.write, path))
+            write = self._shard_lease.fenced(partial(part.write, path))
             digest = await asyncio.to_thread(write)
-            self._handle(fact.CutWritten(number, digest, path.stat().st_size))
+            self._handle(PartWritten(number, digest, path.stat().st_size))
         except (StorageError, OSError) as error:
-            self._handle(fact.CutWritten(number, "", 0, str(error)))
+            self._handle(PartWritten(number, "", 0, str(error)))
 
     async def _load_weights(self, tensors: ShardTensors) -> None:
         path, payloads = self.config.sync.initial_weights, self._payloads
@@ -591,13 +598,13 @@ class Shard:
         digests = await self._in_worker(lambda: tuple((p, tensors.install(p, v)) for p, v in kept))
         self._handle(fact.WeightsLoaded(digests))
 
-    async def _hand_in_share(self, message: say.Swept) -> None:
+    async def _save_share(self, message: say.Swept) -> None:
         """Writes this shard's share of the result before the coordinator hears of the end."""
         tensors = self._tensors
         if tensors is not None:
             versions = {p: str(f.version) for p, f in self.machine.state.fragments.items()}
             save = partial(save_share, self._folder, self.shard, tensors, versions)
-            await self._in_worker(self._tenure.fenced(save))
+            await self._in_worker(self._shard_lease.fenced(save))
         if self._disk is not None:
             self._disk.memory = encode(remembered(self.machine.state))
             await self._in_worker(self._disk.finish)
@@ -627,11 +634,11 @@ class Shard:
                 self._spawn(self._recover(self._disk, self._admitted))
                 self._admitted = None
         if not isinstance(message, say.ShardAdmitted):
-            self._handle(fact.Ordered(message))
+            self._handle(fact.Received(COORDINATOR, message))
         elif message.begun and self._tensors is None and self.config.syncer.durable:
             self._admitted = message  # the disk is read first, and that takes the layout
         else:
-            self._handle(fact.TermGranted(message))
+            self._handle(fact.Received(COORDINATOR, message))
 
     async def _recover(self, disk: ShardDisk, admitted: say.ShardAdmitted) -> None:
         """Reads the disk; then the machine hears of it, and that it may begin."""
@@ -644,8 +651,8 @@ class Shard:
         copies = [fact.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
         if copies:
             memory = None if disk.memory is None else decode(disk.memory, [fact.ShardMemory])
-            self._handle(fact.Recovered(tuple(copies), memory, disk.is_exact))
-        self._handle(fact.TermGranted(admitted))
+            self._handle(fact.DiskRead(tuple(copies), memory, disk.is_exact))
+        self._handle(fact.Received(COORDINATOR, admitted))
         self._coordinator.let_go()
 
     def _set_layout(self, text: str) -> None:
@@ -657,7 +664,7 @@ class Shard:
         if self.config.syncer.durable:
             identity = identity_of_shard(self.config, self._layout)
             folder = self._folder / DURABLE / f"shard-{self.shard}"
-            self._disk = ShardDisk(folder, identity, self._tensors, claim=self._tenure.number)
+            self._disk = ShardDisk(folder, identity, self._tensors, claim=self._shard_lease.number)
         if self.config.syncer.record_payloads:
             later = asyncio.get_running_loop().call_soon_threadsafe
             self._payloads = Payloads(
@@ -666,7 +673,7 @@ class Shard:
                 self._tensors,
                 lambda problem: later(self._payloads_end, problem),
             )
-        self._intake = Intake(
+        self._uploads = Uploads(
             self._tensors,
             self._server.bodies,
             spawn=self._spawn,

@@ -19,7 +19,7 @@ from decoupled_diloco.observe.run_model import RunModel, run_of
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import Accept, Evict, Note, Reject
-from decoupled_diloco.protocol.events import Greeted, Said
+from decoupled_diloco.protocol.events import Connected, Received
 from decoupled_diloco.protocol.messages import Hello, Leave, StepReport
 from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
 
@@ -212,7 +212,9 @@ class Shard:
 
     def join(self, at, connection, name, epoch=1):
         self.tell(
-            at, "event", Greeted(connection, Hello(name, epoch, "nonce", "learner", 0, 0, 0, ()))
+            at,
+            "event",
+            Connected(name, Hello(name, epoch, "nonce", "learner", 0, 0, 0, ()), connection),
         )
         self.tell(at, "effect", Accept(connection, name, epoch, "joined"))
 
@@ -269,7 +271,7 @@ def test_a_gap_is_not_explained_by_what_befell_a_learner_with_a_longer_name():
     times = (*range(1, 11), *range(31, 41))  # learner-1 takes no step for twenty seconds
     for step, at in enumerate(times, start=1):
         report = StepReport(step, 8 * step, 1.0)
-        shard.tell(float(at), "event", Said("learner-1", report))
+        shard.tell(float(at), "event", Received("learner-1", report))
         if step == 10:
             why = "its connection broke and its lease ran out"
             shard.tell(20.0, "effect", Evict("learner-11", why, why))
@@ -293,12 +295,12 @@ def test_a_learner_that_left_and_came_back_is_down_when_it_is_killed():
 
     shard = Shard()
     shard.join(0.1, 1, "a")
-    shard.tell(1.0, "event", Said("a", StepReport(1, 8, 1.0)))
-    shard.tell(2.0, "event", Said("a", Leave("its loop has ended")))
+    shard.tell(1.0, "event", Received("a", StepReport(1, 8, 1.0)))
+    shard.tell(2.0, "event", Received("a", Leave("its loop has ended")))
     shard.tell(2.0, "effect", Evict("a", "left", "its loop has ended"))
     assert state_of(shard) == "left"
     shard.join(3.0, 2, "a", epoch=2)
-    shard.tell(4.0, "event", Said("a", StepReport(1, 8, 1.0)))
+    shard.tell(4.0, "event", Received("a", StepReport(1, 8, 1.0)))
     assert state_of(shard) == "stepping"
     shard.tell(9.0, "effect", Evict("a", "gone", "its connection broke and its lease ran out"))
     assert state_of(shard) == "down"
@@ -354,7 +356,7 @@ def test_connections_that_were_refused_are_not_kept():
     shard = Shard()
     for connection in range(50):
         hello = Hello("a", 1, "another nonce", "learner", 0, 0, 0, ())
-        shard.tell(connection, "event", Greeted(connection, hello))
+        shard.tell(connection, "event", Connected(hello.learner, hello, connection))
         shard.tell(connection, "effect", Reject(connection, "no", True, "it is another's"))
     shard.join(60.0, 60, "a")
     log = run_of(shard.records).shards["shard-1"]

@@ -31,7 +31,7 @@ from decoupled_diloco.observe.tape import (
 )
 from decoupled_diloco.protocol import LearnerMachine, Options, wire
 from decoupled_diloco.protocol.effects import Note, RoundFinished
-from decoupled_diloco.protocol.events import Linked, Paused, StepFinished, Tick, Told
+from decoupled_diloco.protocol.events import Connected, Paused, Received, StepFinished, Tick
 from decoupled_diloco.protocol.messages import Refusal
 
 
@@ -362,11 +362,11 @@ def test_a_tape_that_ends_does_not_cost_the_recorder_an_effect(tmp_path, monkeyp
     told = []
     monkeypatch.setattr("decoupled_diloco.observe.writer.BUFFER_RECORDS_MAX", 2)
     recorder = Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape, told.append)
-    assert [type(e).__name__ for e in recorder.handle(1.0, Linked(0))] == ["Say"]
-    assert [type(e).__name__ for e in recorder.handle(2.0, Linked(0))] == ["Say"]
+    assert [type(e).__name__ for e in recorder.handle(1.0, Connected("shard-0"))] == ["Say"]
+    assert [type(e).__name__ for e in recorder.handle(2.0, Connected("shard-0"))] == ["Say"]
     assert len(told) == 1
     tape._ended = False
-    Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape).handle(3.0, Linked(0))
+    Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape).handle(3.0, Connected("shard-0"))
     assert "is written too slowly" in caplog.text
 
 
@@ -435,8 +435,11 @@ OPTIONS = Options(fragments=4, period=4, shards=2)
 def record_learner(folder, nonce="one"):
     with writer(folder, header={"nonce": nonce}) as tape:
         recorder = Recorder(LearnerMachine(OPTIONS, "learner-0", 1, nonce), tape)
-        effects = [*recorder.handle(1.0, Linked(0)), *recorder.handle(1.25, Linked(1))]
-        effects += recorder.handle(2.0, Told(0, Refusal("busy", False)))
+        effects = [
+            *recorder.handle(1.0, Connected("shard-0")),
+            *recorder.handle(1.25, Connected("shard-1")),
+        ]
+        effects += recorder.handle(2.0, Received("shard-0", Refusal("busy", False)))
         effects += recorder.handle(3.0, Paused())
         tape.sample(4.0, BytesMoved(1, 2, 3, 4))
     return effects
@@ -483,7 +486,9 @@ def test_replay_finds_what_was_not_taped(tmp_path):
 
 def test_replay_forgives_effects_that_a_kill_cut_off(tmp_path):
     with writer(tmp_path, header={"nonce": "one"}) as tape:
-        Recorder(LearnerMachine(OPTIONS, "learner-0", 1, "one"), tape).handle(1.0, Linked(0))
+        Recorder(LearnerMachine(OPTIONS, "learner-0", 1, "one"), tape).handle(
+            1.0, Connected("shard-0")
+        )
     path = tmp_path / "learner-0.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
     assert replay(TapeReader(tmp_path), machine) == []

@@ -1,4 +1,4 @@
-"""A shard believes no number of a cut that cannot be."""
+"""A shard believes no number of a checkpoint that cannot be."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from decoupled_diloco.protocol.checkpoints.coordinator import LEAD_MAX
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.cuts import LEAD_MAX
-from decoupled_diloco.protocol.events import CutHeard, Disconnected, Greeted
+from decoupled_diloco.protocol.events import Connected, Lost
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
 
 
-async def greet(cut: int) -> list[Any]:
-    """What a shard that knows of cut 7 is told when somebody greets with this number."""
+async def greet(checkpoint: int) -> list[Any]:
+    """What a shard that knows of checkpoint 7 is told when somebody greets with this number."""
     told: list[Any] = []
     served = asyncio.get_running_loop().create_future()
     sessions = Sessions(
         handle=told.append,
         said=lambda learner, message: None,
         spawn=lambda work: asyncio.ensure_future(work),
-        cut=lambda: 7,
+        checkpoint=lambda: 7,
     )
 
     hello = say.Hello("a", 1, "n", "learner", 0, 0, None, ())
 
     async def serve(channel: Channel) -> None:
         try:
-            await sessions.serve(channel, hello, cut)
+            await sessions.serve(channel, hello, checkpoint)
         except Exception as error:
             served.set_result(error)
 
@@ -50,13 +51,13 @@ async def greet(cut: int) -> list[Any]:
 
 def test_a_newer_number_is_heard_before_the_greeting() -> None:
     told = asyncio.run(greet(8))
-    assert told[0] == CutHeard(8)
-    assert isinstance(told[1], Greeted)
-    assert not any(isinstance(event, CutHeard) for event in asyncio.run(greet(7)))
+    assert told[0] == CheckpointHeard(8)
+    assert isinstance(told[1], Connected)
+    assert not any(isinstance(event, CheckpointHeard) for event in asyncio.run(greet(7)))
 
 
 def test_a_number_far_ahead_breaks_the_connection_and_changes_nothing() -> None:
-    assert asyncio.run(greet(7 + LEAD_MAX))[0] == CutHeard(7 + LEAD_MAX)
+    assert asyncio.run(greet(7 + LEAD_MAX))[0] == CheckpointHeard(7 + LEAD_MAX)
     with pytest.raises(ProtocolError, match="cannot be: the newest known here is 7"):
         asyncio.run(greet(8 + LEAD_MAX))
 
@@ -90,7 +91,7 @@ class Syncer:
             handle=self.told.append,
             said=lambda learner, message: None,
             spawn=lambda work: asyncio.ensure_future(work),
-            cut=lambda: 0,
+            checkpoint=lambda: 0,
         )
 
     async def greet(self, learner: str) -> Line:
@@ -106,7 +107,7 @@ class Syncer:
         await asyncio.wait(self.tasks, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
 
     def disconnected(self) -> list[str]:
-        return [event.learner for event in self.told if isinstance(event, Disconnected)]
+        return [event.learner for event in self.told if isinstance(event, Lost)]
 
     async def end(self) -> None:
         for task in self.tasks:

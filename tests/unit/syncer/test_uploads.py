@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from decoupled_diloco.protocol.versions import Asking, Version
 from torch import nn
 
 from decoupled_diloco.merge import digest, layout_of, make_outer
@@ -15,9 +16,8 @@ from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.syncer.fragments import ShardTensors
-from decoupled_diloco.syncer.intake import Intake
+from decoupled_diloco.syncer.uploads import Uploads
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
@@ -43,7 +43,7 @@ class Shard:
         self.bodies = BodyBooks(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
         self.told: list[Any] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.intake = Intake(
+        self.intake = Uploads(
             ShardTensors(plan, (0,)),
             self.bodies,
             spawn=self._spawn,
@@ -129,7 +129,7 @@ async def test_a_body_that_stops_coming_is_told_of_though_it_was_never_announced
         while not shard.told:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     (event,) = shard.told
-    assert isinstance(event, fact.BodySpoiled)
+    assert isinstance(event, fact.BodyCorrupt)
     assert "5 of 48 bytes arrived" in event.reason
 
 

@@ -22,6 +22,7 @@ from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.transport.base import BodyStore, ExpectedUpload, ReceivedBody
 
@@ -66,7 +67,7 @@ class Expected:
         return self.has_arrived is False or (bool(self.has_arrived) and self.message is not None)
 
 
-_Purpose = tuple[str, int, say.Asking | int]
+_Purpose = tuple[str, int, Asking | int]
 
 
 def _purpose(effect: do.Expect | do.ExpectCopy) -> _Purpose:
@@ -75,7 +76,7 @@ def _purpose(effect: do.Expect | do.ExpectCopy) -> _Purpose:
     return effect.learner, effect.fragment, name
 
 
-class Intake:
+class Uploads:
     """The bodies that a shard expects.
 
     Args:
@@ -208,7 +209,7 @@ class Intake:
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
                 logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
-                self._handle(fact.BodySpoiled(learner, fragment, ask, str(error)))
+                self._handle(fact.BodyCorrupt(learner, fragment, ask, str(error)))
 
     async def _copy(
         self, upload: ExpectedUpload, announced: say.Copy, effect: do.ExpectCopy
@@ -228,7 +229,7 @@ class Intake:
             await self._take(upload, receive, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
-                self._handle(fact.CopySpoiled(learner, fragment, attempt, str(error)))
+                self._handle(fact.CopyCorrupt(learner, fragment, attempt, str(error)))
 
     async def _take(
         self, upload: ExpectedUpload, use: Callable[[ReceivedBody], None], then: Callable[[], None]
@@ -248,7 +249,7 @@ class Intake:
             body.release()
 
 
-class Offers:
+class Downloads:
     """Published copies that learners may fetch.
 
     Of each fragment: the newest whole, which is the shard's own published copy, and the two newest
@@ -265,7 +266,7 @@ class Offers:
         self._differences: dict[int, list[str]] = {}
         self._urls: dict[str, str] = {}
 
-    def offer(self, fragment: int, version: say.Version, published: PublishedCopy) -> None:
+    def offer(self, fragment: int, version: Version, published: PublishedCopy) -> None:
         """Offers a version: whole, and as difference unless that is empty."""
         whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
         older = self._wholes.pop(fragment, whole)

@@ -1,12 +1,12 @@
-"""Consistent cuts of the whole run on disk: the shards' parts, and the manifest of a complete one.
+"""Checkpoints of the whole run on disk: the shards' parts, and the manifest of a complete one.
 
 ```
 RUN/checkpoints/cut-000012/shard-0.safetensors   shard-1.safetensors   manifest.json
 ```
 
 A shard's part is a checkpoint as in `durable`. Learners keep theirs in their own folders. The
-manifest is written last, whole or not at all: a cut without one is not complete. It names every
-part with its digest, who is missing, and holds the coordinator's own part.
+manifest is written last, whole or not at all: a checkpoint without one is not complete. It names
+every part with its digest, who is missing, and holds the coordinator's own part.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.effects import KeepCut
-from decoupled_diloco.protocol.messages import CutPart
+from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointPart
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.syncer.durable import part_digest
@@ -34,10 +34,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete cut.
+    """A complete checkpoint.
 
     Attributes:
-        number: Of the cut.
+        number: Of the checkpoint.
         folder: Where the shards' parts are.
         shards: Their parts.
         learners: Those of the learners, in their own checkpoint folders.
@@ -47,8 +47,8 @@ class Manifest:
 
     number: int
     folder: Path
-    shards: tuple[CutPart, ...]
-    learners: tuple[CutPart, ...]
+    shards: tuple[CheckpointPart, ...]
+    learners: tuple[CheckpointPart, ...]
     missing: tuple[str, ...]
     coordinator: dict[str, Any]
 
@@ -68,38 +68,38 @@ class Manifest:
                 raise StorageError(f"{path} is not the part that belongs to cut {self.number}")
 
 
-def cut_folder(run: Path, number: int) -> Path:
-    """Where the parts of a cut are in a run folder."""
+def checkpoint_folder(run: Path, number: int) -> Path:
+    """Where the parts of a checkpoint are in a run folder."""
     return run / SHARES / f"cut-{number:06d}"
 
 
 def part_file(run: Path, number: int, shard: int) -> Path:
     """The file of one shard's part."""
-    return cut_folder(run, number) / f"shard-{shard}.safetensors"
+    return checkpoint_folder(run, number) / f"shard-{shard}.safetensors"
 
 
-def write_manifest(run: Path, cut: KeepCut, coordinator: dict[str, Any]) -> None:
-    """Makes a cut complete.
+def write_manifest(run: Path, checkpoint: KeepCheckpoint, coordinator: dict[str, Any]) -> None:
+    """Makes a checkpoint complete.
 
     Raises:
-        StorageError: It cannot be written; the cut is not complete.
+        StorageError: It cannot be written; the checkpoint is not complete.
     """
     document = {
         "format": FORMAT,
-        "cut": cut.number,
-        "shards": [asdict(part) for part in cut.shards],
-        "learners": [asdict(part) for part in cut.learners],
-        "missing": list(cut.missing),
+        "cut": checkpoint.number,
+        "shards": [asdict(part) for part in checkpoint.shards],
+        "learners": [asdict(part) for part in checkpoint.learners],
+        "missing": list(checkpoint.missing),
         "coordinator": coordinator,
     }
-    write_text(cut_folder(run, cut.number) / MANIFEST, json.dumps(document, indent=1))
+    write_text(checkpoint_folder(run, checkpoint.number) / MANIFEST, json.dumps(document, indent=1))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in the folder of a cut.
+    """The manifest in the folder of a checkpoint.
 
     Raises:
-        StorageError: The cut is not complete, or its manifest cannot be read.
+        StorageError: The checkpoint is not complete, or its manifest cannot be read.
     """
     path = folder / MANIFEST
     try:
@@ -109,8 +109,8 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(
             int(document["cut"]),
             folder,
-            tuple(CutPart(**part) for part in document["shards"]),
-            tuple(CutPart(**part) for part in document["learners"]),
+            tuple(CheckpointPart(**part) for part in document["shards"]),
+            tuple(CheckpointPart(**part) for part in document["learners"]),
             tuple(document["missing"]),
             dict(document["coordinator"]),
         )
@@ -120,15 +120,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise StorageError(f"{path} cannot be read: {error!r}") from error
 
 
-def cut_folders(run: Path) -> list[Path]:
-    """The folders of all cuts of a run, complete or not, newest first."""
+def checkpoint_folders(run: Path) -> list[Path]:
+    """The folders of all checkpoints of a run, complete or not, newest first."""
     found = [path for path in (run / SHARES).glob("cut-*") if path.name[4:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[4:]), reverse=True)
 
 
-def forget_cuts(run: Path, keep: Container[int], before: int) -> None:
+def forget_checkpoints(run: Path, keep: Container[int], before: int) -> None:
     """Deletes what nobody will go back to; what cannot be deleted is tried again next time."""
-    for folder in cut_folders(run):
+    for folder in checkpoint_folders(run):
         number = int(folder.name[4:])
         if number < before and number not in keep:
             runtime().disk.remove_folder(folder)

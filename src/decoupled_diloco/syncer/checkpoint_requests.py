@@ -1,8 +1,8 @@
-"""Asking a running syncer for a consistent cut of the whole run, and hearing what becomes of it.
+"""Asking a running syncer for a checkpoint of the whole run, and hearing what becomes of it.
 
-``/cut`` begins one, or names the one under way; ``/cut?number=N`` says how far it is. Both are for
-whoever holds a token of the run, as the tapes are. Only shard 0 can answer, where the coordinator
-is.
+``/checkpoint`` begins one, or names the one under way; ``/checkpoint?number=N`` says how far it is.
+Both are for whoever holds a token of the run, as the tapes are. Only shard 0 can answer, where the
+coordinator is.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Literal, Protocol, cast, get_args
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
 from decoupled_diloco.observe.sources import TAPE_PATH
-from decoupled_diloco.protocol.cuts import OpenCut
-from decoupled_diloco.protocol.effects import KeepCut
-from decoupled_diloco.syncer.cuts import cut_folder
+from decoupled_diloco.protocol.checkpoints.coordinator import OpenCheckpoint
+from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
+from decoupled_diloco.syncer.checkpoints import checkpoint_folder
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError, fetch, read_object
 
-CUT_PATH = "/cut"
+CHECKPOINT_PATH = "/cut"
 
 ASK_SECONDS = 0.3
-"""How often it is asked whether the cut is complete."""
+"""How often it is asked whether the checkpoint is complete."""
 
 State = Literal["refused", "open", "complete", "given up"]
 
 
 @dataclass(frozen=True)
-class CutAnswer:
-    """What has become of a cut.
+class CheckpointAnswer:
+    """What has become of a checkpoint.
 
     Attributes:
         state: ``refused``: none can begin now.
-        number: Of the cut; 0: there is none.
+        number: Of the checkpoint; 0: there is none.
         words: Why it was refused or given up, or what it waits for.
         folder: Where the shards' parts are, at the syncer.
         nbytes: Of all parts.
@@ -51,30 +51,32 @@ class CutAnswer:
     missing: tuple[str, ...] = ()
 
     @classmethod
-    def kept(cls, run: Path, cut: KeepCut) -> CutAnswer:
-        """Of a cut that is complete, its manifest written."""
-        nbytes = sum(part.nbytes for part in (*cut.shards, *cut.learners))
-        folder = str(cut_folder(run, cut.number).absolute())
-        return cls("complete", cut.number, folder=folder, nbytes=nbytes, missing=cut.missing)
+    def kept(cls, run: Path, checkpoint: KeepCheckpoint) -> CheckpointAnswer:
+        """Of a checkpoint that is complete, its manifest written."""
+        nbytes = sum(part.nbytes for part in (*checkpoint.shards, *checkpoint.learners))
+        folder = str(checkpoint_folder(run, checkpoint.number).absolute())
+        return cls(
+            "complete", checkpoint.number, folder=folder, nbytes=nbytes, missing=checkpoint.missing
+        )
 
     @classmethod
-    def of_open(cls, cut: OpenCut) -> CutAnswer:
-        """Of a cut that waits for parts."""
-        awaited = [f"shard-{shard}" for shard in sorted(cut.shards_awaited)]
-        awaited += sorted(cut.learners_awaited)
+    def of_open(cls, checkpoint: OpenCheckpoint) -> CheckpointAnswer:
+        """Of a checkpoint that waits for parts."""
+        awaited = [f"shard-{shard}" for shard in sorted(checkpoint.shards_awaited)]
+        awaited += sorted(checkpoint.learners_awaited)
         words = f"the parts of {', '.join(awaited)} are still to come"
-        return cls("open", cut.number, words, missing=tuple(sorted(cut.missing)))
+        return cls("open", checkpoint.number, words, missing=tuple(sorted(checkpoint.missing)))
 
 
 class Coordinator(Protocol):
-    """Where cuts begin."""
+    """Where checkpoints begin."""
 
-    def want_cut(self) -> CutAnswer:
-        """Begins a cut; one that is under way will do."""
+    def want_checkpoint(self) -> CheckpointAnswer:
+        """Begins a checkpoint; one that is under way will do."""
         ...
 
-    def cut_answer(self, number: int) -> CutAnswer:
-        """What has become of a cut."""
+    def checkpoint_answer(self, number: int) -> CheckpointAnswer:
+        """What has become of a checkpoint."""
         ...
 
 
@@ -88,16 +90,16 @@ def answer(coordinator: Coordinator | None, query: Mapping[str, str]) -> Documen
         raise NoSuchDocumentError("the coordinator is not here: ask shard 0")
     number = query.get("number")
     if number is None:
-        found = coordinator.want_cut()
+        found = coordinator.want_checkpoint()
     elif number.isascii() and number.isdigit() and len(number) < 17:
-        found = coordinator.cut_answer(int(number))
+        found = coordinator.checkpoint_answer(int(number))
     else:
         raise NoSuchDocumentError(f"number={number[:40]!r} is no number of a cut")
     return Document(json.dumps(asdict(found)).encode())
 
 
-def take_cut(address: str, token: str | None, timeout_seconds: float) -> CutAnswer:
-    """Has a running syncer take a consistent cut, and waits until it is complete.
+def take_checkpoint(address: str, token: str | None, timeout_seconds: float) -> CheckpointAnswer:
+    """Has a running syncer take a checkpoint of the run, and waits until it is complete.
 
     Args:
         address: Of any shard, ``http://host:port``.
@@ -105,7 +107,7 @@ def take_cut(address: str, token: str | None, timeout_seconds: float) -> CutAnsw
         timeout_seconds: How long to wait, seconds, greater than 0.
 
     Returns:
-        A complete cut, one that was refused or given up, or one that is still open.
+        A complete checkpoint, one that was refused or given up, or one that is still open.
 
     Raises:
         AccessError: The syncer refuses the token.
@@ -128,11 +130,13 @@ def _coordinator_of(address: str, token: str | None) -> tuple[str, ...]:
     return tuple(reached_by(each, address) for each in alternatives(shards[0]))
 
 
-def _ask(addresses: tuple[str, ...], query: Mapping[str, str], token: str | None) -> CutAnswer:
+def _ask(
+    addresses: tuple[str, ...], query: Mapping[str, str], token: str | None
+) -> CheckpointAnswer:
     failure: TransportError | None = None
     for address in addresses:
         try:
-            document = fetch(address, CUT_PATH, query, token)
+            document = fetch(address, CHECKPOINT_PATH, query, token)
         except AccessError:
             raise
         except TransportError as error:
@@ -143,12 +147,12 @@ def _ask(addresses: tuple[str, ...], query: Mapping[str, str], token: str | None
     raise failure
 
 
-def _read(document: Document, where: str) -> CutAnswer:
+def _read(document: Document, where: str) -> CheckpointAnswer:
     fields = read_object(document, where)
     try:
         if fields["state"] not in get_args(State):
             raise ValueError(fields["state"])
-        return CutAnswer(
+        return CheckpointAnswer(
             cast("State", fields["state"]),
             int(fields["number"]),
             str(fields["words"]),
