@@ -108,7 +108,7 @@ class Handlers:
 
     @staticmethod
     def _kind(event: Any, effects: list[Any]) -> str:
-        name = type(event.message).__name__ if isinstance(event, fact.Said) else ""
+        name = type(event.message).__name__ if isinstance(event, fact.Received) else ""
         name = name or type(event).__name__
         if any(isinstance(effect, do.RoundOpened) for effect in effects):
             return f"{name} that opens a round"

@@ -32,14 +32,14 @@ class Clock:
             return
         shifted = 0
         match event:
-            case ev.Said(learner, msg.StepReport(step)) if learner in self.run_step:
+            case ev.Received(learner, msg.StepReport(step)) if learner in self.run_step:
                 self.run_step[learner] += step - self.own[learner]
                 self.own[learner] = step
-            case ev.Greeted(_, hello):
+            case ev.Connected(_, hello):
                 shifted += self._greeted(hello, effects)
         gone = [e.learner for e in effects if isinstance(e, do.Evict)]
-        if isinstance(event, ev.Said) and isinstance(event.message, msg.Leave):
-            gone.append(event.learner)
+        if isinstance(event, ev.Received) and isinstance(event.message, msg.Leave):
+            gone.append(event.peer)
         for learner in gone:
             self.run_step.pop(learner, None)
             shifted += self._shift()

@@ -14,6 +14,7 @@ from decoupled_diloco.protocol import Options, SyncerMachine, Version
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as ev
 from decoupled_diloco.protocol import messages as msg
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 HELD = (msg.Holding(0, Version(1, 3)),)
 
@@ -23,9 +24,9 @@ def wanted(effects: list[Any]) -> list[msg.CopyWanted]:
     return [m for m in sent if isinstance(m, msg.CopyWanted)]
 
 
-def greeted(connection: int, held: tuple[msg.Holding, ...]) -> ev.Greeted:
+def greeted(connection: int, held: tuple[msg.Holding, ...]) -> ev.Connected:
     step = 5 if held else 0
-    return ev.Greeted(connection, msg.Hello("a", 1, "n", "learner", step, step, None, held))
+    return ev.Connected("a", msg.Hello("a", 1, "n", "learner", step, step, None, held), connection)
 
 
 def wait(machine: SyncerMachine, now: float, seconds: int) -> tuple[float, list[msg.CopyWanted]]:
@@ -45,13 +46,13 @@ def asked_once(fill: str) -> tuple[SyncerMachine, float, tuple[msg.Holding, ...]
     machine = SyncerMachine(Options(fragments=1, period=4), 0)
     held = HELD if fill == "from a holder" else ()
     if fill == "from the seed":
-        machine.handle(0.0, ev.TermGranted(msg.ShardAdmitted(1, False)))
+        machine.handle(0.0, ev.Received(COORDINATOR, msg.ShardAdmitted(1, False)))
         machine.handle(0.0, greeted(1, held))
-        first = wanted(machine.handle(0.0, ev.Ordered(msg.SeedNamed("a", 1, 1))))
+        first = wanted(machine.handle(0.0, ev.Received(COORDINATOR, msg.SeedNamed("a", 1, 1))))
         now = 0.0
     else:
-        machine.handle(0.0, ev.TermGranted(msg.ShardAdmitted(2, True)))
-        machine.handle(0.0, ev.Ordered(msg.Begin(1)))
+        machine.handle(0.0, ev.Received(COORDINATOR, msg.ShardAdmitted(2, True)))
+        machine.handle(0.0, ev.Received(COORDINATOR, msg.Begin(1)))
         machine.handle(0.0, greeted(1, held))
         now, first = wait(machine, 0.0, 120)
     assert len(first) == 1
@@ -64,7 +65,7 @@ FILLS = ["from the seed", "from a holder", "from the first weights again"]
 @pytest.mark.parametrize("fill", FILLS)
 def test_rule_12_a_shard_asks_again_when_it_is_told_that_the_link_broke(fill: str) -> None:
     machine, now, held = asked_once(fill)
-    machine.handle(now + 0.5, ev.Disconnected("a"))
+    machine.handle(now + 0.5, ev.Lost("a"))
     again = wanted(machine.handle(now + 1.0, greeted(2, held)))
     assert again or wait(machine, now + 1.0, 600)[1]
 

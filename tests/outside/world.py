@@ -22,6 +22,7 @@ from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as ev
 from decoupled_diloco.protocol import messages as msg
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.protocol.syncer_memory import remembered
 
 TOKENS_A_STEP = 8
@@ -264,15 +265,15 @@ class Coordinator:
 
     def admit(self, shard: Shard) -> None:
         self.terms[shard.index] += 1
-        shard.tell(ev.TermGranted(msg.ShardAdmitted(self.terms[shard.index], self.begun)))
+        shard.tell(ev.Received(COORDINATOR, msg.ShardAdmitted(self.terms[shard.index], self.begun)))
         if self.seed is not None and not self.begun:
-            shard.tell(ev.Ordered(self.seed))
+            shard.tell(ev.Received(COORDINATOR, self.seed))
         if self.begun:
-            shard.tell(ev.Ordered(msg.Begin(self.attempt)))
+            shard.tell(ev.Received(COORDINATOR, msg.Begin(self.attempt)))
         if self.ending:
-            shard.tell(ev.Ordered(msg.EndOrdered()))
+            shard.tell(ev.Received(COORDINATOR, msg.EndOrdered()))
         if self.finished:
-            shard.tell(ev.Ordered(msg.FinishOrdered()))
+            shard.tell(ev.Received(COORDINATOR, msg.FinishOrdered()))
 
     def name_seed(self) -> None:
         """Of those that are there, one gives its weights."""
@@ -295,7 +296,7 @@ class Coordinator:
             case msg.ShardReady(attempt) if attempt == self.attempt:
                 self.ready.add(shard.index)
                 if self.begun:
-                    shard.tell(ev.Ordered(msg.Begin(self.attempt)))
+                    shard.tell(ev.Received(COORDINATOR, msg.Begin(self.attempt)))
                 elif len(self.ready) == len(self.world.shards):
                     self.begun = True
                     self.order(msg.Begin(self.attempt))
@@ -318,7 +319,7 @@ class Coordinator:
     def order(self, message: msg.ToShard) -> None:
         for shard in self.world.shards:
             if shard.alive:
-                shard.tell(ev.Ordered(message))
+                shard.tell(ev.Received(COORDINATOR, message))
 
 
 class Node:
@@ -526,19 +527,19 @@ class Shard(Node):
     def hears(self, link: Connection, message: Any) -> None:
         if isinstance(message, msg.Hello):
             self.greeting[link.number] = link
-            self.tell(ev.Greeted(link.number, message))
+            self.tell(ev.Connected(message.learner, message, link.number))
         elif self.bound.get(link.learner.name) is not link:
             return
         else:
             if not isinstance(message, msg.Copy):
-                self.tell(ev.Said(link.learner.name, message))
+                self.tell(ev.Received(link.learner.name, message))
             if isinstance(message, msg.Upload | msg.Copy):
                 self._announced(link.learner.name, message)
 
     def lost(self, link: Connection) -> None:
         if self.alive and self.bound.get(link.learner.name) is link:
             del self.bound[link.learner.name]
-            self.tell(ev.Disconnected(link.learner.name))
+            self.tell(ev.Lost(link.learner.name))
 
     # ---- bodies
 
@@ -608,6 +609,8 @@ class Shard(Node):
                 link.to_learner(msg.Refusal(reason, final))
                 link.close_at_shard()
                 self.world.stats["rejected"] += 1
+            case do.Send(peer, message) if peer == COORDINATOR:
+                self.world.at(0.0, self.world.coordinator.heard, self, message)
             case do.Send(learner, message):
                 self._told(learner, message)
                 if learner in self.bound:
@@ -641,8 +644,6 @@ class Shard(Node):
                 self.current[fragment] = (version, content)
                 self.world.publish(fragment, version, content)
                 self._store(fragment)
-            case do.Tell(message):
-                self.world.at(0.0, self.world.coordinator.heard, self, message)
             case do.Stop():
                 self.stopped = True
             case do.RoundOpened() | do.RoundFinished() | do.ClockAdvanced() | do.Note():
@@ -744,7 +745,7 @@ class Learner(Node):
         self.transfers = {}
         self.training = self.waiting = self.ended = self.run_over = False
         self.tell(ev.Began())
-        self.tell(ev.CoordinatorLinked())
+        self.tell(ev.Connected(COORDINATOR))
         for shard in world.shards:
             self._dial(shard)
         world.coordinator.joined(self)
@@ -779,12 +780,12 @@ class Learner(Node):
             self.later(self.world.rng.uniform(0.1, 1.0), self._dial, shard)
             return
         self.links[shard.index] = Connection(self, shard)
-        self.tell(ev.Linked(shard.index))
+        self.tell(ev.Connected(shard_peer(shard.index)))
 
     def lost(self, link: Connection) -> None:
         if self.alive and self.links.get(link.shard.index) is link:
             del self.links[link.shard.index]
-            self.tell(ev.Unlinked(link.shard.index))
+            self.tell(ev.Lost(shard_peer(link.shard.index)))
             self.later(self.world.rng.uniform(0.05, 1.0), self._dial, link.shard)
 
     def hears(self, link: Connection, message: Any) -> None:
@@ -793,7 +794,7 @@ class Learner(Node):
                 key = (self.name, message.fragment, message.ask)
                 if key in self.world.contributions:
                     self.world.contributions[key].heard.append(message)
-            self.tell(ev.Told(link.shard.index, message))
+            self.tell(ev.Received(shard_peer(link.shard.index), message))
 
     # ---- the training loop
 
@@ -828,9 +829,9 @@ class Learner(Node):
 
     def do(self, effect: Any) -> None:
         match effect:
-            case do.Say(shard, message):
-                if shard in self.links:
-                    self.links[shard].to_shard(message)
+            case do.Send(peer, message) if peer != COORDINATOR:
+                if shard_of(peer) in self.links:
+                    self.links[shard_of(peer)].to_shard(message)
             case do.Snapshot(fragment, base):
                 held = self.held[fragment]
                 assert held is not None
@@ -864,7 +865,7 @@ class Learner(Node):
                 self.expelled = True
                 self.world.stats["expelled"] += 1
                 self.later(0.0, self.crash, 5.0)
-            case do.TellCoordinator() | do.Recovered() | do.Note():
+            case do.Send() | do.Recovered() | do.Note():
                 self.world.stats[type(effect).__name__] += 1
             case _:
                 raise AssertionError(f"an order that nobody carries out: {effect}")

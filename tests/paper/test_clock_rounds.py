@@ -15,7 +15,7 @@ import pytest
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol.clock import advanced, kth_largest, shift_after_leave
 from decoupled_diloco.protocol.effects import ClockAdvanced, RoundFinished, SendBody, Snapshot
-from decoupled_diloco.protocol.events import Told
+from decoupled_diloco.protocol.events import Received
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.messages import Pull
 from decoupled_diloco.protocol.quorum import window_decision
@@ -43,7 +43,7 @@ class Run:
             elif isinstance(effect, RoundFinished):
                 self.rounds.append(effect)
             self.snapshots += isinstance(effect, Snapshot)
-        if isinstance(event, Told) and isinstance(event.message, Pull):
+        if isinstance(event, Received) and isinstance(event.message, Pull):
             self.pulls[who] += 1
             self.answered_at_once[who] += any(isinstance(e, SendBody) for e in effects)
 

@@ -20,7 +20,7 @@ LEARNERS = (
         "a learner does not notice that its connection is gone",
         Background,
         "_converse",
-        "self._told(fact.Unlinked(shard))",
+        "self._told(fact.Lost(shard_peer(shard)))",
         "pass",
     ),
     Break(

@@ -77,7 +77,7 @@ def test_an_order_that_the_machines_do_not_give_is_named(runs: Path, tmp_path: P
     assert '"discarded_tokens"' in done.stdout
 
 
-@pytest.mark.parametrize("kind", ["Fetched", "Linked", "Welcome"])
+@pytest.mark.parametrize("kind", ["Fetched", "Connected", "Welcome"])
 def test_a_tape_without_one_of_its_events_is_one_sentence(
     runs: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -23,8 +23,8 @@ from decoupled_diloco.protocol.effects import (
     Participant,
     RoundFinished,
 )
-from decoupled_diloco.protocol.events import BodyArrived, Disconnected, TermGranted
-from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.protocol.events import BodyArrived, Lost, Received
+from decoupled_diloco.protocol.messages import Asking, ShardAdmitted, Version
 
 
 class SafetyChecker:
@@ -90,9 +90,9 @@ class SafetyChecker:
                 spans = self.membership[who, learner]
                 _leave(spans, at)
                 spans.append([at, math.inf])
-            case Evict(learner=learner) | Disconnected(learner=learner):
+            case Evict(learner=learner) | Lost(peer=learner):
                 _leave(self.membership[who, learner], at)
-            case TermGranted(admitted):
+            case Received(message=ShardAdmitted() as admitted):
                 if admitted.term < self._terms.get(who, 0):
                     self._break(f"{who} is granted term {admitted.term}, which goes back")
                 self._terms[who] = admitted.term

@@ -68,6 +68,7 @@ from decoupled_diloco.protocol.donation import (
     RelayState,
 )
 from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
 from decoupled_diloco.runtime import Beside, now, runtime
 from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
@@ -161,9 +162,9 @@ class Background:
             addresses,
             Coordinations(
                 admitted=self._admitted,
-                linked=lambda: self._told(fact.CoordinatorLinked()),
+                linked=lambda: self._told(fact.Connected(COORDINATOR)),
                 told=self._coordinator_told,
-                unlinked=lambda: self._told(fact.CoordinatorUnlinked()),
+                unlinked=lambda: self._told(fact.Lost(COORDINATOR)),
                 over=lambda: self._over or self._stop_asked,
                 check_patience=self._check_patience,
             ),
@@ -301,10 +302,10 @@ class Background:
 
     def _do(self, effect: do.LearnerEffect, captured: Any) -> None:
         match effect:
-            case do.Say(shard, message):
-                self._say(shard, message)
-            case do.TellCoordinator(message):
+            case do.Send(peer, message) if peer == COORDINATOR:
                 self._coordinator.tell(message)
+            case do.Send(peer, message):
+                self._say(shard_of(peer), message)
             case do.SendBody():
                 self._spawn(self._send_body(effect, captured))
             case do.SendCopy():
@@ -330,7 +331,7 @@ class Background:
             case do.Snapshot() | do.Apply() | do.TakeCut() | CopyState():
                 raise AssertionError("only a step boundary orders this")
 
-    def _say(self, shard: int, message: say.FromLearner | say.Hello) -> None:
+    def _say(self, shard: int, message: say.Message) -> None:
         channel = self._channels.get(shard)
         if channel is not None:
             channel.send(coloured(message, self.shared.machine.state.cut if self.shared else 0))
@@ -493,7 +494,7 @@ class Background:
         machine = self.shared.machine
         data = machine.state.data
         require_sense_of_coordinator(message, machine.options, None if data is None else data.parts)
-        self._told(fact.CoordinatorTold(message))
+        self._told(fact.Received(COORDINATOR, message))
 
     def _begin(self, shared: Shared, keeper: Keeper) -> None:
         """Tells the machine what this process begins with."""
@@ -579,7 +580,7 @@ class Background:
         """
         self._channels[shard] = channel
         self.sample(LinkState(shard, True))
-        self._told(fact.Linked(shard))
+        self._told(fact.Connected(shard_peer(shard)))
         try:
             while True:
                 cut = colour(data := await channel.receive())
@@ -588,7 +589,7 @@ class Background:
                 require_sense(message, shard, self.shared.machine.options)
                 if cut > self.shared.machine.state.cut_heard:
                     self._told(fact.CutHeard(cut))
-                self._told(fact.Told(shard, message))
+                self._told(fact.Received(shard_peer(shard), message))
                 if isinstance(message, say.Welcome):
                     backoff.reset()
                     self._refusals.pop(shard, None)
@@ -604,7 +605,7 @@ class Background:
             del self._channels[shard]
             self._alone_since = now()
             self.sample(LinkState(shard, False))
-            self._told(fact.Unlinked(shard))
+            self._told(fact.Lost(shard_peer(shard)))
 
     async def _in_worker(self, task: Callable[[], _T]) -> _T:
         return await self._in_executor(self._worker, task)

@@ -36,9 +36,9 @@ from decoupled_diloco.learner.shared import Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.observe.writer import TapeWriter
-from decoupled_diloco.protocol.coordinator import LEARNER_ID
 from decoupled_diloco.protocol.events import CutWritten, Paused, StepFinished, ToldToGo
 from decoupled_diloco.protocol.leaving import handed_in
+from decoupled_diloco.protocol.peers import name_problem
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
 from decoupled_diloco.runtime import blocking, now, runtime
 from decoupled_diloco.transport.base import Client
@@ -74,11 +74,9 @@ class _Participant:
         keeper: Keeper | None = None,
         donations: Donations | None = None,
     ) -> None:
-        if not LEARNER_ID.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} cannot be a learner id: use 1 to 64 letters, digits, dots, dashes or "
-                "underscores, beginning with a letter or digit"
-            )
+        unnamed = name_problem(name)
+        if unnamed:
+            raise ConfigError(unnamed)
         told = (syncer,) if isinstance(syncer, str) else tuple(syncer)
         addresses = tuple(each for address in told for each in alternatives(address))
         for address in addresses:

@@ -17,7 +17,7 @@ from decoupled_diloco.protocol.effects import (
     Hold,
     LearnerEffect,
     Release,
-    Say,
+    Send,
     Snapshot,
     TakeCut,
 )
@@ -83,7 +83,7 @@ class StepPlan:
 
 def with_loss(effect: LearnerEffect, loss: float) -> LearnerEffect:
     """The report of a step with the step's loss in it; anything else as it is."""
-    if not (isinstance(effect, Say) and isinstance(effect.message, StepReport)):
+    if not (isinstance(effect, Send) and isinstance(effect.message, StepReport)):
         return effect
     told = loss if abs(loss) < LOSS_MAX else LOSS_MAX  # so is one that is no number
     return replace(effect, message=replace(effect.message, loss=told))

@@ -35,14 +35,12 @@ _DECIDED = (
     do.Unexpect,
     fact.Began,
     fact.BodyArrived,
-    fact.Disconnected,
-    fact.Greeted,
+    fact.Connected,
     fact.Heard,
-    fact.Ordered,
+    fact.Lost,
+    fact.Received,
     fact.Reported,
-    fact.Said,
     fact.StepFinished,
-    fact.TermGranted,
 )
 LOOKED_AT = frozenset(
     cls.__name__ for cls in (*_DECIDED, *(c for c in get_args(Sample) if c not in _OTHER_SAMPLES))
@@ -50,8 +48,9 @@ LOOKED_AT = frozenset(
 
 MESSAGES = {
     "Send": frozenset({"Welcome"}),
-    "Said": frozenset({"StepReport", "Holding", "Leave"}),
+    "Received": frozenset(
+        {"StepReport", "Holding", "Leave", "ShardAdmitted", "Begin", "EndOrdered"}
+    ),
     "Broadcast": frozenset({"Shifted", "Ending", "Finished"}),
-    "Ordered": frozenset({"Begin", "EndOrdered"}),
 }
 """Which messages of the high-volume kinds matter here."""

@@ -64,21 +64,21 @@ class ShardFold:
     def take(self, shard: ShardLog, record: Record, at: float, value: Any) -> None:
         """Takes one record in."""
         match value:
-            case fact.TermGranted(admitted):
+            case fact.Received(_, say.ShardAdmitted() as admitted):
                 if admitted.term not in shard.terms:  # a new coordinator confirms the one it has
                     shard.terms.append(admitted.term)
                 shard.phase = "restoring" if admitted.begun else "waiting for learners"
-            case fact.Ordered(say.Begin()):
+            case fact.Received(_, say.Begin()):
                 shard.phase = "running"
-            case fact.Ordered(say.EndOrdered()):
+            case fact.Received(_, say.EndOrdered()):
                 shard.phase = "closing"
-            case fact.Greeted(_, say.Hello(learner=name, role="observer")):
+            case fact.Connected(name, say.Hello(role="observer")):
                 self._run.observe_only(name)
-            case fact.Greeted(connection, hello):
+            case fact.Connected(_, say.Hello() as hello, connection):
                 shard.greeting = (connection, hello)
             case do.Accept(connection, name, epoch, why):
                 self._accepted(shard, record, at, (connection, name, epoch, why))
-            case fact.Disconnected(learner):
+            case fact.Lost(learner):
                 self._of(shard, learner, at).connected = False
             case fact.Heard(learners):
                 for name in learners:
@@ -102,20 +102,20 @@ class ShardFold:
     def _message(self, shard: ShardLog, record: Record, at: float, value: Any) -> None:
         learners = self._run.learners
         match value:
-            case fact.Said(learner, say.Holding() | say.Leave()) if learner not in learners:
+            case fact.Received(learner, say.Holding() | say.Leave()) if learner not in learners:
                 pass  # an observer
-            case fact.Said(learner, say.StepReport() as report):
+            case fact.Received(learner, say.StepReport() as report):
                 self._reported(shard, record, at, ((learner, report),))
             case fact.Reported(reports):
                 self._reported(shard, record, at, reports)
-            case fact.Said(learner, say.Holding(fragment, version)):
+            case fact.Received(learner, say.Holding(fragment, version)):
                 member = self._of(shard, learner, at)
                 member.held[fragment] = max(version, member.held.get(fragment, version))
                 round = shard.last_merged.get(fragment)
                 if round and round.outcome.version == version:
                     round.held_at.setdefault(learner, at)
                 self._seen(learner, at)
-            case fact.Said(learner, say.Leave(reason)):
+            case fact.Received(learner, say.Leave(reason)):
                 if self._of(shard, learner, at).epoch in (0, learners[learner].epoch):
                     learners[learner].left = reason
             case fact.BodyArrived(learner=learner, nbytes=nbytes):

@@ -13,7 +13,6 @@ turned away, and what it goes on publishing is of an older term.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
@@ -28,18 +27,16 @@ from decoupled_diloco.protocol.effects import (
     Deny,
     DenyShard,
     Note,
-    Order,
     Persist,
+    Send,
 )
 from decoupled_diloco.protocol.events import (
+    Connected,
     CoordinatorEvent,
     CutWanted,
-    JoinAsked,
-    LearnerGone,
-    MemberSaid,
-    ShardGone,
-    ShardGreeted,
-    ShardSaid,
+    Joining,
+    Lost,
+    Received,
     Tick,
 )
 from decoupled_diloco.protocol.lease_messages import (
@@ -53,12 +50,12 @@ from decoupled_diloco.protocol.messages import (
     DonorWanted,
     EndOrdered,
     FinishOrdered,
-    FromMember,
-    FromShard,
+    Message,
     Progress,
     RelayWanted,
     SeedFailed,
     SeedNamed,
+    ShardHello,
     ShardReady,
     StateDeclined,
     StateOffered,
@@ -66,13 +63,14 @@ from decoupled_diloco.protocol.messages import (
     Trains,
 )
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import is_shard_peer, name_problem, shard_of, shard_peer
 
 Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
-    ("gathering", "JoinAsked (first layout)", "seeding"),
-    ("seeding", "LearnerGone (the seed)", "seeding with the next learner, else gathering"),
+    ("gathering", "Connected (a learner, the first layout)", "seeding"),
+    ("seeding", "Lost (the seed)", "seeding with the next learner, else gathering"),
     ("seeding", "SeedFailed", "seeding with the next learner, or the same again"),
     ("seeding", "every shard ready", "running"),
     ("running", "budget reached", "ending"),
@@ -81,8 +79,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 
 FORMER_KEPT = 16
 """Processes that have acted for a shard and are known by their nonce, should they come back."""
-
-LEARNER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +137,20 @@ class CoordinatorMachine:
         match event:
             case Tick():
                 return self._absences.over(now, self.state.data)
-            case JoinAsked():
-                return self._join_asked(event)
-            case MemberSaid(learner, nonce, message):
+            case Connected(learner, Joining() as joining, connection):
+                return self._join_asked(connection, learner, joining)
+            case Connected(_, hello):
+                assert isinstance(hello, ShardHello)
+                return self._shard_greeted(hello)
+            case Received(peer, message) if is_shard_peer(peer):
+                return self._shard_said(shard_of(peer), message)
+            case Received(learner, message, nonce):
                 return self._member_said(learner, nonce, message)
-            case LearnerGone(learner, nonce):
+            case Lost(peer) if is_shard_peer(peer):
+                self._present_shards.discard(shard_of(peer))
+                return self._cuts.give_up(f"{peer} is gone")
+            case Lost(learner, nonce):
                 return self._learner_gone(now, learner, nonce)
-            case ShardGreeted():
-                return self._shard_greeted(event)
-            case ShardGone(shard):
-                self._present_shards.discard(shard)
-                return self._cuts.give_up(f"shard-{shard} is gone")
-            case ShardSaid(shard, message):
-                return self._shard_said(shard, message)
             case CutWanted():
                 return self._cuts.wanted(self.state, self._present_shards, self.options.shards)
             case _:
@@ -207,54 +204,51 @@ class CoordinatorMachine:
 
     # ---- learners
 
-    def _join_asked(self, event: JoinAsked) -> list[CoordinatorEffect]:
+    def _join_asked(
+        self, connection: int, learner: str, joining: Joining
+    ) -> list[CoordinatorEffect]:
         state = self.state
-        if not LEARNER_ID.fullmatch(event.learner):
+        unnamed = name_problem(learner)
+        if unnamed:
+            return [Deny(connection, unnamed, False, unnamed)]
+        if joining.role == "observer":
+            return self._observer(connection, learner, joining)
+        known = state.learners.get(learner)
+        if known is not None and known.present and known.nonce != joining.nonce:
             reason = (
-                f"{event.learner!r} cannot be a learner id: use 1 to 64 letters, digits, dots, "
-                "dashes or underscores, beginning with a letter or digit"
-            )
-            return [Deny(event.connection, reason, False, reason)]
-        if event.role == "observer":
-            return self._observer(event)
-        known = state.learners.get(event.learner)
-        if known is not None and known.present and known.nonce != event.nonce:
-            reason = (
-                f"{event.learner} is already in the run (epoch {known.epoch}) and connected: give "
+                f"{learner} is already in the run (epoch {known.epoch}) and connected: give "
                 "this process another learner id, or stop the other one first"
             )
-            return [Deny(event.connection, reason, True, reason)]
-        if event.difference:
-            return [Deny(event.connection, event.difference, False, event.difference)]
+            return [Deny(connection, reason, True, reason)]
+        if joining.difference:
+            return [Deny(connection, joining.difference, False, joining.difference)]
         effects: list[CoordinatorEffect] = []
-        only = event.learner if state.fingerprint else ""
+        only = learner if state.fingerprint else ""
         if not state.fingerprint:
-            state.fingerprint = event.fingerprint
-            why = f"{event.learner} is the first learner"
-            effects.append(AdoptLayout(event.connection, event.fingerprint, why))
-        if known is None or known.nonce != event.nonce:
+            state.fingerprint = joining.fingerprint
+            why = f"{learner} is the first learner"
+            effects.append(AdoptLayout(connection, joining.fingerprint, why))
+        if known is None or known.nonce != joining.nonce:
             epoch = (known.epoch if known else 0) + 1
-            known = Enrolled(epoch, event.nonce, True)
-        state.learners[event.learner] = replace(known, present=True)
+            known = Enrolled(epoch, joining.nonce, True)
+        state.learners[learner] = replace(known, present=True)
         why = f"epoch {known.epoch}"
         effects.append(Persist(why, only))
-        self._absences.ended(event.learner)
-        newer = f"a newer process is {event.learner}"
-        effects += leases.take_back(state.data, event.learner, newer, before_epoch=known.epoch)
-        effects.append(Admit(event.connection, event.learner, known.epoch, why))
+        self._absences.ended(learner)
+        newer = f"a newer process is {learner}"
+        effects += leases.take_back(state.data, learner, newer, before_epoch=known.epoch)
+        effects.append(Admit(connection, learner, known.epoch, why))
         return effects + self._name_seed()
 
-    def _observer(self, event: JoinAsked) -> list[CoordinatorEffect]:
-        if event.difference:
-            return [Deny(event.connection, event.difference, False, event.difference)]
+    def _observer(self, connection: int, learner: str, joining: Joining) -> list[CoordinatorEffect]:
+        if joining.difference:
+            return [Deny(connection, joining.difference, False, joining.difference)]
         if not self.state.fingerprint:
             reason = "no learner has joined yet, so the run has no layout"
-            return [Deny(event.connection, reason, True, reason)]
-        return [Admit(event.connection, event.learner, 0, "an observer needs no epoch")]
+            return [Deny(connection, reason, True, reason)]
+        return [Admit(connection, learner, 0, "an observer needs no epoch")]
 
-    def _member_said(
-        self, learner: str, nonce: str, message: FromMember
-    ) -> list[CoordinatorEffect]:
+    def _member_said(self, learner: str, nonce: str, message: Message) -> list[CoordinatorEffect]:
         known = self.state.learners.get(learner)
         if known is None or known.nonce != nonce:
             return []  # another process bears this id by now
@@ -278,7 +272,7 @@ class CoordinatorMachine:
             case DataReport():
                 return leases.report(self.state.data, learner, known.epoch, message)
             case _:
-                assert_never(message)
+                raise AssertionError(f"a learner does not say this to the coordinator: {message}")
 
     def _learner_gone(self, now: float, learner: str, nonce: str) -> list[CoordinatorEffect]:
         state = self.state
@@ -311,7 +305,7 @@ class CoordinatorMachine:
         state.ready.clear()
         effects: list[CoordinatorEffect] = [Persist(f"attempt {state.attempt} to begin")]
         for shard in sorted(self._present_shards):
-            effects.append(Order(shard, self._seed_message(), "a seed is named"))
+            effects.append(Send(shard_peer(shard), self._seed_message(), "a seed is named"))
         return effects
 
     def _seed_message(self) -> SeedNamed:
@@ -319,16 +313,16 @@ class CoordinatorMachine:
         epoch = state.learners[state.seed].epoch if state.seed else 0
         return SeedNamed(state.seed, epoch, state.attempt)
 
-    def _shard_greeted(self, event: ShardGreeted) -> list[CoordinatorEffect]:
-        state, shard = self.state, event.shard
-        superseded = self._superseded(event)
+    def _shard_greeted(self, hello: ShardHello) -> list[CoordinatorEffect]:
+        state, shard = self.state, hello.shard
+        superseded = self._superseded(hello)
         if superseded:
-            return [DenyShard(shard, event.nonce, superseded, "it is too late")]
+            return [DenyShard(shard, hello.nonce, superseded, "it is too late")]
         self._present_shards.add(shard)
         effects: list[CoordinatorEffect] = []
-        if state.nonces.get(shard) != event.nonce:
+        if state.nonces.get(shard) != hello.nonce:
             effects += self._cuts.give_up(f"shard-{shard} has started again")
-            self._new_process(event)
+            self._new_process(hello)
             effects.append(Persist(f"shard {shard} has term {state.terms[shard]}"))
         begun = state.phase in ("running", "ending", "finished")
         if begun:
@@ -336,39 +330,39 @@ class CoordinatorMachine:
         why = "the run is under way" if begun else "the run has not begun"
         effects.append(AdmitShard(shard, state.terms[shard], begun, why))
         if state.phase == "seeding" and shard not in state.ready:
-            effects.append(Order(shard, self._seed_message(), "a seed is named"))
+            effects.append(Send(shard_peer(shard), self._seed_message(), "a seed is named"))
         if begun:
-            effects.append(Order(shard, self._seed_message(), "where the run began"))
-            effects.append(Order(shard, Begin(state.attempt), why))
+            effects.append(Send(shard_peer(shard), self._seed_message(), "where the run began"))
+            effects.append(Send(shard_peer(shard), Begin(state.attempt), why))
         if state.phase in ("ending", "finished"):
-            effects.append(Order(shard, EndOrdered(), "the budget is spent"))
+            effects.append(Send(shard_peer(shard), EndOrdered(), "the budget is spent"))
         if state.phase == "finished":
-            effects.append(Order(shard, FinishOrdered(), "every shard is swept"))
+            effects.append(Send(shard_peer(shard), FinishOrdered(), "every shard is swept"))
         return effects
 
-    def _superseded(self, event: ShardGreeted) -> str:
+    def _superseded(self, hello: ShardHello) -> str:
         """Why a process may no longer act for its shard, in words; empty: it may."""
-        state, shard = self.state, event.shard
+        state, shard = self.state, hello.shard
         newest = state.claims.get(shard, 0)
-        if 0 < event.claim < newest:  # 0: the run goes on without standbys
-            return f"shard {shard}: claim {newest} is newer than this process's, {event.claim}"
-        if event.nonce in state.former.get(shard, ()):
+        if 0 < hello.claim < newest:  # 0: the run goes on without standbys
+            return f"shard {shard}: claim {newest} is newer than this process's, {hello.claim}"
+        if hello.nonce in state.former.get(shard, ()):
             return f"shard {shard}: another process has taken its place since"
         return ""
 
-    def _new_process(self, event: ShardGreeted) -> None:
-        state, shard = self.state, event.shard
+    def _new_process(self, hello: ShardHello) -> None:
+        state, shard = self.state, hello.shard
         before = state.nonces.get(shard)
         if before is not None:
             state.former[shard] = (*state.former.get(shard, ()), before)[-FORMER_KEPT:]
-        state.nonces[shard] = event.nonce
-        state.claims[shard] = max(event.claim, state.claims.get(shard, 0))
+        state.nonces[shard] = hello.nonce
+        state.claims[shard] = max(hello.claim, state.claims.get(shard, 0))
         state.terms[shard] = state.terms.get(shard, 0) + 1
         state.ready.discard(shard)
         if state.phase != "finished":
             state.swept.discard(shard)
 
-    def _shard_said(self, shard: int, message: FromShard) -> list[CoordinatorEffect]:
+    def _shard_said(self, shard: int, message: Message) -> list[CoordinatorEffect]:
         match message:
             case ShardReady(attempt):
                 return self._shard_ready(shard, attempt)
@@ -381,7 +375,7 @@ class CoordinatorMachine:
             case CutKept():
                 return self._cuts.shard_kept(self.state, shard, message)
             case _:
-                assert_never(message)
+                raise AssertionError(f"a shard does not say this to the coordinator: {message}")
 
     def _seed_failed(self, attempt: int, reason: str) -> list[CoordinatorEffect]:
         """The seed's parameters are no good, or do not come: the next learner's turn."""
@@ -404,7 +398,7 @@ class CoordinatorMachine:
         why = "every shard holds its share of the initial weights"
         return [
             Persist(why),
-            *(Order(s, Begin(attempt), why) for s in sorted(self._present_shards)),
+            *(Send(shard_peer(s), Begin(attempt), why) for s in sorted(self._present_shards)),
         ]
 
     # ---- end
@@ -431,7 +425,7 @@ class CoordinatorMachine:
         why = f"the budget is spent: step {self._slowest}, {state.tokens} tokens"
         return [
             Persist(why),
-            *(Order(s, EndOrdered(), why) for s in sorted(self._present_shards)),
+            *(Send(shard_peer(s), EndOrdered(), why) for s in sorted(self._present_shards)),
         ]
 
     def _shard_swept(self, shard: int) -> list[CoordinatorEffect]:
@@ -445,7 +439,7 @@ class CoordinatorMachine:
         why = "every shard is swept"
         return [
             Persist(why),
-            *(Order(s, FinishOrdered(), why) for s in sorted(self._present_shards)),
+            *(Send(shard_peer(s), FinishOrdered(), why) for s in sorted(self._present_shards)),
         ]
 
 

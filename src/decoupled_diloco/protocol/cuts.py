@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING
 from decoupled_diloco.protocol.effects import (
     BeginCut,
     CoordinatorEffect,
-    Inform,
     KeepCut,
     Note,
-    Order,
     Persist,
+    Send,
 )
 from decoupled_diloco.protocol.messages import CutKept, CutOrdered, CutPart
+from decoupled_diloco.protocol.peers import shard_peer
 
 if TYPE_CHECKING:
     from decoupled_diloco.protocol.coordinator import CoordinatorState
@@ -84,8 +84,8 @@ class Cuts:
             *effects,
             Persist(f"cut {state.cut} begins"),
             BeginCut(state.cut, why),
-            *(Order(shard, order, why) for shard in sorted(self.open.shards_awaited)),
-            *(Inform(learner, order, why) for learner in learners),
+            *(Send(shard_peer(shard), order, why) for shard in sorted(self.open.shards_awaited)),
+            *(Send(learner, order, why) for learner in learners),
         ]
 
     def give_up(self, reason: str) -> list[CoordinatorEffect]:

@@ -19,7 +19,7 @@ from decoupled_diloco.protocol.donation import (
     ForgetState,
     RelayState,
 )
-from decoupled_diloco.protocol.effects import LearnerEffect, Note, TellCoordinator
+from decoupled_diloco.protocol.effects import LearnerEffect, Note, Send
 from decoupled_diloco.protocol.events import ChunkArrived, StateCopied, StateNotCopied
 from decoupled_diloco.protocol.learner_state import Giving, LearnerState, Search
 from decoupled_diloco.protocol.messages import (
@@ -37,6 +37,7 @@ from decoupled_diloco.protocol.messages import (
     StateWanted,
     Trains,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 OFFER_SECONDS = 30.0
 """How long a donor may take to come to a step boundary at which it has seen the versions."""
@@ -71,7 +72,7 @@ def asked_again(state: LearnerState, now: float) -> list[LearnerEffect]:
         ]
         state.givings.clear()  # whoever still wants one asks again, and nobody else would say so
         gives = recovery is not None and recovery.gives
-        return [*forgotten, TellCoordinator(Trains(True), why)] if gives else forgotten
+        return [*forgotten, Send(COORDINATOR, Trains(True), why)] if gives else forgotten
     search = _search(state)
     if search is None or search.phase != "asking":
         return look(state, now)
@@ -87,7 +88,7 @@ def _ask(state: LearnerState, search: Search, now: float, why: str) -> list[Lear
         for index, view in enumerate(state.fragments)
         if view.latest is not None
     )
-    return [TellCoordinator(DonorWanted(search.attempt, seen, search.refused), why)]
+    return [Send(COORDINATOR, DonorWanted(search.attempt, seen, search.refused), why)]
 
 
 def no_donor(state: LearnerState, message: NoDonor) -> list[LearnerEffect]:
@@ -139,7 +140,7 @@ def chunk_arrived(state: LearnerState, now: float, event: ChunkArrived) -> list[
     search.until = now + STALL_SECONDS
     if not search.relayed:
         return []
-    return [TellCoordinator(ChunkTaken(event.attempt, event.chunk), "it is here")]
+    return [Send(COORDINATOR, ChunkTaken(event.attempt, event.chunk), "it is here")]
 
 
 def state_arrived(state: LearnerState, attempt: int) -> list[LearnerEffect]:
@@ -159,7 +160,7 @@ def state_failed(state: LearnerState, now: float, attempt: int, reason: str) -> 
     if search.relayed:
         return _another(state, search, now, search.named.donor, reason)
     search.until = now + STALL_SECONDS
-    return [TellCoordinator(RelayWanted(attempt), reason)]
+    return [Send(COORDINATOR, RelayWanted(attempt), reason)]
 
 
 def patience_over(state: LearnerState, now: float) -> list[LearnerEffect]:
@@ -207,7 +208,7 @@ def wanted(state: LearnerState, now: float, message: StateWanted) -> list[Learne
     if not state.ready or state.step == 0 or state.leaving or state.ended:
         reason = "it does not train, or no more"
         declined = StateDeclined(message.learner, message.attempt, reason)
-        return [TellCoordinator(declined, reason)]
+        return [Send(COORDINATOR, declined, reason)]
     state.givings[message.learner] = Giving(message.attempt, message.seen, now + OFFER_SECONDS)
     return []
 
@@ -225,7 +226,7 @@ def at_boundary(state: LearnerState, now: float) -> list[LearnerEffect]:
             del state.givings[learner]
             reason = f"it has not seen the versions named within {OFFER_SECONDS:g} s"
             declined = StateDeclined(learner, giving.attempt, reason)
-            effects.append(TellCoordinator(declined, reason))
+            effects.append(Send(COORDINATOR, declined, reason))
     return effects
 
 
@@ -250,7 +251,7 @@ def copied(state: LearnerState, event: StateCopied) -> list[LearnerEffect]:
         event.address,
         event.key,
     )
-    return [TellCoordinator(offered, "a copy is ready")]
+    return [Send(COORDINATOR, offered, "a copy is ready")]
 
 
 def not_copied(state: LearnerState, event: StateNotCopied) -> list[LearnerEffect]:
@@ -258,7 +259,7 @@ def not_copied(state: LearnerState, event: StateNotCopied) -> list[LearnerEffect
     if state.givings.pop(event.learner, None) is None:
         return []
     declined = StateDeclined(event.learner, event.attempt, event.reason)
-    return [TellCoordinator(declined, event.reason)]
+    return [Send(COORDINATOR, declined, event.reason)]
 
 
 def relay_opened(state: LearnerState, now: float, message: RelayOpened) -> list[LearnerEffect]:

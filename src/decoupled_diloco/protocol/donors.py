@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
-from decoupled_diloco.protocol.effects import CoordinatorEffect, Inform
+from decoupled_diloco.protocol.effects import CoordinatorEffect, Send
 from decoupled_diloco.protocol.messages import (
     DonorLost,
     DonorNamed,
@@ -68,14 +68,14 @@ class Donors:
             return [*effects, _none(joiner, message.attempt, reason)]
         self.donations[joiner] = Donation(free[0], message.attempt)
         request = StateWanted(joiner, message.attempt, message.seen)
-        return [*effects, Inform(free[0], request, f"{joiner} begins with nothing")]
+        return [*effects, Send(free[0], request, f"{joiner} begins with nothing")]
 
     def offered(self, donor: str, message: StateOffered) -> list[CoordinatorEffect]:
         """A donor's copy is ready."""
         donation = self._of(donor, message.learner, message.attempt)
         if donation is None:
             unwanted = StateUnwanted(message.learner, message.attempt)
-            return [Inform(donor, unwanted, "it is not waited for any more")]
+            return [Send(donor, unwanted, "it is not waited for any more")]
         if not 0 < message.head_nbytes <= HEAD_BYTES_MAX or message.nbytes > STATE_BYTES_MAX:
             sizes = f"a head of {message.head_nbytes} bytes and a state of {message.nbytes}"
             reason = f"{sizes} cannot be given: at most {HEAD_BYTES_MAX} and {STATE_BYTES_MAX}"
@@ -90,7 +90,7 @@ class Donors:
             message.address,
             message.key,
         )
-        effects: list[CoordinatorEffect] = [Inform(message.learner, named, "its copy is ready")]
+        effects: list[CoordinatorEffect] = [Send(message.learner, named, "its copy is ready")]
         if not message.address:
             effects += self._open_relay(message.learner, donation, "its donor does not listen")
         return effects
@@ -101,7 +101,7 @@ class Donors:
         """A donor cannot."""
         if self._of(donor, joiner, attempt) is None:
             return []
-        lost = Inform(joiner, DonorLost(donor, attempt, reason), reason)
+        lost = Send(joiner, DonorLost(donor, attempt, reason), reason)
         return [*self._over(joiner, reason, tell_donor=False), lost]
 
     def relay_wanted(self, joiner: str, attempt: int) -> list[CoordinatorEffect]:
@@ -109,7 +109,7 @@ class Donors:
         donation = self.donations.get(joiner)
         if donation is None or donation.attempt != attempt or donation.offered is None:
             reason = "it is not known here: ask again"
-            return [Inform(joiner, DonorLost("", attempt, reason), reason)]
+            return [Send(joiner, DonorLost("", attempt, reason), reason)]
         if donation.path:
             return []
         return self._open_relay(joiner, donation, "it cannot reach its donor")
@@ -157,8 +157,8 @@ class Donors:
                 offered.nbytes,
                 why,
             ),
-            Inform(donation.donor, opened, why),
-            Inform(joiner, opened, why),
+            Send(donation.donor, opened, why),
+            Send(joiner, opened, why),
         ]
 
     def _over(self, joiner: str, why: str, *, tell_donor: bool = True) -> list[CoordinatorEffect]:
@@ -170,9 +170,9 @@ class Donors:
             effects.append(CloseRelay(donation.path, why))
         if tell_donor:
             unwanted = StateUnwanted(joiner, donation.attempt)
-            effects.append(Inform(donation.donor, unwanted, why))
+            effects.append(Send(donation.donor, unwanted, why))
         return effects
 
 
 def _none(joiner: str, attempt: int, reason: str) -> CoordinatorEffect:
-    return Inform(joiner, NoDonor(reason, attempt), reason)
+    return Send(joiner, NoDonor(reason, attempt), reason)

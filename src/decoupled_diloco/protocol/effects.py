@@ -22,15 +22,20 @@ from decoupled_diloco.protocol.donation import (
 from decoupled_diloco.protocol.ledger import LedgerEntry
 from decoupled_diloco.protocol.messages import (
     Asking,
-    FromLearner,
-    FromMember,
-    FromShard,
-    Hello,
+    Message,
     ToLearner,
-    ToMember,
-    ToShard,
     Version,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to one peer, if it is connected."""
+
+    peer: str
+    message: Message
+    why: str
+
 
 # ---- syncer
 
@@ -52,15 +57,6 @@ class Reject:
     connection: int
     reason: str
     final: bool
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to one learner, if it is connected."""
-
-    learner: str
-    message: ToLearner
     why: str
 
 
@@ -172,14 +168,6 @@ class Evict:
 
     learner: str
     reason: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send a message to the coordinator."""
-
-    message: FromShard
     why: str
 
 
@@ -311,7 +299,6 @@ SyncerEffect = (
     | Install
     | LoadWeights
     | Evict
-    | Tell
     | RoundOpened
     | RoundFinished
     | ClockAdvanced
@@ -361,23 +348,6 @@ class Relabel:
     version: Version
     why: str
     staged: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Send a message to a shard."""
-
-    shard: int
-    message: FromLearner | Hello
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class TellCoordinator:
-    """Send a message to the coordinator, if it is there."""
-
-    message: FromMember
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,8 +455,7 @@ LearnerEffect = (
     Snapshot
     | Apply
     | Relabel
-    | Say
-    | TellCoordinator
+    | Send
     | SendBody
     | SendCopy
     | Fetch
@@ -531,15 +500,6 @@ class Deny:
 
 
 @dataclass(frozen=True, slots=True)
-class Inform:
-    """Send a message to a learner that has been let in, if it is still connected."""
-
-    learner: str
-    message: ToMember
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class AdoptLayout:
     """The layout of this join is the run's layout from now on."""
 
@@ -569,15 +529,6 @@ class DenyShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Send a message to one shard."""
-
-    shard: int
-    message: ToShard
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Persist:
     """Write the snapshot durably before any later effect of this list is carried out.
 
@@ -602,14 +553,13 @@ CoordinatorEffect = (
     | Enter
     | Admit
     | Deny
-    | Inform
+    | Send
     | OpenRelay
     | RelayOn
     | CloseRelay
     | AdoptLayout
     | AdmitShard
     | DenyShard
-    | Order
     | Persist
     | Note
 )

@@ -1,4 +1,8 @@
-"""Facts that the state machines are told, in the past tense. Closed unions, one per machine."""
+"""Facts that the state machines are told, in the past tense. Closed unions, one per machine.
+
+All three machines hear of their peers in the same words: `Connected`, `Received`, `Lost`. A peer is
+named as in `peers`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,11 @@ from dataclasses import dataclass
 
 from decoupled_diloco.protocol.messages import (
     Asking,
-    FromLearner,
-    FromMember,
-    FromShard,
     Hello,
+    Message,
     Role,
-    ShardAdmitted,
+    ShardHello,
     StepReport,
-    ToLearner,
-    ToMember,
-    ToShard,
     Version,
 )
 
@@ -25,14 +24,50 @@ class Tick:
     """The time that ``deadline()`` named has come. Early, late and double ones are harmless."""
 
 
-# ---- syncer
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """How a learner or observer asks the coordinator to be let in.
+
+    ``difference`` is empty when its layout matches (or is the first), else names the first
+    differing tensor.
+    """
+
+    nonce: str
+    role: Role
+    fingerprint: str
+    difference: str
 
 
 @dataclass(frozen=True, slots=True)
-class TermGranted:
-    """The coordinator let this shard in, under a new term."""
+class Connected:
+    """A peer is there. ``greeting``: what it said first on this connection; we dialled it if none.
 
-    admitted: ShardAdmitted
+    Who greets is let in or turned away, and is no peer before it is let in.
+    """
+
+    peer: str
+    greeting: Hello | Joining | ShardHello | None = None
+    connection: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A peer said something. ``nonce``: which process of that name; empty where only one can be."""
+
+    peer: str
+    message: Message
+    nonce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The connection to a peer is gone; ``nonce`` as in `Received`."""
+
+    peer: str
+    nonce: str = ""
+
+
+# ---- syncer
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +121,6 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
-    """The coordinator said something."""
-
-    message: ToShard
-
-
-@dataclass(frozen=True, slots=True)
-class Greeted:
-    """A learner or observer said hello on a new connection."""
-
-    connection: int
-    hello: Hello
-
-
-@dataclass(frozen=True, slots=True)
 class Heard:
     """Some byte came from these learners since the last time (renews their leases)."""
 
@@ -108,28 +128,13 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A learner's current connection brought a control message."""
-
-    learner: str
-    message: FromLearner
-
-
-@dataclass(frozen=True, slots=True)
 class Reported:
     """Step reports that a shell has at hand at once, each with its learner, as they came.
 
-    As ``Said`` one by one at the same instant, except that rounds and clock are looked at once.
+    As ``Received`` one by one at the same instant, except that rounds and clock are looked at once.
     """
 
     reports: tuple[tuple[str, StepReport], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """A learner's current connection is gone."""
-
-    learner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +226,12 @@ class CutWritten:
 
 SyncerEvent = (
     Tick
+    | Connected
+    | Received
+    | Lost
     | Recovered
-    | TermGranted
-    | Ordered
-    | Greeted
     | Heard
-    | Said
     | Reported
-    | Disconnected
     | BodyArrived
     | BodySpoiled
     | CopyArrived
@@ -290,45 +293,6 @@ class PartWanted:
 @dataclass(frozen=True, slots=True)
 class DataClosed:
     """The training loop has ended: what it holds of the data goes to others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Linked:
-    """A connection to a shard is open: say hello."""
-
-    shard: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unlinked:
-    """The connection to a shard is gone."""
-
-    shard: int
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A shard said something."""
-
-    shard: int
-    message: ToLearner
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorLinked:
-    """The coordinator has let this process in, or in again: it can be told things."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorTold:
-    """The coordinator said something."""
-
-    message: ToMember
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorUnlinked:
-    """The connection to the coordinator is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +419,9 @@ class StateFailed:
 
 LearnerEvent = (
     Tick
+    | Connected
+    | Received
+    | Lost
     | Began
     | StateCopied
     | StateNotCopied
@@ -467,12 +434,6 @@ LearnerEvent = (
     | DataOpened
     | PartWanted
     | DataClosed
-    | Linked
-    | Unlinked
-    | Told
-    | CoordinatorLinked
-    | CoordinatorTold
-    | CoordinatorUnlinked
     | Fetched
     | FetchFailed
     | BodyEncoded
@@ -487,67 +448,8 @@ LearnerEvent = (
 
 
 @dataclass(frozen=True, slots=True)
-class JoinAsked:
-    """A learner or observer asked to join.
-
-    ``difference`` is empty when its layout matches (or is the first), else names the first
-    differing tensor.
-    """
-
-    connection: int
-    learner: str
-    nonce: str
-    role: Role
-    fingerprint: str
-    difference: str
-
-
-@dataclass(frozen=True, slots=True)
-class MemberSaid:
-    """A learner that has been let in said something to the coordinator."""
-
-    learner: str
-    nonce: str
-    message: FromMember
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerGone:
-    """The connection through which a learner had joined is gone."""
-
-    learner: str
-    nonce: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShardGreeted:
-    """A shard said hello; ``claim``: the number of its claim, 0 where no other may act for it."""
-
-    shard: int
-    nonce: str
-    claim: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ShardGone:
-    """The connection to a shard is gone."""
-
-    shard: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSaid:
-    """A shard said something."""
-
-    shard: int
-    message: FromShard
-
-
-@dataclass(frozen=True, slots=True)
 class CutWanted:
     """Somebody asks for a consistent cut of the run now."""
 
 
-CoordinatorEvent = (
-    Tick | JoinAsked | MemberSaid | LearnerGone | ShardGreeted | ShardGone | ShardSaid | CutWanted
-)
+CoordinatorEvent = Tick | Connected | Received | Lost | CutWanted

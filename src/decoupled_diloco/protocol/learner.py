@@ -34,7 +34,7 @@ from decoupled_diloco.protocol.effects import (
     Note,
     Release,
     RunOver,
-    Say,
+    Send,
     SendBody,
     Snapshot,
 )
@@ -42,9 +42,7 @@ from decoupled_diloco.protocol.events import (
     Began,
     BodyEncoded,
     ChunkArrived,
-    CoordinatorLinked,
-    CoordinatorTold,
-    CoordinatorUnlinked,
+    Connected,
     CopyFailed,
     CutHeard,
     CutWritten,
@@ -53,18 +51,17 @@ from decoupled_diloco.protocol.events import (
     Fetched,
     FetchFailed,
     LearnerEvent,
-    Linked,
+    Lost,
     PartWanted,
     Paused,
+    Received,
     StateArrived,
     StateCopied,
     StateFailed,
     StateNotCopied,
     StepFinished,
     Tick,
-    Told,
     ToldToGo,
-    Unlinked,
     UploadFailed,
 )
 from decoupled_diloco.protocol.foresight import due_ahead
@@ -94,6 +91,7 @@ from decoupled_diloco.protocol.messages import (
     Finished,
     GivenUp,
     Hello,
+    Message,
     NoDonor,
     Outcome,
     Published,
@@ -105,13 +103,12 @@ from decoupled_diloco.protocol.messages import (
     StateUnwanted,
     StateWanted,
     StepReport,
-    ToLearner,
-    ToMember,
     Upload,
     Version,
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # what is known of the newest version, event, what follows
@@ -178,22 +175,14 @@ class LearnerMachine:
                 return self._boundary(now) + self._hold_or_release()
             case ToldToGo(why):
                 return leaving.told_to_go(self.state, self.options, why)
-            case Linked(shard):
-                return self._linked(shard)
-            case Unlinked(shard):
-                self.state.shards[shard].linked = False
-                for fragment in self._fragments_of(shard):
-                    fragment.pull = fragment.owed_at = None
-                effects = self._release_if_free("the link to the shard is gone")
-                return effects + self._over_if_done()
-            case Told(shard, message):
-                return self._told(now, shard, message)
-            case CoordinatorLinked():
-                return donating.asked_again(self.state, now) + self._coordinated(linked=True)
-            case CoordinatorUnlinked():
-                return self._coordinated(linked=False)
-            case CoordinatorTold(message):
-                return self._coordinator_told(now, message)
+            case Connected(peer) | Received(peer) | Lost(peer) if peer == COORDINATOR:
+                return self._of_coordinator(now, event)
+            case Connected(peer):
+                return self._linked(shard_of(peer))
+            case Received(peer, message):
+                return self._told(now, shard_of(peer), message)
+            case Lost(peer):
+                return self._unlinked(shard_of(peer))
             case StateCopied():
                 return donating.copied(self.state, event)
             case StateNotCopied():
@@ -217,7 +206,7 @@ class LearnerMachine:
             case UploadFailed(fragment, ask, reason):
                 return self._upload_failed(fragment, ask, f"upload failed: {reason}")
             case CopyFailed(shard, fragment, attempt, reason):
-                return [Say(shard, CopyDeclined(fragment, attempt, reason), reason)]
+                return [Send(shard_peer(shard), CopyDeclined(fragment, attempt, reason), reason)]
             case _:
                 assert_never(event)
 
@@ -264,7 +253,7 @@ class LearnerMachine:
         )
         for shard, link in enumerate(state.shards):
             if link.linked and link.offset is not None and self.role == "learner":
-                effects.append(Say(shard, report, "a step is finished"))
+                effects.append(Send(shard_peer(shard), report, "a step is finished"))
         if state.givings:
             effects += donating.at_boundary(state, now)
         return effects + self._hold_or_release()
@@ -374,7 +363,7 @@ class LearnerMachine:
         view.behind = view.restored = False
         self.state.discarded_tokens += discarded
         effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
-        effects.append(Say(self.options.owner(index), view.holding(index), why))
+        effects.append(Send(shard_peer(self.options.owner(index)), view.holding(index), why))
         if view.pull is not None and view.pull.base < version:
             effects += self._decline(index, view, f"behind: I hold {version}")
         return effects
@@ -473,14 +462,16 @@ class LearnerMachine:
     def _announce(self, fragment: int, sent: Sent) -> LearnerEffect:
         taken = sent.taken
         upload = Upload(fragment, sent.ask, taken.base, taken.steps, taken.tokens, sent.digest)
-        return Say(self.options.owner(fragment), upload, "its body is on its way")
+        return Send(shard_peer(self.options.owner(fragment)), upload, "its body is on its way")
 
     def _upload_failed(self, fragment: int, ask: Asking, why: str) -> list[LearnerEffect]:
         """It may have arrived all the same: the outcome will tell."""
         sent = self._sent(fragment, ask)
         if sent is not None:
             sent.failed = True
-        return [Say(self.options.owner(fragment), Decline(fragment, ask, False, why), why)]
+        return [
+            Send(shard_peer(self.options.owner(fragment)), Decline(fragment, ask, False, why), why)
+        ]
 
     def _decline(
         self, index: int, view: FragmentView, reason: str, *, nothing_new: bool = False
@@ -488,9 +479,22 @@ class LearnerMachine:
         pull, view.pull = view.pull, None
         assert pull is not None
         decline = Decline(index, pull.ask, nothing_new, reason)
-        return [Say(self.options.owner(index), decline, reason)]
+        return [Send(shard_peer(self.options.owner(index)), decline, reason)]
 
-    def _coordinator_told(self, now: float, message: ToMember) -> list[LearnerEffect]:
+    def _of_coordinator(
+        self, now: float, event: Connected | Received | Lost
+    ) -> list[LearnerEffect]:
+        match event:
+            case Connected():
+                return donating.asked_again(self.state, now) + self._coordinated(linked=True)
+            case Received(_, message):
+                return self._coordinator_told(now, message)
+            case Lost():
+                return self._coordinated(linked=False)
+            case _:
+                assert_never(event)
+
+    def _coordinator_told(self, now: float, message: Message) -> list[LearnerEffect]:
         state = self.state
         match message:
             case NoDonor():
@@ -510,7 +514,7 @@ class LearnerMachine:
             case LeasesGiven() | DataRefused():
                 return [] if state.data is None else learner_data.told(state.data, message)
             case _:
-                assert_never(message)
+                raise AssertionError(f"the coordinator does not say this to a learner: {message}")
 
     # ---- leased data
 
@@ -601,7 +605,14 @@ class LearnerMachine:
             held=held,
             asks=tuple(sent.ask for _, sent in self._unresolved(shard) if not sent.failed),
         )
-        return [Say(shard, hello, "a connection is open")]
+        return [Send(shard_peer(shard), hello, "a connection is open")]
+
+    def _unlinked(self, shard: int) -> list[LearnerEffect]:
+        self.state.shards[shard].linked = False
+        for fragment in self._fragments_of(shard):
+            fragment.pull = fragment.owed_at = None
+        effects = self._release_if_free("the link to the shard is gone")
+        return effects + self._over_if_done()
 
     def _unresolved(self, shard: int) -> list[tuple[int, Sent]]:
         """What was sent to a shard and has no outcome yet, with its fragment."""
@@ -612,7 +623,7 @@ class LearnerMachine:
             found += [(index, sent) for sent in (*view.late.values(), *own)]
         return found
 
-    def _told(self, now: float, shard: int, message: ToLearner) -> list[LearnerEffect]:
+    def _told(self, now: float, shard: int, message: Message) -> list[LearnerEffect]:
         link = self.state.shards[shard]
         match message:
             case Welcome():
@@ -651,7 +662,7 @@ class LearnerMachine:
                 link.finished = True
                 return self._over_if_done()
             case _:
-                assert_never(message)
+                raise AssertionError(f"a shard does not say this to a learner: {message}")
 
     def _hear_clock(self, now: float, link: ShardView, clock: int) -> None:
         if clock > link.clock:

@@ -8,7 +8,7 @@ announced, each in its newest version: over a slow link a copy is soon here, and
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import Fetch, LearnerEffect, Note, Relabel, Say, SendCopy
+from decoupled_diloco.protocol.effects import Fetch, LearnerEffect, Note, Relabel, Send, SendCopy
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
@@ -17,6 +17,7 @@ from decoupled_diloco.protocol.messages import (
     Version,
 )
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import shard_peer
 
 RETRY_SECONDS = 1.0
 """A whole copy that could not be had is asked for again after this."""
@@ -94,7 +95,7 @@ def _relabel(
         return [Relabel(index, version, why, staged=True)]
     # What was sent to the shard's earlier life went with it.
     view.held, view.snapshot, view.sent = version, None, None
-    holding = Say(options.owner(index), view.holding(index), why)
+    holding = Send(shard_peer(options.owner(index)), view.holding(index), why)
     return [Relabel(index, version, why), holding]
 
 
@@ -149,6 +150,8 @@ def copy_wanted(state: LearnerState, shard: int, wanted: CopyWanted) -> list[Lea
     held, version = state.fragments[wanted.fragment].held, wanted.version
     if version is not None and version != held:
         reason = f"I hold {held}, not {version}"
-        return [Say(shard, CopyDeclined(wanted.fragment, wanted.attempt, reason), reason)]
+        return [
+            Send(shard_peer(shard), CopyDeclined(wanted.fragment, wanted.attempt, reason), reason)
+        ]
     why = "the shard asked for it"
     return [SendCopy(shard, wanted.fragment, wanted.attempt, version, wanted.path, why)]

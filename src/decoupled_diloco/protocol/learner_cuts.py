@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import ForgetCuts, LearnerEffect, TakeCut, TellCoordinator
+from decoupled_diloco.protocol.effects import ForgetCuts, LearnerEffect, Send, TakeCut
 from decoupled_diloco.protocol.events import CutWritten
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.messages import CutKept, CutOrdered, Role
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 
 def heard(state: LearnerState, number: int) -> list[LearnerEffect]:
@@ -47,10 +48,10 @@ def at_boundary(state: LearnerState, role: Role) -> list[LearnerEffect]:
 
 
 def _none_of(cut: int, problem: str) -> LearnerEffect:
-    return TellCoordinator(CutKept(cut, "", 0, problem), problem)
+    return Send(COORDINATOR, CutKept(cut, "", 0, problem), problem)
 
 
 def written(event: CutWritten) -> list[LearnerEffect]:
     """Its part is on the disk, or cannot be."""
     kept = CutKept(event.number, event.digest, event.nbytes, event.problem)
-    return [TellCoordinator(kept, event.problem or "its part is on the disk")]
+    return [Send(COORDINATOR, kept, event.problem or "its part is on the disk")]

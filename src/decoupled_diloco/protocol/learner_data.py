@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from decoupled_diloco.protocol.effects import LearnerEffect, Note, TellCoordinator
+from decoupled_diloco.protocol.effects import LearnerEffect, Note, Send
 from decoupled_diloco.protocol.events import DataClosed, DataOpened, PartWanted
 from decoupled_diloco.protocol.lease_messages import (
     DataRefused,
@@ -23,6 +23,7 @@ from decoupled_diloco.protocol.lease_messages import (
     LeasesGiven,
     LeaseState,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 
 @dataclass(slots=True)
@@ -207,7 +208,7 @@ def tell(data: DataView, step: int, why: str) -> list[LearnerEffect]:
         )
         for number, part in data.leases.items()
     )
-    return [TellCoordinator(DataReport(data.parts, data.want, states), why)]
+    return [Send(COORDINATOR, DataReport(data.parts, data.want, states), why)]
 
 
 def link(data: DataView, step: int, *, linked: bool) -> list[LearnerEffect]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from decoupled_diloco.protocol.effects import CoordinatorEffect, Enter, Inform
+from decoupled_diloco.protocol.effects import CoordinatorEffect, Enter, Send
 from decoupled_diloco.protocol.lease_messages import (
     DataRefused,
     DataReport,
@@ -196,7 +196,7 @@ def report(
     """A learner said what it has trained and what it wants."""
     if not message.parts:
         reason = f"the data of {learner} have no parts: give it the run's data"
-        return [Inform(learner, DataRefused(reason), reason)]
+        return [Send(learner, DataRefused(reason), reason)]
     if not book.parts:
         effects = _enter(book, DataDescribed(message.parts), f"{learner} brings the data")
     elif book.parts != message.parts:
@@ -204,7 +204,7 @@ def report(
             f"the run's data have {book.parts} parts, those of {learner} {message.parts}: give "
             "every learner the same data, cut into as many parts"
         )
-        return [Inform(learner, DataRefused(reason), reason)]
+        return [Send(learner, DataRefused(reason), reason)]
     else:
         effects = []
     for state in message.leases:
@@ -251,7 +251,7 @@ def _give(
     given = tuple(Lease(n, h.turn, h.part, h.start) for n, h in mine.items() if n not in known)
     dropped = tuple(sorted(known - mine.keys()))
     if given or dropped:
-        effects.append(Inform(learner, LeasesGiven(given, dropped), "its report"))
+        effects.append(Send(learner, LeasesGiven(given, dropped), "its report"))
     return effects
 
 

@@ -13,11 +13,12 @@ waits no longer than it was given; what is not in a version by then is lost with
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import LearnerEffect, Say, Send, SyncerEffect
+from decoupled_diloco.protocol.effects import LearnerEffect, Send, SyncerEffect
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import Dismissed, Leaving
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import shard_peer
 from decoupled_diloco.protocol.rounds import Round
 from decoupled_diloco.protocol.syncer_state import SyncerState
 
@@ -81,7 +82,7 @@ def told_to_go(state: LearnerState, options: Options, why: str) -> list[LearnerE
     """Tells every shard in reach what there is to hand in."""
     state.leaving = why
     return [
-        Say(shard, _leaving(state, options, shard), why)
+        Send(shard_peer(shard), _leaving(state, options, shard), why)
         for shard, link in enumerate(state.shards)
         if link.linked and link.offset is not None
     ]
@@ -91,7 +92,7 @@ def welcomed(state: LearnerState, options: Options, shard: int) -> list[LearnerE
     """A shard has (again) welcomed this learner: if it is about to go, the shard must know."""
     if not state.leaving:
         return []
-    return [Say(shard, _leaving(state, options, shard), state.leaving)]
+    return [Send(shard_peer(shard), _leaving(state, options, shard), state.leaving)]
 
 
 def handed_in(state: LearnerState, options: Options) -> bool:

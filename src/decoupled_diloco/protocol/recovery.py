@@ -13,11 +13,12 @@ Functions of the learner's state.
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import LearnerEffect, Ready, Recovered, TellCoordinator
+from decoupled_diloco.protocol.effects import LearnerEffect, Ready, Recovered, Send
 from decoupled_diloco.protocol.events import Began, KeptFragment
 from decoupled_diloco.protocol.learner_state import LearnerState, Recovery, Search
 from decoupled_diloco.protocol.messages import Trains
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 SHARD_PATIENCE_SECONDS = 10.0
 """A learner with its own checkpoint waits so long for the word of a shard that is out of reach;
@@ -69,7 +70,7 @@ def ready_if_complete(state: LearnerState, options: Options, now: float) -> list
         return [ready]
     effects: list[LearnerEffect] = [_recovered(state, recovery, now), ready]
     if recovery.gives or recovery.search is not None:
-        effects.append(TellCoordinator(Trains(recovery.gives), "it has begun to train"))
+        effects.append(Send(COORDINATOR, Trains(recovery.gives), "it has begun to train"))
     return effects
 
 

@@ -30,26 +30,23 @@ from decoupled_diloco.protocol.effects import (
     Stop,
     SyncerEffect,
     TakeCut,
-    Tell,
 )
 from decoupled_diloco.protocol.events import (
     BodyArrived,
     BodySpoiled,
+    Connected,
     CopyArrived,
     CopySpoiled,
     CutHeard,
     CutWritten,
-    Disconnected,
-    Greeted,
     Heard,
+    Lost,
     Merged,
     MergeFailed,
-    Ordered,
+    Received,
     Recovered,
     Reported,
-    Said,
     SyncerEvent,
-    TermGranted,
     Tick,
     WeightsLoaded,
 )
@@ -73,22 +70,24 @@ from decoupled_diloco.protocol.messages import (
     LayoutSet,
     Leave,
     Leaving,
+    Message,
     Progress,
     SeedNamed,
+    ShardAdmitted,
     StepReport,
     Swept,
-    ToShard,
     Upload,
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import COORDINATOR, name_problem
 from decoupled_diloco.protocol.syncer_memory import recall
 from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
-    ("starting", "TermGranted (not begun)", "empty"),
-    ("starting", "TermGranted (begun)", "restoring"),
+    ("starting", "ShardAdmitted (not begun)", "empty"),
+    ("starting", "ShardAdmitted (begun)", "restoring"),
     ("empty", "SeedNamed", "seeding"),
     ("seeding", "SeedNamed", "seeding"),
     ("seeding", "the seed's copies are no good", "seeding; the coordinator is told"),
@@ -208,24 +207,21 @@ class SyncerMachine:
                 if memory is not None:
                     recall(state, memory)
                 return []
-            case TermGranted(admitted):
-                if state.phase == "swept":
-                    return [Tell(Swept(), "the coordinator may not have heard it")]
-                return syncer_fill.term_granted(state, self.owned, now, admitted)
-            case Ordered(message):
-                return self._ordered(now, message)
-            case Greeted(connection, hello):
+            case Connected(_, hello, connection):
+                assert isinstance(hello, Hello)
                 return self._greeted(now, connection, hello)
+            case Received(peer, message) if peer == COORDINATOR:
+                return self._ordered(now, message)
+            case Received(learner, message):
+                syncer_members.renew(state, now, learner)
+                return self._said(now, learner, message)
             case Heard(learners):
                 for learner in learners:
                     syncer_members.renew(state, now, learner)
                 return []
-            case Said(learner, message):
-                syncer_members.renew(state, now, learner)
-                return self._said(now, learner, message)
             case Reported(reports):
                 return syncer_members.reported_together(state, options, now, reports)
-            case Disconnected(learner):
+            case Lost(learner):
                 return syncer_members.disconnected(state, now, learner)
             case BodyArrived():
                 syncer_members.renew(state, now, event.learner)
@@ -246,7 +242,7 @@ class SyncerMachine:
                 return self._take_cut(number, "a message is of it")
             case CutWritten(number, digest, nbytes, problem):
                 kept = CutKept(number, digest, nbytes, problem)
-                return [Tell(kept, problem or "its part is on the disk")]
+                return [Send(COORDINATOR, kept, problem or "its part is on the disk")]
             case _:
                 assert_never(event)
 
@@ -257,9 +253,13 @@ class SyncerMachine:
         self.state.cut = number
         return [TakeCut(number, why)] if self.state.phase == "running" else []
 
-    def _ordered(self, now: float, message: ToShard) -> list[SyncerEffect]:
+    def _ordered(self, now: float, message: Message) -> list[SyncerEffect]:
         state = self.state
         match message:
+            case ShardAdmitted():
+                if state.phase == "swept":
+                    return [Send(COORDINATOR, Swept(), "the coordinator may not have heard it")]
+                return syncer_fill.term_granted(state, self.owned, now, message)
             case LayoutSet():
                 return []
             case SeedNamed():
@@ -283,10 +283,13 @@ class SyncerMachine:
                     state.stop_by = now + syncer_rounds.COPY_SECONDS
                 return []
             case _:
-                assert_never(message)
+                raise AssertionError(f"the coordinator does not say this to a shard: {message}")
 
     def _greeted(self, now: float, connection: int, hello: Hello) -> list[SyncerEffect]:
         state = self.state
+        unnamed = name_problem(hello.learner)
+        if unnamed:
+            return [Reject(connection, unnamed, True, unnamed)]
         if hello.role == "observer":
             state.observers.add(hello.learner)
             why = "an observer counts for nothing"
@@ -345,7 +348,7 @@ class SyncerMachine:
             effects.append(Send(hello.learner, Finished(), why))
         return effects
 
-    def _said(self, now: float, learner: str, message: object) -> list[SyncerEffect]:
+    def _said(self, now: float, learner: str, message: Message) -> list[SyncerEffect]:
         state = self.state
         member = state.members.get(learner)
         if member is None:
@@ -372,7 +375,7 @@ class SyncerMachine:
                 gone = {learner: f"left: {reason}"}
                 return syncer_members.remove(state, self.options, now, gone, evict=True)
             case _:
-                raise AssertionError(message)
+                raise AssertionError(f"a learner does not say this to a shard: {message}")
 
     def _merged(self, now: float, number: int, fragment: int, digest: str) -> list[SyncerEffect]:
         effects = syncer_rounds.merged(self.state, now, number, fragment, digest)
@@ -437,7 +440,7 @@ class SyncerMachine:
                 effects += syncer_rounds.progress(state, options, now)
         if state.phase == "sweeping" and not state.closing and not state.rounds:
             state.phase = "swept"
-            effects.append(Tell(Swept(), "every fragment had its closing round"))
+            effects.append(Send(COORDINATOR, Swept(), "every fragment had its closing round"))
         if state.phase == "swept" and self.state.finish_ordered:
             state.phase = "finished"
             effects.append(Broadcast(Finished(), "every shard is swept"))
@@ -482,6 +485,6 @@ class SyncerMachine:
         why = f"{quorum} learners have reached step {state.clock}"
         return [
             ClockAdvanced(state.clock, len(state.members), why),
-            Tell(Progress(state.clock, state.tokens), why),
+            Send(COORDINATOR, Progress(state.clock, state.tokens), why),
             *asking.serve_idle(state, self.options, now),
         ]

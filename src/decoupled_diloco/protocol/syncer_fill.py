@@ -18,7 +18,6 @@ from decoupled_diloco.protocol.effects import (
     Note,
     Send,
     SyncerEffect,
-    Tell,
     Unexpect,
 )
 from decoupled_diloco.protocol.events import CopyArrived, CopySpoiled
@@ -31,6 +30,7 @@ from decoupled_diloco.protocol.messages import (
     ShardReady,
     Version,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer_state import CopyAsk, Fill, SyncerState, lower_median
 
 FROM_THE_START_SECONDS = 30.0
@@ -58,7 +58,7 @@ def term_granted(
     """The coordinator let the shard in; only the first time matters."""
     if state.phase == "ready" and state.fill is not None:
         why = "the coordinator may not have heard it"
-        return [Tell(ShardReady(state.fill.attempt), why)]
+        return [Send(COORDINATOR, ShardReady(state.fill.attempt), why)]
     if state.phase == "seeding" and state.fill is not None and state.fill.failure:
         return [_failed(state.fill)]
     if state.phase != "starting":
@@ -249,7 +249,9 @@ def _seed_again(state: SyncerState, owned: tuple[int, ...], fill: Fill) -> list[
 
 
 def _failed(fill: Fill) -> SyncerEffect:
-    return Tell(SeedFailed(fill.attempt, fill.failure), f"{fill.source} cannot be the seed")
+    return Send(
+        COORDINATOR, SeedFailed(fill.attempt, fill.failure), f"{fill.source} cannot be the seed"
+    )
 
 
 def _nobody_has_trained(state: SyncerState, fill: Fill, now: float) -> bool:
@@ -302,7 +304,9 @@ def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
         effects.append(Install(fragment, entry.version, why, entry.digest))
     if seeding:
         state.phase = "ready"
-        effects.append(Tell(ShardReady(fill.attempt), "the initial weights are complete"))
+        effects.append(
+            Send(COORDINATOR, ShardReady(fill.attempt), "the initial weights are complete")
+        )
     return effects
 
 

@@ -23,16 +23,9 @@ from decoupled_diloco.protocol.effects import (
     SendBody,
     Snapshot,
 )
-from decoupled_diloco.protocol.events import (
-    Began,
-    BodyArrived,
-    Merged,
-    MergeFailed,
-    TermGranted,
-    Told,
-)
+from decoupled_diloco.protocol.events import Began, BodyArrived, Merged, MergeFailed, Received
 from decoupled_diloco.protocol.learner import NOT_TAKEN
-from decoupled_diloco.protocol.messages import Published, Pull, Version
+from decoupled_diloco.protocol.messages import Published, Pull, ShardAdmitted, Version
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
 from decoupled_diloco.simulate.bodies import LineageLearner
 from decoupled_diloco.simulate.bounds import sees_the_end
@@ -95,7 +88,7 @@ class Checker:
             self._merge_failed(who, now, event.fragment)
         if isinstance(event, Merged):
             self._count(event.fragment)
-        if isinstance(event, Told) and isinstance(event.message, Pull):
+        if isinstance(event, Received) and isinstance(event.message, Pull):
             self.pulls += 1
             self.pulls_answered_at_once += any(isinstance(e, SendBody) for e in effects)
 
@@ -105,8 +98,8 @@ class Checker:
             epoch = self.world.learners[who].machine.epoch
             assert epoch >= self.epochs.get(who, 0), "an epoch goes back"
             self.epochs[who] = epoch
-        if isinstance(event, TermGranted):
-            shard, term = self.shards[who].shard, event.admitted.term
+        if isinstance(event, Received) and isinstance(event.message, ShardAdmitted):
+            shard, term = self.shards[who].shard, event.message.term
             assert term >= self.terms.get(shard, 0), "a term goes back"
             self.terms[shard] = term
 

@@ -23,18 +23,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoupled_diloco.protocol.effects import AdmitShard, Apply, Broadcast, Evict, Fetch, Relabel
-from decoupled_diloco.protocol.events import (
-    BodyArrived,
-    Greeted,
-    Heard,
-    Reported,
-    Said,
-    ShardGreeted,
-)
+from decoupled_diloco.protocol.events import BodyArrived, Connected, Heard, Received, Reported
 from decoupled_diloco.protocol.learner import NOT_TAKEN
 from decoupled_diloco.protocol.lease import Activate
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
-from decoupled_diloco.protocol.messages import Published, Version
+from decoupled_diloco.protocol.messages import Published, ShardHello, Version
 from decoupled_diloco.protocol.syncer_fill import SETTLE_SECONDS
 from decoupled_diloco.simulate.network import LOST_SECONDS, STALL_SECONDS
 from decoupled_diloco.simulate.shell import REDIAL_SECONDS
@@ -68,10 +61,11 @@ class ClaimChecker:
         for effect in effects:
             match effect:
                 case AdmitShard(shard):
-                    assert isinstance(event, ShardGreeted)
-                    newest = self._claims.get(shard, 0)
-                    assert event.claim >= newest, f"{event} is let in after claim {newest}"
-                    self._claims[shard] = event.claim
+                    assert isinstance(event, Connected)
+                    assert isinstance(event.greeting, ShardHello)
+                    newest, claim = self._claims.get(shard, 0), event.greeting.claim
+                    assert claim >= newest, f"{event} is let in after claim {newest}"
+                    self._claims[shard] = claim
                 case Activate(number):
                     self._activated(who.removesuffix(".claims"), number)
                 case Broadcast(Published() as message):
@@ -91,10 +85,10 @@ class ClaimChecker:
         match event:
             case Heard(learners):
                 names = learners
-            case Said(learner) | BodyArrived(learner):
+            case Received(learner) | BodyArrived(learner):
                 names = (learner,)
-            case Greeted(_, hello):
-                names = (hello.learner,)
+            case Connected(learner):
+                names = (learner,)
             case Reported(reports):
                 names = tuple(learner for learner, _ in reports)
             case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
 from decoupled_diloco.protocol.cuts import raised
@@ -18,20 +18,12 @@ from decoupled_diloco.protocol.effects import (
     Deny,
     DenyShard,
     Enter,
-    Inform,
     KeepCut,
     Note,
-    Order,
     Persist,
+    Send,
 )
-from decoupled_diloco.protocol.events import (
-    JoinAsked,
-    LearnerGone,
-    MemberSaid,
-    ShardGone,
-    ShardGreeted,
-    ShardSaid,
-)
+from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received
 from decoupled_diloco.protocol.leases import LeaseBook, apply, copied
 from decoupled_diloco.protocol.ledger import LedgerEntry
 from decoupled_diloco.protocol.messages import (
@@ -43,6 +35,7 @@ from decoupled_diloco.protocol.messages import (
     ShardHello,
     ToMember,
 )
+from decoupled_diloco.protocol.peers import is_shard_peer, shard_of, shard_peer
 from decoupled_diloco.simulate.network import Connection
 from decoupled_diloco.simulate.shell import Shell
 
@@ -96,8 +89,10 @@ class CoordinatorProcess(Shell):
             self.guests[connection.number] = message
             self.visits[message.learner, message.nonce] += 1
             self.tell(
-                JoinAsked(
-                    connection.number, message.learner, message.nonce, message.role, LAYOUT, ""
+                Connected(
+                    message.learner,
+                    Joining(message.nonce, message.role, LAYOUT, ""),
+                    connection.number,
                 )
             )
         elif isinstance(message, ShardHello):
@@ -105,9 +100,9 @@ class CoordinatorProcess(Shell):
         else:
             hello = self.guests.get(connection.number)
             if isinstance(hello, Join):
-                self.tell(MemberSaid(hello.learner, hello.nonce, message))
+                self.tell(Received(hello.learner, message, hello.nonce))
             elif isinstance(hello, ShardHello) and self.shards.get(hello.shard) is connection:
-                self.tell(ShardSaid(hello.shard, message))
+                self.tell(Received(shard_peer(hello.shard), message))
             elif isinstance(hello, ShardHello) and hello.claim:
                 connection.close(self)  # another process acts for this shard now
                 self.guests.pop(connection.number)
@@ -117,7 +112,11 @@ class CoordinatorProcess(Shell):
         before = self.shards.get(hello.shard)
         self.shards[hello.shard] = connection
         self.denied = False
-        self.tell(ShardGreeted(hello.shard, hello.nonce, hello.claim))
+        self.tell(
+            Connected(
+                shard_peer(hello.shard), ShardHello(hello.shard, hello.nonce, claim=hello.claim)
+            )
+        )
         if self.denied and before is not None:
             self.shards[hello.shard] = before
 
@@ -127,11 +126,11 @@ class CoordinatorProcess(Shell):
         if isinstance(guest, ShardHello):
             if self.shards.get(guest.shard) is connection:
                 del self.shards[guest.shard]
-                self.tell(ShardGone(guest.shard))
+                self.tell(Lost(shard_peer(guest.shard)))
         elif guest is not None and guest.role == "learner":
             self._uncount(guest)
             if not self.visits[guest.learner, guest.nonce]:
-                self.tell(LearnerGone(guest.learner, guest.nonce))
+                self.tell(Lost(guest.learner, guest.nonce))
 
     def carry_out(self, effect: CoordinatorEffect) -> None:
         """Carries one order out."""
@@ -153,8 +152,6 @@ class CoordinatorProcess(Shell):
                     self._uncount(guest)
                 if connection is not None:
                     connection.close(self)
-            case Inform(learner, message):
-                self._inform(learner, message)
             case AdmitShard(shard, term, begun):
                 self._order(shard, ShardAdmitted(term, begun))
                 self._order(shard, LayoutSet(LAYOUT))
@@ -164,8 +161,10 @@ class CoordinatorProcess(Shell):
                 connection.send(self, JoinRefused(reason, True))
                 self.guests.pop(connection.number, None)
                 connection.close(self)
-            case Order(shard, message):
-                self._order(shard, message)
+            case Send(peer, message) if is_shard_peer(peer):
+                self._order(shard_of(peer), cast("Any", message))
+            case Send(learner, message):
+                self._inform(learner, cast("Any", message))
             case OpenRelay() | RelayOn() | CloseRelay():
                 pass  # a virtual chunk passes whenever both ends are alive
             case BeginCut():

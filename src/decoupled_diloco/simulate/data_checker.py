@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoupled_diloco.observe.data_ledger import DataAccount, account_of_data
-from decoupled_diloco.protocol.events import CoordinatorTold, MemberSaid, Merged
+from decoupled_diloco.protocol.events import Merged, Received
 from decoupled_diloco.protocol.lease_messages import (
     DataReport,
     LeaseState,
 )
 from decoupled_diloco.protocol.leases import HELD_MAX
 from decoupled_diloco.protocol.ledger import Leased, LedgerEntry, Repeated, Settled, TakenBack
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.simulate.bodies import Life, LineageShard
 from decoupled_diloco.simulate.leased_loop import NumberedParts, Trained, VirtualData
 from decoupled_diloco.simulate.world import World
@@ -59,9 +60,9 @@ class DataChecker:
         self.catch_up()
         if isinstance(event, Merged):
             self._note_merged(who, event.fragment)
-        if isinstance(event, MemberSaid) and isinstance(event.message, DataReport):
+        if isinstance(event, Received) and isinstance(event.message, DataReport):
             self.reported |= {state.lease: state for state in event.message.leases}
-        if isinstance(event, CoordinatorTold):
+        if isinstance(event, Received) and event.peer == COORDINATOR and who in self.world.learners:
             view = self.world.learners[who].machine.state.data
             assert view is None or len(view.leases) <= HELD_MAX, "leases pile up"
         learner = self.world.learners.get(who)

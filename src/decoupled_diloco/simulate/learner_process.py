@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from decoupled_diloco.protocol.donation import (
     CopyState,
@@ -26,31 +26,27 @@ from decoupled_diloco.protocol.effects import (
     Relabel,
     Release,
     RunOver,
-    Say,
+    Send,
     SendBody,
     SendCopy,
     Snapshot,
     TakeCut,
-    TellCoordinator,
 )
 from decoupled_diloco.protocol.events import (
     Began,
     BodyEncoded,
-    CoordinatorLinked,
-    CoordinatorTold,
-    CoordinatorUnlinked,
+    Connected,
     CopyFailed,
     CutHeard,
     CutWritten,
     DataClosed,
     Fetched,
     FetchFailed,
-    Linked,
+    Lost,
     Paused,
+    Received,
     StepFinished,
-    Told,
     ToldToGo,
-    Unlinked,
     UploadFailed,
 )
 from decoupled_diloco.protocol.learner import LearnerMachine
@@ -66,6 +62,7 @@ from decoupled_diloco.protocol.messages import (
     Role,
     StepReport,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.simulate.bodies import Body, LearnerBodies
 from decoupled_diloco.simulate.donations import VirtualDonations
 from decoupled_diloco.simulate.learner_disk import LearnerDisk
@@ -183,15 +180,15 @@ class LearnerProcess(Shell):
         if isinstance(message, Admitted):
             if not self.joined:
                 self._join(message.epoch)
-            self.tell(CoordinatorLinked())
+            self.tell(Connected(COORDINATOR))
         elif isinstance(message, JoinRefused):
             pass  # the coordinator closes the connection, which dials again
         elif connection is self.coordinator_link:
-            self.tell(CoordinatorTold(message))
+            self.tell(Received(COORDINATOR, message))
         else:
             shard = next((s for s, c in self.shards.items() if c is connection), None)
             if shard is not None:
-                self.tell(Told(shard, message))
+                self.tell(Received(shard_peer(shard), message))
 
     def _join(self, epoch: int) -> None:
         self.joined, self.epoch = True, epoch
@@ -216,7 +213,7 @@ class LearnerProcess(Shell):
                 failed()
                 return
             self.shards[shard], self.hosts[shard] = connection, hosts[turn]
-            self.tell(Linked(shard))
+            self.tell(Connected(shard_peer(shard)))
 
         def failed() -> None:
             if turn + 1 < len(hosts):
@@ -231,12 +228,12 @@ class LearnerProcess(Shell):
         """A connection is gone."""
         if connection is self.coordinator_link:
             self.coordinator_lost()
-            self.tell(CoordinatorUnlinked())
+            self.tell(Lost(COORDINATOR))
             return
         for shard, mine in list(self.shards.items()):
             if mine is connection:
                 del self.shards[shard]
-                self.tell(Unlinked(shard))
+                self.tell(Lost(shard_peer(shard)))
                 self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
 
     # ---- the training loop
@@ -314,10 +311,11 @@ class LearnerProcess(Shell):
             return
         world.events += 1
         for effect in machine.handle(self.clock, self._step()):
-            if type(effect) is Say and type(effect.message) is StepReport:
-                connection = self.shards.get(effect.shard)
+            if type(effect) is Send and type(effect.message) is StepReport:
+                shard = shard_of(effect.peer)
+                connection = self.shards.get(shard)
                 if connection is not None and connection.open[self.name]:
-                    self.hosts[effect.shard].post(connection, effect.message)
+                    self.hosts[shard].post(connection, effect.message)
             elif self.alive and self.life == life:
                 self.carry_out(effect)
         if self.cut_taken and self.alive and self.life == life:
@@ -335,7 +333,7 @@ class LearnerProcess(Shell):
             self._at_boundary(Paused())
         if self.leaving and self.alive and handed_in(self.machine.state, self.world.options):
             self._go()
-        elif self.loop is not None and isinstance(event, CoordinatorTold):
+        elif self.loop is not None and isinstance(event, Received) and event.peer == COORDINATOR:
             self.later(0.0, self._start_first_step)
 
     def _start_first_step(self) -> None:
@@ -347,12 +345,12 @@ class LearnerProcess(Shell):
     def carry_out(self, effect: LearnerEffect) -> None:
         """Carries one order out."""
         match effect:
-            case Say(shard, message):
-                if shard in self.shards:
-                    self._say(shard, message)
-            case TellCoordinator(message):
+            case Send(peer, message) if peer == COORDINATOR:
                 if self.coordinator_link is not None:
                     self.coordinator_link.send(self, message)
+            case Send(peer, message):
+                if shard_of(peer) in self.shards:
+                    self._say(shard_of(peer), cast("Any", message))
             case Snapshot(fragment, base, step):
                 self.bodies.snapshot(fragment, base, step)
             case Apply(fragment, version, mode, discarded):

@@ -25,15 +25,16 @@ from decoupled_diloco.protocol.effects import (
 from decoupled_diloco.protocol.events import (
     Began,
     DurableCopy,
+    Lost,
     Merged,
     MergeFailed,
     Paused,
+    Received,
     Recovered,
     StepFinished,
-    Told,
-    Unlinked,
 )
 from decoupled_diloco.protocol.messages import Asking, Outcome, Version
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.system import System
@@ -173,12 +174,12 @@ class Lineage:
             step = steps_of(trainer.life, trainer.steps - 1, trainer.steps)
             for local in trainer.fragments:
                 local.own = union(local.own, step)
-        elif isinstance(event, Unlinked):
-            for local in trainer.fragments[event.shard :: len(self.system.shards)]:
+        elif isinstance(event, Lost) and event.peer != COORDINATOR:
+            for local in trainer.fragments[shard_of(event.peer) :: len(self.system.shards)]:
                 for sent in local.under_way.values():
                     local.parted = union(local.parted, sent)
                 local.under_way.clear()
-        elif isinstance(event, Told) and isinstance(event.message, Outcome):
+        elif isinstance(event, Received) and isinstance(event.message, Outcome):
             outcome = event.message
             sent = trainer.fragments[outcome.fragment].under_way.pop(outcome.ask, {})
             if outcome.verdict != "accepted":

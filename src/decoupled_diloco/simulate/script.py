@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.protocol.effects import ClockAdvanced, Tell
+from decoupled_diloco.protocol.effects import ClockAdvanced, Send
 from decoupled_diloco.protocol.messages import Progress
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.learner_process import LearnerProcess
@@ -125,7 +125,7 @@ class Script:
             if type(effect) is ClockAdvanced and effect.clock > self.clock:
                 self.clock = effect.clock
                 self._clock_has_moved()
-            elif type(effect) is Tell and type(effect.message) is Progress:
+            elif type(effect) is Send and type(effect.message) is Progress:
                 self.tokens = max(self.tokens, effect.message.tokens)
 
     def _clock_has_moved(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never, cast
 
 from decoupled_diloco.protocol.effects import (
     Accept,
@@ -26,28 +26,25 @@ from decoupled_diloco.protocol.effects import (
     Stop,
     SyncerEffect,
     TakeCut,
-    Tell,
     Unexpect,
 )
 from decoupled_diloco.protocol.events import (
     BodyArrived,
     BodySpoiled,
+    Connected,
     CopyArrived,
     CopySpoiled,
     CutHeard,
     CutWritten,
-    Disconnected,
     DurableCopy,
-    Greeted,
     Heard,
+    Lost,
     Merged,
     MergeFailed,
-    Ordered,
+    Received,
     Recovered,
     Reported,
-    Said,
     ShardMemory,
-    TermGranted,
     WeightsLoaded,
 )
 from decoupled_diloco.protocol.messages import (
@@ -57,13 +54,13 @@ from decoupled_diloco.protocol.messages import (
     Hello,
     JoinRefused,
     Refusal,
-    ShardAdmitted,
     ShardHello,
     StepReport,
     Swept,
     Upload,
     Version,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.simulate.bodies import Body, ShardBodies
@@ -210,15 +207,14 @@ class ShardProcess(Shell):
         if isinstance(message, JoinRefused):
             self.replaced(message.reason)
         elif connection is self.coordinator_link:
-            known = isinstance(message, ShardAdmitted)
-            self.tell(TermGranted(message) if known else Ordered(message))
+            self.tell(Received(COORDINATOR, message))
         elif isinstance(message, Hello):
-            self.tell(Greeted(connection.number, message))
+            self.tell(Connected(message.learner, message, connection.number))
         elif connection.number in self.who:
             learner, _ = self.who[connection.number]
             if self.bound.get(learner) is not connection:
                 return
-            self.tell(Said(learner, message))
+            self.tell(Received(learner, message))
             if isinstance(message, Upload | Copy):
                 self._announced(learner, message)
 
@@ -257,7 +253,7 @@ class ShardProcess(Shell):
         learner, _ = self.who.pop(connection.number, ("", 0))
         if learner and self.bound.get(learner) is connection:
             del self.bound[learner]
-            self.tell(Disconnected(learner))
+            self.tell(Lost(learner))
 
     def _hear(self) -> None:
         heard = [
@@ -355,9 +351,11 @@ class ShardProcess(Shell):
                 if connection is not None:
                     connection.send(self, Refusal(reason, final))
                     connection.close(self)
+            case Send(peer, message) if peer == COORDINATOR:
+                self._report(message)
             case Send(learner, message):
                 if learner in self.bound:
-                    self._send(learner, message)
+                    self._send(learner, cast("Any", message))
             case Broadcast(message):
                 for connection in self.bound.values():
                     connection.send(self, message)
@@ -385,11 +383,6 @@ class ShardProcess(Shell):
                 if bound is not None:
                     self.who.pop(bound.number, None)
                     bound.close(self)
-            case Tell(Swept()) if self.tenure is not None and self.tenure.confirm() != "ours":
-                self.replaced("its share of the result cannot be handed in")
-            case Tell(message):
-                if self.coordinator_link is not None:
-                    self.coordinator_link.send(self, message)
             case Stop():
                 self.finished = True
                 self.world.finished_shards.add(self.shard)
@@ -402,6 +395,12 @@ class ShardProcess(Shell):
                 pass
             case _:
                 assert_never(effect)
+
+    def _report(self, message: Any) -> None:
+        if isinstance(message, Swept) and self.tenure and self.tenure.confirm() != "ours":
+            self.replaced("its share of the result cannot be handed in")
+        elif self.coordinator_link is not None:
+            self.coordinator_link.send(self, message)
 
     def _send(self, learner: str, message: Any) -> None:
         connection, world = self.bound[learner], self.world

@@ -30,9 +30,10 @@ from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions_of_bits
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.coordinator import CoordinatorState
-from decoupled_diloco.protocol.effects import Say
-from decoupled_diloco.protocol.events import Linked, StepFinished, Told, Unlinked
+from decoupled_diloco.protocol.effects import Send
+from decoupled_diloco.protocol.events import Connected, Lost, Received, StepFinished
 from decoupled_diloco.protocol.lease import Activate
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of
 from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.scenario import Target
@@ -222,7 +223,7 @@ class VirtualTapes:
         who, control = process.name, self._control[process.name]
         self._stats_at.setdefault(who, now + STATS_SECONDS)
         for effect in effects:
-            if type(effect) is Say:
+            if type(effect) is Send and effect.peer != COORDINATOR:
                 control[0] += _size(effect.message)
         match event:
             case StepFinished():
@@ -230,12 +231,10 @@ class VirtualTapes:
                 if losses:
                     step = process.machine.global_step
                     self.sample(LossMeasured(state.step, step, state.tokens, losses[-1]), who)
-            case Told(_, message):
+            case Received(peer, message) if peer != COORDINATOR:
                 control[1] += _size(message)
-            case Linked(shard):
-                self.sample(LinkState(shard, True), who)
-            case Unlinked(shard):
-                self.sample(LinkState(shard, False), who)
+            case Connected(peer) | Lost(peer) if peer != COORDINATOR:
+                self.sample(LinkState(shard_of(peer), isinstance(event, Connected)), who)
         if now >= self._stats_at[who]:
             self._stats_at[who] = now + STATS_SECONDS
             self._bytes(process)

@@ -154,7 +154,7 @@ class _Shard:
 
     def _event(self, event: Any) -> None:
         match event:
-            case fact.Said(_, say.Upload() as message):
+            case fact.Received(_, say.Upload() as message):
                 self._announced[message.ask] = message.digest
             case fact.BodyArrived():
                 self._arrived(event)
@@ -165,7 +165,7 @@ class _Shard:
                     self._copied(fragment, f"file/{fragment}", text)
             case fact.Recovered(copies):
                 self._recovered = copies
-            case fact.TermGranted(admitted):
+            case fact.Received(_, say.ShardAdmitted() as admitted):
                 self._recover(admitted.term)
             case fact.Merged(number, fragment, text):
                 self._merged(number, fragment, text)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never, get_args
+from typing import Any, assert_never, cast, get_args
 
 from pydantic import TypeAdapter
 
@@ -43,17 +43,16 @@ from decoupled_diloco.protocol.coordinator import CoordinatorMachine, Coordinato
 from decoupled_diloco.protocol.cuts import raised
 from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.events import (
+    Connected,
     CoordinatorEvent,
     CutWanted,
-    JoinAsked,
-    LearnerGone,
-    MemberSaid,
-    ShardGone,
-    ShardGreeted,
-    ShardSaid,
+    Joining,
+    Lost,
+    Received,
     Tick,
 )
 from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
+from decoupled_diloco.protocol.peers import is_shard_peer, shard_of, shard_peer
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.data_ledger import DataLedger
@@ -178,18 +177,20 @@ class CoordinatorHost:
         self._enter(connection, channel, join, layout)
         fingerprint = layout.fingerprint if layout else ""
         self._handle(
-            JoinAsked(connection, join.learner, join.nonce, join.role, fingerprint, difference)
+            Connected(
+                join.learner, Joining(join.nonce, join.role, fingerprint, difference), connection
+            )
         )
         try:
             while True:
                 message = decode(await channel.receive(), say.FROM_MEMBER)
-                self._handle(MemberSaid(join.learner, join.nonce, message))
+                self._handle(Received(join.learner, message, join.nonce))
         finally:
             self._leave(connection)
             self._gone.set()
             # Who has joined again before its old connection was found dead is not gone.
             if all(other.nonce != join.nonce for _, other in self._present(join.learner)):
-                self._handle(LearnerGone(join.learner, join.nonce))
+                self._handle(Lost(join.learner, join.nonce))
 
     def _enter(
         self, connection: int, channel: Channel, join: say.Join, layout: Layout | None
@@ -268,7 +269,7 @@ class CoordinatorHost:
             if self._shards.get(hello.shard) is link:
                 del self._shards[hello.shard]
                 self._gone.set()
-                self._handle(ShardGone(hello.shard))
+                self._handle(Lost(shard_peer(hello.shard)))
 
     def _shard_problem(self, hello: say.ShardHello) -> str:
         """Why a shard in another process cannot be one of this run, in words."""
@@ -307,11 +308,12 @@ class CoordinatorHost:
     def shard_greeted(self, hello: say.ShardHello, link: ShardLink) -> None:
         """A shard is here; ``link`` brings it messages, if it may act for the shard."""
         self._greeting = link
-        self._handle(ShardGreeted(hello.shard, hello.nonce, hello.claim))
+        greeting = replace(hello, settings="")  # what the tape has in its header
+        self._handle(Connected(shard_peer(hello.shard), greeting))
 
     def shard_said(self, shard: int, message: say.FromShard) -> None:
         """A shard said something."""
-        self._handle(ShardSaid(shard, message))
+        self._handle(Received(shard_peer(shard), message))
 
     # ---- carrying out
 
@@ -413,8 +415,6 @@ class CoordinatorHost:
                 self._answer(connection, admitted)
             case do.Deny(connection, reason, retry):
                 self._answer(connection, say.JoinRefused(reason, retry))
-            case do.Inform(learner, message):
-                self._inform(learner, message)
             case OpenRelay(_, donor, _, path, head_nbytes, nbytes):
                 self._relay.open(path, donor, head_nbytes, nbytes)
             case RelayOn(path, chunk):
@@ -432,8 +432,10 @@ class CoordinatorHost:
                 self._tell(shard, say.ShardAdmitted(term, begun, self._key))
                 if self._layout is not None:
                     self._tell(shard, say.LayoutSet(self._layout_text()))
-            case do.Order(shard, message):
-                self._tell(shard, message)
+            case do.Send(peer, message) if is_shard_peer(peer):
+                self._tell(shard_of(peer), cast("say.ToShard", message))
+            case do.Send(learner, message):
+                self._inform(learner, message)
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
             case do.DenyShard():
@@ -477,7 +479,7 @@ class CoordinatorHost:
         if connection in self._joining:
             self._joining[connection][0].send(encode(message))
 
-    def _inform(self, learner: str, message: say.ToMember) -> None:
+    def _inform(self, learner: str, message: say.Message) -> None:
         present = self._present(learner)
         if present:
             channel, _ = present[-1]

@@ -81,7 +81,7 @@ class Sessions:
         connection = self._connections
         self.greeting[connection] = Greeting(channel, hello.learner, hello.role)
         self._hear(cut)
-        self._handle(fact.Greeted(connection, hello))
+        self._handle(fact.Connected(hello.learner, hello, connection))
         try:
             while True:
                 data = await channel.receive()
@@ -112,7 +112,7 @@ class Sessions:
             return
         del self.sessions[learner]
         if not any(greeting.learner == learner for greeting in self.greeting.values()):
-            self._handle(fact.Disconnected(learner))
+            self._handle(fact.Lost(learner))
 
     def reject(self, connection: int, refusal: dict[str, Any], reason: str) -> None:
         """The machine does not let a greeting in."""

@@ -36,6 +36,7 @@ from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
@@ -387,7 +388,7 @@ class Shard:
             self._intake.announce(learner, message)
         assert self._seals is not None
         if not isinstance(message, say.Holding) or self._seals.genuine([message]):
-            self._handle(fact.Said(learner, message))
+            self._handle(fact.Received(learner, message))
 
     def _genuine(self, hello: say.Hello) -> say.Hello:
         assert self._seals is not None
@@ -405,6 +406,8 @@ class Shard:
                 # Where the copy is now: it may be withdrawn before everybody has heard of it.
                 located = dataclasses.replace(effect, message=self._offered(news))
                 self._in_order.put((located, self.machine.state.cut))
+            case do.Send(peer, message) if peer == COORDINATOR:
+                self._report(cast("say.FromShard", message))
             case (
                 do.Accept()
                 | do.Reject()
@@ -417,8 +420,6 @@ class Shard:
                 | do.Stop()
             ):
                 self._in_order.put((effect, self.machine.state.cut))
-            case do.Tell(message):
-                self._report(message)
             case do.ClockAdvanced() | do.RoundOpened() | do.RoundFinished():
                 pass
             case do.Note(text, why):
@@ -483,7 +484,7 @@ class Shard:
             case _:
                 assert_never(effect)
 
-    def _located(self, message: say.ToLearner) -> say.ToLearner:
+    def _located(self, message: say.Message) -> say.Message:
         """The message with the path of an expected body replaced by its URL."""
         if not isinstance(message, say.Pull | say.CopyWanted):
             return message
@@ -629,11 +630,11 @@ class Shard:
                 self._spawn(self._recover(self._disk, self._admitted))
                 self._admitted = None
         if not isinstance(message, say.ShardAdmitted):
-            self._handle(fact.Ordered(message))
+            self._handle(fact.Received(COORDINATOR, message))
         elif message.begun and self._tensors is None and self.config.syncer.durable:
             self._admitted = message  # the disk is read first, and that takes the layout
         else:
-            self._handle(fact.TermGranted(message))
+            self._handle(fact.Received(COORDINATOR, message))
 
     async def _recover(self, disk: ShardDisk, admitted: say.ShardAdmitted) -> None:
         """Reads the disk; then the machine hears of it, and that it may begin."""
@@ -647,7 +648,7 @@ class Shard:
         if copies:
             memory = None if disk.memory is None else decode(disk.memory, [fact.ShardMemory])
             self._handle(fact.Recovered(tuple(copies), memory, disk.is_exact))
-        self._handle(fact.TermGranted(admitted))
+        self._handle(fact.Received(COORDINATOR, admitted))
         self._coordinator.let_go()
 
     def _set_layout(self, text: str) -> None:

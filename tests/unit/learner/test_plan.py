@@ -9,7 +9,7 @@ import pytest
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.learner.plan import StepPlan, with_loss
-from decoupled_diloco.protocol.effects import Apply, Hold, Release, Say, Snapshot
+from decoupled_diloco.protocol.effects import Apply, Hold, Release, Send, Snapshot
 from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport, Version
 from decoupled_diloco.protocol.wire import encode
 
@@ -43,10 +43,10 @@ def test_an_unknown_order_is_refused() -> None:
     ],
 )
 def test_a_report_tells_the_loss_in_a_number_that_json_has(loss: float, told: float) -> None:
-    report = Say(1, StepReport(3, 96, 0.5), "a step is finished")
+    report = Send("shard-1", StepReport(3, 96, 0.5), "a step is finished")
     said = with_loss(report, loss)
-    assert isinstance(said, Say)
+    assert isinstance(said, Send)
     assert said.message == StepReport(3, 96, 0.5, loss=told)
     assert json.loads(json.dumps(encode(said.message), allow_nan=False))["loss"] == told
-    other = Say(1, Leave("told to"), "it is told to")
+    other = Send("shard-1", Leave("told to"), "it is told to")
     assert with_loss(other, loss) is other

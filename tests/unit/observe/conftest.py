@@ -37,10 +37,11 @@ from decoupled_diloco.protocol.effects import (
     Participant,
     Ready,
     RoundFinished,
-    Say,
+    Send,
 )
-from decoupled_diloco.protocol.events import Disconnected, Said, StepFinished, TermGranted, Tick
+from decoupled_diloco.protocol.events import Lost, Received, StepFinished, Tick
 from decoupled_diloco.protocol.messages import ShardAdmitted, StepReport, Version
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 WALL = 1_780_000_000.0
 BEGIN, KILL, RESTART, BACK, END = 4.0, 30.2, 31.2, 36.0, 64.0
@@ -98,7 +99,9 @@ def write_learner(folder: Path, name: str, started_at: float, ready_at: float, e
     steps = math.floor((end - ready_at) / period(name) + 1e-9)
     for step in range(1, steps + 1):
         at = ready_at + step * period(name)
-        effects = [Say(0, StepReport(step, step * TOKENS, period(name)), "a step is finished")]
+        effects = [
+            Send("shard-0", StepReport(step, step * TOKENS, period(name)), "a step is finished")
+        ]
         if step % 4 == 0:
             effects.append(Apply(step % 24, Version(1, step), "overwrite", 128, "it took part"))
         author.turn(at, StepFinished(TOKENS), *effects)
@@ -113,19 +116,19 @@ def write_learner(folder: Path, name: str, started_at: float, ready_at: float, e
 
 def write_shard(folder: Path, shard: int) -> None:
     author = Author(folder, f"shard-{shard}", 0.5)
-    author.turn(0.6, TermGranted(ShardAdmitted(1, False)))
+    author.turn(0.6, Received(COORDINATOR, ShardAdmitted(1, False)))
     for tick in range(1, 121):
         at = BEGIN + tick * 0.5
         author.turn(
             at,
-            Said("learner-0", StepReport(tick, tick * TOKENS, 0.5)),
+            Received("learner-0", StepReport(tick, tick * TOKENS, 0.5)),
             ClockAdvanced(tick, 4 if not KILL < at < BACK else 3, "1 learner has reached it"),
         )
         author.turn(at + 0.3, Tick(), finished(shard, tick, at))
         if KILL - 0.5 < at < KILL:
             why = "its connection broke and its lease ran out"
             note = Note("learner-1 (epoch 1) is no longer live", why)
-            author.turn(KILL + 0.1, Disconnected("learner-1"), Evict("learner-1", why, why), note)
+            author.turn(KILL + 0.1, Lost("learner-1"), Evict("learner-1", why, why), note)
     author.tape.close()
 
 

@@ -22,7 +22,7 @@ from decoupled_diloco.observe.summary import absences, print_summary
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.words import ending_in_words
 from decoupled_diloco.protocol.effects import Accept, Ready
-from decoupled_diloco.protocol.events import Reported, Said, StepFinished, Tick
+from decoupled_diloco.protocol.events import Received, Reported, StepFinished, Tick
 from decoupled_diloco.protocol.messages import StepReport
 from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import lines_of, write_world
@@ -218,8 +218,8 @@ def killed(tmp_path):
         for step in (1, 2, 3, 4, 5):
             at = step + 0.01
             tape.event(at, Reported((("learner-0", StepReport(step, 10 * step, 1.0)),)))
-        tape.event(12.01, Said("learner-0", StepReport(1, 10, 1.0)))
-        tape.event(13.01, Said("learner-0", StepReport(2, 20, 1.0)))
+        tape.event(12.01, Received("learner-0", StepReport(1, 10, 1.0)))
+        tape.event(13.01, Received("learner-0", StepReport(2, 20, 1.0)))
     write_steps_from(tmp_path, "learner-0", 10.0, [12.0, 13.0])
     with TapeWriter(tmp_path, "launcher", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
         tape.sample(5.5, ProcessEnded("learner-0", None, 9))

@@ -1,7 +1,7 @@
 """A tape of the first schema is still read, replayed and folded.
 
-The run: two learners, two shards with standbys, leased data, run checkpoints. ``learner-1`` is killed
-and comes back with the other one's optimizer state, which a shard relays.
+The run: two learners, two shards with standbys, leased data, run checkpoints. ``learner-1`` is
+killed and comes back with the other one's optimizer state, which a shard relays.
 """
 
 from __future__ import annotations

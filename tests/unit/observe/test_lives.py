@@ -19,7 +19,7 @@ from decoupled_diloco.observe.run_model import RunModel, run_of
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import Accept, Evict, Note, Reject
-from decoupled_diloco.protocol.events import Greeted, Said
+from decoupled_diloco.protocol.events import Connected, Received
 from decoupled_diloco.protocol.messages import Hello, Leave, StepReport
 from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
 
@@ -108,9 +108,9 @@ def test_a_step_of_one_life_is_not_told_of_the_other(chronicle, lives):
             step = tick["data"]["clock"]
             text = told_in_life(explain_step(chronicle, step, 1), number)
             cause = next(r for r in life if r["kind"] == "event" and r["seq"] == tick["cause"])
-            if cause["type"] == "Said":
-                assert f"by the report of {cause['data']['learner']}" in text
-                assert f"{cause['data']['learner']} reported it and set the clock" in text
+            if cause["type"] == "Received":
+                assert f"by the report of {cause['data']['peer']}" in text
+                assert f"{cause['data']['peer']} reported it and set the clock" in text
             due = {r["data"]["round"] for r in of_type(life, "RoundOpened")}
             due = {r for r in due if opened_at_step(life, r) == step}
             assert {int(n) for n in re.findall(r"- round (\d+) ", text)} == due
@@ -212,7 +212,9 @@ class Shard:
 
     def join(self, at, connection, name, epoch=1):
         self.tell(
-            at, "event", Greeted(connection, Hello(name, epoch, "nonce", "learner", 0, 0, 0, ()))
+            at,
+            "event",
+            Connected(name, Hello(name, epoch, "nonce", "learner", 0, 0, 0, ()), connection),
         )
         self.tell(at, "effect", Accept(connection, name, epoch, "joined"))
 
@@ -269,7 +271,7 @@ def test_a_gap_is_not_explained_by_what_befell_a_learner_with_a_longer_name():
     times = (*range(1, 11), *range(31, 41))  # learner-1 takes no step for twenty seconds
     for step, at in enumerate(times, start=1):
         report = StepReport(step, 8 * step, 1.0)
-        shard.tell(float(at), "event", Said("learner-1", report))
+        shard.tell(float(at), "event", Received("learner-1", report))
         if step == 10:
             why = "its connection broke and its lease ran out"
             shard.tell(20.0, "effect", Evict("learner-11", why, why))
@@ -293,12 +295,12 @@ def test_a_learner_that_left_and_came_back_is_down_when_it_is_killed():
 
     shard = Shard()
     shard.join(0.1, 1, "a")
-    shard.tell(1.0, "event", Said("a", StepReport(1, 8, 1.0)))
-    shard.tell(2.0, "event", Said("a", Leave("its loop has ended")))
+    shard.tell(1.0, "event", Received("a", StepReport(1, 8, 1.0)))
+    shard.tell(2.0, "event", Received("a", Leave("its loop has ended")))
     shard.tell(2.0, "effect", Evict("a", "left", "its loop has ended"))
     assert state_of(shard) == "left"
     shard.join(3.0, 2, "a", epoch=2)
-    shard.tell(4.0, "event", Said("a", StepReport(1, 8, 1.0)))
+    shard.tell(4.0, "event", Received("a", StepReport(1, 8, 1.0)))
     assert state_of(shard) == "stepping"
     shard.tell(9.0, "effect", Evict("a", "gone", "its connection broke and its lease ran out"))
     assert state_of(shard) == "down"
@@ -354,7 +356,7 @@ def test_connections_that_were_refused_are_not_kept():
     shard = Shard()
     for connection in range(50):
         hello = Hello("a", 1, "another nonce", "learner", 0, 0, 0, ())
-        shard.tell(connection, "event", Greeted(connection, hello))
+        shard.tell(connection, "event", Connected(hello.learner, hello, connection))
         shard.tell(connection, "effect", Reject(connection, "no", True, "it is another's"))
     shard.join(60.0, 60, "a")
     log = run_of(shard.records).shards["shard-1"]

@@ -26,8 +26,9 @@ from decoupled_diloco.observe.status_view import render_status
 from decoupled_diloco.observe.tape import TapeWriter, read_tape
 from decoupled_diloco.observe.words import note_in_words
 from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
-from decoupled_diloco.protocol.events import StepFinished, TermGranted, Tick
+from decoupled_diloco.protocol.events import Received, StepFinished, Tick
 from decoupled_diloco.protocol.messages import ShardAdmitted, Version
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import write_world
 
@@ -205,7 +206,7 @@ def test_on_a_terminal_lines_stand_above_the_display(run_folder):
 def test_a_tape_that_cannot_be_read_is_told_once_and_does_not_end_the_run(tmp_path):
     TapeWriter(tmp_path / "tape", "learner-0").close()
     path = tmp_path / "tape" / "learner-0.jsonl"
-    path.write_text(path.read_text().replace('"v":1', '"v":9'))
+    path.write_text(path.read_text().replace('"v":2', '"v":9'))
     out = console(width=200)
     with ProgressDisplay(tmp_path, console=out) as progress:
         progress.poll()
@@ -283,7 +284,7 @@ def test_states_of_a_shard_that_dies_and_comes_back(tmp_path):
         tape.sample(5.0, ProcessEnded("shard-0", 1, None))
         tape.sample(5.1, RestartScheduled("shard-0", 2.0))
     with writer(tmp_path, "shard-0") as tape:
-        tape.event(1.0, TermGranted(ShardAdmitted(1, False)))
+        tape.event(1.0, Received(COORDINATOR, ShardAdmitted(1, False)))
         opened = RoundOpened(7, 3, 4, Version(1, 0), False, 0.0, 2.0, 1.0, 0.0, 0.0, 0.0, "due", 1)
         effects = [opened, ClockAdvanced(4, 1, "x")]
         tape.effects(1.0, 1, effects)
@@ -343,7 +344,7 @@ def test_a_term_that_is_confirmed_is_no_second_one(tmp_path):
     """A standby that acts as the coordinator admits the shards that are there."""
     with writer(tmp_path, "shard-1") as tape:
         for at, term in ((1.0, 1), (2.0, 1), (3.0, 2)):
-            tape.event(at, TermGranted(ShardAdmitted(term, True)))
+            tape.event(at, Received(COORDINATOR, ShardAdmitted(term, True)))
     (shard,) = read_run(tmp_path).shards.values()
     assert shard.terms == [1, 2]
 

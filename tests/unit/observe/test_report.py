@@ -36,8 +36,9 @@ from decoupled_diloco.protocol.effects import (
     Participant,
     RoundFinished,
 )
-from decoupled_diloco.protocol.events import Greeted, StepFinished, TermGranted, Tick
+from decoupled_diloco.protocol.events import Connected, Received, StepFinished, Tick
 from decoupled_diloco.protocol.messages import Hello, ShardAdmitted, Version
+from decoupled_diloco.protocol.peers import COORDINATOR
 from unit.observe.models import model_of
 
 
@@ -189,7 +190,7 @@ def test_a_run_with_no_rounds_is_reported_as_far_as_it_got(tmp_path):
     with TapeWriter(tmp_path / "tape", "learner-0") as tape:
         tape.event(1.0, StepFinished(10))
     with TapeWriter(tmp_path / "tape", "shard-0") as tape:
-        tape.event(1.0, TermGranted(ShardAdmitted(1, False)))
+        tape.event(1.0, Received(COORDINATOR, ShardAdmitted(1, False)))
     path = tmp_path / "tape" / "learner-0.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     write_report(tmp_path, tmp_path / "report.html", tmp_path / "report.png")
@@ -230,7 +231,7 @@ def test_learners_whose_tapes_are_elsewhere(tmp_path):
     with TapeWriter(tmp_path, "shard-0", clock=lambda: 0.0, wall=lambda: 1000.0) as tape:
         accepted = [Accept(n, f"learner-{n}", 1, "joined") for n in (10, 9)]
         observer = Hello("watcher", 1, "x", "observer", 0, 0, None, ())
-        tape.event(0.4, Greeted(3, observer))
+        tape.event(0.4, Connected(observer.learner, observer, 3))
         tape.effects(0.5, tape.event(0.5, Tick()), [*accepted, Accept(3, "watcher", 1, "joined")])
     told = problems_of(read_run(tmp_path))
     assert any("The tapes of learner-9 and learner-10 are not here" in line for line in told)
@@ -250,7 +251,7 @@ def test_one_learner_s_own_tape(run_folder, tmp_path):
     ("content", "reason"),
     [
         (b"\x89PNG\r\n\x1a\n\n\x00\xff\n" * 40, "is no event tape: none of its lines can be read"),
-        (b'{"v":2,"at":0}\n', "is an event tape of schema 2, but this program reads up to 1"),
+        (b'{"v":3,"at":0}\n', "is an event tape of schema 3, but this program reads up to 2"),
     ],
 )
 def test_what_is_no_tape_is_refused(tmp_path, content, reason):

@@ -32,7 +32,7 @@ from decoupled_diloco.observe.tape import (
 )
 from decoupled_diloco.protocol import LearnerMachine, Options, wire
 from decoupled_diloco.protocol.effects import Note, RoundFinished
-from decoupled_diloco.protocol.events import Linked, Paused, StepFinished, Tick, Told
+from decoupled_diloco.protocol.events import Connected, Paused, Received, StepFinished, Tick
 from decoupled_diloco.protocol.messages import Refusal
 
 
@@ -98,7 +98,7 @@ def test_every_record_says_its_schema(tmp_path):
     with writer(tmp_path) as tape:
         tape.event(1.0, StepFinished(1))
     lines = (tmp_path / "learner-0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["v"] for line in lines] == [1, 1]
+    assert [json.loads(line)["v"] for line in lines] == [2, 2]
 
 
 def test_wall_time_comes_from_the_latest_start(tmp_path):
@@ -195,10 +195,10 @@ def test_newer_schema_is_refused_with_the_way_out(tmp_path):
     with writer(tmp_path):
         pass
     path = tmp_path / "learner-0.jsonl"
-    path.write_text(path.read_text().replace('"v":1', '"v":2'))
-    with pytest.raises(StorageError, match=r"schema 2, but this program reads up to 1: read it"):
+    path.write_text(path.read_text().replace('"v":2', '"v":3'))
+    with pytest.raises(StorageError, match=r"schema 3, but this program reads up to 2: read it"):
         list(read_tape(tmp_path))
-    with pytest.raises(StorageError, match="schema 2"):
+    with pytest.raises(StorageError, match="schema 3"):
         follow(path).poll()
 
 
@@ -363,11 +363,11 @@ def test_a_tape_that_ends_does_not_cost_the_recorder_an_effect(tmp_path, monkeyp
     told = []
     monkeypatch.setattr("decoupled_diloco.observe.writer.BUFFER_RECORDS_MAX", 2)
     recorder = Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape, told.append)
-    assert [type(e).__name__ for e in recorder.handle(1.0, Linked(0))] == ["Say"]
-    assert [type(e).__name__ for e in recorder.handle(2.0, Linked(0))] == ["Say"]
+    assert [type(e).__name__ for e in recorder.handle(1.0, Connected("shard-0"))] == ["Send"]
+    assert [type(e).__name__ for e in recorder.handle(2.0, Connected("shard-0"))] == ["Send"]
     assert len(told) == 1
     tape._ended = False
-    Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape).handle(3.0, Linked(0))
+    Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape).handle(3.0, Connected("shard-0"))
     assert "is written too slowly" in caplog.text
 
 
@@ -436,8 +436,11 @@ OPTIONS = Options(fragments=4, period=4, shards=2)
 def record_learner(folder, nonce="one"):
     with writer(folder, header={"nonce": nonce}) as tape:
         recorder = Recorder(LearnerMachine(OPTIONS, "learner-0", 1, nonce), tape)
-        effects = [*recorder.handle(1.0, Linked(0)), *recorder.handle(1.25, Linked(1))]
-        effects += recorder.handle(2.0, Told(0, Refusal("busy", False)))
+        effects = [
+            *recorder.handle(1.0, Connected("shard-0")),
+            *recorder.handle(1.25, Connected("shard-1")),
+        ]
+        effects += recorder.handle(2.0, Received("shard-0", Refusal("busy", False)))
         effects += recorder.handle(3.0, Paused())
         tape.sample(4.0, BytesMoved(1, 2, 3, 4))
     return effects
@@ -450,7 +453,7 @@ def machine(header):
 def test_recorder_gives_the_machines_effects_and_tapes_them(tmp_path):
     effects = record_learner(tmp_path)
     taped = [r.value() for r in read_tape(tmp_path) if r.kind == "effect"]
-    assert [type(effect).__name__ for effect in effects] == ["Say", "Say", "Note"]
+    assert [type(effect).__name__ for effect in effects] == ["Send", "Send", "Note"]
     assert taped == effects
 
 
@@ -467,7 +470,7 @@ def test_replay_finds_what_differs(tmp_path):
     path = tmp_path / "learner-0.jsonl"
     path.write_text(path.read_text().replace("refuses for now", "refuses"))
     (difference,) = replay(read_tape(tmp_path), machine)
-    assert difference.event == "Told"
+    assert difference.event == "Received"
     assert difference.taped["text"] == "shard 0 refuses: busy"
     assert difference.replayed["text"] == "shard 0 refuses for now: busy"
 
@@ -484,7 +487,9 @@ def test_replay_finds_what_was_not_taped(tmp_path):
 
 def test_replay_forgives_effects_that_a_kill_cut_off(tmp_path):
     with writer(tmp_path, header={"nonce": "one"}) as tape:
-        Recorder(LearnerMachine(OPTIONS, "learner-0", 1, "one"), tape).handle(1.0, Linked(0))
+        Recorder(LearnerMachine(OPTIONS, "learner-0", 1, "one"), tape).handle(
+            1.0, Connected("shard-0")
+        )
     path = tmp_path / "learner-0.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
     assert replay(read_tape(tmp_path), machine) == []

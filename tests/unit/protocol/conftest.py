@@ -12,16 +12,12 @@ from decoupled_diloco.protocol.effects import NOTHING_NEW, Expect
 from decoupled_diloco.protocol.events import (
     BodyArrived,
     BodySpoiled,
+    Connected,
     CopyArrived,
     Fetched,
-    Greeted,
-    Linked,
     Merged,
-    Ordered,
-    Said,
+    Received,
     StepFinished,
-    TermGranted,
-    Told,
 )
 from decoupled_diloco.protocol.messages import (
     Asking,
@@ -36,6 +32,7 @@ from decoupled_diloco.protocol.messages import (
     Upload,
     Welcome,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
 
 _T = TypeVar("_T")
 
@@ -74,19 +71,19 @@ class ShardBench(Bench):
         super().__init__(SyncerMachine(Options(**options), 0))
         self.connection = 0
         self.steps: dict[str, int] = {}
-        self.told(TermGranted(ShardAdmitted(1, False)))
+        self.told(Received(COORDINATOR, ShardAdmitted(1, False)))
         for learner in learners:
             self.greet(learner)
         seed = learners[0] if learners else "seed"
         if not learners:
             self.greet(seed)
-        self.told(Ordered(SeedNamed(seed, 1, 1)))
+        self.told(Received(COORDINATOR, SeedNamed(seed, 1, 1)))
         fill = self.machine.state.fill
         assert fill is not None
         for fragment in self.machine.owned:
             number = fill.asked[fragment].number
             self.told(CopyArrived(seed, fragment, number, f"initial-{fragment}"))
-        self.told(Ordered(Begin(1)))
+        self.told(Received(COORDINATOR, Begin(1)))
         assert self.machine.state.phase == "running"
 
     def greet(self, learner: str, epoch: int = 1, step: int = 0, **fields: Any) -> list[Any]:
@@ -104,13 +101,13 @@ class ShardBench(Bench):
             **fields,
         }
         self.steps[learner] = step
-        return self.told(Greeted(self.connection, Hello(**values)))
+        return self.told(Connected(learner, Hello(**values), self.connection))
 
     def step(self, learner: str, at: float | None = None, seconds: float = 1.0) -> list[Any]:
         """A learner has taken over what is new, and reports its next step."""
         effects = self.holds(learner, at)
         self.steps[learner] = step = self.steps[learner] + 1
-        effects += self.told(Said(learner, StepReport(step, 10 * step, seconds)))
+        effects += self.told(Received(learner, StepReport(step, 10 * step, seconds)))
         self.effects = effects
         return effects
 
@@ -122,7 +119,7 @@ class ShardBench(Bench):
             member = self.machine.state.members.get(learner)
             if member and entry.version and member.held.get(fragment) != entry.version:
                 holding = Holding(fragment, entry.version, entry.digest)
-                effects += self.told(Said(learner, holding))
+                effects += self.told(Received(learner, holding))
         self.effects = effects
         return effects
 
@@ -136,7 +133,7 @@ class ShardBench(Bench):
     ) -> list[Any]:
         """A learner declines what it is asked for."""
         message = Decline(fragment, self.ask(learner, fragment), reason == NOTHING_NEW, reason)
-        return self.told(Said(learner, message), at)
+        return self.told(Received(learner, message), at)
 
     def spoil(self, learner: str, reason: str, fragment: int = 0) -> list[Any]:
         """The body that a learner sent is wrong."""
@@ -162,7 +159,7 @@ class ShardBench(Bench):
     def announce(self, learner: str, fragment: int = 0, at: float | None = None) -> list[Any]:
         """A learner begins to answer."""
         ask = self.ask(learner, fragment)
-        return self.told(Said(learner, Upload(fragment, ask, Version(1, 0), 1, 10, "d")), at)
+        return self.told(Received(learner, Upload(fragment, ask, Version(1, 0), 1, 10, "d")), at)
 
     def merged(self, fragment: int = 0) -> list[Any]:
         """The worker has merged."""
@@ -183,7 +180,7 @@ class LearnerBench(Bench):
         values = {"fragments": 1, "period": 4, "overlap": 2, **options}
         super().__init__(LearnerMachine(Options(**values), "me", 1, "nonce", role))
         for shard in range(self.machine.options.shards):
-            self.told(Linked(shard))
+            self.told(Connected(shard_peer(shard)))
             self.hear(Welcome(shard, 1, 0, 0, 0), shard)
         if begin:
             for fragment in range(self.machine.options.fragments):
@@ -192,7 +189,7 @@ class LearnerBench(Bench):
 
     def hear(self, message: Any, shard: int = 0) -> list[Any]:
         """A shard says something."""
-        return self.told(Told(shard, message))
+        return self.told(Received(shard_peer(shard), message))
 
     def publish(
         self, version: Version, base: Version | None, fragment: int = 0, **fields: Any

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol.effects import Evict, Expect, Fold, RoundOpened
-from decoupled_diloco.protocol.events import Disconnected, Heard, Said, Tick
+from decoupled_diloco.protocol.events import Heard, Lost, Received, Tick
 from decoupled_diloco.protocol.leaving import LEAVINGS_MAX
 from decoupled_diloco.protocol.membership import (
     DRAIN_SECONDS,
@@ -33,7 +33,7 @@ LEAST, MOST = STEPS_PER_SECOND
 def test_rule_13_one_report_moves_the_clock_by_no_more_than_can_be_true(shard_bench: Any) -> None:
     """Rule 13: a number is no step; what is not believed at once is when time has passed."""
     bench = shard_bench("a", "b", fragments=1, period=10)
-    lie = Said("a", StepReport(STEPS_AHEAD_MAX, 10, 1.0))
+    lie = Received("a", StepReport(STEPS_AHEAD_MAX, 10, 1.0))
     bench.told(lie)
     assert bench.machine.state.clock == STEPS_BURST
     bench.told(lie)
@@ -72,7 +72,7 @@ def test_rule_13_who_comes_back_is_where_its_pace_allows(shard_bench: Any) -> No
     bench = shard_bench("a", "b", fragments=1, period=10)
     for _ in range(5):
         bench.step("a")
-    bench.told(Disconnected("a"))
+    bench.told(Lost("a"))
     bench.told(Tick(), RECONNECT_SECONDS)
     assert "a" not in bench.machine.state.members
     bench.greet("a", step=100_000, run_step=100_000)
@@ -128,8 +128,8 @@ def liar(shard_bench: Any) -> Any:
     bench = shard_bench("a", "b", "c", fragments=1, period=2, quorum=3)
     for step in (1, 2):
         for name in "ab":
-            bench.told(Said(name, StepReport(step, 10 * step, 1.0)))
-        bench.told(Said("c", StepReport(step, TOKENS_AHEAD_MAX, 1.0)))
+            bench.told(Received(name, StepReport(step, 10 * step, 1.0)))
+        bench.told(Received("c", StepReport(step, TOKENS_AHEAD_MAX, 1.0)))
     assert bench.machine.state.step_tokens == 10.0
     return bench
 
@@ -189,7 +189,7 @@ def leave_again_and_again(bench: Any, *, delivers: bool) -> tuple[Counter[Any], 
         look()
 
     for _ in range(20):
-        bench.told(Said("a", Leaving((0, 1), "told to go")))
+        bench.told(Received("a", Leaving((0, 1), "told to go")))
         look()
         while bench.machine.state.rounds:
             fragment = next(iter(bench.machine.state.rounds))

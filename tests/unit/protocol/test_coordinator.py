@@ -14,17 +14,10 @@ from decoupled_diloco.protocol.effects import (
     Deny,
     DenyShard,
     Note,
-    Order,
     Persist,
+    Send,
 )
-from decoupled_diloco.protocol.events import (
-    JoinAsked,
-    LearnerGone,
-    ShardGone,
-    ShardGreeted,
-    ShardSaid,
-    Tick,
-)
+from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received, Tick
 from decoupled_diloco.protocol.messages import (
     Begin,
     EndOrdered,
@@ -32,9 +25,11 @@ from decoupled_diloco.protocol.messages import (
     Progress,
     SeedFailed,
     SeedNamed,
+    ShardHello,
     ShardReady,
     Swept,
 )
+from decoupled_diloco.protocol.peers import shard_of, shard_peer
 
 
 class Bench:
@@ -52,28 +47,28 @@ class Bench:
         return self.effects
 
     def join(self, name: str, nonce: str = "n", role: Any = "learner", difference: str = "") -> Any:
-        self.told(JoinAsked(1, name, nonce, role, "layout", difference))
+        self.told(Connected(name, Joining(nonce, role, "layout", difference), 1))
         return next(e for e in self.effects if isinstance(e, Admit | Deny))
 
     def orders(self, kind: type) -> list[tuple[int, Any]]:
         return [
-            (effect.shard, effect.message)
+            (shard_of(effect.peer), effect.message)
             for effect in self.effects
-            if isinstance(effect, Order) and isinstance(effect.message, kind)
+            if isinstance(effect, Send) and isinstance(effect.message, kind)
         ]
 
     def begin(self) -> None:
-        self.told(ShardGreeted(0, "x"))
-        self.told(ShardGreeted(1, "x"))
+        self.told(Connected("shard-0", ShardHello(0, "x")))
+        self.told(Connected("shard-1", ShardHello(1, "x")))
         self.join("a")
-        self.told(ShardSaid(0, ShardReady(1)))
-        self.told(ShardSaid(1, ShardReady(1)))
+        self.told(Received("shard-0", ShardReady(1)))
+        self.told(Received("shard-1", ShardReady(1)))
         assert self.machine.state.phase == "running"
 
 
 def test_the_first_learner_gives_the_layout_and_is_the_seed() -> None:
     bench = Bench()
-    bench.told(ShardGreeted(0, "x"))
+    bench.told(Connected("shard-0", ShardHello(0, "x")))
     admitted = bench.join("a")
     assert admitted.epoch == 1
     assert [e for e in bench.effects if isinstance(e, AdoptLayout)]
@@ -83,7 +78,10 @@ def test_the_first_learner_gives_the_layout_and_is_the_seed() -> None:
 def test_rule_10_epochs_and_terms_are_durable_before_anybody_hears_of_them() -> None:
     """Rule 10: from one authority, never from a clock."""
     bench = Bench()
-    for event in (ShardGreeted(0, "x"), JoinAsked(1, "a", "n", "learner", "layout", "")):
+    for event in (
+        Connected("shard-0", ShardHello(0, "x")),
+        Connected("a", Joining("n", "learner", "layout", ""), 1),
+    ):
         kinds = [type(effect) for effect in bench.told(event)]
         told = next(i for i, kind in enumerate(kinds) if kind in (Admit, AdmitShard))
         assert Persist in kinds[:told]
@@ -94,7 +92,7 @@ def test_rule_10_a_new_process_gets_a_new_epoch_and_the_same_one_keeps_its_own()
     bench = Bench()
     assert bench.join("a", "n1").epoch == 1
     assert bench.join("a", "n1").epoch == 1
-    bench.told(LearnerGone("a", "n1"))
+    bench.told(Lost("a", "n1"))
     assert bench.join("a", "n2").epoch == 2
 
 
@@ -133,29 +131,29 @@ def test_an_observer_needs_a_layout_and_no_epoch() -> None:
 
 def test_a_seed_that_dies_is_replaced() -> None:
     bench = Bench()
-    bench.told(ShardGreeted(0, "x"))
+    bench.told(Connected("shard-0", ShardHello(0, "x")))
     bench.join("a")
     bench.join("b")
-    bench.told(LearnerGone("a", "n"))
+    bench.told(Lost("a", "n"))
     assert bench.orders(SeedNamed) == [(0, SeedNamed("b", 1, 2))]
-    bench.told(ShardSaid(0, ShardReady(1)))
+    bench.told(Received("shard-0", ShardReady(1)))
     assert bench.machine.state.ready == set(), "ready with the weights of the first seed"
 
 
 def test_the_run_begins_when_every_shard_is_ready() -> None:
     bench = Bench()
-    bench.told(ShardGreeted(0, "x"))
-    bench.told(ShardGreeted(1, "x"))
+    bench.told(Connected("shard-0", ShardHello(0, "x")))
+    bench.told(Connected("shard-1", ShardHello(1, "x")))
     bench.join("a")
-    bench.told(ShardSaid(1, ShardReady(1)))
+    bench.told(Received("shard-1", ShardReady(1)))
     assert not bench.orders(Begin)
-    bench.told(ShardSaid(0, ShardReady(1)))
+    bench.told(Received("shard-0", ShardReady(1)))
     assert bench.orders(Begin) == [(0, Begin(1)), (1, Begin(1))]
 
 
 def test_weights_from_the_runs_file_need_no_seed() -> None:
     bench = Bench(weights_from_file=True)
-    bench.told(ShardGreeted(0, "x"))
+    bench.told(Connected("shard-0", ShardHello(0, "x")))
     bench.join("a")
     assert bench.orders(SeedNamed) == [(0, SeedNamed("", 0, 1))]
 
@@ -163,8 +161,8 @@ def test_weights_from_the_runs_file_need_no_seed() -> None:
 def test_a_restarted_shard_gets_a_new_term_and_hears_that_the_run_has_begun() -> None:
     bench = Bench()
     bench.begin()
-    bench.told(ShardGone(0))
-    bench.told(ShardGreeted(0, "y"))
+    bench.told(Lost("shard-0"))
+    bench.told(Connected("shard-0", ShardHello(0, "y")))
     (admitted,) = [e for e in bench.effects if isinstance(e, AdmitShard)]
     assert (admitted.term, admitted.begun) == (2, True)
     assert bench.orders(SeedNamed) == [(0, SeedNamed("a", 1, 1))]
@@ -174,7 +172,7 @@ def test_a_restarted_shard_gets_a_new_term_and_hears_that_the_run_has_begun() ->
 def test_a_shard_that_connects_again_keeps_its_term() -> None:
     bench = Bench()
     bench.begin()
-    bench.told(ShardGreeted(0, "x"))
+    bench.told(Connected("shard-0", ShardHello(0, "x")))
     (admitted,) = [e for e in bench.effects if isinstance(e, AdmitShard)]
     assert admitted.term == 1
 
@@ -191,22 +189,22 @@ def test_the_budget_ends_the_run(options: Any, progress: list[tuple[int, Progres
     bench.begin()
     *before, (last_shard, last) = progress
     for shard, message in before:
-        bench.told(ShardSaid(shard, message))
+        bench.told(Received(shard_peer(shard), message))
         assert not bench.orders(EndOrdered)
-    bench.told(ShardSaid(last_shard, last))
+    bench.told(Received(shard_peer(last_shard), last))
     assert bench.orders(EndOrdered) == [(0, EndOrdered()), (1, EndOrdered())]
 
 
 def test_the_run_is_finished_when_every_shard_is_swept() -> None:
     bench = Bench(budget_steps=1)
     bench.begin()
-    bench.told(ShardSaid(0, Progress(1, 0)))
-    bench.told(ShardSaid(1, Progress(1, 0)))
-    bench.told(ShardSaid(0, Swept()))
+    bench.told(Received("shard-0", Progress(1, 0)))
+    bench.told(Received("shard-1", Progress(1, 0)))
+    bench.told(Received("shard-0", Swept()))
     assert not bench.orders(FinishOrdered)
-    bench.told(ShardSaid(1, Swept()))
+    bench.told(Received("shard-1", Swept()))
     assert bench.orders(FinishOrdered) == [(0, FinishOrdered()), (1, FinishOrdered())]
-    bench.told(ShardGreeted(0, "y"))
+    bench.told(Connected("shard-0", ShardHello(0, "y")))
     assert bench.orders(FinishOrdered) == [(0, FinishOrdered())], "it started too late"
 
 
@@ -217,7 +215,7 @@ def test_a_coordinator_that_starts_again_goes_on_from_what_is_durable() -> None:
     again.machine.restore(bench.machine.snapshot())
     assert again.join("a", "n").epoch == 1
     assert again.join("b", "n").epoch == 1
-    again.told(ShardGreeted(1, "x"))
+    again.told(Connected("shard-1", ShardHello(1, "x")))
     assert again.orders(Begin) == [(1, Begin(1))]
 
 
@@ -227,7 +225,7 @@ def test_a_coordinator_that_starts_again_names_a_new_seed() -> None:
     bench.join("a")
     again = Bench()
     again.machine.restore(bench.machine.snapshot())
-    again.told(ShardGreeted(0, "x"))
+    again.told(Connected("shard-0", ShardHello(0, "x")))
     again.join("b")
     assert again.orders(SeedNamed) == [(0, SeedNamed("b", 1, 2))]
 
@@ -241,70 +239,75 @@ def test_ticks_are_harmless() -> None:
 def test_rule_12_another_seed_is_named_when_one_fails() -> None:
     """Rule 12: one named set of initial weights, from whoever can deliver it."""
     bench = Bench()
-    bench.told(ShardGreeted(0, "x"))
-    bench.told(ShardGreeted(1, "x"))
+    bench.told(Connected("shard-0", ShardHello(0, "x")))
+    bench.told(Connected("shard-1", ShardHello(1, "x")))
     bench.join("a")
     bench.join("b")
     for attempt, seed in ((1, "b"), (2, "a")):
-        bench.told(ShardSaid(0, SeedFailed(attempt, "not finite")))
+        bench.told(Received("shard-0", SeedFailed(attempt, "not finite")))
         assert bench.orders(SeedNamed) == [
             (0, SeedNamed(seed, 1, attempt + 1)),
             (1, SeedNamed(seed, 1, attempt + 1)),
         ]
         assert any(isinstance(effect, Note) for effect in bench.effects)
-        assert not bench.told(ShardSaid(1, SeedFailed(attempt, "not finite"))), "known by now"
-    bench.told(LearnerGone("b", "n"))
-    bench.told(ShardSaid(0, SeedFailed(3, "not finite")))
+        assert not bench.told(Received("shard-1", SeedFailed(attempt, "not finite"))), (
+            "known by now"
+        )
+    bench.told(Lost("b", "n"))
+    bench.told(Received("shard-0", SeedFailed(3, "not finite")))
     assert bench.machine.state.seed == "a", "nobody else is here: the same again"
 
 
 def test_who_has_been_replaced_is_turned_away_and_gets_no_term() -> None:
     bench = Bench()
     bench.begin()
-    bench.told(ShardGreeted(1, "y"))
+    bench.told(Connected("shard-1", ShardHello(1, "y")))
     assert bench.machine.state.terms[1] == 2
-    [denied] = bench.told(ShardGreeted(1, "x"))
+    [denied] = bench.told(Connected("shard-1", ShardHello(1, "x")))
     assert isinstance(denied, DenyShard)
     assert denied.nonce == "x"
     assert "another process has taken its place" in denied.reason
     assert bench.machine.state.terms[1] == 2
-    bench.told(ShardGreeted(1, "y"))
+    bench.told(Connected("shard-1", ShardHello(1, "y")))
     assert AdmitShard(1, 2, True, "the run is under way") in bench.effects, "it is the same process"
 
 
 def test_an_older_claim_is_turned_away_even_if_it_greets_for_the_first_time() -> None:
     """It was paused between its claim and its greeting."""
     bench = Bench()
-    bench.told(ShardGreeted(1, "b", claim=2))
-    [denied] = bench.told(ShardGreeted(1, "a", claim=1))
+    bench.told(Connected("shard-1", ShardHello(1, "b", claim=2)))
+    [denied] = bench.told(Connected("shard-1", ShardHello(1, "a", claim=1)))
     assert isinstance(denied, DenyShard)
     assert "claim 2 is newer than this process's, 1" in denied.reason
-    bench.told(ShardGreeted(1, "c", claim=3))
+    bench.told(Connected("shard-1", ShardHello(1, "c", claim=3)))
     assert bench.machine.state.terms[1] == 2
 
 
 def test_a_run_goes_on_without_the_standbys_that_it_had() -> None:
     """A process without a claim is one that nobody contends with; older claims stay void."""
     bench = Bench()
-    bench.told(ShardGreeted(1, "a", claim=2))
-    bench.told(ShardGreeted(1, "b", claim=0))
+    bench.told(Connected("shard-1", ShardHello(1, "a", claim=2)))
+    bench.told(Connected("shard-1", ShardHello(1, "b", claim=0)))
     assert bench.machine.state.terms[1] == 2
-    assert isinstance(bench.told(ShardGreeted(1, "c", claim=1))[0], DenyShard)
+    assert isinstance(bench.told(Connected("shard-1", ShardHello(1, "c", claim=1)))[0], DenyShard)
 
 
 def test_a_coordinator_that_is_restored_still_knows_who_was_replaced() -> None:
     bench = Bench()
-    bench.told(ShardGreeted(1, "a", claim=1))
-    bench.told(ShardGreeted(1, "b", claim=2))
+    bench.told(Connected("shard-1", ShardHello(1, "a", claim=1)))
+    bench.told(Connected("shard-1", ShardHello(1, "b", claim=2)))
     again = Bench()
     again.machine.restore(bench.machine.snapshot())
-    for event in (ShardGreeted(1, "a", claim=1), ShardGreeted(1, "a", claim=2)):
+    for event in (
+        Connected("shard-1", ShardHello(1, "a", claim=1)),
+        Connected("shard-1", ShardHello(1, "a", claim=2)),
+    ):
         assert isinstance(again.told(event)[0], DenyShard)
 
 
 def test_only_so_many_former_processes_are_remembered() -> None:
     bench = Bench()
     for number in range(100):
-        bench.told(ShardGreeted(1, f"n{number}"))
+        bench.told(Connected("shard-1", ShardHello(1, f"n{number}")))
     assert len(bench.machine.state.former[1]) == 16
     assert bench.machine.state.terms[1] == 100

@@ -7,16 +7,9 @@ from typing import Any
 from decoupled_diloco.protocol import CoordinatorMachine, Options
 from decoupled_diloco.protocol.cuts import raised
 from decoupled_diloco.protocol.effects import BeginCut, KeepCut, Note
-from decoupled_diloco.protocol.events import (
-    CutWanted,
-    JoinAsked,
-    MemberSaid,
-    ShardGone,
-    ShardGreeted,
-    ShardSaid,
-)
+from decoupled_diloco.protocol.events import Connected, CutWanted, Joining, Lost, Received
 from decoupled_diloco.protocol.lease_messages import DataReport
-from decoupled_diloco.protocol.messages import CutKept, ShardReady
+from decoupled_diloco.protocol.messages import CutKept, ShardHello, ShardReady
 
 
 class Bench:
@@ -31,9 +24,9 @@ class Bench:
         self.machine.check()
 
     def begin(self) -> None:
-        self.told(ShardGreeted(0, "x"))
-        self.told(JoinAsked(1, "a", "n", "learner", "layout", ""))
-        self.told(ShardSaid(0, ShardReady(1)))
+        self.told(Connected("shard-0", ShardHello(0, "x")))
+        self.told(Connected("a", Joining("n", "learner", "layout", ""), 1))
+        self.told(Received("shard-0", ShardReady(1)))
 
     def begun(self) -> list[int]:
         return [effect.number for effect in self.effects if isinstance(effect, BeginCut)]
@@ -45,7 +38,7 @@ def test_a_cut_on_demand_is_refused_in_words_while_there_is_nothing_to_cut() -> 
     bench.told(CutWanted())
     assert bench.begun() == []
     bench.begin()
-    bench.told(ShardGone(0))
+    bench.told(Lost("shard-0"))
     assert bench.machine.why_no_cut == "shard-0 is away"
     bench.told(CutWanted())
     assert bench.begun() == []
@@ -59,8 +52,8 @@ def test_who_asks_while_a_cut_is_under_way_gets_that_one() -> None:
     bench.told(CutWanted())
     assert bench.begun() == []
     assert bench.machine.cuts.open is not None
-    bench.told(ShardSaid(0, CutKept(1, "d", 3)))
-    bench.told(MemberSaid("a", "n", CutKept(1, "e", 4)))
+    bench.told(Received("shard-0", CutKept(1, "d", 3)))
+    bench.told(Received("a", CutKept(1, "e", 4), "n"))
     assert [effect.number for effect in bench.effects if isinstance(effect, KeepCut)] == [1]
     bench.told(CutWanted())
     assert bench.begun() == [2]
@@ -70,7 +63,7 @@ def test_a_cut_that_was_never_begun_is_a_lie_and_the_next_one_is_beyond_it() -> 
     bench = Bench()
     bench.begin()
     bench.told(CutWanted())
-    bench.told(ShardSaid(0, CutKept(900, "d", 3)))
+    bench.told(Received("shard-0", CutKept(900, "d", 3)))
     assert bench.machine.cuts.open is None
     assert bench.machine.cuts.given_up == (1, "shard-0 was told of cut 900, which was never begun")
     assert any(isinstance(effect, Note) for effect in bench.effects)
@@ -81,9 +74,9 @@ def test_a_cut_that_was_never_begun_is_a_lie_and_the_next_one_is_beyond_it() -> 
 def test_going_back_gives_no_lease_number_out_again() -> None:
     bench = Bench()
     bench.begin()
-    bench.told(MemberSaid("a", "n", DataReport(4, 1, ())))
+    bench.told(Received("a", DataReport(4, 1, ()), "n"))
     part = bench.machine.snapshot()
-    bench.told(MemberSaid("a", "n", DataReport(4, 3, ())))
+    bench.told(Received("a", DataReport(4, 3, ()), "n"))
     newest = bench.machine.snapshot()
     assert (part.data.leases, newest.data.leases) == (1, 3)
     back = raised(part, newest)

@@ -18,24 +18,20 @@ from decoupled_diloco.protocol.donation import (
     RelayOn,
     RelayState,
 )
-from decoupled_diloco.protocol.effects import Inform, Ready, Recovered, TellCoordinator
+from decoupled_diloco.protocol.effects import Ready, Recovered, Send
 from decoupled_diloco.protocol.events import (
     Began,
     ChunkArrived,
-    CoordinatorLinked,
-    CoordinatorTold,
+    Connected,
     Fetched,
-    JoinAsked,
-    LearnerGone,
-    Linked,
-    MemberSaid,
-    ShardSaid,
+    Joining,
+    Lost,
+    Received,
     StateArrived,
     StateCopied,
     StateFailed,
     StepFinished,
     Tick,
-    Told,
 )
 from decoupled_diloco.protocol.messages import (
     ChunkTaken,
@@ -55,6 +51,7 @@ from decoupled_diloco.protocol.messages import (
     Trains,
     Welcome,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 SEEN = (Holding(0, Version(1, 3)),)
 
@@ -65,22 +62,22 @@ class Hall:
     def __init__(self, *training: str, joiner: str = "joiner", clock: int = 5) -> None:
         self.machine = CoordinatorMachine(Options(fragments=1, period=4))
         for number, name in enumerate([*training, joiner]):
-            self.machine.handle(0.0, JoinAsked(number, name, name, "learner", "f", ""))
+            self.machine.handle(0.0, Connected(name, Joining(name, "learner", "f", ""), number))
         for name in training:
             self.said(name, Trains(True))
-        self.machine.handle(0.0, ShardSaid(0, Progress(clock, 8)))
+        self.machine.handle(0.0, Received("shard-0", Progress(clock, 8)))
 
     def said(self, who: str, message: Any) -> list[Any]:
         """Somebody says something; what is sent, and the other orders."""
-        effects = self.machine.handle(0.0, MemberSaid(who, who, message))
+        effects = self.machine.handle(0.0, Received(who, message, who))
         self.machine.check()
-        return [(e.learner, e.message) if isinstance(e, Inform) else e for e in effects]
+        return [(e.peer, e.message) if isinstance(e, Send) else e for e in effects]
 
 
 def test_the_first_by_name_that_trains_gives_and_to_one_at_a_time() -> None:
     hall = Hall("b", "a")
     assert hall.said("joiner", DonorWanted(1, SEEN)) == [("a", StateWanted("joiner", 1, SEEN))]
-    hall.machine.handle(0.0, JoinAsked(9, "other", "other", "learner", "f", ""))
+    hall.machine.handle(0.0, Connected("other", Joining("other", "learner", "f", ""), 9))
     assert hall.said("other", DonorWanted(1, SEEN)) == [("b", StateWanted("other", 1, SEEN))]
     offered = StateOffered("joiner", 1, 10, 100, "digest", "http://a:1", "key")
     named = DonorNamed("a", 1, 10, 100, "digest", "http://a:1", "key")
@@ -117,9 +114,9 @@ def test_who_does_not_listen_is_relayed_a_few_chunks_at_a_time() -> None:
 def test_a_donor_that_goes_or_declines_is_told_to_the_joiner() -> None:
     hall = Hall("a", "b")
     hall.said("joiner", DonorWanted(1, SEEN))
-    effects = hall.machine.handle(0.0, LearnerGone("a", "a"))
-    (effect,) = [each for each in effects if isinstance(each, Inform)]
-    assert effect == Inform("joiner", DonorLost("a", 1, "a is gone"), "a is gone")
+    effects = hall.machine.handle(0.0, Lost("a", "a"))
+    (effect,) = [each for each in effects if isinstance(each, Send)]
+    assert effect == Send("joiner", DonorLost("a", 1, "a is gone"), "a is gone")
     assert hall.said("joiner", DonorWanted(2, SEEN, ("a",))) == [
         ("b", StateWanted("joiner", 2, SEEN))
     ]
@@ -149,11 +146,11 @@ class Joiner:
         self.machine = LearnerMachine(Options(fragments=1, period=4), "joiner", 1, "nonce")
         self.now = 0.0
         self.told(Began(why="it has no checkpoint of its own", seeks_donor=True, gives=True))
-        self.told(CoordinatorLinked())
-        self.told(Linked(0))
-        self.told(Told(0, Welcome(0, 1, 3, 0, 3, 1)))
+        self.told(Connected(COORDINATOR))
+        self.told(Connected("shard-0"))
+        self.told(Received("shard-0", Welcome(0, 1, 3, 0, 3, 1)))
         copy = Published(0, Version(1, 3), None, "digest", "", "/w", 3)
-        self.first = self.told(Told(0, copy))
+        self.first = self.told(Received("shard-0", copy))
         assert not self.told(Fetched(0, Version(1, 3))), "it waits for its donor"
 
     def told(self, event: Any, at: float | None = None) -> list[Any]:
@@ -165,11 +162,17 @@ class Joiner:
 
     def named(self, attempt: int, donor: str = "a", address: str = "http://a:1") -> list[Any]:
         """A donor is named."""
-        return self.told(CoordinatorTold(DonorNamed(donor, attempt, 10, 100, "d", address, "key")))
+        return self.told(
+            Received(COORDINATOR, DonorNamed(donor, attempt, 10, 100, "d", address, "key"))
+        )
 
 
 def messages(effects: list[Any]) -> list[Any]:
-    return [effect.message for effect in effects if isinstance(effect, TellCoordinator)]
+    return [
+        effect.message
+        for effect in effects
+        if isinstance(effect, Send) and effect.peer == COORDINATOR
+    ]
 
 
 def test_a_joiner_names_the_versions_that_it_was_told_of() -> None:
@@ -194,7 +197,7 @@ def test_a_donor_out_of_reach_is_relayed_and_the_relay_told_what_is_here() -> No
     joiner = Joiner()
     joiner.named(1)
     assert messages(joiner.told(StateFailed(1, "no route"))) == [RelayWanted(1)]
-    (fetch,) = joiner.told(CoordinatorTold(RelayOpened("joiner", 1, "/relay")))
+    (fetch,) = joiner.told(Received(COORDINATOR, RelayOpened("joiner", 1, "/relay")))
     assert fetch.path == "/relay"
     assert messages(joiner.told(ChunkArrived(1, 2, 10))) == [ChunkTaken(1, 2)]
 
@@ -203,9 +206,9 @@ def test_a_donor_out_of_reach_is_relayed_and_the_relay_told_what_is_here() -> No
 def test_another_takes_over_with_a_fresh_copy(how: str) -> None:
     joiner = Joiner()
     joiner.named(1, address="")
-    joiner.told(CoordinatorTold(RelayOpened("joiner", 1, "/relay")))
+    joiner.told(Received(COORDINATOR, RelayOpened("joiner", 1, "/relay")))
     if how == "lost":
-        effects = joiner.told(CoordinatorTold(DonorLost("a", 1, "a is gone")))
+        effects = joiner.told(Received(COORDINATOR, DonorLost("a", 1, "a is gone")))
     elif how == "stalls":
         effects = joiner.told(Tick(), at=STALL_SECONDS)
     else:
@@ -220,8 +223,8 @@ def test_another_takes_over_with_a_fresh_copy(how: str) -> None:
 def test_a_joiner_does_not_wait_for_ever() -> None:
     joiner = Joiner()
     for attempt in range(1, DONORS_MAX):
-        joiner.told(CoordinatorTold(DonorLost(f"d{attempt}", attempt, "gone")))
-    effects = joiner.told(CoordinatorTold(DonorLost("d", DONORS_MAX, "gone")))
+        joiner.told(Received(COORDINATOR, DonorLost(f"d{attempt}", attempt, "gone")))
+    effects = joiner.told(Received(COORDINATOR, DonorLost("d", DONORS_MAX, "gone")))
     assert [e.way for e in effects if isinstance(e, Recovered)] == ["published"]
     silent = Joiner()
     deadline = silent.machine.deadline()
@@ -233,7 +236,7 @@ def test_a_joiner_does_not_wait_for_ever() -> None:
 
 def test_a_coordinator_that_has_forgotten_is_asked_again() -> None:
     joiner = Joiner()
-    assert messages(joiner.told(CoordinatorLinked())) == [DonorWanted(2, SEEN)]
+    assert messages(joiner.told(Connected(COORDINATOR))) == [DonorWanted(2, SEEN)]
 
 
 def test_a_donor_copies_at_a_boundary_at_which_it_has_seen_the_versions(
@@ -242,7 +245,7 @@ def test_a_donor_copies_at_a_boundary_at_which_it_has_seen_the_versions(
     bench = learner_bench()
     bench.step()
     seen = (Holding(0, Version(1, 1)),)
-    bench.told(CoordinatorTold(StateWanted("joiner", 1, seen)))
+    bench.told(Received(COORDINATOR, StateWanted("joiner", 1, seen)))
     assert not [e for e in bench.step() if isinstance(e, CopyState)], "it holds 1.0"
     bench.publish(Version(1, 1), Version(1, 0))
     bench.fetched(Version(1, 1))
@@ -251,9 +254,9 @@ def test_a_donor_copies_at_a_boundary_at_which_it_has_seen_the_versions(
     assert not [e for e in bench.step() if isinstance(e, CopyState)], "once"
     effects = bench.told(StateCopied("joiner", 1, 10, 100, "d", ""))
     assert messages(effects) == [StateOffered("joiner", 1, 10, 100, "d", "")]
-    effects = bench.told(CoordinatorTold(RelayOpened("joiner", 1, "/relay")))
+    effects = bench.told(Received(COORDINATOR, RelayOpened("joiner", 1, "/relay")))
     assert effects == [RelayState("joiner", 1, "/relay", "a shard relays it")]
-    effects = bench.told(CoordinatorTold(StateUnwanted("joiner", 1)))
+    effects = bench.told(Received(COORDINATOR, StateUnwanted("joiner", 1)))
     assert [type(effect) for effect in effects] == [ForgetState]
 
 
@@ -262,10 +265,10 @@ def test_a_donor_does_not_keep_copies_for_a_coordinator_that_has_forgotten_them(
 ) -> None:
     bench = learner_bench()
     bench.step()
-    bench.told(CoordinatorTold(StateWanted("joiner", 1, ())))
+    bench.told(Received(COORDINATOR, StateWanted("joiner", 1, ())))
     bench.step()
     bench.told(StateCopied("joiner", 1, 10, 100, "d", ""))
-    (forget,) = bench.told(CoordinatorLinked())
+    (forget,) = bench.told(Connected(COORDINATOR))
     assert isinstance(forget, ForgetState)
     assert not bench.machine.state.givings
 
@@ -273,7 +276,7 @@ def test_a_donor_does_not_keep_copies_for_a_coordinator_that_has_forgotten_them(
 def test_a_donor_that_is_behind_for_too_long_declines(learner_bench: Any) -> None:
     bench = learner_bench()
     bench.step()
-    bench.told(CoordinatorTold(StateWanted("joiner", 1, (Holding(0, Version(9, 9)),))))
+    bench.told(Received(COORDINATOR, StateWanted("joiner", 1, (Holding(0, Version(9, 9)),))))
     effects = bench.told(StepFinished(8), bench.now + OFFER_SECONDS)
     (declined,) = messages(effects)
     assert isinstance(declined, StateDeclined)
@@ -281,5 +284,5 @@ def test_a_donor_that_is_behind_for_too_long_declines(learner_bench: Any) -> Non
 
 def test_who_has_not_trained_gives_nothing(learner_bench: Any) -> None:
     bench = learner_bench()
-    (declined,) = messages(bench.told(CoordinatorTold(StateWanted("joiner", 1, ()))))
+    (declined,) = messages(bench.told(Received(COORDINATOR, StateWanted("joiner", 1, ()))))
     assert declined == StateDeclined("joiner", 1, "it does not train, or no more")

@@ -22,12 +22,12 @@ from decoupled_diloco.protocol.effects import (
     Snapshot,
 )
 from decoupled_diloco.protocol.events import (
+    Connected,
     CopyFailed,
     FetchFailed,
-    Linked,
+    Lost,
     Paused,
     Tick,
-    Unlinked,
     UploadFailed,
 )
 from decoupled_diloco.protocol.messages import (
@@ -115,9 +115,9 @@ def test_training_may_begin_when_every_fragment_is_here(learner_bench: Any) -> N
 
 def test_a_greeting_says_what_is_held_and_where_it_is(learner_bench: Any) -> None:
     bench = started(learner_bench, steps=3)
-    bench.told(Unlinked(0))
+    bench.told(Lost("shard-0"))
     bench.step()
-    bench.told(Linked(0))
+    bench.told(Connected("shard-0"))
     (hello,) = bench.messages(Hello)
     assert (hello.step, hello.run_step) == (4, 4)
     assert hello.held == (Holding(0, V0, "digest-1.0", "seal-1.0"),), "as announced"
@@ -363,8 +363,8 @@ def test_a_contribution_to_an_earlier_version_is_not_kept_as_well(
 def test_a_pull_of_the_held_version_ends_the_doubt(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.hear(pull())
-    bench.told(Unlinked(0))
-    bench.told(Linked(0))
+    bench.told(Lost("shard-0"))
+    bench.told(Connected("shard-0"))
     bench.hear(Welcome(0, 1, 4, 4, 4))
     bench.hear(pull(number=2))
     (body,) = bench.orders(SendBody)
@@ -432,7 +432,7 @@ def test_the_snapshot_of_the_step_that_was_due_is_kept(learner_bench: Any) -> No
 @pytest.mark.parametrize(
     "event",
     [
-        pytest.param(Unlinked(0), id="the link is gone"),
+        pytest.param(Lost("shard-0"), id="the link is gone"),
         pytest.param(Ending(), id="the run ends"),
         pytest.param(GivenUp(0, "because"), id="the round is given up"),
         pytest.param(Welcome(0, 2, 0, 3, 0), id="the shard counts anew"),
@@ -443,7 +443,7 @@ def test_a_waiting_learner_is_let_go_when(learner_bench: Any, event: Any) -> Non
     bench.hear(pull(tick=2))
     bench.step()
     assert bench.orders(Hold)
-    if isinstance(event, Unlinked):
+    if isinstance(event, Lost):
         bench.told(event)
     else:
         bench.hear(event)
@@ -544,7 +544,7 @@ def test_the_run_is_over_as_well_when_the_shard_is_gone(learner_bench: Any) -> N
     bench = started(learner_bench)
     bench.publish(V1, V0)
     bench.hear(Finished())
-    bench.told(Unlinked(0))
+    bench.told(Lost("shard-0"))
     for _ in range(2):  # the difference, then the whole
         bench.told(FetchFailed(0, V1, "its shard is out of reach"))
     bench.told(Paused())

@@ -6,8 +6,9 @@ from typing import Any
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Apply, Snapshot, TakeCut
-from decoupled_diloco.protocol.events import CoordinatorTold, CutHeard, CutWritten, Paused
+from decoupled_diloco.protocol.events import CutHeard, CutWritten, Paused, Received
 from decoupled_diloco.protocol.messages import CutKept, CutOrdered
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 V0, V1 = Version(1, 0), Version(1, 1)
 
@@ -41,7 +42,7 @@ def test_the_part_is_taken_at_the_next_boundary_before_anything_staged_is_applie
 
 def test_the_order_and_the_number_are_one_cut(learner_bench: Any) -> None:
     bench = started(learner_bench)
-    bench.told(CoordinatorTold(CutOrdered(3, ())))
+    bench.told(Received(COORDINATOR, CutOrdered(3, ())))
     bench.told(CutHeard(3))
     bench.told(CutHeard(2))
     bench.step()
@@ -73,7 +74,7 @@ def test_cuts_as_fast_as_steps_do_not_keep_a_learner_from_everything_else(
 
 def test_who_holds_no_copy_yet_has_no_part(learner_bench: Any) -> None:
     bench = learner_bench(begin=False)
-    bench.told(CoordinatorTold(CutOrdered(1, ())))
+    bench.told(Received(COORDINATOR, CutOrdered(1, ())))
     assert [kept.problem for kept in bench.messages(CutKept)] == ["it is only joining"]
     bench.publish(V0, None)
     bench.fetched(V0)

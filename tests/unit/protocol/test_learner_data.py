@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decoupled_diloco.protocol import learner_data
-from decoupled_diloco.protocol.effects import TellCoordinator
+from decoupled_diloco.protocol.effects import Send
 from decoupled_diloco.protocol.learner_data import DataView
 from decoupled_diloco.protocol.lease_messages import (
     DataReport,
@@ -23,7 +23,7 @@ def view_with(*leases: Lease) -> DataView:
 
 
 def said(effects: list[object]) -> tuple[LeaseState, ...]:
-    (message,) = [e.message for e in effects if isinstance(e, TellCoordinator)]
+    (message,) = [e.message for e in effects if isinstance(e, Send)]
     assert isinstance(message, DataReport)
     return message.leases
 

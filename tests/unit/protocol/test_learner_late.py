@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.effects import (
-    Apply,
-    EndTraining,
-    Hold,
-    Release,
-    SendBody,
-    Snapshot,
-)
-from decoupled_diloco.protocol.events import BodyEncoded, Linked, Paused, Unlinked, UploadFailed
+from decoupled_diloco.protocol.effects import Apply, EndTraining, Hold, Release, SendBody, Snapshot
+from decoupled_diloco.protocol.events import BodyEncoded, Connected, Lost, Paused, UploadFailed
 from decoupled_diloco.protocol.learner import UNDER_WAY
 from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.messages import (
@@ -304,8 +297,8 @@ def test_a_late_body_is_announced_as_well(learner_bench: Any) -> None:
 
 def reconnected(bench: Any, *asks: Asking) -> tuple[Asking, ...]:
     """The connection breaks; the welcome names these askings. What the hello has named."""
-    bench.told(Unlinked(0))
-    bench.told(Linked(0))
+    bench.told(Lost("shard-0"))
+    bench.told(Connected("shard-0"))
     (hello,) = bench.messages(Hello)
     bench.hear(Welcome(0, 1, 4, 4, 4, asks=asks))
     return hello.asks
@@ -403,8 +396,8 @@ def test_rule_4_an_outcome_of_the_shards_next_life_is_not_that_of_the_one_before
     """
     bench = started(learner_bench, missed="rebase")
     bench.hear(pull(FIRST))
-    bench.told(Unlinked(0))
-    bench.told(Linked(0))
+    bench.told(Lost("shard-0"))
+    bench.told(Connected("shard-0"))
     bench.hear(Welcome(0, 2, 4, 4, 4, 1))
     later = Version(2, 1)
     bench.publish(later, V1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
-from decoupled_diloco.protocol.effects import Enter, Inform, Persist
-from decoupled_diloco.protocol.events import JoinAsked, LearnerGone, MemberSaid, Tick
+from decoupled_diloco.protocol.effects import Enter, Persist, Send
+from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received, Tick
 from decoupled_diloco.protocol.lease_messages import (
     DataRefused,
     DataReport,
@@ -34,14 +34,14 @@ class Desk:
         return list(effects)
 
     def join(self, name: str, life: int = 1) -> list[object]:
-        return self.tell(JoinAsked(1, name, f"{name}-{life}", "learner", "layout", ""))
+        return self.tell(Connected(name, Joining(f"{name}-{life}", "learner", "layout", ""), 1))
 
     def report(
         self, name: str, *states: LeaseState, want: int = 2, life: int = 1, parts: int = 4
     ) -> object:
         """What the coordinator answers, after everything it must have written before."""
-        effects = self.tell(MemberSaid(name, f"{name}-{life}", DataReport(parts, want, states)))
-        answers = [effect.message for effect in effects if isinstance(effect, Inform)]
+        effects = self.tell(Received(name, DataReport(parts, want, states), f"{name}-{life}"))
+        answers = [effect.message for effect in effects if isinstance(effect, Send)]
         assert not any(isinstance(e, Enter) for e in effects[len(effects) - len(answers) :])
         return answers[0] if answers else None
 
@@ -87,7 +87,7 @@ def test_a_part_is_settled_when_all_of_it_is_durable(desk: Desk) -> None:
 def test_who_is_gone_for_long_loses_what_is_not_durable(desk: Desk) -> None:
     desk.report("a")
     desk.report("a", at(1, 7, 4), at(2, 0))
-    desk.tell(LearnerGone("a", "a-1"))
+    desk.tell(Lost("a", "a-1"))
     desk.now = GRACE_SECONDS - 1
     desk.tell(Tick())
     assert desk.machine.deadline() == GRACE_SECONDS
@@ -104,7 +104,7 @@ def test_who_is_gone_for_long_loses_what_is_not_durable(desk: Desk) -> None:
 
 def test_who_comes_back_in_time_keeps_its_leases(desk: Desk) -> None:
     desk.report("a")
-    desk.tell(LearnerGone("a", "a-1"))
+    desk.tell(Lost("a", "a-1"))
     desk.now = GRACE_SECONDS - 1
     desk.join("a")
     desk.now = 10 * GRACE_SECONDS
@@ -116,7 +116,7 @@ def test_who_comes_back_in_time_keeps_its_leases(desk: Desk) -> None:
 def test_a_new_process_goes_on_with_what_its_last_life_had(desk: Desk) -> None:
     desk.report("a")
     desk.report("a", at(1, 7, 4), at(2, 0))
-    desk.tell(LearnerGone("a", "a-1"))
+    desk.tell(Lost("a", "a-1"))
     desk.join("a", life=2)
     assert numbers(desk.report("a", life=2)) == [(0, 0, 4), (0, 1, 0)]
     assert desk.report("a", at(1, 9, 9), life=1) is None, "the old process is not heard"
@@ -124,7 +124,7 @@ def test_a_new_process_goes_on_with_what_its_last_life_had(desk: Desk) -> None:
 
 def test_who_learns_that_its_lease_is_gone_drops_it(desk: Desk) -> None:
     desk.report("a", want=1)
-    desk.tell(LearnerGone("a", "a-1"))
+    desk.tell(Lost("a", "a-1"))
     desk.now = GRACE_SECONDS
     desk.tell(Tick())
     desk.report("b", want=1)
@@ -190,7 +190,7 @@ def test_the_entries_alone_lead_to_the_same_leases(desk: Desk) -> None:
     desk.report("a")
     desk.report("b", want=3)
     desk.report("a", at(1, 6, 6, ended=True), at(2, 3, 2))
-    desk.tell(LearnerGone("b", "b-1"))
+    desk.tell(Lost("b", "b-1"))
     desk.now = GRACE_SECONDS
     desk.tell(Tick())
     book = LeaseBook()
@@ -215,7 +215,7 @@ def test_after_a_restart_everybody_has_its_grace_from_then_on(desk: Desk) -> Non
 
 def test_the_join_of_a_newer_process_is_durable_before_its_leases(desk: Desk) -> None:
     desk.report("a")
-    desk.tell(LearnerGone("a", "a-1"))
+    desk.tell(Lost("a", "a-1"))
     effects = desk.join("a", life=2)
     kinds = [type(effect) for effect in effects]
     assert kinds.index(Persist) < kinds.index(Enter)

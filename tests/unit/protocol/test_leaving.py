@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.effects import Merge, RoundOpened, Say
-from decoupled_diloco.protocol.events import Heard, Paused, Said, Tick, Told, ToldToGo
+from decoupled_diloco.protocol.effects import Merge, RoundOpened, Send
+from decoupled_diloco.protocol.events import Heard, Paused, Received, Tick, ToldToGo
 from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.messages import (
     Asking,
@@ -26,7 +26,7 @@ def test_fragments_of_who_goes_are_due_at_once_and_everybody_is_asked(shard_benc
     for _ in range(3):
         bench.step("a")
     assert not bench.machine.state.rounds
-    bench.told(Said("a", Leaving((1, 3), "told to go")))
+    bench.told(Received("a", Leaving((1, 3), "told to go")))
     opened = bench.orders(RoundOpened)
     assert [each.fragment for each in opened] == [1, 3]
     assert all(each.why == "a is about to go: everybody is asked" for each in opened)
@@ -44,7 +44,7 @@ def test_an_open_round_asks_who_goes_at_once(shard_bench: Any) -> None:
     bench.step("b")
     bench.step("a")
     assert bench.machine.state.rounds[0].number > number
-    bench.told(Said("a", Leaving((0,), "told to go")))
+    bench.told(Received("a", Leaving((0,), "told to go")))
     assert not bench.orders(RoundOpened)
     assert bench.machine.state.fragments[0].asks.keys() == {"a", "b"}, "as everybody was"
 
@@ -52,7 +52,7 @@ def test_an_open_round_asks_who_goes_at_once(shard_bench: Any) -> None:
 def test_a_round_waits_for_who_goes_longer_than_its_delivery_window(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", fragments=1, period=1)
     bench.step("b")
-    bench.told(Said("a", Leaving((0,), "told to go")))
+    bench.told(Received("a", Leaving((0,), "told to go")))
     assert bench.asked() == ["a"], "into the round that is open, without a step since"
     bench.body("b")
     bench.told(Heard(("a", "b")), bench.machine.deadline())
@@ -66,7 +66,7 @@ def test_a_round_waits_for_who_goes_longer_than_its_delivery_window(shard_bench:
 def test_where_no_quorum_is_left_who_goes_is_dismissed(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", quorum=2, fragments=1, period=10)
     bench.step("a")
-    bench.told(Said("a", Leaving((0,), "told to go")))
+    bench.told(Received("a", Leaving((0,), "told to go")))
     (message,) = bench.messages(Dismissed)
     assert message.reason == "1 learners are live, fewer than the quorum"
     assert not bench.orders(RoundOpened)
@@ -80,7 +80,7 @@ def test_a_learner_tells_what_it_has_and_waits_for_what_becomes_of_it(learner_be
     assert not handed_in(state, options)
     bench.told(ToldToGo("told to go"))
     assert bench.messages(Leaving) == [Leaving((0, 1), "told to go")]
-    bench.told(Told(0, Dismissed("nobody else is there")))
+    bench.told(Received("shard-0", Dismissed("nobody else is there")))
     assert handed_in(state, options)
 
 
@@ -89,8 +89,8 @@ def test_who_comes_back_to_a_shard_says_again_that_it_goes(learner_bench: Any) -
     bench.step()
     bench.step()
     bench.told(ToldToGo("told to go"))
-    bench.told(Told(0, Welcome(0, 1, 0, 1, 1)))
-    assert [order.message for order in bench.orders(Say)] == [Leaving((0, 1), "told to go")]
+    bench.told(Received("shard-0", Welcome(0, 1, 0, 1, 1)))
+    assert [order.message for order in bench.orders(Send)] == [Leaving((0, 1), "told to go")]
 
 
 def test_what_is_accepted_is_handed_in(learner_bench: Any) -> None:
@@ -100,9 +100,11 @@ def test_what_is_accepted_is_handed_in(learner_bench: Any) -> None:
     bench.step()
     bench.told(ToldToGo("told to go"))
     held = state.fragments[0].held
-    bench.told(Told(0, Pull(0, Asking(1, 1), held, 1, "bf16", "overwrite", "/up", False)))
+    bench.told(
+        Received("shard-0", Pull(0, Asking(1, 1), held, 1, "bf16", "overwrite", "/up", False))
+    )
     bench.told(Paused())
     assert state.fragments[0].sent is not None
     assert not handed_in(state, options)
-    bench.told(Told(0, Outcome(0, Asking(1, 1), "accepted", "", Version(1, 1))))
+    bench.told(Received("shard-0", Outcome(0, Asking(1, 1), "accepted", "", Version(1, 1))))
     assert handed_in(state, options)

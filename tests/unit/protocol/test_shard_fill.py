@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Options, SyncerMachine, Version
-from decoupled_diloco.protocol.effects import Install, LoadWeights, Note, Tell, Unexpect
+from decoupled_diloco.protocol.effects import Install, LoadWeights, Note, Send, Unexpect
 from decoupled_diloco.protocol.events import (
+    Connected,
     CopyArrived,
     CopySpoiled,
-    Disconnected,
-    Greeted,
     Heard,
-    Ordered,
-    Said,
-    TermGranted,
+    Lost,
+    Received,
     Tick,
     WeightsLoaded,
 )
@@ -35,6 +33,7 @@ from decoupled_diloco.protocol.messages import (
     ShardReady,
     Swept,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer_fill import (
     FROM_THE_START_SECONDS,
     SEED_TRIES_MAX,
@@ -49,7 +48,7 @@ class FillBench:
         self.machine = SyncerMachine(Options(fragments=2, period=4), 0)
         self.effects: list[Any] = []
         self.now = 0.0
-        self.told(TermGranted(ShardAdmitted(2, begun)))
+        self.told(Received(COORDINATOR, ShardAdmitted(2, begun)))
 
     def told(self, event: Any, at: float | None = None) -> None:
         self.now = self.now if at is None else at
@@ -59,11 +58,11 @@ class FillBench:
     def greet(self, name: str, *versions: Version, step: int = 0) -> None:
         held = tuple(Holding(p, version) for p, version in enumerate(versions))
         hello = Hello(name, 1, name, "learner", step, 7 if step else 0, step or None, held)
-        self.told(Greeted(len(self.machine.state.members) + 1, hello))
+        self.told(Connected(hello.learner, hello, len(self.machine.state.members) + 1))
 
     def wanted(self) -> list[tuple[str, CopyWanted]]:
         return [
-            (effect.learner, effect.message)
+            (effect.peer, effect.message)
             for effect in self.effects
             if isinstance(getattr(effect, "message", None), CopyWanted)
         ]
@@ -84,7 +83,7 @@ def test_seeding_from_the_learner_that_is_named() -> None:
     bench = FillBench(begun=False)
     bench.greet("a")
     bench.greet("b")
-    bench.told(Ordered(SeedNamed("b", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("b", 1, 1)))
     wanted = bench.wanted()
     assert [(name, ask.fragment, ask.version) for name, ask in wanted] == [
         ("b", 0, None),
@@ -99,13 +98,13 @@ def test_seeding_from_the_learner_that_is_named() -> None:
     ]
     assert bench.said(ShardReady) == [ShardReady(1)]
     assert not bench.said(Published), "no round opens before every shard is ready"
-    bench.told(Ordered(Begin(1)))
+    bench.told(Received(COORDINATOR, Begin(1)))
     assert len(bench.said(Published)) == 2
 
 
 def test_a_seed_that_comes_later_is_asked_then() -> None:
     bench = FillBench(begun=False)
-    bench.told(Ordered(SeedNamed("b", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("b", 1, 1)))
     assert not bench.wanted()
     bench.greet("b")
     assert len(bench.wanted()) == 2
@@ -115,23 +114,23 @@ def test_another_seed_voids_what_came_from_the_first() -> None:
     bench = FillBench(begun=False)
     bench.greet("a")
     bench.greet("b")
-    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("a", 1, 1)))
     first = bench.wanted()
     bench.deliver(first[:1])
-    bench.told(Ordered(SeedNamed("b", 1, 2)))
+    bench.told(Received(COORDINATOR, SeedNamed("b", 1, 2)))
     assert len(bench.orders(Unexpect)) == 2
     second = bench.wanted()
     bench.deliver(first[1:])
     assert not bench.said(ShardReady)
     bench.deliver(second)
     assert bench.said(ShardReady) == [ShardReady(2)]
-    bench.told(Ordered(Begin(1)))
+    bench.told(Received(COORDINATOR, Begin(1)))
     assert bench.machine.state.phase == "ready", "an order of an earlier attempt"
 
 
 def test_seeding_from_the_runs_file() -> None:
     bench = FillBench(begun=False)
-    bench.told(Ordered(SeedNamed("", 0, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("", 0, 1)))
     assert bench.orders(LoadWeights)
     bench.told(WeightsLoaded(((0, "x"), (1, "y"))))
     assert bench.said(ShardReady) == [ShardReady(1)]
@@ -140,9 +139,9 @@ def test_seeding_from_the_runs_file() -> None:
 def test_a_seed_whose_connection_broke_is_asked_again() -> None:
     bench = FillBench(begun=False)
     bench.greet("a")
-    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("a", 1, 1)))
     bench.deliver(bench.wanted()[:1])
-    bench.told(Disconnected("a"))
+    bench.told(Lost("a"))
     bench.greet("a")
     assert [ask.fragment for _, ask in bench.wanted()] == [1]
 
@@ -151,7 +150,7 @@ def test_a_seed_that_greets_anew_is_asked_again() -> None:
     """Nobody has noticed that its connection broke, and what it was asked went with it."""
     bench = FillBench(begun=False)
     bench.greet("a")
-    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("a", 1, 1)))
     first = bench.wanted()
     bench.greet("a")
     assert [order.path for order in bench.orders(Unexpect)] == [ask.path for _, ask in first]
@@ -178,12 +177,12 @@ def test_a_holder_that_greets_anew_is_asked_again() -> None:
 def test_a_copy_that_is_no_good_is_asked_for_again(how: str) -> None:
     bench = FillBench(begun=False)
     bench.greet("a")
-    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("a", 1, 1)))
     _, ask = bench.wanted()[0]
     if how == "spoiled":
         bench.told(CopySpoiled("a", 0, ask.attempt, "another digest"))
     else:
-        bench.told(Said("a", CopyDeclined(0, ask.attempt, "disk full")))
+        bench.told(Received("a", CopyDeclined(0, ask.attempt, "disk full")))
     assert not bench.wanted(), "not at once"
     bench.told(Tick(), SETTLE_SECONDS)
     ((name, again),) = bench.wanted()
@@ -196,7 +195,7 @@ def test_rule_12_a_seed_that_is_never_any_good_is_reported() -> None:
     bench = FillBench(begun=False)
     bench.greet("a")
     bench.greet("b")
-    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("a", 1, 1)))
     bench.deliver(bench.wanted()[1:])
     tries = 0
     while not bench.said(SeedFailed):
@@ -211,11 +210,11 @@ def test_rule_12_a_seed_that_is_never_any_good_is_reported() -> None:
     assert tries == SEED_TRIES_MAX
     assert bench.now == tries * SETTLE_SECONDS
     assert bench.said(SeedFailed) == [SeedFailed(1, "fragment 0: not finite")]
-    bench.told(TermGranted(ShardAdmitted(2, False)))
+    bench.told(Received(COORDINATOR, ShardAdmitted(2, False)))
     assert bench.said(SeedFailed), "the coordinator may not have heard it"
     bench.greet("a")
     assert not bench.wanted()
-    bench.told(Ordered(SeedNamed("b", 1, 2)))
+    bench.told(Received(COORDINATOR, SeedNamed("b", 1, 2)))
     bench.deliver(bench.wanted())
     assert bench.said(ShardReady) == [ShardReady(2)]
 
@@ -223,12 +222,12 @@ def test_rule_12_a_seed_that_is_never_any_good_is_reported() -> None:
 def test_the_failure_of_an_earlier_asking_does_not_take_back_the_next() -> None:
     bench = FillBench(begun=False)
     bench.greet("a")
-    bench.told(Ordered(SeedNamed("a", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("a", 1, 1)))
     _, first = bench.wanted()[0]
-    bench.told(Said("a", CopyDeclined(0, first.attempt, "lost")))
+    bench.told(Received("a", CopyDeclined(0, first.attempt, "lost")))
     bench.told(Tick(), SETTLE_SECONDS)
     _, second = bench.wanted()[0]
-    bench.told(Said("a", CopyDeclined(0, first.attempt, "lost")))
+    bench.told(Received("a", CopyDeclined(0, first.attempt, "lost")))
     assert not bench.wanted()
     assert not bench.orders(Unexpect)
     bench.told(CopyArrived("a", 0, second.attempt, "copy"))
@@ -268,7 +267,7 @@ def test_rule_13_a_clock_that_is_restored_is_that_of_most_learners(
     for number, name in enumerate(learners):
         said = {"clock": 7, "run_step": 8, lie: 2**47 if name == "liar" else 8}
         hello = Hello(name, 1, name, "learner", 6, held=held, **said)
-        bench.told(Greeted(number, hello))
+        bench.told(Connected(hello.learner, hello, number))
     bench.told(Tick(), SETTLE_SECONDS)
     bench.deliver(bench.wanted())
     state = bench.machine.state
@@ -284,7 +283,7 @@ def test_a_holder_that_declines_is_passed_over() -> None:
     bench.greet("b", Version(1, 5), Version(1, 5), step=9)
     bench.told(Tick(), SETTLE_SECONDS)
     (name, ask), *_ = bench.wanted()
-    bench.told(Said(name, CopyDeclined(ask.fragment, ask.attempt, "I hold another")))
+    bench.told(Received(name, CopyDeclined(ask.fragment, ask.attempt, "I hold another")))
     bench.told(Tick(), 2 * SETTLE_SECONDS)
     ((other, again),) = bench.wanted()
     assert again.fragment == ask.fragment
@@ -293,7 +292,7 @@ def test_a_holder_that_declines_is_passed_over() -> None:
 
 def test_a_shard_that_died_before_anybody_held_its_copies_begins_again() -> None:
     bench = FillBench(begun=True)
-    bench.told(Ordered(SeedNamed("b", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("b", 1, 1)))
     bench.greet("a")
     bench.greet("b")
     while bench.now < FROM_THE_START_SECONDS:
@@ -310,7 +309,7 @@ def test_a_shard_that_died_before_anybody_held_its_copies_begins_again() -> None
 
 def test_nothing_begins_again_while_somebody_has_trained() -> None:
     bench = FillBench(begun=True)
-    bench.told(Ordered(SeedNamed("b", 1, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("b", 1, 1)))
     bench.greet("b")
     bench.greet("a", step=3)
     for _ in range(40):
@@ -321,22 +320,22 @@ def test_nothing_begins_again_while_somebody_has_trained() -> None:
 
 def test_what_the_coordinator_may_not_have_heard_is_said_again() -> None:
     bench = FillBench(begun=False)
-    bench.told(Ordered(SeedNamed("", 0, 1)))
+    bench.told(Received(COORDINATOR, SeedNamed("", 0, 1)))
     bench.told(WeightsLoaded(((0, "x"), (1, "y"))))
-    bench.told(TermGranted(ShardAdmitted(2, False)))
+    bench.told(Received(COORDINATOR, ShardAdmitted(2, False)))
     assert bench.said(ShardReady) == [ShardReady(1)]
-    bench.told(Ordered(Begin(1)))
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, Begin(1)))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     assert bench.said(Swept) == [Swept()]
-    bench.told(TermGranted(ShardAdmitted(2, True)))
-    assert [effect for effect in bench.effects if isinstance(effect, Tell)]
+    bench.told(Received(COORDINATOR, ShardAdmitted(2, True)))
+    assert [effect for effect in bench.effects if isinstance(effect, Send)]
     assert bench.said(Swept) == [Swept()]
 
 
 def test_an_end_that_was_ordered_while_restoring_sweeps_afterwards() -> None:
     bench = FillBench(begun=True)
-    bench.told(Ordered(EndOrdered()))
-    bench.told(Ordered(FinishOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
+    bench.told(Received(COORDINATOR, FinishOrdered()))
     bench.greet("a", Version(1, 5), Version(1, 3), step=9)
     bench.told(Tick(), SETTLE_SECONDS)
     bench.deliver(bench.wanted())

@@ -9,8 +9,9 @@ import pytest
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Drop, Expect, Fold, Merge, RoundFinished, Send
-from decoupled_diloco.protocol.events import Disconnected, Heard, Ordered, Said, Tick
+from decoupled_diloco.protocol.events import Heard, Lost, Received, Tick
 from decoupled_diloco.protocol.messages import EndOrdered, Holding, Leaving, Outcome, Pull
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 DELIVERY_SECONDS = 2.0
 """The delivery window of one-fragment rounds: τ = 2 steps of a second."""
@@ -261,7 +262,7 @@ def test_rule_17_who_goes_is_asked_however_busy_its_link_is(shard_bench: Any) ->
     for fragment in (1, 2):
         merge_without(bench, "a", fragment=fragment)
     assert bench.machine.state.members["b"].under_way == {2}
-    bench.told(Said("b", Leaving((0,), "told to go")))
+    bench.told(Received("b", Leaving((0,), "told to go")))
     assert asked_of(bench, "b") == [0]
 
 
@@ -407,7 +408,7 @@ def test_rule_4_who_is_away_is_asked_for_nothing(shard_bench: Any) -> None:
     """Its connection is broken: the pull would reach nobody, and the body came by another way."""
     bench = slow(shard_bench)
     bench.body("b", 2)
-    bench.told(Disconnected("b"))
+    bench.told(Lost("b"))
     bench.body("b", 3)
     assert asked_of(bench, "b") == []
 
@@ -436,7 +437,7 @@ def test_rule_4_a_round_is_not_given_up_while_who_is_in_arrears_may_deliver(
 def test_rule_12_arrears_are_for_while_learners_train(shard_bench: Any) -> None:
     """Rule 12: the closing rounds ask everybody for everything: an asking before has no use."""
     bench = slow(shard_bench)
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     pulls = bench.messages(Pull)
     for fragment in (0, 1):
         for learner in "ab":

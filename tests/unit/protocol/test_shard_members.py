@@ -9,14 +9,7 @@ import pytest
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Accept, ClockAdvanced, Evict, Reject, Send
-from decoupled_diloco.protocol.events import (
-    Disconnected,
-    Greeted,
-    Heard,
-    Reported,
-    Said,
-    Tick,
-)
+from decoupled_diloco.protocol.events import Connected, Heard, Lost, Received, Reported, Tick
 from decoupled_diloco.protocol.membership import LEASE_SECONDS, RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
     Hello,
@@ -76,7 +69,7 @@ def test_rule_13_a_lease_expires_only_in_a_tick(shard_bench: Any) -> None:
     assert [order.learner for order in bench.orders(Evict)] == ["b"]
 
 
-@pytest.mark.parametrize("heard", [Heard(("a",)), Said("a", StepReport(1, 10, 1.0))])
+@pytest.mark.parametrize("heard", [Heard(("a",)), Received("a", StepReport(1, 10, 1.0))])
 def test_rule_13_anything_that_is_heard_renews_the_lease(shard_bench: Any, heard: object) -> None:
     """Rule 13: any byte received renews a lease."""
     bench = shard_bench("a", quorum=2)
@@ -91,7 +84,7 @@ def test_rule_13_anything_that_is_heard_renews_the_lease(shard_bench: Any, heard
 def test_a_broken_connection_shortens_the_lease(shard_bench: Any) -> None:
     bench = shard_bench("a", "b")
     bench.told(Heard(("a", "b")), 1.0)
-    bench.told(Disconnected("a"), 2.0)
+    bench.told(Lost("a"), 2.0)
     assert bench.machine.deadline() == 2.0 + RECONNECT_SECONDS
     bench.told(Tick(), 2.0 + RECONNECT_SECONDS)
     assert [order.learner for order in bench.orders(Evict)] == ["a"]
@@ -140,7 +133,7 @@ def test_when_the_leader_leaves_the_others_are_shifted_up(shard_bench: Any) -> N
     for _ in range(5):
         bench.step("fast")
     bench.step("slow")
-    bench.told(Said("fast", Leave("enough")))
+    bench.told(Received("fast", Leave("enough")))
     assert bench.messages(Shifted) == [Shifted(4)]
     assert bench.machine.state.clock == 5
     bench.step("slow")
@@ -152,7 +145,7 @@ def test_with_fewer_than_k_live_the_clock_stands(shard_bench: Any) -> None:
     for _ in range(3):
         bench.step("a")
         bench.step("b")
-    bench.told(Said("a", Leave("enough")))
+    bench.told(Received("a", Leave("enough")))
     assert not bench.messages(Shifted)
     bench.step("b")
     assert bench.machine.state.clock == 3
@@ -161,9 +154,9 @@ def test_with_fewer_than_k_live_the_clock_stands(shard_bench: Any) -> None:
 def test_rule_1_a_jump_moves_the_clock_at_once(shard_bench: Any) -> None:
     """Rule 1: t = max(t, K-th largest s_m), in one go; what became due is queued once."""
     bench = shard_bench("a", "b", fragments=4, period=4, overlap=1, quorum=2)
-    bench.told(Said("a", StepReport(99, 10, 1.0)), 1.0)
+    bench.told(Received("a", StepReport(99, 10, 1.0)), 1.0)
     assert not bench.orders(ClockAdvanced)
-    bench.told(Said("b", StepReport(90, 10, 1.0)), 2.0)
+    bench.told(Received("b", StepReport(90, 10, 1.0)), 2.0)
     assert [order.clock for order in bench.orders(ClockAdvanced)] == [90]
     assert bench.messages(Progress) == [Progress(90, 20)]
     state = bench.machine.state
@@ -176,7 +169,7 @@ def test_rule_1_a_jump_moves_the_clock_at_once(shard_bench: Any) -> None:
 def test_rule_1_an_impossible_report_is_a_breach(shard_bench: Any, report: StepReport) -> None:
     """Rule 1: nobody moves the clock, or spends the budget, with a number."""
     bench = shard_bench("a", "b")
-    bench.told(Said("a", report))
+    bench.told(Received("a", report))
     (evicted,) = bench.orders(Evict)
     assert "it reported" in evicted.reason
     assert bench.machine.state.clock == 0
@@ -200,7 +193,7 @@ def test_rule_10_versions_that_nobody_issued_are_ignored(shard_bench: Any) -> No
     member = bench.machine.state.members["b"]
     assert member.held == {0: Version(1, 0)}
     for holding in held[1:]:
-        bench.told(Said("b", holding))
+        bench.told(Received("b", holding))
     assert member.held == {0: Version(1, 0)}
 
 
@@ -208,17 +201,17 @@ def test_rule_15_an_observer_counts_for_nothing(shard_bench: Any) -> None:
     """Rule 15: it is no member, and opens or closes no round."""
     bench = shard_bench("a")
     hello = Hello("eye", 0, "n", "observer", 0, 0, None, ())
-    bench.told(Greeted(99, hello))
+    bench.told(Connected(hello.learner, hello, 99))
     assert bench.orders(Accept)
     assert "eye" not in bench.machine.state.members
     assert "eye" in bench.machine.state.observers
-    bench.told(Disconnected("eye"))
+    bench.told(Lost("eye"))
     assert not bench.machine.state.observers
 
 
 def test_who_was_away_goes_on_counting_its_run_steps(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", quorum=2)
-    bench.told(Disconnected("a"))
+    bench.told(Lost("a"))
     bench.told(Tick(), RECONNECT_SECONDS)
     bench.step("b")
     bench.greet("a", step=5, run_step=5)
@@ -228,11 +221,11 @@ def test_who_was_away_goes_on_counting_its_run_steps(shard_bench: Any) -> None:
 
 def test_who_came_back_may_take_part_before_its_next_step(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", fragments=1, period=1, quorum=2)
-    bench.told(Disconnected("a"))
+    bench.told(Lost("a"))
     bench.told(Tick(), RECONNECT_SECONDS)
     bench.step("b")
     bench.greet("a", step=1, run_step=1)
-    assert {order.learner for order in bench.orders(Send) if isinstance(order.message, Pull)} == {
+    assert {order.peer for order in bench.orders(Send) if isinstance(order.message, Pull)} == {
         "a",
         "b",
     }
@@ -253,7 +246,7 @@ def test_reports_that_come_together_are_reports_one_by_one(shard_bench: Any) -> 
     said = [(name, StepReport(step, 8 * step, 0.5)) for name, step in reports]
     together.told(Reported(tuple(said)), 1.0)
     for learner, report in said:
-        apart.told(Said(learner, report), 1.0)
+        apart.told(Received(learner, report), 1.0)
 
     assert together.machine.state.clock == apart.machine.state.clock == 1
     assert together.machine.state.tokens == apart.machine.state.tokens == 8 * (2 + 1 + 1)
@@ -272,7 +265,7 @@ def test_a_learner_that_became_slower_and_left_leaves_no_step_time_behind(shard_
     bench.step("a", 1.0, seconds=1.2)
     bench.step("a", 2.0, seconds=1.3)
     assert bench.machine.state.step_seconds == 1.2, "found anew at the next tick"
-    bench.told(Said("a", Leave("done")), 3.0)
+    bench.told(Received("a", Leave("done")), 3.0)
     assert bench.machine.state.step_seconds == 0.0, "nobody who is left has told one"
 
 

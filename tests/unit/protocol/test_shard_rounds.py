@@ -17,14 +17,7 @@ from decoupled_diloco.protocol.effects import (
     Send,
     Unexpect,
 )
-from decoupled_diloco.protocol.events import (
-    BodySpoiled,
-    Disconnected,
-    Heard,
-    MergeFailed,
-    Said,
-    Tick,
-)
+from decoupled_diloco.protocol.events import BodySpoiled, Heard, Lost, MergeFailed, Received, Tick
 from decoupled_diloco.protocol.messages import (
     Asking,
     Decline,
@@ -61,7 +54,7 @@ def tick_at(bench: Any, at: float) -> list[Any]:
 def outcomes(bench: Any) -> list[tuple[str, str]]:
     """Who is told what became of its contribution."""
     return [
-        (order.learner, order.message.verdict)
+        (order.peer, order.message.verdict)
         for order in bench.orders(Send)
         if isinstance(order.message, Outcome)
     ]
@@ -291,7 +284,7 @@ def test_rule_4_without_k_live_learners_a_round_waits_for_who_comes(shard_bench:
         bench.step(learner, 1.0)
     bench.body("a")
     for learner in "bc":
-        bench.told(Said(learner, Leave("enough")))
+        bench.told(Received(learner, Leave("enough")))
         assert not bench.orders(RoundFinished)
     bench.greet("d")
     bench.step("d")
@@ -531,7 +524,7 @@ def test_rule_10_a_body_of_an_earlier_life_is_dropped_and_the_newer_life_told_no
 def test_rule_6_counters_are_capped(shard_bench: Any) -> None:
     """Rule 6: so that one long-lost learner cannot dominate."""
     bench = shard_bench("a", "b", fragments=1, period=5, counter_cap_periods=2)
-    bench.told(Said("a", StepReport(5, 280, 1.0)))
+    bench.told(Received("a", StepReport(5, 280, 1.0)))
     bench.body("a", steps=28, tokens=280)
     (fold,) = bench.orders(Fold)
     assert (fold.steps, fold.tokens) == (10.0, 100.0)
@@ -551,7 +544,7 @@ def test_a_decline_is_answered(shard_bench: Any) -> None:
     """Its upload may have failed for the learner only: it needs to hear what became of it."""
     bench = opened(shard_bench, "a", "b")
     bench.decline("a", "upload failed")
-    assert [(o.learner, o.message.verdict) for o in bench.orders(Send)] == [("a", "refused")]
+    assert [(o.peer, o.message.verdict) for o in bench.orders(Send)] == [("a", "refused")]
 
 
 def test_windows_pass_in_ticks_only(shard_bench: Any) -> None:
@@ -571,7 +564,7 @@ def test_windows_pass_in_ticks_only(shard_bench: Any) -> None:
 def test_who_connects_anew_is_not_waited_for_when_the_window_has_closed(shard_bench: Any) -> None:
     bench = opened(shard_bench, "a", "b", quorum=1)
     first = bench.machine.state.fragments[0].asks["a"].path
-    bench.told(Disconnected("a"))
+    bench.told(Lost("a"))
     bench.greet("a", step=2, run_step=2)
     assert [order.path for order in bench.orders(Unexpect)] == [first]
     assert bench.asked() == []
@@ -593,7 +586,7 @@ def test_rule_4_what_is_being_sent_survives_a_new_connection(shard_bench: Any) -
     """Rule 4: an upload ends when no byte moves any more, not with a control connection."""
     bench = opened(shard_bench, "a", "b")
     name = bench.ask("a")
-    bench.told(Disconnected("a"))
+    bench.told(Lost("a"))
     bench.greet("a", step=2, run_step=2, asks=(Asking(1, 77), name))
     assert not bench.orders(Unexpect)
     assert bench.asked() == []
@@ -606,7 +599,7 @@ def test_rule_4_what_is_not_being_sent_is_over_with_the_connection(shard_bench: 
     """Rule 4: its pull did not get through, whatever else the learner is sending."""
     bench = opened(shard_bench, "a", "b")
     path = bench.machine.state.fragments[0].asks["a"].path
-    bench.told(Disconnected("a"))
+    bench.told(Lost("a"))
     bench.greet("a", step=2, run_step=2, asks=(Asking(1, 77),))
     assert [order.path for order in bench.orders(Unexpect)] == [path]
     assert [welcome.asks for welcome in bench.messages(Welcome)] == [()]
@@ -638,7 +631,7 @@ def test_rule_4_what_was_folded_of_who_is_gone_stays(shard_bench: Any) -> None:
     """Rule 4: it belongs to its fragment."""
     bench = opened(shard_bench, "a", "b")
     bench.body("a")
-    bench.told(Said("a", Leave("enough")))
+    bench.told(Received("a", Leave("enough")))
     bench.body("b")
     bench.merged()
     (finished,) = bench.orders(RoundFinished)
@@ -650,7 +643,7 @@ def test_rule_4_an_upload_ends_with_its_learners_lease(shard_bench: Any) -> None
     bench = opened(shard_bench, "a", "b")
     path = bench.machine.state.fragments[0].asks["b"].path
     bench.body("a")
-    bench.told(Said("b", Leave("enough")))
+    bench.told(Received("b", Leave("enough")))
     assert [order.path for order in bench.orders(Unexpect)] == [path]
     assert bench.orders(Merge)
 
@@ -665,7 +658,7 @@ def test_rule_4_the_failure_of_an_earlier_asking_does_not_take_back_the_next(
     first = bench.ask("a")
     bench.greet("a", step=2)
     assert bench.ask("a") != first
-    assert not bench.told(Said("a", Decline(0, first, False, "upload failed: reset")))
+    assert not bench.told(Received("a", Decline(0, first, False, "upload failed: reset")))
     assert not bench.told(BodySpoiled("a", 0, first, "truncated"))
     bench.body("a", ask=first)
     assert bench.orders(Drop)
@@ -708,18 +701,18 @@ def test_eq_3_a_joiner_does_not_measure_the_broadcast(shard_bench: Any) -> None:
     """Rule 3: the slack is that of who held the base when the new copy was published."""
     bench = shard_bench("a", "b", fragments=1, period=1)
     for learner in ("a", "b"):
-        bench.told(Said(learner, Holding(0, Version(1, 0))))
+        bench.told(Received(learner, Holding(0, Version(1, 0))))
     bench.step("a")
     bench.body("a")
     bench.merged()
-    bench.told(Disconnected("b"))
+    bench.told(Lost("b"))
     bench.greet("b")
     bench.greet("joiner")
     broadcast = bench.machine.state.timing.broadcast
     for learner in ("b", "joiner"):
-        bench.told(Said(learner, Holding(0, Version(1, 1))), 2.0)
+        bench.told(Received(learner, Holding(0, Version(1, 1))), 2.0)
         assert broadcast.value is None, learner
-    bench.told(Said("a", Holding(0, Version(1, 1))), 2.5)
+    bench.told(Received("a", Holding(0, Version(1, 1))), 2.5)
     assert broadcast.value == 2.5
-    bench.told(Said("a", Holding(0, Version(1, 1))), 9.0)
+    bench.told(Received("a", Holding(0, Version(1, 1))), 9.0)
     assert broadcast.value == 2.5, "once"

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol.effects import Expect, Merge, Note, RoundFinished, RoundOpened
-from decoupled_diloco.protocol.events import (
-    Disconnected,
-    Heard,
-    MergeFailed,
-    Ordered,
-    Said,
-    Tick,
-)
+from decoupled_diloco.protocol.events import Heard, Lost, MergeFailed, Received, Tick
 from decoupled_diloco.protocol.membership import RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
     Ending,
@@ -28,6 +21,7 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Swept,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import LINGER_SECONDS
 from decoupled_diloco.protocol.syncer_rounds import CLOSING_SECONDS, SWEEP_TRIES_MAX
 
@@ -36,7 +30,7 @@ def test_rule_12_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None
     """Rule 12: every fragment has one last round."""
     bench = shard_bench("a", "b", fragments=1, period=8)
     bench.step("a")
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     assert bench.messages(Ending)
     assert sorted(bench.asked()) == ["a", "b"]
     assert all(pull.final for pull in bench.messages(Pull))
@@ -49,7 +43,7 @@ def test_rule_12_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None
 
 def test_the_closing_sweep_is_over_when_nobody_has_anything_new(shard_bench: Any) -> None:
     bench = shard_bench("a", fragments=1, period=8)
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     bench.decline("a", "nothing new")
     assert bench.messages(Swept)
 
@@ -57,7 +51,7 @@ def test_the_closing_sweep_is_over_when_nobody_has_anything_new(shard_bench: Any
 def test_a_round_from_before_is_not_the_closing_one(shard_bench: Any) -> None:
     bench = shard_bench("a", fragments=1, period=1)
     bench.step("a")
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     bench.body("a")
     bench.merged()
     assert not bench.messages(Swept)
@@ -66,8 +60,8 @@ def test_a_round_from_before_is_not_the_closing_one(shard_bench: Any) -> None:
 
 def test_the_closing_sweep_waits_for_who_is_away_within_its_lease(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", fragments=1, period=8)
-    bench.told(Disconnected("b"))
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Lost("b"))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     assert bench.asked() == ["a"]
     bench.body("a")
     assert not bench.orders(Merge)
@@ -80,14 +74,14 @@ def sweeping(shard_bench: Any, *learners: str, **options: Any) -> Any:
     bench = shard_bench(*learners, **{"fragments": 1, "period": 8, **options})
     for learner in learners:
         bench.step(learner)
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     assert sorted(bench.asked()) == sorted(learners)
     return bench
 
 
 def reconnect(bench: Any, learner: str) -> None:
     """Half a second without a connection."""
-    bench.told(Disconnected(learner))
+    bench.told(Lost(learner))
     bench.now += 0.5
     held = bench.machine.state.members[learner].held
     bench.greet(learner, step=1, run_step=1, held=tuple(Holding(p, v) for p, v in held.items()))
@@ -129,7 +123,7 @@ def test_rule_12_who_comes_back_while_the_sweep_merges_is_asked_as_well(
     """Rule 12: its lease had run out, but it is here before the fragment is swept."""
     bench = sweeping(shard_bench, "a", "b")
     bench.told(Heard(("a",)), 1.0)
-    bench.told(Disconnected("b"))
+    bench.told(Lost("b"))
     bench.body("a")
     bench.told(Tick(), 1.0 + RECONNECT_SECONDS)
     assert bench.orders(Merge)
@@ -141,7 +135,7 @@ def test_rule_12_who_comes_back_while_the_sweep_merges_is_asked_as_well(
 def test_rule_12_what_is_lost_in_the_sweep_is_noted(shard_bench: Any) -> None:
     """Rule 12: the result says what is missing from it."""
     bench = sweeping(shard_bench, "a")
-    bench.told(Disconnected("a"))
+    bench.told(Lost("a"))
     bench.told(Tick(), bench.machine.deadline())
     assert bench.messages(Swept)
     (note,) = (note for note in bench.orders(Note) if "without" in note.text)
@@ -151,7 +145,7 @@ def test_rule_12_what_is_lost_in_the_sweep_is_noted(shard_bench: Any) -> None:
 
 def test_who_was_late_in_the_closing_round_gets_another_chance(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", fragments=1, period=8)
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     bench.spoil("b", "truncated")
     bench.body("a")
     bench.merged()
@@ -189,7 +183,7 @@ def test_rule_12_a_round_that_gathers_is_given_up_and_what_it_has_is_merged(
 ) -> None:
     """Rule 12: open rounds are given up; then each fragment has its closing rounds."""
     bench = gathering(shard_bench)
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     (finished,) = bench.orders(RoundFinished)
     assert (finished.verdict, finished.reason) == ("abandoned", "the run ends")
     assert bench.messages(GivenUp) == [GivenUp(0, "the run ends")]
@@ -204,7 +198,7 @@ def test_rule_12_a_round_that_gathers_is_given_up_and_what_it_has_is_merged(
 def test_rule_12_what_was_asked_for_before_the_end_is_not_all(shard_bench: Any) -> None:
     """Rule 12: steps were made since its snapshot: another closing round asks everybody."""
     bench = gathering(shard_bench)
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     bench.body("b")
     bench.merged()
     assert not bench.messages(Swept)
@@ -226,7 +220,7 @@ def test_rule_12_a_late_body_that_is_under_way_is_waited_for(shard_bench: Any) -
     bench.merged()
     late = bench.ask("b")
     bench.announce("b")
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     assert bench.asked() == ["a"]
     bench.body("a")
     wait(bench, 10 * CLOSING_SECONDS)
@@ -253,7 +247,7 @@ def test_rule_12_a_pull_that_was_not_answered_before_the_end_is_waited_for(
     bench.body("a")
     wait(bench, 2.0)
     bench.merged()
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     bench.body("a")
     assert not bench.orders(Merge)
     bench.decline("b", "behind: I hold 1.1")
@@ -275,7 +269,7 @@ def test_rule_12_the_sweep_asks_for_every_fragment_whatever_is_under_way(
         for learner in "ab":
             bench.step(learner)
     assert bench.machine.state.members["a"].under_way == {1}
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     asked = bench.orders(Expect)
     while bench.machine.state.rounds:
         (fragment,) = bench.machine.state.rounds
@@ -294,7 +288,7 @@ def test_rule_12_a_merge_that_is_under_way_is_no_closing_round(shard_bench: Any)
     bench.step("a")
     bench.body("a")
     assert bench.orders(Merge)
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     assert not bench.orders(RoundFinished)
     bench.merged()
     assert not bench.messages(Swept)
@@ -358,7 +352,7 @@ def test_rule_12_what_was_asked_for_before_the_end_has_its_time_from_then(
 ) -> None:
     bench = gathering(shard_bench)
     wait(bench, 10 * CLOSING_SECONDS)
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     wait(bench, CLOSING_SECONDS - 1.0)
     assert "b" in bench.machine.state.fragments[0].asks
     wait(bench, 1.0)
@@ -387,7 +381,7 @@ def test_rule_12_a_closing_merge_that_fails_is_tried_three_times(shard_bench: An
 def test_rule_12_who_leaves_in_the_sweep_is_not_waited_for(shard_bench: Any) -> None:
     bench = sweeping(shard_bench, "a", "b")
     bench.body("a")
-    bench.told(Said("b", Leave("enough")))
+    bench.told(Received("b", Leave("enough")))
     assert bench.orders(Merge)
 
 
@@ -395,9 +389,9 @@ def test_rule_12_who_leaves_in_the_sweep_is_not_waited_for(shard_bench: Any) -> 
 def test_rule_12_who_has_made_no_step_is_asked_as_well(shard_bench: Any, delivered: bool) -> None:
     bench = shard_bench("a", "b", fragments=1, period=8)
     bench.step("a")
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     assert sorted(bench.asked()) == ["a", "b"]
-    bench.told(Said("b", StepReport(1, 10, 1.0)))
+    bench.told(Received("b", StepReport(1, 10, 1.0)))
     bench.body("a")
     if delivered:
         bench.body("b")
@@ -414,7 +408,7 @@ def finished(shard_bench: Any) -> Any:
     bench = shard_bench("a", "b", fragments=2, period=2, overlap=1)
     bench.step("a")
     bench.step("b")
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     for fragment in (0, 1):
         for learner in ("a", "b"):
             if learner in bench.machine.state.fragments[fragment].asks:
@@ -424,7 +418,7 @@ def finished(shard_bench: Any) -> Any:
             while learner in bench.machine.state.fragments[fragment].asks:
                 bench.decline(learner, fragment=fragment)
     assert bench.machine.state.phase == "swept"
-    bench.told(Ordered(FinishOrdered()))
+    bench.told(Received(COORDINATOR, FinishOrdered()))
     bench.holds("a")
     return bench
 
@@ -435,10 +429,10 @@ def test_rule_12_a_shard_stays_while_a_learner_gets_one_copy_after_the_other(
     """Over a slow link the last copies take longer than it waits for who is silent."""
     bench = finished(shard_bench)
     wait(bench, LINGER_SECONDS - 1.0)
-    bench.told(Said("b", Holding(0, bench.machine.state.fragments[0].version)))
+    bench.told(Received("b", Holding(0, bench.machine.state.fragments[0].version)))
     wait(bench, LINGER_SECONDS)
     assert not bench.machine.state.stopped
-    bench.told(Said("b", Holding(1, bench.machine.state.fragments[1].version)))
+    bench.told(Received("b", Holding(1, bench.machine.state.fragments[1].version)))
     wait(bench, LINGER_SECONDS)
     assert bench.machine.state.stopped
 

@@ -21,12 +21,11 @@ from decoupled_diloco.protocol.events import (
     BodyEncoded,
     FetchFailed,
     Heard,
+    Lost,
     MergeFailed,
-    Ordered,
     Paused,
-    Said,
+    Received,
     Tick,
-    Unlinked,
 )
 from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
 from decoupled_diloco.protocol.messages import (
@@ -43,6 +42,7 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Swept,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer_rounds import CLOSING_SECONDS, COPY_SECONDS
 
 V0, V1, V2 = (Version(1, counter) for counter in range(3))
@@ -55,16 +55,16 @@ def step_without_copies(bench: Any, learner: str) -> list[Any]:
     """It reports a step, and holds nothing new."""
     bench.steps[learner] += 1
     step = bench.steps[learner]
-    return list(bench.told(Said(learner, StepReport(step, 10 * step, 1.0))))
+    return list(bench.told(Received(learner, StepReport(step, 10 * step, 1.0))))
 
 
 def holding(bench: Any, learner: str, version: Version, fragment: int = 0) -> list[Any]:
-    return list(bench.told(Said(learner, Holding(fragment, version))))
+    return list(bench.told(Received(learner, Holding(fragment, version))))
 
 
 def pulls_of(bench: Any, learner: str) -> list[Version]:
     """From which versions the last event has led to ask a learner for something."""
-    orders = [order for order in bench.orders(Send) if order.learner == learner]
+    orders = [order for order in bench.orders(Send) if order.peer == learner]
     return [order.message.base for order in orders if isinstance(order.message, Pull)]
 
 
@@ -216,7 +216,7 @@ def test_rule_8_nothing_is_kept_of_who_has_gone(shard_bench: Any) -> None:
     bench = ahead(shard_bench, 1)
     asked_in_the_next_round(bench)
     bench.body("b")
-    bench.told(Said("b", Leave("it is done")))
+    bench.told(Received("b", Leave("it is done")))
     bench.body("a")
     bench.told(Tick(), bench.now + 2.0)
     bench.merged()
@@ -283,7 +283,7 @@ def test_rule_17_who_goes_is_asked_for_what_it_has(shard_bench: Any) -> None:
     """It has no time to fetch the newest copy first."""
     bench = ahead(shard_bench, 1)
     step_without_copies(bench, "b")
-    bench.told(Said("b", Leaving((0,), "told to go")))
+    bench.told(Received("b", Leaving((0,), "told to go")))
     assert pulls_of(bench, "b") == [V0]
 
 
@@ -291,7 +291,7 @@ def test_rule_12_the_closing_sweep_asks_for_what_was_made_from_an_older_version(
     shard_bench: Any,
 ) -> None:
     bench = ahead(shard_bench, 1)
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     assert pulls_of(bench, "b") == [V0]
     bench.body("b")
     assert bench.orders(Fold)
@@ -309,7 +309,7 @@ def ended_without_a_copy(shard_bench: Any) -> Any:
     bench.now = 10.0
     bench.step("a")
     step_without_copies(bench, "b")
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     assert sorted(bench.asked()) == ["a", "b"]
     bench.body("a")
     return bench
@@ -355,7 +355,7 @@ def test_rule_12_a_loop_that_stood_before_the_end_is_not_fetching(shard_bench: A
     bench.merged()
     wait(bench, CLOSING_SECONDS)
     bench.step("a")
-    bench.told(Ordered(EndOrdered()))
+    bench.told(Received(COORDINATOR, EndOrdered()))
     bench.body("a")
     wait(bench, CLOSING_SECONDS)
     assert bench.orders(Merge)
@@ -574,7 +574,7 @@ def test_rule_12_a_copy_that_comes_after_the_link_is_gone_is_taken(learner_bench
     bench.hear(Outcome(0, Asking(1, 1), "accepted", "because", V1))
     bench.publish(V1, V0)
     bench.hear(Finished())
-    bench.told(Unlinked(0))
+    bench.told(Lost("shard-0"))
     bench.told(Paused())
     assert not bench.orders(Apply), "the copy may still come"
     bench.fetched(V1)
@@ -594,7 +594,7 @@ def test_rule_12_what_was_merged_is_not_discarded_though_its_copy_never_comes(
     bench.told(Paused())
     bench.hear(Outcome(0, Asking(1, 1), "accepted", "because", V1))
     bench.hear(Finished())
-    bench.told(Unlinked(0))
+    bench.told(Lost("shard-0"))
     bench.told(Paused())
     (applied,) = bench.orders(Apply)
     assert (applied.version, applied.discarded_tokens) == (V0, 0)

@@ -10,7 +10,7 @@ import pytest
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.cuts import LEAD_MAX
-from decoupled_diloco.protocol.events import CutHeard, Disconnected, Greeted
+from decoupled_diloco.protocol.events import Connected, CutHeard, Lost
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
@@ -51,7 +51,7 @@ async def greet(cut: int) -> list[Any]:
 def test_a_newer_number_is_heard_before_the_greeting() -> None:
     told = asyncio.run(greet(8))
     assert told[0] == CutHeard(8)
-    assert isinstance(told[1], Greeted)
+    assert isinstance(told[1], Connected)
     assert not any(isinstance(event, CutHeard) for event in asyncio.run(greet(7)))
 
 
@@ -106,7 +106,7 @@ class Syncer:
         await asyncio.wait(self.tasks, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
 
     def disconnected(self) -> list[str]:
-        return [event.learner for event in self.told if isinstance(event, Disconnected)]
+        return [event.peer for event in self.told if isinstance(event, Lost)]
 
     async def end(self) -> None:
         for task in self.tasks:
