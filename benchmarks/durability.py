@@ -29,7 +29,7 @@ from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.durable import ShardDisk
 from decoupled_diloco.syncer.fragments import ShardTensors
 
@@ -92,7 +92,7 @@ def measured(records: list[Any]) -> dict[str, Any]:
     return {
         "commits": len(merged),
         "commits_per_second": (len(merged) - 1) / (merged[-1] - merged[0]),
-        "cuts": sum(r.type == "KeepCut" for r in records),
+        "cuts": sum(r.type == "KeepCheckpoint" for r in records),
         "step_seconds_median": statistics.median(steps),
         "step_seconds_mean": statistics.fmean(steps),
         "step_seconds_p99": statistics.quantiles(steps, n=100)[98],

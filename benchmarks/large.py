@@ -37,6 +37,7 @@ from decoupled_diloco.merge import digest, layout_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.storage.weights import save_weights
 from decoupled_diloco.syncer.shard import Shard
@@ -162,7 +163,7 @@ class Learner:
     async def answer(self, pull: dict[str, Any]) -> None:
         """Delivers the contribution that a pull asks for."""
         body = self.world.body(pull["fragment"])
-        base, ask = say.Version(**_bare(pull["base"])), say.Asking(**_bare(pull["ask"]))
+        base, ask = Version(**_bare(pull["base"])), Asking(**_bare(pull["ask"]))
         upload = say.Upload(pull["fragment"], ask, base, 1, 64, digest(body))
         self.channel.send(encode(upload))
         await self.client.put(pull["path"], body.numpy().data)

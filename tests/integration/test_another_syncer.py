@@ -12,7 +12,9 @@ import pytest
 
 from decoupled_diloco.learner import trouble
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.lease_messages import Lease
+from decoupled_diloco.protocol.data_leases.messages import Lease
+from decoupled_diloco.protocol.transfer.messages import RelayOpened, StateWanted, TransferReady
+from decoupled_diloco.protocol.versions import Asking, Holding, Version
 from decoupled_diloco.protocol.wire import encode
 from integration.system import TOKENS, Model, System, Trainer, training, until
 
@@ -88,19 +90,19 @@ def test_a_learner_of_another_run_may_still_end(make: Make) -> None:
         until(lambda: learner.step(tokens=TOKENS) and learner.refused, "it is refused")
 
 
-ASK = say.Asking(1, 1)
+ASK = Asking(1, 1)
 
 NONSENSE: list[dict[str, Any]] = [
     {},
     {"type": "Nonsense"},
     {"type": "Shifted", "by": -1},
-    encode(say.Pull(999, ASK, say.Version(1, 0), 1, "bf16", "overwrite", "/x", False)),
-    encode(say.Pull(0, ASK, say.Version(1, 0), 1, "morse", "overwrite", "//[", False)),
-    encode(say.Pull(0, ASK, say.Version(1, 0), 1, "bf16", "overwrite", "/x", False, (999,))),
+    encode(say.Pull(999, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False)),
+    encode(say.Pull(0, ASK, Version(1, 0), 1, "morse", "overwrite", "//[", False)),
+    encode(say.Pull(0, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False, (999,))),
     encode(say.Outcome(999, ASK, "refused", "", None)),
     encode(say.CopyWanted(999, 1, None, "/x")),
-    encode(say.Published(999, say.Version(1, 9), None, "", "", "", 1)),
-    encode(say.Published(0, say.Version(9, 9), None, "", "http://[", "http://[", 1)),
+    encode(say.Published(999, Version(1, 9), None, "", "", "", 1)),
+    encode(say.Published(0, Version(9, 9), None, "", "http://[", "http://[", 1)),
     encode(say.Refusal("we do not like you", True)),
 ]
 
@@ -126,10 +128,10 @@ def test_a_shard_that_talks_nonsense_costs_no_step(make: Make, message: dict[str
 
 COORDINATORS_NONSENSE = [
     {"type": "Nonsense"},
-    encode(say.StateWanted("learner-1", 1, (say.Holding(999, say.Version(1, 0)),))),
+    encode(StateWanted("learner-1", 1, (Holding(999, Version(1, 0)),))),
     encode(say.LeasesGiven((Lease(1, 0, 1 << 40, 0),), ())),
-    encode(say.DonorNamed("learner-1", 1, 1 << 40, 1 << 50, "", "http://[", "")),
-    encode(say.RelayOpened("learner-1", 1, "//[")),
+    encode(TransferReady("learner-1", 1, 1 << 40, 1 << 50, "", "http://[", "")),
+    encode(RelayOpened("learner-1", 1, "//[")),
 ]
 
 

@@ -22,6 +22,7 @@ from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
 from decoupled_diloco.merge import Layout, digest, layout_of
 from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.transport.base import TransferStats
 from decoupled_diloco.transport.http import HttpClient
@@ -329,8 +330,8 @@ async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
         (math.nan, {}, "refused", "not finite"),
         (math.inf, {}, "refused", "not finite"),
         (0.1, {"digest": "0" * 32}, "refused", "the body's digest is"),
-        (0.1, {"base": say.Version(1, 999)}, "behind", "its base 1.999 is not"),
-        (0.1, {"base": say.Version(0, 0)}, "behind", "its base 0.0 is not"),
+        (0.1, {"base": Version(1, 999)}, "behind", "its base 1.999 is not"),
+        (0.1, {"base": Version(0, 0)}, "behind", "its base 0.0 is not"),
         (0.1, {"steps": 0}, "refused", "8 tokens in 0 steps"),
         (0.1, {"tokens": 0}, "refused", "0 tokens in 1 steps"),
     ],

@@ -23,7 +23,7 @@ from decoupled_diloco.learner.checkpoint import CheckpointFolder
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.tape import read_tape
-from decoupled_diloco.protocol.events import CutHeard
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 from integration.system import (
     Model,
     System,
@@ -412,11 +412,11 @@ def test_who_hands_in_takes_part_in_a_cut(make: Make) -> None:
     learner = system.learner(Model(), "learner-0")
     learner.step(tokens=8)
     until(lambda: system.shards[0].machine.state.members_stepping == 1, "the step is reported")
-    learner._background.tell(CutHeard(1))
+    learner._background.tell(CheckpointHeard(1))
     learner.hand_in(600.0)
     learner.close()
     tape = read_tape(system.folder / "tape" / "learner-0.jsonl")
-    (part,) = [r.data for r in tape if r.type == "CutWritten"]
+    (part,) = [r.data for r in tape if r.type == "PartWritten"]
     assert (part["number"], part["problem"]) == (1, "it keeps no checkpoints")
 
 

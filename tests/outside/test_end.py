@@ -9,6 +9,7 @@ import pytest
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import messages as msg
+from decoupled_diloco.protocol.versions import Asking
 from outside.measures import all_told_once, nothing_trained_is_missing
 from outside.world import Chances, Node, Spec, World
 
@@ -101,7 +102,7 @@ def test_rule_12_the_budget_in_steps_ends_the_run() -> None:
 def test_rule_4_who_is_refused_is_told_nothing_more() -> None:
     """One asking has one last outcome; only what was kept may be followed by another."""
     world = World(Options(fragments=1, period=4), [Spec(), Spec(download=70.0)])
-    told: dict[tuple[str, msg.Asking], list[str]] = {}
+    told: dict[tuple[str, Asking], list[str]] = {}
 
     def watch(node: Node, event: Any, effects: list[Any]) -> None:
         for effect in effects:

@@ -15,8 +15,9 @@ from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as ev
 from decoupled_diloco.protocol import messages as msg
 from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Holding
 
-HELD = (msg.Holding(0, Version(1, 3)),)
+HELD = (Holding(0, Version(1, 3)),)
 
 
 def wanted(effects: list[Any]) -> list[msg.CopyWanted]:
@@ -24,7 +25,7 @@ def wanted(effects: list[Any]) -> list[msg.CopyWanted]:
     return [m for m in sent if isinstance(m, msg.CopyWanted)]
 
 
-def greeted(connection: int, held: tuple[msg.Holding, ...]) -> ev.Connected:
+def greeted(connection: int, held: tuple[Holding, ...]) -> ev.Connected:
     step = 5 if held else 0
     return ev.Connected("a", msg.Hello("a", 1, "n", "learner", step, step, None, held), connection)
 
@@ -41,7 +42,7 @@ def wait(machine: SyncerMachine, now: float, seconds: int) -> tuple[float, list[
     return now, []
 
 
-def asked_once(fill: str) -> tuple[SyncerMachine, float, tuple[msg.Holding, ...]]:
+def asked_once(fill: str) -> tuple[SyncerMachine, float, tuple[Holding, ...]]:
     """A shard that needs a copy and has asked its only learner for it."""
     machine = SyncerMachine(Options(fragments=1, period=4), 0)
     held = HELD if fill == "from a holder" else ()

@@ -24,6 +24,7 @@ from decoupled_diloco.protocol import events as ev
 from decoupled_diloco.protocol import messages as msg
 from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.protocol.syncer_memory import remembered
+from decoupled_diloco.protocol.versions import Asking, Version
 
 TOKENS_A_STEP = 8
 HEAR_SECONDS = 1.0  # how often a shard is told whose bytes have come
@@ -119,14 +120,14 @@ class Contribution:
 
     learner: str
     fragment: int
-    ask: msg.Asking
+    ask: Asking
     epoch: int
     content: Content
     sent: float
     arrived: float | None = None
     folded: bool = False
     dropped: bool = False
-    version: msg.Version | None = None
+    version: Version | None = None
     told: list[msg.Outcome] = field(default_factory=list)
     heard: list[msg.Outcome] = field(default_factory=list)
     spoiled: bool = False
@@ -212,8 +213,8 @@ class World:
         self.merge_seconds, self.chances, self.disk = merge_seconds, chances or Chances(), disk
         self.check_every, self.events = check_every, 0
         self.watchers: list[Callable[[Node, Any, list[Any]], None]] = []
-        self.published: dict[tuple[int, msg.Version], Content] = {}
-        self.contributions: dict[tuple[str, int, msg.Asking], Contribution] = {}
+        self.published: dict[tuple[int, Version], Content] = {}
+        self.contributions: dict[tuple[str, int, Asking], Contribution] = {}
         self.stats: Counter[str] = Counter()
         self.connections = itertools.count(1)
         self.shards = [Shard(self, s) for s in range(options.shards)]
@@ -244,7 +245,7 @@ class World:
     def over(self) -> bool:
         return self.coordinator.finished and all(shard.stopped for shard in self.shards)
 
-    def publish(self, fragment: int, version: msg.Version, content: Content) -> None:
+    def publish(self, fragment: int, version: Version, content: Content) -> None:
         assert not ill(content), f"t={self.now:.2f} {fragment} {version}: {ill(content)[:3]}"
         known = self.published.setdefault((fragment, version), content)
         assert known == content, f"t={self.now:.2f} {fragment} {version} names two contents"
@@ -468,7 +469,7 @@ class Shard(Node):
         super().__init__()
         self.world, self.index, self.name = world, index, f"shard {index}"
         self.stopped = False
-        self.stored: dict[int, tuple[msg.Version, Content]] = {}
+        self.stored: dict[int, tuple[Version, Content]] = {}
         self.memory: ev.ShardMemory | None = None
 
     def begin(self) -> None:
@@ -481,16 +482,16 @@ class Shard(Node):
         self.due: dict[str, Due] = {}
         self.uploads: dict[str, tuple[Learner, int]] = {}
         self.paths: dict[tuple[str, int, object], str] = {}
-        self.here: dict[tuple[int, str, msg.Asking], Content] = {}
+        self.here: dict[tuple[int, str, Asking], Content] = {}
         self.folded: dict[int, list[Contribution]] = {p: [] for p in self.owned}
-        self.current: dict[int, tuple[msg.Version, Content]] = {}
+        self.current: dict[int, tuple[Version, Content]] = {}
         self.got: dict[int, Content] = {}
-        self.bases: dict[tuple[int, msg.Version], Content] = {}
+        self.bases: dict[tuple[int, Version], Content] = {}
         self.worker_free = 0.0
         if self.world.disk and self.stored:
             self.got = {p: content for p, (_, content) in self.stored.items()}
             copies = [ev.DurableCopy(p, v, digest(c)) for p, (v, c) in self.stored.items()]
-            self.tell(ev.Recovered(tuple(copies), self.memory))
+            self.tell(ev.DiskRead(tuple(copies), self.memory))
         self.world.coordinator.admit(self)
         self.later(HEAR_SECONDS, self._hear)
 
@@ -589,7 +590,7 @@ class Shard(Node):
         if self.world.rng.random() < self.world.chances.spoiled:
             contribution.spoiled = True
             spoiled = (order.learner, order.fragment, order.ask, "by chance")
-            self.tell(ev.BodySpoiled(*spoiled))
+            self.tell(ev.BodyCorrupt(*spoiled))
             return
         assert contribution.arrived is None, f"{key} has arrived twice"
         contribution.arrived = self.world.now
@@ -738,9 +739,9 @@ class Learner(Node):
         self.links = {}
         self.done = 0
         self.theta: list[tuple[Content, int]] = [({}, 0)] * options.fragments
-        self.held: list[tuple[msg.Version, Content] | None] = [None] * options.fragments
-        self.staged: list[tuple[msg.Version, Content] | None] = [None] * options.fragments
-        self.snapshots: dict[int, tuple[msg.Version, Content, Content]] = {}
+        self.held: list[tuple[Version, Content] | None] = [None] * options.fragments
+        self.staged: list[tuple[Version, Content] | None] = [None] * options.fragments
+        self.snapshots: dict[int, tuple[Version, Content, Content]] = {}
         self.sent: dict[int, Content] = {}
         self.transfers = {}
         self.training = self.waiting = self.ended = self.run_over = False
@@ -768,7 +769,7 @@ class Learner(Node):
         if self.alive and self.training and not self.ended:
             self.world.stats["told to go"] += 1
             self.ended = True
-            self.tell(ev.ToldToGo("by chance"))
+            self.tell(ev.DrainAsked("by chance"))
             self.later(patience, self.crash, 10.0)
 
     # ---- the control links
@@ -970,7 +971,7 @@ class Learner(Node):
         self.staged[order.fragment] = (order.version, content)
         self.tell(ev.Fetched(order.fragment, order.version))
 
-    def _apply(self, fragment: int, version: msg.Version, mode: str) -> None:
+    def _apply(self, fragment: int, version: Version, mode: str) -> None:
         staged, held = self.staged[fragment], self.held[fragment]
         if staged is None:
             staged = held  # in the end what no version has taken is not kept
@@ -993,7 +994,7 @@ class Learner(Node):
         self.sent.pop(fragment, None)
         self.snapshots.pop(fragment, None)
 
-    def _relabel(self, fragment: int, version: msg.Version, staged: bool) -> None:
+    def _relabel(self, fragment: int, version: Version, staged: bool) -> None:
         copies = self.staged if staged else self.held
         copy = copies[fragment]
         assert copy is not None, f"{self.name} {fragment}: no copy to relabel"

@@ -41,7 +41,7 @@ def test_who_is_told_to_go_hands_in_keeps_itself_and_comes_back(tmp_path: Path) 
     own = records(folder, "learner-1")
     first = [r for r in own if r.life == 0]
     steps = sum(r.type == "StepFinished" for r in first)
-    went = next(r for r in first if r.type == "ToldToGo")
+    went = next(r for r in first if r.type == "DrainAsked")
     rounds = [r for r in records(folder, "shard-0") if r.type == "RoundFinished"]
     handed_in = [
         r.data

@@ -20,7 +20,7 @@ from decoupled_diloco.protocol import (
 )
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.lease import LeaseMachine
+from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
 from decoupled_diloco.protocol.syncer_state import FragmentState
 from decoupled_diloco.simulate.claims import VirtualTenure
 from decoupled_diloco.simulate.shard_process import ShardProcess
@@ -248,7 +248,7 @@ CORE = (
     ),
     Break(
         "a shard acts on when its lease is over",
-        LeaseMachine,
+        ShardLeaseMachine,
         "holds",
         " and now < self.state.valid_until",
         "",
@@ -256,7 +256,7 @@ CORE = (
     ),
     Break(
         "a claim that is not renewed is waited for",
-        LeaseMachine,
+        ShardLeaseMachine,
         "_free",
         "asked_at < self._silent_at(standing)",
         "standing.number > 0",

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol import learner_data, leases
-from decoupled_diloco.protocol.leases import GRACE_SECONDS
-from decoupled_diloco.protocol.ledger import Leased, Repeated, TakenBack
+from decoupled_diloco.protocol.data_leases import coordinator as leases
+from decoupled_diloco.protocol.data_leases import learner as learner_leases
+from decoupled_diloco.protocol.data_leases.coordinator import GRACE_SECONDS
+from decoupled_diloco.protocol.data_leases.ledger import Leased, Repeated, TakenBack
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.data_checker import DataChecker
 from decoupled_diloco.simulate.learner_process import LearnerSpec
@@ -119,7 +120,7 @@ def broken_back(book: Any, learner: str, reason: str, **more: Any) -> Any:
     return RIGHT_BACK(book, learner, reason, **more)
 
 
-RIGHT_MERGED = learner_data.merged
+RIGHT_MERGED = learner_leases.merged
 RIGHT_NEXT, RIGHT_BACK = leases._next, leases.take_back
 
 BREAKS: list[tuple[Any, str, Callable[..., Any], int]] = [
@@ -159,7 +160,7 @@ def test_checkers_catch_a_core_that_is_broken(
 
 
 def test_checkers_catch_what_is_called_durable_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoupled_diloco.protocol.learner.merged", broken_merged)
+    monkeypatch.setattr("decoupled_diloco.protocol.data_leases.learner.merged", broken_merged)
     world, _ = world_of(*TWO)
     with pytest.raises(AssertionError, match="has not merged step"):
         world.run(until=400.0)

@@ -24,7 +24,8 @@ from decoupled_diloco.protocol.effects import (
     RoundFinished,
 )
 from decoupled_diloco.protocol.events import BodyArrived, Lost, Received
-from decoupled_diloco.protocol.messages import Asking, ShardAdmitted, Version
+from decoupled_diloco.protocol.messages import ShardAdmitted
+from decoupled_diloco.protocol.versions import Asking, Version
 
 
 class SafetyChecker:

@@ -19,7 +19,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint, cut_of
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.coordinator import Phase
-from decoupled_diloco.protocol.leases import LeaseBook
+from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.syncer.coordinator import document_at_cut, read_state

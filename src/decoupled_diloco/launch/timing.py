@@ -15,20 +15,20 @@ from decoupled_diloco.learner import background, joining, learner, trouble
 from decoupled_diloco.observe import writer
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.protocol import (
-    donating,
     grace,
     learner_copies,
-    lease,
-    leases,
     membership,
     recovery,
+    shard_lease,
     syncer,
     syncer_fill,
     syncer_members,
     syncer_rounds,
 )
+from decoupled_diloco.protocol.data_leases import coordinator as leases
 from decoupled_diloco.protocol.effects import RoundOpened
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.transfer import learner as transfer
 from decoupled_diloco.syncer import coordinator, shard
 from decoupled_diloco.transport import backoff, bodies, http_client, http_server
 from decoupled_diloco.transport.base import Limits
@@ -113,8 +113,19 @@ tape to the disk | bytes moved are noted every {background.STATS_SECONDS} by lea
 """Groups; in each, lines of ``name | rule | value``, and a fourth part for the start of a run."""
 
 MODULES = (
-    *(background, backoff, bodies, coordinator, donating, grace, http_client, http_server, joining),
-    *(learner, learner_copies, lease, leases, local, membership, recovery, roles, shard, spare),
+    *(background, backoff, bodies, coordinator, transfer, grace, http_client, http_server, joining),
+    *(
+        learner,
+        learner_copies,
+        shard_lease,
+        leases,
+        local,
+        membership,
+        recovery,
+        roles,
+        shard,
+        spare,
+    ),
     *(supervisor, syncer, syncer_fill, syncer_members, syncer_rounds, trouble, writer),
 )
 """Where the constants of the table are in force, each by the last part of its name."""
@@ -177,8 +188,12 @@ class _Durations(Formatter):
 
 
 def _of_standbys(lease_seconds: float | None) -> dict[str, str]:
-    margin = lease.MARGIN
-    shares = {"renewed": 1 / lease.RENEWALS, "steps_down": 1 - margin, "takes_over": 1 + margin}
+    margin = shard_lease.MARGIN
+    shares = {
+        "renewed": 1 / shard_lease.RENEWALS,
+        "steps_down": 1 - margin,
+        "takes_over": 1 + margin,
+    }
     told = dict.fromkeys(shares, "no standbys")
     if lease_seconds is not None:
         told = {name: format_duration(share * lease_seconds) for name, share in shares.items()}

@@ -60,15 +60,17 @@ from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.donation import (
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
+from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
+from decoupled_diloco.protocol.transfer.effects import (
     CopyState,
     DropState,
     FetchState,
     ForgetState,
     RelayState,
 )
-from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
 from decoupled_diloco.runtime import Beside, now, runtime
 from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
@@ -326,9 +328,9 @@ class Background:
                 tell_recovery(self.identity.name, effect)
             case do.Relabel() | do.RunOver() | do.Release() | do.Hold() | do.EndTraining():
                 pass  # the machine's state says it; the trainer was notified
-            case do.ForgetCuts(keep, before) if self.keeper:
+            case ForgetCheckpoints(keep, before) if self.keeper:
                 self.keeper.forget_cuts(keep, before)
-            case do.Snapshot() | do.Apply() | do.TakeCut() | CopyState():
+            case do.Snapshot() | do.Apply() | TakeCheckpoint() | CopyState():
                 raise AssertionError("only a step boundary orders this")
 
     def _say(self, shard: int, message: say.Message) -> None:
@@ -588,7 +590,7 @@ class Background:
                 assert self.shared is not None
                 require_sense(message, shard, self.shared.machine.options)
                 if cut > self.shared.machine.state.cut_heard:
-                    self._told(fact.CutHeard(cut))
+                    self._told(CheckpointHeard(cut))
                 self._told(fact.Received(shard_peer(shard), message))
                 if isinstance(message, say.Welcome):
                     backoff.reset()

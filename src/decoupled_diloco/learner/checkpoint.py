@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.sealed import load_sealed, save_sealed
 from decoupled_diloco.storage.states import pack, unpack

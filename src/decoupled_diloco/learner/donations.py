@@ -22,14 +22,21 @@ from decoupled_diloco.errors import (
 from decoupled_diloco.learner.parcel import Parcel
 from decoupled_diloco.merge import as_bytes, digest
 from decoupled_diloco.protocol import events as fact
-from decoupled_diloco.protocol.donation import (
+from decoupled_diloco.protocol.transfer.coordinator import HEAD_BYTES_MAX
+from decoupled_diloco.protocol.transfer.effects import (
     CopyState,
     DropState,
     FetchState,
     ForgetState,
     RelayState,
 )
-from decoupled_diloco.protocol.donors import HEAD_BYTES_MAX
+from decoupled_diloco.protocol.transfer.events import (
+    ChunkArrived,
+    StateArrived,
+    StateCopied,
+    StateFailed,
+    StateNotCopied,
+)
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Client, Server
 from decoupled_diloco.transport.bodies import body_url
@@ -123,7 +130,7 @@ class Donations:
         key = (order.learner, order.attempt)
         parcel = self._unsealed.pop(key)
         if isinstance(parcel, ConfigError):
-            self._here.tell(fact.StateNotCopied(order.learner, order.attempt, str(parcel)))
+            self._here.tell(StateNotCopied(order.learner, order.attempt, str(parcel)))
             return
         head = await self._here.in_worker(parcel.head)
         self._parcels[key] = (parcel, head)
@@ -132,7 +139,7 @@ class Donations:
             for number, body in enumerate(_bodies(parcel, head)):
                 self._server.bodies.offer(_path(key, number), body.numpy().data, digest(body))
         self._here.tell(
-            fact.StateCopied(
+            StateCopied(
                 order.learner,
                 order.attempt,
                 len(head),
@@ -167,7 +174,7 @@ class Donations:
                     await self._here.client().put(url, body.numpy().data, base=self._here.relay())
                     break
                 except AccessError as error:
-                    refused = fact.StateNotCopied(order.learner, order.attempt, str(error))
+                    refused = StateNotCopied(order.learner, order.attempt, str(error))
                     self._here.tell(refused)
                     return
                 except (ProtocolError, TransportError):  # no room yet, or out of reach
@@ -185,9 +192,9 @@ class Donations:
         try:
             self.taken = await self._fetched(order, me)
         except (AccessError, TransportError, StorageError, MergeError, ProtocolError) as error:
-            self._here.tell(fact.StateFailed(order.attempt, str(error)))
+            self._here.tell(StateFailed(order.attempt, str(error)))
             return
-        self._here.tell(fact.StateArrived(order.attempt))
+        self._here.tell(StateArrived(order.attempt))
 
     async def _fetched(self, order: FetchState, me: str) -> Mapping[str, Any]:
         if not 0 < order.head_nbytes <= HEAD_BYTES_MAX:
@@ -240,7 +247,7 @@ class Donations:
                 if not order.path and tries >= DIRECT_TRIES_MAX:
                     raise
                 await asyncio.sleep(AGAIN_SECONDS)
-        self._here.tell(fact.ChunkArrived(order.attempt, number, out.numel()))
+        self._here.tell(ChunkArrived(order.attempt, number, out.numel()))
 
     # ---- both
 

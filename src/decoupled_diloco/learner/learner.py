@@ -36,8 +36,9 @@ from decoupled_diloco.learner.shared import Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.observe.writer import TapeWriter
-from decoupled_diloco.protocol.events import CutWritten, Paused, StepFinished, ToldToGo
-from decoupled_diloco.protocol.leaving import handed_in
+from decoupled_diloco.protocol.checkpoints.events import PartWritten
+from decoupled_diloco.protocol.draining import handed_in
+from decoupled_diloco.protocol.events import DrainAsked, Paused, StepFinished
 from decoupled_diloco.protocol.peers import name_problem
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
 from decoupled_diloco.runtime import blocking, now, runtime
@@ -424,7 +425,7 @@ class Learner(_Participant):
         number, written = plan.cut, self.checkpoint(plan.cut)
 
         def tell(part: Written) -> None:
-            background.tell_later(CutWritten(number, part.digest, part.nbytes, part.problem))
+            background.tell_later(PartWritten(number, part.digest, part.nbytes, part.problem))
 
         if written is None:
             tell(Written("", 0, "it keeps no checkpoints"))
@@ -523,7 +524,7 @@ class Learner(_Participant):
         background, deadline = self._background, now() + seconds
         if seconds <= 0 or background.failure is not None or self.finished or self._closed:
             return False
-        background.tell(ToldToGo(why))
+        background.tell(DrainAsked(why))
         with background.changed:
             while now() < deadline and background.failure is None:
                 self._boundary()

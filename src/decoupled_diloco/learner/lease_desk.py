@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.background import Background
-from decoupled_diloco.protocol.events import DataClosed, DataOpened, PartWanted
-from decoupled_diloco.protocol.learner_data import DataView
-from decoupled_diloco.protocol.lease_messages import (
-    Lease,
-)
+from decoupled_diloco.protocol.data_leases.events import DataClosed, DataOpened, PartWanted
+from decoupled_diloco.protocol.data_leases.messages import Lease
+from decoupled_diloco.protocol.data_leases.state import DataView
 
 
 class LeaseDesk:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from decoupled_diloco.protocol.donation import CopyState
+from decoupled_diloco.protocol.checkpoints.effects import TakeCheckpoint
 from decoupled_diloco.protocol.effects import (
     Apply,
     EndTraining,
@@ -19,12 +19,12 @@ from decoupled_diloco.protocol.effects import (
     Release,
     Send,
     Snapshot,
-    TakeCut,
 )
 from decoupled_diloco.protocol.messages import LOSS_MAX, StepReport
+from decoupled_diloco.protocol.transfer.effects import CopyState
 from decoupled_diloco.protocol.wire import decode, encode
 
-OF_THE_BOUNDARY = (Snapshot, Apply, Hold, Release, EndTraining, TakeCut, CopyState)
+OF_THE_BOUNDARY = (Snapshot, Apply, Hold, Release, EndTraining, TakeCheckpoint, CopyState)
 """Orders that the training loop carries out itself, or sees in the machine's state."""
 
 
@@ -53,7 +53,7 @@ class StepPlan:
         return cls(
             tuple(effect for effect in effects if isinstance(effect, (Apply, Snapshot))),
             any(isinstance(effect, Hold) for effect in effects),
-            next((effect.number for effect in effects if isinstance(effect, TakeCut)), None),
+            next((effect.number for effect in effects if isinstance(effect, TakeCheckpoint)), None),
         )
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.lease_messages import LeasesGiven
+from decoupled_diloco.protocol.data_leases.messages import LeasesGiven
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.transfer.messages import StateWanted
 
 
 def require_sense(message: say.ToLearner, shard: int, options: Options) -> None:
@@ -35,7 +36,7 @@ def require_sense_of_coordinator(
         ProtocolError: names the first of them.
     """
     match message:
-        case say.StateWanted(seen=seen):
+        case StateWanted(seen=seen):
             wrong = [held.fragment for held in seen if held.fragment >= options.fragments]
             if wrong:
                 raise ProtocolError(f"StateWanted names fragment {wrong[0]}, which does not exist")

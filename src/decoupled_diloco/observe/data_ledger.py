@@ -13,8 +13,8 @@ from typing import Literal, assert_never
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.protocol.effects import Enter
-from decoupled_diloco.protocol.ledger import (
+from decoupled_diloco.protocol.data_leases.effects import Enter
+from decoupled_diloco.protocol.data_leases.ledger import (
     DataDescribed,
     Leased,
     LedgerEntry,

@@ -22,8 +22,8 @@ from decoupled_diloco.observe.words import (
     when,
 )
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
-from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.units import format_count, format_duration
 
 

@@ -84,6 +84,41 @@ _EFFECTS_OF_1: Mapping[str, tuple[str, Callable[[Fields], Fields]]] = {
 }
 _OF_1 = {"event": _EVENTS_OF_1, "effect": _EFFECTS_OF_1}
 
+_NAMES_OF_1: Mapping[str, Mapping[str, str]] = {
+    "event": {
+        "BodySpoiled": "BodyCorrupt",
+        "ClaimMade": "Acquired",
+        "ClaimNotMade": "NotAcquired",
+        "CopySpoiled": "CopyCorrupt",
+        "CutHeard": "CheckpointHeard",
+        "CutWanted": "CheckpointWanted",
+        "CutWritten": "PartWritten",
+        "Leaving": "HolderLeaves",
+        "Recovered": "DiskRead",
+        "ToldToGo": "DrainAsked",
+    },
+    "effect": {
+        "BeginCut": "BeginCheckpoint",
+        "Claim": "Acquire",
+        "ForgetCuts": "ForgetCheckpoints",
+        "KeepCut": "KeepCheckpoint",
+        "TakeCut": "TakeCheckpoint",
+    },
+}
+_VALUES_OF_1: Mapping[str, str] = {
+    "CutKept": "PartSaved",
+    "CutOrdered": "CheckpointOrdered",
+    "CutPart": "CheckpointPart",
+    "Dismissed": "DrainRefused",
+    "DonorLost": "TransferLost",
+    "DonorNamed": "TransferReady",
+    "DonorWanted": "TransferWanted",
+    "Leaving": "Draining",
+    "NoDonor": "NoTransfer",
+    "Standing": "NewestLease",
+}
+"""What is within a record: messages, and parts of them."""
+
 
 def today(schema: int, kind: str, name: str, data: Fields) -> tuple[str, Fields]:
     """Type and fields of a record of a schema, as they are called today.
@@ -91,15 +126,29 @@ def today(schema: int, kind: str, name: str, data: Fields) -> tuple[str, Fields]
     Raises:
         KeyError: A field is missing.
     """
-    if schema == 1 and name in _OF_1.get(kind, {}):
-        new, fields = _OF_1[kind][name]
-        return new, fields(data)
-    return name, data
+    if schema != 1 or kind not in _OF_1:
+        return name, data
+    data = {field: _value_today(value) for field, value in data.items()}
+    new, fields = _OF_1[kind].get(name, (_NAMES_OF_1[kind].get(name, name), None))
+    return new, data if fields is None else fields(data)
+
+
+def _value_today(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_value_today(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    renamed = {field: _value_today(each) for field, each in value.items()}
+    if "type" in renamed:
+        renamed["type"] = _VALUES_OF_1.get(renamed["type"], renamed["type"])
+    return renamed
 
 
 def name_today(name: str) -> str:
-    """What a type of any schema is called today."""
-    for names in _OF_1.values():
-        if name in names:
-            return names[name][0]
+    """What a type of any schema that a shard has told or ordered is called today."""
+    for kind, words in _OF_1.items():
+        if name in words:
+            return words[name][0]
+        if name in _NAMES_OF_1[kind] and name != "Recovered":
+            return _NAMES_OF_1[kind][name]
     return name

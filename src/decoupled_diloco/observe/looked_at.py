@@ -7,6 +7,7 @@ from typing import get_args
 from decoupled_diloco.observe.samples import CheckpointWritten, LinkState, PayloadsEnded, Sample
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 
 _OTHER_SAMPLES = (CheckpointWritten, LinkState, PayloadsEnded)
 _DECIDED = (
@@ -20,7 +21,7 @@ _DECIDED = (
     do.Fold,
     do.Hold,
     do.Install,
-    do.KeepCut,
+    KeepCheckpoint,
     do.Merge,
     do.Note,
     do.Ready,

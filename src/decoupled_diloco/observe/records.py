@@ -16,7 +16,7 @@ from decoupled_diloco.observe.samples import Sample
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import CoordinatorEffect, LearnerEffect, SyncerEffect
 from decoupled_diloco.protocol.events import CoordinatorEvent, LearnerEvent, SyncerEvent
-from decoupled_diloco.protocol.lease import LeaseEffect, LeaseEvent
+from decoupled_diloco.protocol.shard_lease import LeaseEffect, LeaseEvent
 
 SCHEMA = 2
 """Version of the record; raised when an old reader would misunderstand a new tape."""

@@ -57,6 +57,7 @@ from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.shard_fold import ShardFold
 from decoupled_diloco.observe.words import ending_in_words, note_in_words, subjects_of
 from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.units import format_duration
 
@@ -118,7 +119,7 @@ class RunModel:
         self.evaluations: list[Evaluation] = []
         self.faults: list[FaultLog] = []
         self.remarks: list[Remark] = []
-        self.cut: tuple[float, do.KeepCut] | None = None
+        self.cut: tuple[float, KeepCheckpoint] | None = None
         self.headers: dict[str, dict[str, Any]] = {}
         self.releases: dict[str, str] = {}
         self.weights: list[str] = []
@@ -385,7 +386,7 @@ class RunModel:
 
     def _anybody(self, record: Record, at: float, value: Any) -> None:
         match value:
-            case do.KeepCut():
+            case KeepCheckpoint():
                 self.cut = at, value
             case EndRequested(names):
                 self._told_to_end(record, at, names)

@@ -10,7 +10,8 @@ from typing import Literal
 
 from decoupled_diloco.observe.run_data import Outage, ProcessLife
 from decoupled_diloco.protocol.effects import Fold, RoundFinished, RoundOpened
-from decoupled_diloco.protocol.messages import Asking, Hello, Version
+from decoupled_diloco.protocol.messages import Hello
+from decoupled_diloco.protocol.versions import Asking, Version
 
 Fate = Literal["merged", "abandoned", "idle"]
 

@@ -20,6 +20,7 @@ from decoupled_diloco.observe.shard_data import Asked, MemberLog, RoundLog, Shar
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.versions import Holding
 from decoupled_diloco.units import format_duration
 
 if TYPE_CHECKING:
@@ -102,13 +103,13 @@ class ShardFold:
     def _message(self, shard: ShardLog, record: Record, at: float, value: Any) -> None:
         learners = self._run.learners
         match value:
-            case fact.Received(learner, say.Holding() | say.Leave()) if learner not in learners:
+            case fact.Received(learner, Holding() | say.Leave()) if learner not in learners:
                 pass  # an observer
             case fact.Received(learner, say.StepReport() as report):
                 self._reported(shard, record, at, ((learner, report),))
             case fact.Reported(reports):
                 self._reported(shard, record, at, reports)
-            case fact.Received(learner, say.Holding(fragment, version)):
+            case fact.Received(learner, Holding(fragment, version)):
                 member = self._of(shard, learner, at)
                 member.held[fragment] = max(version, member.held.get(fragment, version))
                 round = shard.last_merged.get(fragment)

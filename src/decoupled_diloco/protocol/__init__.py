@@ -7,10 +7,10 @@ virtual world and the checkers all drive these same classes.
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.learner_state import LearnerState
-from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_state import SyncerState
+from decoupled_diloco.protocol.versions import Version
 
 __all__ = [
     "CoordinatorMachine",

@@ -16,13 +16,14 @@ While it holds nothing that it could contribute from it is not asked, and nothin
 
 from __future__ import annotations
 
+from decoupled_diloco.protocol.draining import waits_for_leaver, was_asked
 from decoupled_diloco.protocol.effects import Expect, Send, SyncerEffect
-from decoupled_diloco.protocol.leaving import waits_for_leaver, was_asked
 from decoupled_diloco.protocol.membership import Member
-from decoupled_diloco.protocol.messages import Asking, Pull, Version
+from decoupled_diloco.protocol.messages import Pull
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.rounds import Ask, Round
 from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
+from decoupled_diloco.protocol.versions import Asking, Version
 
 
 def ask_if_qualified(

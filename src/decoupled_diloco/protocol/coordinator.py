@@ -16,9 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-from decoupled_diloco.protocol import cuts, leases
-from decoupled_diloco.protocol.cuts import Cuts
-from decoupled_diloco.protocol.donors import Donors
+from decoupled_diloco.protocol.checkpoints import coordinator as checkpoints
+from decoupled_diloco.protocol.checkpoints.coordinator import Cuts
+from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
+from decoupled_diloco.protocol.checkpoints.messages import PartSaved
+from decoupled_diloco.protocol.data_leases import coordinator as leases
+from decoupled_diloco.protocol.data_leases.coordinator import Absences, LeaseBook
+from decoupled_diloco.protocol.data_leases.messages import DataReport
 from decoupled_diloco.protocol.effects import (
     Admit,
     AdmitShard,
@@ -33,37 +37,26 @@ from decoupled_diloco.protocol.effects import (
 from decoupled_diloco.protocol.events import (
     Connected,
     CoordinatorEvent,
-    CutWanted,
     Joining,
     Lost,
     Received,
     Tick,
 )
-from decoupled_diloco.protocol.lease_messages import (
-    DataReport,
-)
-from decoupled_diloco.protocol.leases import Absences, LeaseBook
 from decoupled_diloco.protocol.messages import (
     Begin,
-    ChunkTaken,
-    CutKept,
-    DonorWanted,
     EndOrdered,
     FinishOrdered,
     Message,
     Progress,
-    RelayWanted,
     SeedFailed,
     SeedNamed,
     ShardHello,
     ShardReady,
-    StateDeclined,
-    StateOffered,
     Swept,
-    Trains,
 )
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import is_shard_peer, name_problem, shard_of, shard_peer
+from decoupled_diloco.protocol.transfer.coordinator import Donors
 
 Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
 
@@ -151,7 +144,7 @@ class CoordinatorMachine:
                 return self._cuts.give_up(f"{peer} is gone")
             case Lost(learner, nonce):
                 return self._learner_gone(now, learner, nonce)
-            case CutWanted():
+            case CheckpointWanted():
                 return self._cuts.wanted(self.state, self._present_shards, self.options.shards)
             case _:
                 assert_never(event)
@@ -169,7 +162,7 @@ class CoordinatorMachine:
     @property
     def why_no_cut(self) -> str:
         """Why no cut can begin now; empty: one can."""
-        return cuts.why_none(self.state, self._present_shards, self.options.shards)
+        return checkpoints.why_none(self.state, self._present_shards, self.options.shards)
 
     def snapshot(self) -> CoordinatorState:
         """A copy of the whole state; what ``Persist`` writes."""
@@ -253,26 +246,14 @@ class CoordinatorMachine:
         if known is None or known.nonce != nonce:
             return []  # another process bears this id by now
         match message:
-            case CutKept():
+            case PartSaved():
                 return self._cuts.learner_kept(self.state, learner, message)
-            case DonorWanted():
-                present = {name: each.present for name, each in self.state.learners.items()}
-                clock = max(self.state.clocks.values(), default=0)
-                return self.donors.wanted(learner, message, present, clock)
-            case StateOffered():
-                return self.donors.offered(learner, message)
-            case StateDeclined(joiner, attempt, reason):
-                return self.donors.declined(learner, joiner, attempt, reason)
-            case RelayWanted(attempt):
-                return self.donors.relay_wanted(learner, attempt)
-            case ChunkTaken(attempt, chunk):
-                return self.donors.chunk_taken(learner, attempt, chunk)
-            case Trains(gives):
-                return self.donors.trains(learner, gives=gives)
             case DataReport():
                 return leases.report(self.state.data, learner, known.epoch, message)
             case _:
-                raise AssertionError(f"a learner does not say this to the coordinator: {message}")
+                present = {name: each.present for name, each in self.state.learners.items()}
+                clock = max(self.state.clocks.values(), default=0)
+                return self.donors.told(learner, message, present, clock)
 
     def _learner_gone(self, now: float, learner: str, nonce: str) -> list[CoordinatorEffect]:
         state = self.state
@@ -372,7 +353,7 @@ class CoordinatorMachine:
                 return self._progressed(shard, clock, tokens)
             case Swept():
                 return self._shard_swept(shard)
-            case CutKept():
+            case PartSaved():
                 return self._cuts.shard_kept(self.state, shard, message)
             case _:
                 raise AssertionError(f"a shard does not say this to the coordinator: {message}")

@@ -5,27 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from decoupled_diloco.protocol.cut_effects import BeginCut as BeginCut
-from decoupled_diloco.protocol.cut_effects import ForgetCuts as ForgetCuts
-from decoupled_diloco.protocol.cut_effects import KeepCut as KeepCut
-from decoupled_diloco.protocol.cut_effects import TakeCut as TakeCut
-from decoupled_diloco.protocol.donation import (
-    CloseRelay,
-    CopyState,
-    DropState,
-    FetchState,
-    ForgetState,
-    OpenRelay,
-    RelayOn,
-    RelayState,
+from decoupled_diloco.protocol.checkpoints.effects import (
+    BeginCheckpoint,
+    ForgetCheckpoints,
+    KeepCheckpoint,
+    TakeCheckpoint,
 )
-from decoupled_diloco.protocol.ledger import LedgerEntry
-from decoupled_diloco.protocol.messages import (
-    Asking,
-    Message,
-    ToLearner,
-    Version,
-)
+from decoupled_diloco.protocol.data_leases.effects import Enter
+from decoupled_diloco.protocol.messages import Message, ToLearner
+from decoupled_diloco.protocol.transfer.effects import TransferOfCoordinator, TransferOfLearner
+from decoupled_diloco.protocol.versions import Asking, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +291,8 @@ SyncerEffect = (
     | RoundOpened
     | RoundFinished
     | ClockAdvanced
-    | TakeCut
-    | ForgetCuts
+    | TakeCheckpoint
+    | ForgetCheckpoints
     | Note
     | Stop
 )
@@ -463,16 +452,12 @@ LearnerEffect = (
     | Release
     | Ready
     | Recovered
-    | CopyState
-    | RelayState
-    | ForgetState
-    | FetchState
-    | DropState
+    | TransferOfLearner
     | EndTraining
     | RunOver
     | Expelled
-    | TakeCut
-    | ForgetCuts
+    | TakeCheckpoint
+    | ForgetCheckpoints
     | Note
 )
 
@@ -539,24 +524,14 @@ class Persist:
     learner: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
-    """Write this into the data ledger, durably, before any later effect of this list."""
-
-    entry: LedgerEntry
-    why: str
-
-
 CoordinatorEffect = (
-    BeginCut
-    | KeepCut
+    BeginCheckpoint
+    | KeepCheckpoint
     | Enter
     | Admit
     | Deny
     | Send
-    | OpenRelay
-    | RelayOn
-    | CloseRelay
+    | TransferOfCoordinator
     | AdoptLayout
     | AdmitShard
     | DenyShard

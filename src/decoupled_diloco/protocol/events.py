@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoupled_diloco.protocol.messages import (
-    Asking,
-    Hello,
-    Message,
-    Role,
-    ShardHello,
-    StepReport,
-    Version,
+from decoupled_diloco.protocol.checkpoints.events import (
+    CheckpointHeard,
+    CheckpointWanted,
+    PartWritten,
 )
+from decoupled_diloco.protocol.data_leases.events import DataEvent
+from decoupled_diloco.protocol.messages import Hello, Message, Role, ShardHello, StepReport
+from decoupled_diloco.protocol.transfer.events import TransferEvent
+from decoupled_diloco.protocol.versions import Asking, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class ShardMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
-    """What an earlier life of this shard has left on its disk; told before ``TermGranted``.
+class DiskRead:
+    """What an earlier life of this shard has left on its disk; told before `ShardAdmitted`.
 
     ``exact``: it is its part of a cut that the whole run goes back to; whoever holds something
     newer has it from a time that is no more.
@@ -153,7 +153,7 @@ class BodyArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class BodySpoiled:
+class BodyCorrupt:
     """A contribution's body is wrong: truncated, another digest, not finite."""
 
     learner: str
@@ -173,7 +173,7 @@ class CopyArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class CopySpoiled:
+class CopyCorrupt:
     """A whole fragment did not come, or came wrong."""
 
     learner: str
@@ -207,40 +207,23 @@ class MergeFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class CutHeard:
-    """A message with this cut number has come; told before the message itself."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class CutWritten:
-    """This process's part of a cut is on its disk; or it cannot be, and why."""
-
-    number: int
-    digest: str
-    nbytes: int
-    problem: str = ""
-
-
 SyncerEvent = (
     Tick
     | Connected
     | Received
     | Lost
-    | Recovered
+    | DiskRead
     | Heard
     | Reported
     | BodyArrived
-    | BodySpoiled
+    | BodyCorrupt
     | CopyArrived
-    | CopySpoiled
+    | CopyCorrupt
     | WeightsLoaded
     | Merged
     | MergeFailed
-    | CutHeard
-    | CutWritten
+    | CheckpointHeard
+    | PartWritten
 )
 
 
@@ -264,35 +247,10 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldToGo:
+class DrainAsked:
     """The process is told to end; its loop steps no more, and what it has is to be handed in."""
 
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class DataOpened:
-    """The training loop takes its batches from leased parts; it holds ``ahead`` spare leases."""
-
-    parts: int
-    ahead: int
-
-
-@dataclass(frozen=True, slots=True)
-class PartWanted:
-    """The training loop needs a part; the one it had, if any, has ``batches`` and no more.
-
-    ``None``: it had none, or was asked to leave it. ``taken``: batches of it that belong to the
-    step that is under way.
-    """
-
-    batches: int | None
-    taken: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DataClosed:
-    """The training loop has ended: what it holds of the data goes to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,85 +329,23 @@ class Began:
     gives: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StateCopied:
-    """A copy of this learner's state is on the host, cut into chunks; see `StateOffered`."""
-
-    learner: str
-    attempt: int
-    head_nbytes: int
-    nbytes: int
-    digest: str
-    address: str
-    key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StateNotCopied:
-    """This learner's state could not be copied, or not be delivered to the relay."""
-
-    learner: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkArrived:
-    """A chunk of the donor's state is here, its digest verified, and all before it."""
-
-    attempt: int
-    chunk: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateArrived:
-    """The donor's state is here, whole."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateFailed:
-    """The donor's state cannot be had this way."""
-
-    attempt: int
-    reason: str
-
-
 LearnerEvent = (
     Tick
     | Connected
     | Received
     | Lost
     | Began
-    | StateCopied
-    | StateNotCopied
-    | ChunkArrived
-    | StateArrived
-    | StateFailed
     | StepFinished
     | Paused
-    | ToldToGo
-    | DataOpened
-    | PartWanted
-    | DataClosed
+    | DrainAsked
     | Fetched
     | FetchFailed
     | BodyEncoded
     | UploadFailed
     | CopyFailed
-    | CutHeard
-    | CutWritten
+    | TransferEvent
+    | DataEvent
+    | CheckpointHeard
+    | PartWritten
 )
-
-
-# ---- coordinator
-
-
-@dataclass(frozen=True, slots=True)
-class CutWanted:
-    """Somebody asks for a consistent cut of the run now."""
-
-
-CoordinatorEvent = Tick | Connected | Received | Lost | CutWanted
+CoordinatorEvent = Tick | Connected | Received | Lost | CheckpointWanted

@@ -16,14 +16,13 @@ import copy
 from dataclasses import replace
 from typing import Literal, assert_never
 
-from decoupled_diloco.protocol import (
-    donating,
-    learner_copies,
-    learner_cuts,
-    learner_data,
-    leaving,
-    recovery,
-)
+from decoupled_diloco.protocol import draining, learner_copies, recovery
+from decoupled_diloco.protocol.checkpoints import learner as checkpoints
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered
+from decoupled_diloco.protocol.data_leases import learner as leases
+from decoupled_diloco.protocol.data_leases.events import DataEvent
+from decoupled_diloco.protocol.data_leases.messages import DataRefused, LeasesGiven
 from decoupled_diloco.protocol.effects import (
     NOTHING_NEW,
     Apply,
@@ -41,32 +40,21 @@ from decoupled_diloco.protocol.effects import (
 from decoupled_diloco.protocol.events import (
     Began,
     BodyEncoded,
-    ChunkArrived,
     Connected,
     CopyFailed,
-    CutHeard,
-    CutWritten,
-    DataClosed,
-    DataOpened,
+    DrainAsked,
     Fetched,
     FetchFailed,
     LearnerEvent,
     Lost,
-    PartWanted,
     Paused,
     Received,
-    StateArrived,
-    StateCopied,
-    StateFailed,
-    StateNotCopied,
     StepFinished,
     Tick,
-    ToldToGo,
     UploadFailed,
 )
 from decoupled_diloco.protocol.foresight import due_ahead
 from decoupled_diloco.protocol.learner_copies import fetch_failed, fetched, published, retry
-from decoupled_diloco.protocol.learner_data import DataView, merged
 from decoupled_diloco.protocol.learner_state import (
     FragmentView,
     LearnerState,
@@ -74,41 +62,31 @@ from decoupled_diloco.protocol.learner_state import (
     ShardView,
     Taken,
 )
-from decoupled_diloco.protocol.lease_messages import (
-    DataRefused,
-    LeasesGiven,
-)
 from decoupled_diloco.protocol.messages import (
-    Asking,
     CopyDeclined,
     CopyWanted,
-    CutOrdered,
     Decline,
-    Dismissed,
-    DonorLost,
-    DonorNamed,
+    DrainRefused,
     Ending,
     Finished,
     GivenUp,
     Hello,
     Message,
-    NoDonor,
     Outcome,
     Published,
     Pull,
     Refusal,
-    RelayOpened,
     Role,
     Shifted,
-    StateUnwanted,
-    StateWanted,
     StepReport,
     Upload,
-    Version,
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
+from decoupled_diloco.protocol.transfer import learner as transfer
+from decoupled_diloco.protocol.transfer.events import TransferEvent
+from decoupled_diloco.protocol.versions import Asking, Version
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # what is known of the newest version, event, what follows
@@ -164,17 +142,15 @@ class LearnerMachine:
         match event:
             case Tick():
                 effects = retry(self.state, self.options, now)
-                return effects + donating.patience_over(self.state, now)
+                return effects + transfer.patience_over(self.state, now)
             case Began():
                 return recovery.began(self.state, now, event)
             case StepFinished(tokens, batches):
                 return self._stepped(now, tokens) + self._trained(batches)
-            case DataOpened() | PartWanted() | DataClosed():
-                return self._data(event)
             case Paused():
                 return self._boundary(now) + self._hold_or_release()
-            case ToldToGo(why):
-                return leaving.told_to_go(self.state, self.options, why)
+            case DrainAsked(why):
+                return draining.told_to_go(self.state, self.options, why)
             case Connected(peer) | Received(peer) | Lost(peer) if peer == COORDINATOR:
                 return self._of_coordinator(now, event)
             case Connected(peer):
@@ -183,24 +159,10 @@ class LearnerMachine:
                 return self._told(now, shard_of(peer), message)
             case Lost(peer):
                 return self._unlinked(shard_of(peer))
-            case StateCopied():
-                return donating.copied(self.state, event)
-            case StateNotCopied():
-                return donating.not_copied(self.state, event)
-            case ChunkArrived():
-                return donating.chunk_arrived(self.state, now, event)
-            case StateArrived(attempt):
-                return donating.state_arrived(self.state, attempt)
-            case StateFailed(attempt, reason):
-                return donating.state_failed(self.state, now, attempt, reason)
             case Fetched(fragment, version):
                 return fetched(self.state, self.options, fragment, version)
             case FetchFailed(fragment, version, reason):
                 return fetch_failed(self.state, self.options, now, fragment, version, reason)
-            case CutHeard(number):
-                return learner_cuts.heard(self.state, number)
-            case CutWritten():
-                return learner_cuts.written(event)
             case BodyEncoded(fragment, ask, digest):
                 return self._encoded(fragment, ask, digest)
             case UploadFailed(fragment, ask, reason):
@@ -208,7 +170,19 @@ class LearnerMachine:
             case CopyFailed(shard, fragment, attempt, reason):
                 return [Send(shard_peer(shard), CopyDeclined(fragment, attempt, reason), reason)]
             case _:
-                assert_never(event)
+                return self._beside(now, event)
+
+    def _beside(
+        self,
+        now: float,
+        event: TransferEvent | DataEvent | CheckpointHeard | PartWritten,
+    ) -> list[LearnerEffect]:
+        """What is of no rule of the method."""
+        if isinstance(event, TransferEvent):
+            return transfer.handle(self.state, now, event)
+        if isinstance(event, DataEvent):
+            return leases.handle(self.state, event)
+        return checkpoints.handle(self.state, event)
 
     def deadline(self) -> float | None:
         """When to be woken by a ``Tick``."""
@@ -255,13 +229,13 @@ class LearnerMachine:
             if link.linked and link.offset is not None and self.role == "learner":
                 effects.append(Send(shard_peer(shard), report, "a step is finished"))
         if state.givings:
-            effects += donating.at_boundary(state, now)
+            effects += transfer.at_boundary(state, now)
         return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
         """What a step boundary allows: its part of a cut, or else applying, then snapshots."""
         state = self.state
-        effects = learner_cuts.at_boundary(state, self.role)
+        effects = checkpoints.at_boundary(state, self.role)
         if state.cut_just_taken:
             return effects
         if state.ending and not state.ended:
@@ -486,7 +460,7 @@ class LearnerMachine:
     ) -> list[LearnerEffect]:
         match event:
             case Connected():
-                return donating.asked_again(self.state, now) + self._coordinated(linked=True)
+                return transfer.asked_again(self.state, now) + self._coordinated(linked=True)
             case Received(_, message):
                 return self._coordinator_told(now, message)
             case Lost():
@@ -497,54 +471,32 @@ class LearnerMachine:
     def _coordinator_told(self, now: float, message: Message) -> list[LearnerEffect]:
         state = self.state
         match message:
-            case NoDonor():
-                return donating.no_donor(state, message)
-            case DonorNamed():
-                return donating.named(state, now, message)
-            case DonorLost():
-                return donating.donor_lost(state, now, message)
-            case StateWanted():
-                return donating.wanted(state, now, message)
-            case StateUnwanted():
-                return donating.unwanted(state, message)
-            case RelayOpened():
-                return donating.relay_opened(state, now, message)
-            case CutOrdered():
-                return learner_cuts.ordered(state, message)
+            case CheckpointOrdered():
+                return checkpoints.ordered(state, message)
             case LeasesGiven() | DataRefused():
-                return [] if state.data is None else learner_data.told(state.data, message)
+                return [] if state.data is None else leases.told(state.data, message)
             case _:
-                raise AssertionError(f"the coordinator does not say this to a learner: {message}")
+                return transfer.told(state, now, message)
 
     # ---- leased data
 
     def _coordinated(self, *, linked: bool) -> list[LearnerEffect]:
         state = self.state
         state.coordinated = linked
-        return (
-            [] if state.data is None else learner_data.link(state.data, state.step, linked=linked)
-        )
-
-    def _data(self, event: DataOpened | PartWanted | DataClosed) -> list[LearnerEffect]:
-        state = self.state
-        if isinstance(event, DataOpened):
-            step = self._durable_step()
-            state.data = DataView(
-                event.parts, 1 + event.ahead, state.coordinated, durable_step=step
-            )
-        return [] if state.data is None else learner_data.looped(state.data, state.step, event)
+        return [] if state.data is None else leases.link(state.data, state.step, linked=linked)
 
     def _trained(self, batches: int) -> list[LearnerEffect]:
         step, data, period = self.state.step, self.state.data, self.options.period
-        return [] if data is None else learner_data.stepped(data, step, batches, period)
-
-    def _durable_step(self) -> int:
-        return min(view.merged_step for view in self.state.fragments)
+        return [] if data is None else leases.stepped(data, step, batches, period)
 
     def _merged(self, view: FragmentView, step: int) -> list[LearnerEffect]:
         view.merged_step = max(view.merged_step, step)
         data = self.state.data
-        return [] if data is None else merged(data, self.state.step, self._durable_step())
+        return (
+            []
+            if data is None
+            else leases.merged(data, self.state.step, leases.durable_step(self.state))
+        )
 
     # ---- synchronous baselines
 
@@ -628,7 +580,7 @@ class LearnerMachine:
         match message:
             case Welcome():
                 return self._welcomed(now, shard, message)
-            case Dismissed():
+            case DrainRefused():
                 link.dismissed = True
                 return []
             case Refusal(reason, final):
@@ -646,7 +598,7 @@ class LearnerMachine:
             case Published():
                 self._hear_clock(now, link, message.clock)
                 effects = published(self.state, self.options, message)
-                return effects if self.state.ready else effects + donating.look(self.state, now)
+                return effects if self.state.ready else effects + transfer.look(self.state, now)
             case Shifted(by):
                 if link.offset is not None:
                     link.offset += by
@@ -687,7 +639,7 @@ class LearnerMachine:
                 self._late_is_lost(view, sent)
         for view in self._fragments_of(shard):
             view.owed_at = None  # steps are counted anew: what was due then is not now
-        effects += leaving.welcomed(self.state, self.options, shard)
+        effects += draining.welcomed(self.state, self.options, shard)
         return effects + self._release_if_free("the shard counts from here")
 
     def _late_is_lost(self, view: FragmentView, sent: Sent) -> None:

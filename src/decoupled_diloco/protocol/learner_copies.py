@@ -10,14 +10,10 @@ from __future__ import annotations
 
 from decoupled_diloco.protocol.effects import Fetch, LearnerEffect, Note, Relabel, Send, SendCopy
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState
-from decoupled_diloco.protocol.messages import (
-    CopyDeclined,
-    CopyWanted,
-    Published,
-    Version,
-)
+from decoupled_diloco.protocol.messages import CopyDeclined, CopyWanted, Published
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import shard_peer
+from decoupled_diloco.protocol.versions import Version
 
 RETRY_SECONDS = 1.0
 """A whole copy that could not be had is asked for again after this."""

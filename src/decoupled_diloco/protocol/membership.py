@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from decoupled_diloco.protocol.grace import MovingAverage
-from decoupled_diloco.protocol.messages import Holding, Version
+from decoupled_diloco.protocol.versions import Holding, Version
 
 LEASE_SECONDS = 10.0
 """Ten of the transport's one-second pings: nine may be lost in a row."""

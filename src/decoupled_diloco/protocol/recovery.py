@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from decoupled_diloco.protocol.effects import LearnerEffect, Ready, Recovered, Send
 from decoupled_diloco.protocol.events import Began, KeptFragment
-from decoupled_diloco.protocol.learner_state import LearnerState, Recovery, Search
-from decoupled_diloco.protocol.messages import Trains
+from decoupled_diloco.protocol.learner_state import LearnerState, Recovery
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.transfer.messages import Trains
+from decoupled_diloco.protocol.transfer.state import Search
 
 SHARD_PATIENCE_SECONDS = 10.0
 """A learner with its own checkpoint waits so long for the word of a shard that is out of reach;

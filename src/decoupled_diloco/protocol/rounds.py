@@ -7,7 +7,7 @@ from typing import Literal
 
 from decoupled_diloco.protocol.effects import Participant, RoundFinished, RoundOpened
 from decoupled_diloco.protocol.grace import Grace
-from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.protocol.versions import Asking, Version
 
 AskState = Literal["waiting", "folded", "declined", "refused", "gone"]
 

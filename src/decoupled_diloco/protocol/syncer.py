@@ -18,33 +18,32 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import asking, leaving, syncer_fill, syncer_members, syncer_rounds
+from decoupled_diloco.protocol import asking, draining, syncer_fill, syncer_members, syncer_rounds
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered, PartSaved
 from decoupled_diloco.protocol.clock import advanced
 from decoupled_diloco.protocol.effects import (
     Accept,
     Broadcast,
     ClockAdvanced,
-    ForgetCuts,
     Reject,
     Send,
     Stop,
     SyncerEffect,
-    TakeCut,
 )
 from decoupled_diloco.protocol.events import (
     BodyArrived,
-    BodySpoiled,
+    BodyCorrupt,
     Connected,
     CopyArrived,
-    CopySpoiled,
-    CutHeard,
-    CutWritten,
+    CopyCorrupt,
+    DiskRead,
     Heard,
     Lost,
     Merged,
     MergeFailed,
     Received,
-    Recovered,
     Reported,
     SyncerEvent,
     Tick,
@@ -58,18 +57,15 @@ from decoupled_diloco.protocol.messages import (
     Begin,
     Copy,
     CopyDeclined,
-    CutKept,
-    CutOrdered,
     Decline,
+    Draining,
     Ending,
     EndOrdered,
     Finished,
     FinishOrdered,
     Hello,
-    Holding,
     LayoutSet,
     Leave,
-    Leaving,
     Message,
     Progress,
     SeedNamed,
@@ -83,6 +79,7 @@ from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import COORDINATOR, name_problem
 from decoupled_diloco.protocol.syncer_memory import recall
 from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
+from decoupled_diloco.protocol.versions import Holding
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
@@ -201,7 +198,7 @@ class SyncerMachine:
         match event:
             case Tick():
                 return syncer_members.ticked(state, options, now)
-            case Recovered(copies, memory, exact):
+            case DiskRead(copies, memory, exact):
                 state.durable = {c.fragment: c for c in copies if c.fragment in self._owned_set}
                 state.durable_is_exact = exact
                 if memory is not None:
@@ -226,11 +223,11 @@ class SyncerMachine:
             case BodyArrived():
                 syncer_members.renew(state, now, event.learner)
                 return syncer_rounds.body_arrived(state, options, now, event)
-            case BodySpoiled():
+            case BodyCorrupt():
                 return syncer_rounds.body_spoiled(state, options, now, event)
             case CopyArrived():
                 return syncer_fill.copy_arrived(state, event)
-            case CopySpoiled():
+            case CopyCorrupt():
                 return syncer_fill.copy_spoiled(state, now, event)
             case WeightsLoaded(digests):
                 return syncer_fill.weights_loaded(state, digests)
@@ -238,10 +235,10 @@ class SyncerMachine:
                 return self._merged(now, number, fragment, digest)
             case MergeFailed(number, fragment, reason):
                 return syncer_rounds.merge_failed(state, now, number, fragment, reason)
-            case CutHeard(number):
+            case CheckpointHeard(number):
                 return self._take_cut(number, "a message is of it")
-            case CutWritten(number, digest, nbytes, problem):
-                kept = CutKept(number, digest, nbytes, problem)
+            case PartWritten(number, digest, nbytes, problem):
+                kept = PartSaved(number, digest, nbytes, problem)
                 return [Send(COORDINATOR, kept, problem or "its part is on the disk")]
             case _:
                 assert_never(event)
@@ -251,7 +248,7 @@ class SyncerMachine:
         if number <= self.state.cut:
             return []
         self.state.cut = number
-        return [TakeCut(number, why)] if self.state.phase == "running" else []
+        return [TakeCheckpoint(number, why)] if self.state.phase == "running" else []
 
     def _ordered(self, now: float, message: Message) -> list[SyncerEffect]:
         state = self.state
@@ -268,8 +265,8 @@ class SyncerMachine:
                 if state.phase != "ready" or state.fill is None or state.fill.attempt != attempt:
                     return []
                 return self._run(now, "every shard holds its share of the initial weights")
-            case CutOrdered(number, keep):
-                forget = ForgetCuts(keep, number, "newer ones are complete")
+            case CheckpointOrdered(number, keep):
+                forget = ForgetCheckpoints(keep, number, "newer ones are complete")
                 return [forget, *self._take_cut(number, "the coordinator orders it")]
             case EndOrdered():
                 if self.state.end_ordered:
@@ -362,14 +359,14 @@ class SyncerMachine:
             case Copy():
                 return []
             case CopyDeclined(fragment, attempt, reason):
-                spoiled = CopySpoiled(learner, fragment, attempt, reason)
+                spoiled = CopyCorrupt(learner, fragment, attempt, reason)
                 return syncer_fill.copy_spoiled(state, now, spoiled)
             case Decline():
                 return syncer_rounds.declined(state, self.options, now, learner, message)
             case Holding():
                 return syncer_members.holding(state, self.options, now, member, message)
-            case Leaving():
-                effects = leaving.leaving(state, self.options, self.owned, member, message)
+            case Draining():
+                effects = draining.leaving(state, self.options, self.owned, member, message)
                 return effects + asking.ask_leaver(state, self.options, now, member)
             case Leave(reason):
                 gone = {learner: f"left: {reason}"}

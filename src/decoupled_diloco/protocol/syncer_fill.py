@@ -20,7 +20,7 @@ from decoupled_diloco.protocol.effects import (
     SyncerEffect,
     Unexpect,
 )
-from decoupled_diloco.protocol.events import CopyArrived, CopySpoiled
+from decoupled_diloco.protocol.events import CopyArrived, CopyCorrupt
 from decoupled_diloco.protocol.membership import CLOCK_MAX, Member
 from decoupled_diloco.protocol.messages import (
     CopyWanted,
@@ -28,10 +28,10 @@ from decoupled_diloco.protocol.messages import (
     SeedNamed,
     ShardAdmitted,
     ShardReady,
-    Version,
 )
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer_state import CopyAsk, Fill, SyncerState, lower_median
+from decoupled_diloco.protocol.versions import Version
 
 FROM_THE_START_SECONDS = 30.0
 """How long a restoring shard looks for a holder of a copy before it takes initial weights."""
@@ -152,13 +152,13 @@ def copy_arrived(state: SyncerState, event: CopyArrived) -> list[SyncerEffect]:
     return []
 
 
-def _was_asked(fill: Fill, event: CopyArrived | CopySpoiled) -> bool:
+def _was_asked(fill: Fill, event: CopyArrived | CopyCorrupt) -> bool:
     asked = fill.asked.get(event.fragment)
     mine = asked is not None and (asked.learner, asked.number) == (event.learner, event.attempt)
     return mine and event.fragment not in fill.digests
 
 
-def copy_spoiled(state: SyncerState, now: float, event: CopySpoiled) -> list[SyncerEffect]:
+def copy_spoiled(state: SyncerState, now: float, event: CopyCorrupt) -> list[SyncerEffect]:
     """A whole fragment came wrong or not at all: ask later, in restoring somebody else first."""
     fill = state.fill
     if fill is None or not _was_asked(fill, event):

@@ -24,9 +24,10 @@ from decoupled_diloco.protocol.membership import (
     credible,
     report_problem,
 )
-from decoupled_diloco.protocol.messages import Hello, Holding, Shifted, StepReport
+from decoupled_diloco.protocol.messages import Hello, Shifted, StepReport
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.syncer_state import SyncerState, lower_median
+from decoupled_diloco.protocol.versions import Holding
 
 LATENESS_SECONDS_MIN = 0.5
 """A tick later than this was held up by a pause of the process, not by the scheduler."""

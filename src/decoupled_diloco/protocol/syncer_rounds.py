@@ -27,6 +27,7 @@ from decoupled_diloco.protocol.asking import (
     serve,
     serve_idle,
 )
+from decoupled_diloco.protocol.draining import leaver_of, waits_for_leaver, was_heard
 from decoupled_diloco.protocol.effects import (
     Broadcast,
     Drop,
@@ -37,26 +38,15 @@ from decoupled_diloco.protocol.effects import (
     SyncerEffect,
     Unexpect,
 )
-from decoupled_diloco.protocol.events import BodyArrived, BodySpoiled
+from decoupled_diloco.protocol.events import BodyArrived, BodyCorrupt
 from decoupled_diloco.protocol.gate import norm_limit, remember, remember_own
-from decoupled_diloco.protocol.leaving import (
-    leaver_of,
-    waits_for_leaver,
-    was_heard,
-)
 from decoupled_diloco.protocol.membership import Member
-from decoupled_diloco.protocol.messages import (
-    Asking,
-    Decline,
-    GivenUp,
-    Outcome,
-    Verdict,
-    Version,
-)
+from decoupled_diloco.protocol.messages import Decline, GivenUp, Outcome, Verdict
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.quorum import window_decision
 from decoupled_diloco.protocol.rounds import Ask, AskState, Round
 from decoupled_diloco.protocol.syncer_state import SyncerState
+from decoupled_diloco.protocol.versions import Asking, Version
 
 SWEEP_TRIES_MAX = 3
 """How often a fragment's closing round may fail before its learners' rest is given up."""
@@ -288,7 +278,7 @@ def declined(
 
 
 def body_spoiled(
-    state: SyncerState, options: Options, now: float, event: BodySpoiled
+    state: SyncerState, options: Options, now: float, event: BodyCorrupt
 ) -> list[SyncerEffect]:
     """A body came wrong, or stopped coming."""
     ask = _under_way(state, event.learner, event.fragment, event.ask)

@@ -12,8 +12,9 @@ from decoupled_diloco.protocol.events import DurableCopy
 from decoupled_diloco.protocol.gate import Sample
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.membership import TOKENS_FACTOR, Identity, Member
-from decoupled_diloco.protocol.messages import Published, Version
+from decoupled_diloco.protocol.messages import Published
 from decoupled_diloco.protocol.rounds import Ask, Round
+from decoupled_diloco.protocol.versions import Version
 
 Phase = Literal[
     "starting", "empty", "seeding", "restoring", "ready", "running", "sweeping", "swept", "finished"

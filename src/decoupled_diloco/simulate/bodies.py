@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from decoupled_diloco.protocol.effects import Fold
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.versions import Version
 
 
 @dataclass(frozen=True, slots=True)

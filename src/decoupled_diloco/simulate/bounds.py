@@ -33,13 +33,14 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AnySet
 from typing import Any
 
+from decoupled_diloco.protocol.data_leases.coordinator import HELD_MAX
 from decoupled_diloco.protocol.effects import Broadcast, Evict, Install
 from decoupled_diloco.protocol.events import StepFinished
 from decoupled_diloco.protocol.gate import SAMPLES_MAX
 from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
-from decoupled_diloco.protocol.leases import HELD_MAX
-from decoupled_diloco.protocol.messages import Published, Version
+from decoupled_diloco.protocol.messages import Published
 from decoupled_diloco.protocol.syncer import LINGER_SECONDS
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.bodies import NoBodies
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.shard_process import ShardProcess

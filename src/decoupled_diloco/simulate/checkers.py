@@ -25,8 +25,9 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import Began, BodyArrived, Merged, MergeFailed, Received
 from decoupled_diloco.protocol.learner import NOT_TAKEN
-from decoupled_diloco.protocol.messages import Published, Pull, ShardAdmitted, Version
+from decoupled_diloco.protocol.messages import Published, Pull, ShardAdmitted
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.bodies import LineageLearner
 from decoupled_diloco.simulate.bounds import sees_the_end
 from decoupled_diloco.simulate.learner_process import LearnerProcess

@@ -25,10 +25,11 @@ from typing import Any
 from decoupled_diloco.protocol.effects import AdmitShard, Apply, Broadcast, Evict, Fetch, Relabel
 from decoupled_diloco.protocol.events import BodyArrived, Connected, Heard, Received, Reported
 from decoupled_diloco.protocol.learner import NOT_TAKEN
-from decoupled_diloco.protocol.lease import Activate
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
-from decoupled_diloco.protocol.messages import Published, ShardHello, Version
+from decoupled_diloco.protocol.messages import Published, ShardHello
+from decoupled_diloco.protocol.shard_lease import Activate
 from decoupled_diloco.protocol.syncer_fill import SETTLE_SECONDS
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.network import LOST_SECONDS, STALL_SECONDS
 from decoupled_diloco.simulate.shell import REDIAL_SECONDS
 from decoupled_diloco.simulate.world import World

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from decoupled_diloco.protocol import lease
+from decoupled_diloco.protocol import shard_lease
 from decoupled_diloco.protocol.events import Tick
-from decoupled_diloco.protocol.lease import (
+from decoupled_diloco.protocol.shard_lease import (
     LeaseAnswer,
     LeaseEvent,
-    LeaseMachine,
     LeaseOrder,
-    Standing,
+    NewestLease,
+    ShardLeaseMachine,
 )
 from decoupled_diloco.simulate.choices import Choices
 
@@ -52,7 +52,7 @@ class VirtualClaims:
         self.settings = settings
         self.choices = choices
         self.nonces: list[str] = []
-        self._beside: dict[int, tuple[int, lease.Condition]] = {}
+        self._beside: dict[int, tuple[int, shard_lease.Condition]] = {}
 
     @property
     def newest(self) -> int:
@@ -66,26 +66,26 @@ class VirtualClaims:
     def carry_out(self, order: LeaseOrder, nonce: str) -> LeaseAnswer | None:
         """What the storage does, and says; ``None``: nobody waits for an answer."""
         match order:
-            case lease.Look():
-                return lease.Looked(self._standing())
-            case lease.Claim(number):
+            case shard_lease.Look():
+                return shard_lease.Looked(self._standing())
+            case shard_lease.Acquire(number):
                 if number <= self.newest:
-                    return lease.ClaimNotMade(number, "another process was faster")
+                    return shard_lease.NotAcquired(number, "another process was faster")
                 self.nonces.append(nonce)
-                return lease.ClaimMade(number)
-            case lease.Renew(number, renewals):
+                return shard_lease.Acquired(number)
+            case shard_lease.Renew(number, renewals):
                 self._beside[number] = (renewals, "held")
-                return lease.Renewed(renewals, self.newest)
-            case lease.GiveBack(number, finished):
+                return shard_lease.Renewed(renewals, self.newest)
+            case shard_lease.GiveBack(number, finished):
                 renewals, _ = self._beside.get(number, (0, "held"))
                 self._beside[number] = (renewals, "finished" if finished else "released")
                 return None
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> NewestLease:
         if not self.nonces:
-            return Standing(0, "", 0, 0.0, "held")
+            return NewestLease(0, "", 0, 0.0, "held")
         renewals, condition = self._beside.get(self.newest, (0, "held"))
-        return Standing(
+        return NewestLease(
             self.newest, self.nonces[-1], renewals, self.settings.lease_seconds, condition
         )
 
@@ -98,7 +98,7 @@ class VirtualTenure:
         self.claims = claims
         self.life = process.life
         nonce = f"{process.name}-{process.life}"
-        self.machine = LeaseMachine(nonce, claims.settings.lease_seconds, waits=waits)
+        self.machine = ShardLeaseMachine(nonce, claims.settings.lease_seconds, waits=waits)
         self.number = 0
         self._plans = 0
 
@@ -118,7 +118,7 @@ class VirtualTenure:
 
     def leave(self, *, finished: bool) -> None:
         """Gives the claim back, so that nobody waits for it to run out."""
-        self._handle(lease.Leaving(finished))
+        self._handle(shard_lease.HolderLeaves(finished))
 
     def leapt(self) -> None:
         """The process's clock has leapt ahead."""
@@ -139,16 +139,21 @@ class VirtualTenure:
 
     def _do(self, effect: Any) -> None:
         match effect:
-            case lease.Look() | lease.Claim() | lease.Renew() | lease.GiveBack():
+            case (
+                shard_lease.Look()
+                | shard_lease.Acquire()
+                | shard_lease.Renew()
+                | shard_lease.GiveBack()
+            ):
                 fails = self.claims.choices.chance(self.claims.settings.storage_fails)
                 clockwork = self.process.world.clockwork
                 clockwork.after(self.claims.delay(), self._reach, effect, fails)
-            case lease.Activate(number):
+            case shard_lease.Activate(number):
                 self.number = number
                 self.process.act(number)
-            case lease.StepDown(why):
+            case shard_lease.StepDown(why):
                 self.process.replaced(why)
-            case lease.StandDown():
+            case shard_lease.StandDown():
                 self.process.stand_down()
 
     def _plan(self) -> None:
@@ -178,11 +183,11 @@ class VirtualTenure:
                 if self._lives:
                     process.world.clockwork.after(HANG_SECONDS, self._reach, order, fails)
                 return
-            answer = lease.failure_of(order, "the storage is out of reach")
+            answer = shard_lease.failure_of(order, "the storage is out of reach")
         else:
             carried_out = not fails or choices.chance(0.5)
             answer = self.claims.carry_out(order, self.machine.nonce) if carried_out else None
-            answer = lease.failure_of(order, "the storage has failed") if fails else answer
+            answer = shard_lease.failure_of(order, "the storage has failed") if fails else answer
         if answer is not None and self._lives:
             instant = process.world.now + self.claims.delay()
             process.world.clockwork.arrive(process, instant, self._handle, answer)

@@ -6,26 +6,24 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from decoupled_diloco.protocol.checkpoints.coordinator import raised
+from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
-from decoupled_diloco.protocol.cuts import raised
-from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
+from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
+from decoupled_diloco.protocol.data_leases.effects import Enter
+from decoupled_diloco.protocol.data_leases.ledger import LedgerEntry
 from decoupled_diloco.protocol.effects import (
     Admit,
     AdmitShard,
     AdoptLayout,
-    BeginCut,
     CoordinatorEffect,
     Deny,
     DenyShard,
-    Enter,
-    KeepCut,
     Note,
     Persist,
     Send,
 )
 from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received
-from decoupled_diloco.protocol.leases import LeaseBook, apply, copied
-from decoupled_diloco.protocol.ledger import LedgerEntry
 from decoupled_diloco.protocol.messages import (
     Admitted,
     Join,
@@ -36,6 +34,7 @@ from decoupled_diloco.protocol.messages import (
     ToMember,
 )
 from decoupled_diloco.protocol.peers import is_shard_peer, shard_of, shard_peer
+from decoupled_diloco.protocol.transfer.effects import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.simulate.network import Connection
 from decoupled_diloco.simulate.shell import Shell
 
@@ -167,9 +166,9 @@ class CoordinatorProcess(Shell):
                 self._inform(learner, cast("Any", message))
             case OpenRelay() | RelayOn() | CloseRelay():
                 pass  # a virtual chunk passes whenever both ends are alive
-            case BeginCut():
+            case BeginCheckpoint():
                 self.part = self.machine.snapshot()
-            case KeepCut(number):
+            case KeepCheckpoint(number):
                 self.world.cuts.complete[number] = effect, self.part
             case AdoptLayout() | Note():
                 pass

@@ -24,7 +24,7 @@ from torch import nn
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import (

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 from decoupled_diloco.protocol.coordinator import CoordinatorState
-from decoupled_diloco.protocol.effects import KeepCut
 from decoupled_diloco.protocol.events import KeptFragment, ShardMemory
 from decoupled_diloco.simulate.bodies import Life, Value
 
@@ -53,7 +53,7 @@ class WorldCuts:
 
     shards: dict[tuple[int, int], ShardPart] = field(default_factory=dict)
     learners: dict[tuple[int, str], LearnerPart] = field(default_factory=dict)
-    complete: dict[int, tuple[KeepCut, CoordinatorState]] = field(default_factory=dict)
+    complete: dict[int, tuple[KeepCheckpoint, CoordinatorState]] = field(default_factory=dict)
 
 
 def check_cut(world: World, number: int) -> None:

@@ -12,13 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoupled_diloco.observe.data_ledger import DataAccount, account_of_data
-from decoupled_diloco.protocol.events import Merged, Received
-from decoupled_diloco.protocol.lease_messages import (
-    DataReport,
-    LeaseState,
+from decoupled_diloco.protocol.data_leases.coordinator import HELD_MAX
+from decoupled_diloco.protocol.data_leases.ledger import (
+    Leased,
+    LedgerEntry,
+    Repeated,
+    Settled,
+    TakenBack,
 )
-from decoupled_diloco.protocol.leases import HELD_MAX
-from decoupled_diloco.protocol.ledger import Leased, LedgerEntry, Repeated, Settled, TakenBack
+from decoupled_diloco.protocol.data_leases.messages import DataReport, LeaseState
+from decoupled_diloco.protocol.events import Merged, Received
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.simulate.bodies import Life, LineageShard
 from decoupled_diloco.simulate.leased_loop import NumberedParts, Trained, VirtualData

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
-from decoupled_diloco.protocol.donation import (
+from decoupled_diloco.protocol.transfer.effects import (
     CopyState,
     DropState,
     FetchState,
     ForgetState,
     RelayState,
 )
-from decoupled_diloco.protocol.events import (
+from decoupled_diloco.protocol.transfer.events import (
     ChunkArrived,
     StateArrived,
     StateCopied,

@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
-from decoupled_diloco.protocol.donation import (
-    CopyState,
-    DropState,
-    FetchState,
-    ForgetState,
-    RelayState,
-)
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
+from decoupled_diloco.protocol.data_leases.events import DataClosed
+from decoupled_diloco.protocol.draining import handed_in
 from decoupled_diloco.protocol.effects import (
     Apply,
     EndTraining,
     Expelled,
     Fetch,
-    ForgetCuts,
     Hold,
     LearnerEffect,
     Note,
@@ -30,27 +26,22 @@ from decoupled_diloco.protocol.effects import (
     SendBody,
     SendCopy,
     Snapshot,
-    TakeCut,
 )
 from decoupled_diloco.protocol.events import (
     Began,
     BodyEncoded,
     Connected,
     CopyFailed,
-    CutHeard,
-    CutWritten,
-    DataClosed,
+    DrainAsked,
     Fetched,
     FetchFailed,
     Lost,
     Paused,
     Received,
     StepFinished,
-    ToldToGo,
     UploadFailed,
 )
 from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.leaving import handed_in
 from decoupled_diloco.protocol.messages import (
     Admitted,
     Copy,
@@ -63,6 +54,13 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
 )
 from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
+from decoupled_diloco.protocol.transfer.effects import (
+    CopyState,
+    DropState,
+    FetchState,
+    ForgetState,
+    RelayState,
+)
 from decoupled_diloco.simulate.bodies import Body, LearnerBodies
 from decoupled_diloco.simulate.donations import VirtualDonations
 from decoupled_diloco.simulate.learner_disk import LearnerDisk
@@ -167,7 +165,7 @@ class LearnerProcess(Shell):
     def hear_cut(self, cut: int) -> None:
         """See `Endpoint`."""
         if self.machine is not None and cut > self.machine.state.cut_heard:
-            self.tell(CutHeard(cut))
+            self.tell(CheckpointHeard(cut))
 
     # ---- joining
 
@@ -380,12 +378,14 @@ class LearnerProcess(Shell):
                 self.world.expelled(self, reason)
             case CopyState() | RelayState() | ForgetState() | FetchState() | DropState():
                 self.donations.carry_out(effect)
-            case TakeCut(number):
+            case TakeCheckpoint(number):
                 self.cut_taken = True
                 self.world.cuts.learners[number, self.name] = self.disk.part()
                 seconds = self.world.cut_seconds
-                self.later(self.choices.uniform(0.0, seconds), self.tell, CutWritten(number, "", 0))
-            case Recovered() | ForgetCuts() | Note():
+                self.later(
+                    self.choices.uniform(0.0, seconds), self.tell, PartWritten(number, "", 0)
+                )
+            case Recovered() | ForgetCheckpoints() | Note():
                 pass
             case _:
                 assert_never(effect)
@@ -411,7 +411,7 @@ class LearnerProcess(Shell):
         assert self.patience is not None
         if not self.leaving:
             self.later(self.patience, self._go)
-            self.tell(ToldToGo("told to go"))
+            self.tell(DrainAsked("told to go"))
 
     def _go(self) -> None:
         if self.alive:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from decoupled_diloco.protocol.events import DataOpened, PartWanted, StepFinished
-from decoupled_diloco.protocol.learner_data import DataView
+from decoupled_diloco.protocol.data_leases.events import DataOpened, PartWanted
+from decoupled_diloco.protocol.data_leases.state import DataView
+from decoupled_diloco.protocol.events import StepFinished
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.learner_process import LearnerProcess

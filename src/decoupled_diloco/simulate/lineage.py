@@ -24,17 +24,18 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import (
     Began,
+    DiskRead,
     DurableCopy,
     Lost,
     Merged,
     MergeFailed,
     Paused,
     Received,
-    Recovered,
     StepFinished,
 )
-from decoupled_diloco.protocol.messages import Asking, Outcome, Version
+from decoupled_diloco.protocol.messages import Outcome
 from decoupled_diloco.protocol.peers import COORDINATOR, shard_of
+from decoupled_diloco.protocol.versions import Asking, Version
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.system import System
@@ -229,7 +230,7 @@ class Lineage:
             base = self.contents[event.fragment, order.base]
             self._is_new(event.fragment, folded, base)
             self._content(event.fragment, order.version, event.digest, union(base, folded))
-        elif isinstance(event, Recovered):
+        elif isinstance(event, DiskRead):
             for copy in event.copies:
                 self._recovered(who, copy)
         elif isinstance(event, MergeFailed):

@@ -20,10 +20,10 @@ from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import Difference, TapeReader, replay
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
 from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.lease import LeaseMachine
+from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
 from decoupled_diloco.protocol.syncer import SyncerMachine
 
-Machine = SyncerMachine | LearnerMachine | CoordinatorMachine | LeaseMachine
+Machine = SyncerMachine | LearnerMachine | CoordinatorMachine | ShardLeaseMachine
 MACHINES = ("shard", "learner", "coordinator", "lease")
 
 
@@ -71,7 +71,9 @@ def machine_of(header: Mapping[str, Any]) -> Machine:
     """
     try:
         if header["machine"] == "lease":
-            return LeaseMachine(header["nonce"], header["lease_seconds"], waits=header["waits"])
+            return ShardLeaseMachine(
+                header["nonce"], header["lease_seconds"], waits=header["waits"]
+            )
         options = options_of(header["settings"])
         match header["machine"]:
             case "shard":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, assert_never, cast
 
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
 from decoupled_diloco.protocol.effects import (
     Accept,
     Broadcast,
@@ -14,7 +16,6 @@ from decoupled_diloco.protocol.effects import (
     Expect,
     ExpectCopy,
     Fold,
-    ForgetCuts,
     Install,
     LoadWeights,
     Merge,
@@ -25,30 +26,26 @@ from decoupled_diloco.protocol.effects import (
     Send,
     Stop,
     SyncerEffect,
-    TakeCut,
     Unexpect,
 )
 from decoupled_diloco.protocol.events import (
     BodyArrived,
-    BodySpoiled,
+    BodyCorrupt,
     Connected,
     CopyArrived,
-    CopySpoiled,
-    CutHeard,
-    CutWritten,
+    CopyCorrupt,
+    DiskRead,
     DurableCopy,
     Heard,
     Lost,
     Merged,
     MergeFailed,
     Received,
-    Recovered,
     Reported,
     ShardMemory,
     WeightsLoaded,
 )
 from decoupled_diloco.protocol.messages import (
-    Asking,
     Copy,
     CopyWanted,
     Hello,
@@ -58,11 +55,11 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Swept,
     Upload,
-    Version,
 )
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.simulate.bodies import Body, ShardBodies
 from decoupled_diloco.simulate.claims import VirtualTenure
 from decoupled_diloco.simulate.cuts import ShardPart
@@ -196,7 +193,7 @@ class ShardProcess(Shell):
     def hear_cut(self, cut: int) -> None:
         """See `Endpoint`."""
         if cut > self.cut:
-            self.tell(CutHeard(cut))
+            self.tell(CheckpointHeard(cut))
 
     def coordinator_reached(self, connection: Connection) -> None:
         """See `Shell`."""
@@ -301,7 +298,7 @@ class ShardProcess(Shell):
         if isinstance(announced, Upload):
             assert isinstance(order, Expect)
             if wrong:
-                self.tell(BodySpoiled(expected.learner, order.fragment, order.ask, wrong))
+                self.tell(BodyCorrupt(expected.learner, order.fragment, order.ask, wrong))
                 return
             self.world.keep_body(self.shard, path, body)
             self.bodies_here[order.ask] = body
@@ -322,7 +319,7 @@ class ShardProcess(Shell):
             assert isinstance(order, ExpectCopy)
             place = (expected.learner, order.fragment, order.attempt)
             if wrong:
-                self.tell(CopySpoiled(*place, wrong))
+                self.tell(CopyCorrupt(*place, wrong))
             else:
                 self.world.keep_body(self.shard, path, body)
                 digest = self.bodies.receive_copy(order.fragment, body)
@@ -389,9 +386,9 @@ class ShardProcess(Shell):
                 if self.tenure is not None:
                     self.tenure.leave(finished=True)
                 self.end()
-            case TakeCut(number):
+            case TakeCheckpoint(number):
                 self._work(self._take_part, number, remembered(self.machine.state))
-            case RoundOpened() | RoundFinished() | ClockAdvanced() | ForgetCuts() | Note():
+            case RoundOpened() | RoundFinished() | ClockAdvanced() | ForgetCheckpoints() | Note():
                 pass
             case _:
                 assert_never(effect)
@@ -476,11 +473,11 @@ class ShardProcess(Shell):
 
     def _take_part(self, number: int, memory: ShardMemory) -> None:
         if self.tenure is not None and self.tenure.confirm() != "ours":
-            self.tell(CutWritten(number, "", 0, "its claim cannot be confirmed"))
+            self.tell(PartWritten(number, "", 0, "its claim cannot be confirmed"))
             return
         kept = {p: Kept(copy, self.bodies.keep(p)) for p, copy in self.newest.items()}
         self.world.cuts.shards[number, self.shard] = ShardPart(kept, memory)
-        self.tell(CutWritten(number, "", 0))
+        self.tell(PartWritten(number, "", 0))
 
     def _norm(self, fragment: int, body: Body) -> float:
         poisoned = self.choices.chance(self.world.poison)
@@ -501,7 +498,7 @@ class ShardProcess(Shell):
             assert self.bodies.recover(fragment, kept.content) == kept.copy.digest
         if files.fragments:
             copies = tuple(kept.copy for kept in files.fragments.values())
-            self.tell(Recovered(copies, files.memory, self.exact))
+            self.tell(DiskRead(copies, files.memory, self.exact))
             self.exact = False
 
     def _load(self) -> None:

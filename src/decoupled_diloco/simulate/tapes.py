@@ -32,8 +32,8 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.coordinator import CoordinatorState
 from decoupled_diloco.protocol.effects import Send
 from decoupled_diloco.protocol.events import Connected, Lost, Received, StepFinished
-from decoupled_diloco.protocol.lease import Activate
 from decoupled_diloco.protocol.peers import COORDINATOR, shard_of
+from decoupled_diloco.protocol.shard_lease import Activate
 from decoupled_diloco.simulate.coordinator_process import CoordinatorProcess
 from decoupled_diloco.simulate.learner_process import LearnerProcess
 from decoupled_diloco.simulate.scenario import Target

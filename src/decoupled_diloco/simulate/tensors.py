@@ -21,7 +21,7 @@ from decoupled_diloco.merge import digest, parameters_numel
 from decoupled_diloco.merge.blocks import squares_of
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.effects import Fold
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.bodies import Body
 from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
 

@@ -28,7 +28,7 @@ from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.simulate.replay import by_process
 from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.syncer.durable import as_tensors
@@ -142,10 +142,10 @@ class _Shard:
         plan = plan_of(self._layout, settings)
         owned = options_of(settings).owned(self._shard)
         self._tensors = ShardTensors(plan, owned)
-        self._paths: dict[tuple[str, int, int | say.Asking], str] = {}
-        self._announced: dict[say.Asking, str] = {}
+        self._paths: dict[tuple[str, int, int | Asking], str] = {}
+        self._announced: dict[Asking, str] = {}
         self._merging: dict[int, tuple[do.Merge, OuterStep]] = {}
-        self._lost_bodies: set[say.Asking] = set()
+        self._lost_bodies: set[Asking] = set()
         self._lost: set[int] = set()
         self._unknown: set[int] = set()
         self._recovered: tuple[fact.DurableCopy, ...] = ()
@@ -163,7 +163,7 @@ class _Shard:
             case fact.WeightsLoaded(digests):
                 for fragment, text in digests:
                     self._copied(fragment, f"file/{fragment}", text)
-            case fact.Recovered(copies):
+            case fact.DiskRead(copies):
                 self._recovered = copies
             case fact.Received(_, say.ShardAdmitted() as admitted):
                 self._recover(admitted.term)

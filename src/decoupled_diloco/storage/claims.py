@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.lease import Condition, Standing
+from decoupled_diloco.protocol.shard_lease import Condition, NewestLease
 from decoupled_diloco.runtime import runtime
 
 CLAIMS = "claims"
@@ -114,7 +114,7 @@ class ClaimStore:
         self._require_storage()
         return newest_number(self.folder)
 
-    def look(self) -> Standing:
+    def look(self) -> NewestLease:
         """What the newest claim is.
 
         Raises:
@@ -122,7 +122,7 @@ class ClaimStore:
         """
         number = self.newest()
         if not number:
-            return Standing(0, "", 0, 0.0, "held")
+            return NewestLease(0, "", 0, 0.0, "held")
         path = numbered(self.folder, number)
         try:
             claim = json.loads(runtime().disk.read(path))
@@ -133,7 +133,7 @@ class ClaimStore:
                 "this shard runs"
             ) from error
         renewals, condition = self._renewals(number)
-        return Standing(number, nonce, renewals, lease_seconds, condition)
+        return NewestLease(number, nonce, renewals, lease_seconds, condition)
 
     def claim(self, number: int) -> bool:
         """Makes a claim, unless it exists; returns whether it is ours.

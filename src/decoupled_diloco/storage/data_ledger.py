@@ -19,8 +19,8 @@ from pydantic import TypeAdapter
 
 from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.protocol import wire
-from decoupled_diloco.protocol.leases import LeaseBook, apply, copied
-from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
+from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
+from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.journal import Journal, read_journal
 

@@ -39,25 +39,27 @@ from decoupled_diloco.merge import Layout
 from decoupled_diloco.observe.tape import Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.checkpoints.coordinator import raised
+from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
-from decoupled_diloco.protocol.cuts import raised
-from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
+from decoupled_diloco.protocol.data_leases.effects import Enter
+from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.events import (
     Connected,
     CoordinatorEvent,
-    CutWanted,
     Joining,
     Lost,
     Received,
     Tick,
 )
-from decoupled_diloco.protocol.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.peers import is_shard_peer, shard_of, shard_peer
+from decoupled_diloco.protocol.transfer.effects import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_since, newest_state
-from decoupled_diloco.syncer.cut_requests import CutAnswer
+from decoupled_diloco.syncer.cut_requests import CheckpointAnswer
 from decoupled_diloco.syncer.cuts import write_manifest
 from decoupled_diloco.syncer.relay import Relay
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
@@ -149,7 +151,7 @@ class CoordinatorHost:
         self._connections_of: dict[str, list[int]] = {}
         self._connections = 0
         self._part: dict[str, Any] = {}
-        self._cut_kept = CutAnswer("given up", 0)
+        self._cut_kept = CheckpointAnswer("given up", 0)
 
     # ---- learners and observers
 
@@ -359,7 +361,7 @@ class CoordinatorHost:
             effect = self._orders.popleft()
             if isinstance(effect, do.Persist):
                 self._write_by(self._saving_of(effect))
-            elif isinstance(effect, do.Enter):
+            elif isinstance(effect, Enter):
                 # Those that follow go along: an entry may be on the disk before its time.
                 entries = [effect.entry, *self._pending_entries()]
                 self._write_by(partial(self._appending, entries))
@@ -382,8 +384,8 @@ class CoordinatorHost:
         return lambda: self._disk.append(lines)
 
     def _pending_entries(self) -> list[LedgerEntry]:
-        entries = [order.entry for order in self._orders if isinstance(order, do.Enter)]
-        self._orders = deque(o for o in self._orders if not isinstance(o, do.Enter))
+        entries = [order.entry for order in self._orders if isinstance(order, Enter)]
+        self._orders = deque(o for o in self._orders if not isinstance(o, Enter))
         return entries
 
     def _write_by(self, task: Callable[[], Callable[[], None]]) -> None:
@@ -421,9 +423,9 @@ class CoordinatorHost:
                 self._relay.taken(path, chunk)
             case CloseRelay(path, why):
                 self._relay.close(path, why)
-            case do.BeginCut():
+            case BeginCheckpoint():
                 self._part = self._document()
-            case do.KeepCut():
+            case KeepCheckpoint():
                 self._spawn(self._keep_cut(effect, self._part))
             case do.AdoptLayout():
                 for link in self._shards.values():
@@ -440,40 +442,40 @@ class CoordinatorHost:
                 logger.info("%s (%s)", text, why)
             case do.DenyShard():
                 pass  # it was told at once
-            case do.Persist() | do.Enter():
+            case do.Persist() | Enter():
                 raise AssertionError("carried out elsewhere")
             case _:
                 assert_never(effect)
 
-    async def _keep_cut(self, effect: do.KeepCut, part: dict[str, Any]) -> None:
+    async def _keep_cut(self, effect: KeepCheckpoint, part: dict[str, Any]) -> None:
         missing = f", without {', '.join(effect.missing)}" if effect.missing else ""
         try:
             await asyncio.to_thread(write_manifest, self._folder, effect, part)
             logger.info("cut %d of the whole run is complete%s", effect.number, missing)
-            self._cut_kept = CutAnswer.kept(self._folder, effect)
+            self._cut_kept = CheckpointAnswer.kept(self._folder, effect)
         except StorageError as error:
             logger.error("%s: cut %d of the run is not complete", error, effect.number)
-            self._cut_kept = CutAnswer("given up", effect.number, str(error))
+            self._cut_kept = CheckpointAnswer("given up", effect.number, str(error))
 
-    def want_cut(self) -> CutAnswer:
+    def want_cut(self) -> CheckpointAnswer:
         """Begins a cut; one that is under way will do."""
         problem = self.machine.why_no_cut
         if problem:
-            return CutAnswer("refused", 0, problem)
-        self._handle(CutWanted())
+            return CheckpointAnswer("refused", 0, problem)
+        self._handle(CheckpointWanted())
         return self.cut_answer(self.machine.state.cut)
 
-    def cut_answer(self, number: int) -> CutAnswer:
+    def cut_answer(self, number: int) -> CheckpointAnswer:
         """What has become of a cut of this life."""
         under_way, (given_up, reason) = self.machine.cuts.open, self.machine.cuts.given_up
         if self._cut_kept.number == number:
             return self._cut_kept
         if under_way is not None and under_way.number == number:
-            return CutAnswer.of_open(under_way)
+            return CheckpointAnswer.of_open(under_way)
         if number in self.machine.state.cuts_kept:
-            return CutAnswer("open", number, "its manifest is being written")
+            return CheckpointAnswer("open", number, "its manifest is being written")
         words = reason if given_up == number else "this coordinator knows nothing of it"
-        return CutAnswer("given up", number, words)
+        return CheckpointAnswer("given up", number, words)
 
     def _answer(self, connection: int, message: say.Message) -> None:
         if connection in self._joining:

@@ -17,8 +17,8 @@ from typing import Literal, Protocol, cast, get_args
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
 from decoupled_diloco.observe.sources import TAPE_PATH
-from decoupled_diloco.protocol.cuts import OpenCut
-from decoupled_diloco.protocol.effects import KeepCut
+from decoupled_diloco.protocol.checkpoints.coordinator import OpenCheckpoint
+from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 from decoupled_diloco.syncer.cuts import cut_folder
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError, fetch, read_object
 
@@ -31,7 +31,7 @@ State = Literal["refused", "open", "complete", "given up"]
 
 
 @dataclass(frozen=True)
-class CutAnswer:
+class CheckpointAnswer:
     """What has become of a cut.
 
     Attributes:
@@ -51,14 +51,14 @@ class CutAnswer:
     missing: tuple[str, ...] = ()
 
     @classmethod
-    def kept(cls, run: Path, cut: KeepCut) -> CutAnswer:
+    def kept(cls, run: Path, cut: KeepCheckpoint) -> CheckpointAnswer:
         """Of a cut that is complete, its manifest written."""
         nbytes = sum(part.nbytes for part in (*cut.shards, *cut.learners))
         folder = str(cut_folder(run, cut.number).absolute())
         return cls("complete", cut.number, folder=folder, nbytes=nbytes, missing=cut.missing)
 
     @classmethod
-    def of_open(cls, cut: OpenCut) -> CutAnswer:
+    def of_open(cls, cut: OpenCheckpoint) -> CheckpointAnswer:
         """Of a cut that waits for parts."""
         awaited = [f"shard-{shard}" for shard in sorted(cut.shards_awaited)]
         awaited += sorted(cut.learners_awaited)
@@ -69,11 +69,11 @@ class CutAnswer:
 class Coordinator(Protocol):
     """Where cuts begin."""
 
-    def want_cut(self) -> CutAnswer:
+    def want_cut(self) -> CheckpointAnswer:
         """Begins a cut; one that is under way will do."""
         ...
 
-    def cut_answer(self, number: int) -> CutAnswer:
+    def cut_answer(self, number: int) -> CheckpointAnswer:
         """What has become of a cut."""
         ...
 
@@ -96,7 +96,7 @@ def answer(coordinator: Coordinator | None, query: Mapping[str, str]) -> Documen
     return Document(json.dumps(asdict(found)).encode())
 
 
-def take_cut(address: str, token: str | None, timeout_seconds: float) -> CutAnswer:
+def take_cut(address: str, token: str | None, timeout_seconds: float) -> CheckpointAnswer:
     """Has a running syncer take a consistent cut, and waits until it is complete.
 
     Args:
@@ -128,7 +128,9 @@ def _coordinator_of(address: str, token: str | None) -> tuple[str, ...]:
     return tuple(reached_by(each, address) for each in alternatives(shards[0]))
 
 
-def _ask(addresses: tuple[str, ...], query: Mapping[str, str], token: str | None) -> CutAnswer:
+def _ask(
+    addresses: tuple[str, ...], query: Mapping[str, str], token: str | None
+) -> CheckpointAnswer:
     failure: TransportError | None = None
     for address in addresses:
         try:
@@ -143,12 +145,12 @@ def _ask(addresses: tuple[str, ...], query: Mapping[str, str], token: str | None
     raise failure
 
 
-def _read(document: Document, where: str) -> CutAnswer:
+def _read(document: Document, where: str) -> CheckpointAnswer:
     fields = read_object(document, where)
     try:
         if fields["state"] not in get_args(State):
             raise ValueError(fields["state"])
-        return CutAnswer(
+        return CheckpointAnswer(
             cast("State", fields["state"]),
             int(fields["number"]),
             str(fields["words"]),

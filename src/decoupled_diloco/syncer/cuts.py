@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.effects import KeepCut
-from decoupled_diloco.protocol.messages import CutPart
+from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointPart
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.syncer.durable import part_digest
@@ -47,8 +47,8 @@ class Manifest:
 
     number: int
     folder: Path
-    shards: tuple[CutPart, ...]
-    learners: tuple[CutPart, ...]
+    shards: tuple[CheckpointPart, ...]
+    learners: tuple[CheckpointPart, ...]
     missing: tuple[str, ...]
     coordinator: dict[str, Any]
 
@@ -78,7 +78,7 @@ def part_file(run: Path, number: int, shard: int) -> Path:
     return cut_folder(run, number) / f"shard-{shard}.safetensors"
 
 
-def write_manifest(run: Path, cut: KeepCut, coordinator: dict[str, Any]) -> None:
+def write_manifest(run: Path, cut: KeepCheckpoint, coordinator: dict[str, Any]) -> None:
     """Makes a cut complete.
 
     Raises:
@@ -109,8 +109,8 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(
             int(document["cut"]),
             folder,
-            tuple(CutPart(**part) for part in document["shards"]),
-            tuple(CutPart(**part) for part in document["learners"]),
+            tuple(CheckpointPart(**part) for part in document["shards"]),
+            tuple(CheckpointPart(**part) for part in document["learners"]),
             tuple(document["missing"]),
             dict(document["coordinator"]),
         )

@@ -30,7 +30,7 @@ from decoupled_diloco.merge import (
     publish,
 )
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.messages import Asking
+from decoupled_diloco.protocol.versions import Asking
 
 
 @dataclass

@@ -22,6 +22,7 @@ from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.transport.base import Body, BodyStore, Upload
 
@@ -66,7 +67,7 @@ class Expected:
         return self.has_arrived is False or (bool(self.has_arrived) and self.message is not None)
 
 
-_Purpose = tuple[str, int, say.Asking | int]
+_Purpose = tuple[str, int, Asking | int]
 
 
 def _purpose(effect: do.Expect | do.ExpectCopy) -> _Purpose:
@@ -206,7 +207,7 @@ class Intake:
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
                 logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
-                self._handle(fact.BodySpoiled(learner, fragment, ask, str(error)))
+                self._handle(fact.BodyCorrupt(learner, fragment, ask, str(error)))
 
     async def _copy(self, upload: Upload, announced: say.Copy, effect: do.ExpectCopy) -> None:
         learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
@@ -224,7 +225,7 @@ class Intake:
             await self._take(upload, receive, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
-                self._handle(fact.CopySpoiled(learner, fragment, attempt, str(error)))
+                self._handle(fact.CopyCorrupt(learner, fragment, attempt, str(error)))
 
     async def _take(
         self, upload: Upload, use: Callable[[Body], None], then: Callable[[], None]
@@ -261,7 +262,7 @@ class Offers:
         self._differences: dict[int, list[str]] = {}
         self._urls: dict[str, str] = {}
 
-    def offer(self, fragment: int, version: say.Version, published: PublishedCopy) -> None:
+    def offer(self, fragment: int, version: Version, published: PublishedCopy) -> None:
         """Offers a version: whole, and as difference unless that is empty."""
         whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
         older = self._wholes.pop(fragment, whole)

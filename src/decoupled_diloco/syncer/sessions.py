@@ -10,7 +10,8 @@ from typing import Any, cast, get_args
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.cuts import LEAD_MAX
+from decoupled_diloco.protocol.checkpoints.coordinator import LEAD_MAX
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 from decoupled_diloco.protocol.wire import colour, decode
 from decoupled_diloco.transport.base import Channel, Encoded
 
@@ -154,7 +155,7 @@ class Sessions:
         if cut > known + LEAD_MAX:
             raise ProtocolError(f"cut {cut} cannot be: the newest known here is {known}")
         if cut > known:
-            self._handle(fact.CutHeard(cut))
+            self._handle(CheckpointHeard(cut))
 
     def _is_current(self, learner: str, connection: int) -> bool:
         session = self.sessions.get(learner)

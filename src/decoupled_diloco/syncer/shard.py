@@ -36,9 +36,12 @@ from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import PartWritten
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
+from decoupled_diloco.protocol.versions import Holding
 from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS, CoordinatorHost
@@ -387,7 +390,7 @@ class Shard:
         if isinstance(message, say.Upload | say.Copy) and self._intake is not None:
             self._intake.announce(learner, message)
         assert self._seals is not None
-        if not isinstance(message, say.Holding) or self._seals.genuine([message]):
+        if not isinstance(message, Holding) or self._seals.genuine([message]):
             self._handle(fact.Received(learner, message))
 
     def _genuine(self, hello: say.Hello) -> say.Hello:
@@ -424,9 +427,9 @@ class Shard:
                 pass
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
-            case do.TakeCut(number):
+            case TakeCheckpoint(number):
                 self._spawn(self._take_cut(number, encode(remembered(self.machine.state))))
-            case do.ForgetCuts(keep, before):
+            case ForgetCheckpoints(keep, before):
                 self._spawn(asyncio.to_thread(forget_cuts, self._folder, keep, before))
             case _:
                 self._do_in_worker(effect)
@@ -575,16 +578,16 @@ class Shard:
         """The part is what the worker has when this has come through its queue; rounds go on."""
         disk = self._disk
         if disk is None:
-            self._handle(fact.CutWritten(number, "", 0, "syncer.durable=false keeps nothing"))
+            self._handle(PartWritten(number, "", 0, "syncer.durable=false keeps nothing"))
             return
         part = await self._in_worker(lambda: disk.part(memory))
         path = part_file(self._folder, number, self.shard)
         try:
             write = self._tenure.fenced(partial(part.write, path))
             digest = await asyncio.to_thread(write)
-            self._handle(fact.CutWritten(number, digest, path.stat().st_size))
+            self._handle(PartWritten(number, digest, path.stat().st_size))
         except (StorageError, OSError) as error:
-            self._handle(fact.CutWritten(number, "", 0, str(error)))
+            self._handle(PartWritten(number, "", 0, str(error)))
 
     async def _load_weights(self, tensors: ShardTensors) -> None:
         path, payloads = self.config.sync.initial_weights, self._payloads
@@ -647,7 +650,7 @@ class Shard:
         copies = [fact.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
         if copies:
             memory = None if disk.memory is None else decode(disk.memory, [fact.ShardMemory])
-            self._handle(fact.Recovered(tuple(copies), memory, disk.is_exact))
+            self._handle(fact.DiskRead(tuple(copies), memory, disk.is_exact))
         self._handle(fact.Received(COORDINATOR, admitted))
         self._coordinator.let_go()
 

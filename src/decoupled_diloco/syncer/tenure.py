@@ -15,10 +15,15 @@ from typing import TypeVar, assert_never
 
 from decoupled_diloco.errors import LeaseError, StorageError
 from decoupled_diloco.observe.tape import Recorder, TapeWriter
-from decoupled_diloco.protocol import lease
+from decoupled_diloco.protocol import shard_lease
 from decoupled_diloco.protocol.effects import Note
 from decoupled_diloco.protocol.events import Tick
-from decoupled_diloco.protocol.lease import LeaseEffect, LeaseEvent, LeaseMachine, LeaseOrder
+from decoupled_diloco.protocol.shard_lease import (
+    LeaseEffect,
+    LeaseEvent,
+    LeaseOrder,
+    ShardLeaseMachine,
+)
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.claims import ClaimStore
 
@@ -69,7 +74,7 @@ class Tenure:
         self.number = 0
         self.waited_seconds = 0.0
         self.run_over = False
-        self.machine = LeaseMachine(store.nonce, store.lease_seconds, waits=waits)
+        self.machine = ShardLeaseMachine(store.nonce, store.lease_seconds, waits=waits)
         self.tape = tape
         self._recorder = Recorder(self.machine, tape)
         self._worker = runtime().worker("claim")
@@ -136,7 +141,7 @@ class Tenure:
         """Gives the claim back, so that nobody waits for it to run out."""
         if self._timer is not None:
             self._timer.cancel()
-        self._handle(lease.Leaving(finished))
+        self._handle(shard_lease.HolderLeaves(finished))
         if self._asking:  # a storage that does not answer is left alone after a while
             await asyncio.wait(self._asking, timeout=self.store.lease_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -157,19 +162,24 @@ class Tenure:
 
     def _do(self, effect: LeaseEffect) -> None:
         match effect:
-            case lease.Look() | lease.Claim() | lease.Renew() | lease.GiveBack():
+            case (
+                shard_lease.Look()
+                | shard_lease.Acquire()
+                | shard_lease.Renew()
+                | shard_lease.GiveBack()
+            ):
                 task = asyncio.get_running_loop().create_task(self._ask(effect))
                 self._asking.add(task)
                 task.add_done_callback(self._asking.discard)
-            case lease.Activate(number, waited, why):
+            case shard_lease.Activate(number, waited, why):
                 self.number, self.waited_seconds = number, waited
                 logger.info("this process acts for the shard (%s)", why)
                 self._settled.set()
-            case lease.StepDown(why):
+            case shard_lease.StepDown(why):
                 self._lost = f"this process no longer acts for its shard: {why}"
                 self._settled.set()
                 self._on_lost(LeaseError(self._lost))
-            case lease.StandDown(why):
+            case shard_lease.StandDown(why):
                 self.run_over = True
                 logger.info(
                     "nothing to wait for (%s): to go on with it, use --resume, or remove %s",
@@ -193,20 +203,20 @@ class Tenure:
         store = self.store
         try:
             match order:
-                case lease.Look():
-                    return lease.Looked(store.look())
-                case lease.Claim(number):
+                case shard_lease.Look():
+                    return shard_lease.Looked(store.look())
+                case shard_lease.Acquire(number):
                     if store.claim(number):
-                        return lease.ClaimMade(number)
-                    return lease.ClaimNotMade(number, "another process was faster")
-                case lease.Renew(number, renewals):
+                        return shard_lease.Acquired(number)
+                    return shard_lease.NotAcquired(number, "another process was faster")
+                case shard_lease.Renew(number, renewals):
                     store.renew(number, renewals)
-                    return lease.Renewed(renewals, store.newest())
-                case lease.GiveBack(number, finished):
-                    condition: lease.Condition = "finished" if finished else "released"
+                    return shard_lease.Renewed(renewals, store.newest())
+                case shard_lease.GiveBack(number, finished):
+                    condition: shard_lease.Condition = "finished" if finished else "released"
                     store.renew(number, self.machine.state.renewals, condition)
         except StorageError as error:
-            if isinstance(order, lease.GiveBack):
+            if isinstance(order, shard_lease.GiveBack):
                 logger.warning("the claim could not be given back: %s", error)
-            return lease.failure_of(order, str(error))
+            return shard_lease.failure_of(order, str(error))
         return None

@@ -11,7 +11,7 @@ import torch
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.learner.checkpoint import CheckpointFolder, HeldFragment, LearnerCheckpoint
 from decoupled_diloco.merge import digest
-from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.protocol.versions import Version
 
 
 def checkpoint(steps: int = 7, cut: int | None = None) -> LearnerCheckpoint:

@@ -23,7 +23,7 @@ from decoupled_diloco.merge import (
     parameters_numel,
 )
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.messages import Asking
+from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.syncer.fragments import ShardTensors
 
 

@@ -12,8 +12,8 @@ from decoupled_diloco.cli.main import app
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.data_ledger import account_of_data, read_data
 from decoupled_diloco.observe.tape import TapeWriter
-from decoupled_diloco.protocol.leases import LeaseBook, apply
-from decoupled_diloco.protocol.ledger import (
+from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply
+from decoupled_diloco.protocol.data_leases.ledger import (
     DataDescribed,
     Leased,
     LedgerEntry,

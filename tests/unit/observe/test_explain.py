@@ -14,7 +14,7 @@ from decoupled_diloco.observe.explain_step import explain_step
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.run_model import RunModel, run_of
 from decoupled_diloco.observe.words import percent, wrapped
-from decoupled_diloco.protocol.messages import Asking
+from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.simulate.faults import Fault
 from decoupled_diloco.units import format_duration
 from unit.observe.worlds import KILLED_AT, lines_of, write_world

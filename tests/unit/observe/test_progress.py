@@ -27,8 +27,9 @@ from decoupled_diloco.observe.tape import TapeWriter, read_tape
 from decoupled_diloco.observe.words import note_in_words
 from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
 from decoupled_diloco.protocol.events import Received, StepFinished, Tick
-from decoupled_diloco.protocol.messages import ShardAdmitted, Version
+from decoupled_diloco.protocol.messages import ShardAdmitted
 from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import write_world
 

@@ -37,8 +37,9 @@ from decoupled_diloco.protocol.effects import (
     RoundFinished,
 )
 from decoupled_diloco.protocol.events import Connected, Received, StepFinished, Tick
-from decoupled_diloco.protocol.messages import Hello, ShardAdmitted, Version
+from decoupled_diloco.protocol.messages import Hello, ShardAdmitted
 from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Version
 from unit.observe.models import model_of
 
 

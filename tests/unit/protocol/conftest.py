@@ -11,7 +11,7 @@ from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine, Ve
 from decoupled_diloco.protocol.effects import NOTHING_NEW, Expect
 from decoupled_diloco.protocol.events import (
     BodyArrived,
-    BodySpoiled,
+    BodyCorrupt,
     Connected,
     CopyArrived,
     Fetched,
@@ -20,11 +20,9 @@ from decoupled_diloco.protocol.events import (
     StepFinished,
 )
 from decoupled_diloco.protocol.messages import (
-    Asking,
     Begin,
     Decline,
     Hello,
-    Holding,
     Published,
     SeedNamed,
     ShardAdmitted,
@@ -33,6 +31,7 @@ from decoupled_diloco.protocol.messages import (
     Welcome,
 )
 from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
+from decoupled_diloco.protocol.versions import Asking, Holding
 
 _T = TypeVar("_T")
 
@@ -137,7 +136,7 @@ class ShardBench(Bench):
 
     def spoil(self, learner: str, reason: str, fragment: int = 0) -> list[Any]:
         """The body that a learner sent is wrong."""
-        return self.told(BodySpoiled(learner, fragment, self.ask(learner, fragment), reason))
+        return self.told(BodyCorrupt(learner, fragment, self.ask(learner, fragment), reason))
 
     def body(self, learner: str, fragment: int = 0, **fields: Any) -> list[Any]:
         """The body of a contribution has arrived, made from what the learner was asked for."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from decoupled_diloco.protocol.draining import LEAVINGS_MAX
 from decoupled_diloco.protocol.effects import Evict, Expect, Fold, RoundOpened
 from decoupled_diloco.protocol.events import Heard, Lost, Received, Tick
-from decoupled_diloco.protocol.leaving import LEAVINGS_MAX
 from decoupled_diloco.protocol.membership import (
     DRAIN_SECONDS,
     LEASE_SECONDS,
@@ -22,7 +22,7 @@ from decoupled_diloco.protocol.membership import (
     TOKENS_FACTOR,
     Pace,
 )
-from decoupled_diloco.protocol.messages import Leaving, StepReport, Welcome
+from decoupled_diloco.protocol.messages import Draining, StepReport, Welcome
 
 LEAST, MOST = STEPS_PER_SECOND
 
@@ -189,7 +189,7 @@ def leave_again_and_again(bench: Any, *, delivers: bool) -> tuple[Counter[Any], 
         look()
 
     for _ in range(20):
-        bench.told(Received("a", Leaving((0, 1), "told to go")))
+        bench.told(Received("a", Draining((0, 1), "told to go")))
         look()
         while bench.machine.state.rounds:
             fragment = next(iter(bench.machine.state.rounds))

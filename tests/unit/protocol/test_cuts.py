@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from decoupled_diloco.protocol import CoordinatorMachine, Options
-from decoupled_diloco.protocol.cuts import raised
-from decoupled_diloco.protocol.effects import BeginCut, KeepCut, Note
-from decoupled_diloco.protocol.events import Connected, CutWanted, Joining, Lost, Received
-from decoupled_diloco.protocol.lease_messages import DataReport
-from decoupled_diloco.protocol.messages import CutKept, ShardHello, ShardReady
+from decoupled_diloco.protocol.checkpoints.coordinator import raised
+from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
+from decoupled_diloco.protocol.checkpoints.messages import PartSaved
+from decoupled_diloco.protocol.data_leases.messages import DataReport
+from decoupled_diloco.protocol.effects import Note
+from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received
+from decoupled_diloco.protocol.messages import ShardHello, ShardReady
 
 
 class Bench:
@@ -29,45 +32,45 @@ class Bench:
         self.told(Received("shard-0", ShardReady(1)))
 
     def begun(self) -> list[int]:
-        return [effect.number for effect in self.effects if isinstance(effect, BeginCut)]
+        return [effect.number for effect in self.effects if isinstance(effect, BeginCheckpoint)]
 
 
 def test_a_cut_on_demand_is_refused_in_words_while_there_is_nothing_to_cut() -> None:
     bench = Bench()
     assert bench.machine.why_no_cut == "the run is gathering"
-    bench.told(CutWanted())
+    bench.told(CheckpointWanted())
     assert bench.begun() == []
     bench.begin()
     bench.told(Lost("shard-0"))
     assert bench.machine.why_no_cut == "shard-0 is away"
-    bench.told(CutWanted())
+    bench.told(CheckpointWanted())
     assert bench.begun() == []
 
 
 def test_who_asks_while_a_cut_is_under_way_gets_that_one() -> None:
     bench = Bench()
     bench.begin()
-    bench.told(CutWanted())
+    bench.told(CheckpointWanted())
     assert bench.begun() == [1]
-    bench.told(CutWanted())
+    bench.told(CheckpointWanted())
     assert bench.begun() == []
     assert bench.machine.cuts.open is not None
-    bench.told(Received("shard-0", CutKept(1, "d", 3)))
-    bench.told(Received("a", CutKept(1, "e", 4), "n"))
-    assert [effect.number for effect in bench.effects if isinstance(effect, KeepCut)] == [1]
-    bench.told(CutWanted())
+    bench.told(Received("shard-0", PartSaved(1, "d", 3)))
+    bench.told(Received("a", PartSaved(1, "e", 4), "n"))
+    assert [effect.number for effect in bench.effects if isinstance(effect, KeepCheckpoint)] == [1]
+    bench.told(CheckpointWanted())
     assert bench.begun() == [2]
 
 
 def test_a_cut_that_was_never_begun_is_a_lie_and_the_next_one_is_beyond_it() -> None:
     bench = Bench()
     bench.begin()
-    bench.told(CutWanted())
-    bench.told(Received("shard-0", CutKept(900, "d", 3)))
+    bench.told(CheckpointWanted())
+    bench.told(Received("shard-0", PartSaved(900, "d", 3)))
     assert bench.machine.cuts.open is None
     assert bench.machine.cuts.given_up == (1, "shard-0 was told of cut 900, which was never begun")
     assert any(isinstance(effect, Note) for effect in bench.effects)
-    bench.told(CutWanted())
+    bench.told(CheckpointWanted())
     assert bench.begun() == [901]
 
 

@@ -7,8 +7,20 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, LearnerMachine, Options, Version
-from decoupled_diloco.protocol.donating import DONORS_MAX, OFFER_SECONDS, STALL_SECONDS
-from decoupled_diloco.protocol.donation import (
+from decoupled_diloco.protocol.effects import Ready, Recovered, Send
+from decoupled_diloco.protocol.events import (
+    Began,
+    Connected,
+    Fetched,
+    Joining,
+    Lost,
+    Received,
+    StepFinished,
+    Tick,
+)
+from decoupled_diloco.protocol.messages import Progress, Published, Welcome
+from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.transfer.effects import (
     CloseRelay,
     CopyState,
     DropState,
@@ -18,30 +30,16 @@ from decoupled_diloco.protocol.donation import (
     RelayOn,
     RelayState,
 )
-from decoupled_diloco.protocol.effects import Ready, Recovered, Send
-from decoupled_diloco.protocol.events import (
-    Began,
+from decoupled_diloco.protocol.transfer.events import (
     ChunkArrived,
-    Connected,
-    Fetched,
-    Joining,
-    Lost,
-    Received,
     StateArrived,
     StateCopied,
     StateFailed,
-    StepFinished,
-    Tick,
 )
-from decoupled_diloco.protocol.messages import (
+from decoupled_diloco.protocol.transfer.learner import DONORS_MAX, OFFER_SECONDS, STALL_SECONDS
+from decoupled_diloco.protocol.transfer.messages import (
     ChunkTaken,
-    DonorLost,
-    DonorNamed,
-    DonorWanted,
-    Holding,
-    NoDonor,
-    Progress,
-    Published,
+    NoTransfer,
     RelayOpened,
     RelayWanted,
     StateDeclined,
@@ -49,9 +47,11 @@ from decoupled_diloco.protocol.messages import (
     StateUnwanted,
     StateWanted,
     Trains,
-    Welcome,
+    TransferLost,
+    TransferReady,
+    TransferWanted,
 )
-from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Holding
 
 SEEN = (Holding(0, Version(1, 3)),)
 
@@ -76,29 +76,29 @@ class Hall:
 
 def test_the_first_by_name_that_trains_gives_and_to_one_at_a_time() -> None:
     hall = Hall("b", "a")
-    assert hall.said("joiner", DonorWanted(1, SEEN)) == [("a", StateWanted("joiner", 1, SEEN))]
+    assert hall.said("joiner", TransferWanted(1, SEEN)) == [("a", StateWanted("joiner", 1, SEEN))]
     hall.machine.handle(0.0, Connected("other", Joining("other", "learner", "f", ""), 9))
-    assert hall.said("other", DonorWanted(1, SEEN)) == [("b", StateWanted("other", 1, SEEN))]
+    assert hall.said("other", TransferWanted(1, SEEN)) == [("b", StateWanted("other", 1, SEEN))]
     offered = StateOffered("joiner", 1, 10, 100, "digest", "http://a:1", "key")
-    named = DonorNamed("a", 1, 10, 100, "digest", "http://a:1", "key")
+    named = TransferReady("a", 1, 10, 100, "digest", "http://a:1", "key")
     assert hall.said("a", offered) == [("joiner", named)]
     assert hall.said("joiner", Trains(True)) == [("a", StateUnwanted("joiner", 1))]
 
 
 def test_nobody_gives_where_the_run_has_only_begun_or_nobody_else_trains() -> None:
-    ((who, message),) = Hall("a", clock=0).said("joiner", DonorWanted(1, SEEN))
-    assert (who, message) == ("joiner", NoDonor("the run has only begun", 1))
-    assert Hall().said("joiner", DonorWanted(1, SEEN)) == [
-        ("joiner", NoDonor("no other learner is there that trains", 1))
+    ((who, message),) = Hall("a", clock=0).said("joiner", TransferWanted(1, SEEN))
+    assert (who, message) == ("joiner", NoTransfer("the run has only begun", 1))
+    assert Hall().said("joiner", TransferWanted(1, SEEN)) == [
+        ("joiner", NoTransfer("no other learner is there that trains", 1))
     ]
-    assert Hall("a").said("joiner", DonorWanted(2, SEEN, ("a",))) == [
-        ("joiner", NoDonor("nobody is left", 2))
+    assert Hall("a").said("joiner", TransferWanted(2, SEEN, ("a",))) == [
+        ("joiner", NoTransfer("nobody is left", 2))
     ]
 
 
 def test_who_does_not_listen_is_relayed_a_few_chunks_at_a_time() -> None:
     hall = Hall("a")
-    hall.said("joiner", DonorWanted(1, SEEN))
+    hall.said("joiner", TransferWanted(1, SEEN))
     _, opened, *told = hall.said("a", StateOffered("joiner", 1, 10, 100, "digest", ""))
     path = "/relay/joiner/a/1"
     assert opened == OpenRelay("joiner", "a", 1, path, 10, 100, "its donor does not listen")
@@ -113,15 +113,15 @@ def test_who_does_not_listen_is_relayed_a_few_chunks_at_a_time() -> None:
 
 def test_a_donor_that_goes_or_declines_is_told_to_the_joiner() -> None:
     hall = Hall("a", "b")
-    hall.said("joiner", DonorWanted(1, SEEN))
+    hall.said("joiner", TransferWanted(1, SEEN))
     effects = hall.machine.handle(0.0, Lost("a", "a"))
     (effect,) = [each for each in effects if isinstance(each, Send)]
-    assert effect == Send("joiner", DonorLost("a", 1, "a is gone"), "a is gone")
-    assert hall.said("joiner", DonorWanted(2, SEEN, ("a",))) == [
+    assert effect == Send("joiner", TransferLost("a", 1, "a is gone"), "a is gone")
+    assert hall.said("joiner", TransferWanted(2, SEEN, ("a",))) == [
         ("b", StateWanted("joiner", 2, SEEN))
     ]
     assert hall.said("b", StateDeclined("joiner", 2, "busy")) == [
-        ("joiner", DonorLost("b", 2, "busy"))
+        ("joiner", TransferLost("b", 2, "busy"))
     ]
     assert hall.said("b", StateOffered("joiner", 2, 1, 1, "", "")) == [
         ("b", StateUnwanted("joiner", 2))
@@ -133,7 +133,7 @@ def test_sizes_that_no_state_has_are_declined_before_a_relay_reckons_with_them(
     sizes: tuple[int, int],
 ) -> None:
     hall = Hall("a")
-    hall.said("joiner", DonorWanted(1, SEEN))
+    hall.said("joiner", TransferWanted(1, SEEN))
     ((who, lost),) = hall.said("a", StateOffered("joiner", 1, *sizes, "digest", ""))
     assert (who, lost.donor, lost.attempt) == ("joiner", "a", 1)
     assert f"a head of {sizes[0]} bytes and a state of {sizes[1]} cannot be given" in lost.reason
@@ -163,7 +163,7 @@ class Joiner:
     def named(self, attempt: int, donor: str = "a", address: str = "http://a:1") -> list[Any]:
         """A donor is named."""
         return self.told(
-            Received(COORDINATOR, DonorNamed(donor, attempt, 10, 100, "d", address, "key"))
+            Received(COORDINATOR, TransferReady(donor, attempt, 10, 100, "d", address, "key"))
         )
 
 
@@ -176,7 +176,7 @@ def messages(effects: list[Any]) -> list[Any]:
 
 
 def test_a_joiner_names_the_versions_that_it_was_told_of() -> None:
-    assert messages(Joiner().first) == [DonorWanted(1, SEEN)]
+    assert messages(Joiner().first) == [TransferWanted(1, SEEN)]
 
 
 def test_a_joiner_begins_once_the_state_is_here() -> None:
@@ -208,13 +208,13 @@ def test_another_takes_over_with_a_fresh_copy(how: str) -> None:
     joiner.named(1, address="")
     joiner.told(Received(COORDINATOR, RelayOpened("joiner", 1, "/relay")))
     if how == "lost":
-        effects = joiner.told(Received(COORDINATOR, DonorLost("a", 1, "a is gone")))
+        effects = joiner.told(Received(COORDINATOR, TransferLost("a", 1, "a is gone")))
     elif how == "stalls":
         effects = joiner.told(Tick(), at=STALL_SECONDS)
     else:
         effects = joiner.told(StateFailed(1, "another digest"))
     assert any(isinstance(effect, DropState) for effect in effects)
-    assert messages(effects) == [DonorWanted(2, SEEN, ("a",))]
+    assert messages(effects) == [TransferWanted(2, SEEN, ("a",))]
     assert not joiner.told(StateArrived(1)), "what belongs to the first asking is void"
     (fetch,) = joiner.named(2, "b")
     assert (fetch.donor, fetch.attempt) == ("b", 2)
@@ -223,8 +223,8 @@ def test_another_takes_over_with_a_fresh_copy(how: str) -> None:
 def test_a_joiner_does_not_wait_for_ever() -> None:
     joiner = Joiner()
     for attempt in range(1, DONORS_MAX):
-        joiner.told(Received(COORDINATOR, DonorLost(f"d{attempt}", attempt, "gone")))
-    effects = joiner.told(Received(COORDINATOR, DonorLost("d", DONORS_MAX, "gone")))
+        joiner.told(Received(COORDINATOR, TransferLost(f"d{attempt}", attempt, "gone")))
+    effects = joiner.told(Received(COORDINATOR, TransferLost("d", DONORS_MAX, "gone")))
     assert [e.way for e in effects if isinstance(e, Recovered)] == ["published"]
     silent = Joiner()
     deadline = silent.machine.deadline()
@@ -236,7 +236,7 @@ def test_a_joiner_does_not_wait_for_ever() -> None:
 
 def test_a_coordinator_that_has_forgotten_is_asked_again() -> None:
     joiner = Joiner()
-    assert messages(joiner.told(Connected(COORDINATOR))) == [DonorWanted(2, SEEN)]
+    assert messages(joiner.told(Connected(COORDINATOR))) == [TransferWanted(2, SEEN)]
 
 
 def test_a_donor_copies_at_a_boundary_at_which_it_has_seen_the_versions(

@@ -31,7 +31,6 @@ from decoupled_diloco.protocol.events import (
     UploadFailed,
 )
 from decoupled_diloco.protocol.messages import (
-    Asking,
     CopyDeclined,
     CopyWanted,
     Decline,
@@ -39,7 +38,6 @@ from decoupled_diloco.protocol.messages import (
     Finished,
     GivenUp,
     Hello,
-    Holding,
     Outcome,
     Pull,
     Refusal,
@@ -47,6 +45,7 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Welcome,
 )
+from decoupled_diloco.protocol.versions import Asking, Holding
 
 V0, V1, V2, V3 = (Version(1, counter) for counter in range(4))
 

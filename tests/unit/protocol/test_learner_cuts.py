@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.effects import Apply, Snapshot, TakeCut
-from decoupled_diloco.protocol.events import CutHeard, CutWritten, Paused, Received
-from decoupled_diloco.protocol.messages import CutKept, CutOrdered
+from decoupled_diloco.protocol.checkpoints.effects import TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered, PartSaved
+from decoupled_diloco.protocol.effects import Apply, Snapshot
+from decoupled_diloco.protocol.events import Paused, Received
 from decoupled_diloco.protocol.peers import COORDINATOR
 
 V0, V1 = Version(1, 0), Version(1, 1)
@@ -28,27 +30,27 @@ def test_the_part_is_taken_at_the_next_boundary_before_anything_staged_is_applie
     bench = started(learner_bench)
     bench.publish(V1, V0)
     bench.fetched(V1)
-    bench.told(CutHeard(1))
-    assert not bench.orders(TakeCut), "only at a boundary"
+    bench.told(CheckpointHeard(1))
+    assert not bench.orders(TakeCheckpoint), "only at a boundary"
     bench.step()
-    assert [order.number for order in bench.orders(TakeCut)] == [1]
+    assert [order.number for order in bench.orders(TakeCheckpoint)] == [1]
     assert not bench.orders(Apply)
     bench.step()
-    assert not bench.orders(TakeCut)
+    assert not bench.orders(TakeCheckpoint)
     assert [order.version for order in bench.orders(Apply)] == [V1]
-    bench.told(CutWritten(1, "digest", 12))
-    assert bench.messages(CutKept) == [CutKept(1, "digest", 12, "")]
+    bench.told(PartWritten(1, "digest", 12))
+    assert bench.messages(PartSaved) == [PartSaved(1, "digest", 12, "")]
 
 
 def test_the_order_and_the_number_are_one_cut(learner_bench: Any) -> None:
     bench = started(learner_bench)
-    bench.told(Received(COORDINATOR, CutOrdered(3, ())))
-    bench.told(CutHeard(3))
-    bench.told(CutHeard(2))
+    bench.told(Received(COORDINATOR, CheckpointOrdered(3, ())))
+    bench.told(CheckpointHeard(3))
+    bench.told(CheckpointHeard(2))
     bench.step()
-    assert [order.number for order in bench.orders(TakeCut)] == [3]
+    assert [order.number for order in bench.orders(TakeCheckpoint)] == [3]
     bench.step()
-    assert not bench.orders(TakeCut)
+    assert not bench.orders(TakeCheckpoint)
 
 
 def test_cuts_as_fast_as_steps_do_not_keep_a_learner_from_everything_else(
@@ -57,27 +59,27 @@ def test_cuts_as_fast_as_steps_do_not_keep_a_learner_from_everything_else(
     bench = started(learner_bench)
     bench.publish(V1, V0)
     bench.fetched(V1)
-    bench.told(CutHeard(1))
+    bench.told(CheckpointHeard(1))
     bench.step()
-    assert bench.orders(TakeCut)
-    bench.told(CutHeard(2))
+    assert bench.orders(TakeCheckpoint)
+    bench.told(CheckpointHeard(2))
     bench.step()
-    assert not bench.orders(TakeCut)
-    (kept,) = bench.messages(CutKept)
+    assert not bench.orders(TakeCheckpoint)
+    (kept,) = bench.messages(PartSaved)
     assert (kept.number, kept.problem) == (2, "cuts come faster than its steps")
     assert bench.orders(Apply)
-    bench.told(CutHeard(3))
+    bench.told(CheckpointHeard(3))
     bench.step()
-    assert bench.orders(TakeCut), "every other one"
+    assert bench.orders(TakeCheckpoint), "every other one"
     assert not bench.orders(Snapshot)
 
 
 def test_who_holds_no_copy_yet_has_no_part(learner_bench: Any) -> None:
     bench = learner_bench(begin=False)
-    bench.told(Received(COORDINATOR, CutOrdered(1, ())))
-    assert [kept.problem for kept in bench.messages(CutKept)] == ["it is only joining"]
+    bench.told(Received(COORDINATOR, CheckpointOrdered(1, ())))
+    assert [kept.problem for kept in bench.messages(PartSaved)] == ["it is only joining"]
     bench.publish(V0, None)
     bench.fetched(V0)
     bench.told(Paused())
     assert bench.orders(Apply)
-    assert not bench.orders(TakeCut)
+    assert not bench.orders(TakeCheckpoint)

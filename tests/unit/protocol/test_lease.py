@@ -11,33 +11,33 @@ import pytest
 
 from decoupled_diloco.protocol.effects import Note
 from decoupled_diloco.protocol.events import Tick
-from decoupled_diloco.protocol.lease import (
+from decoupled_diloco.protocol.shard_lease import (
     MARGIN,
+    Acquire,
+    Acquired,
     Activate,
-    Claim,
-    ClaimMade,
-    ClaimNotMade,
     GiveBack,
-    LeaseMachine,
-    Leaving,
+    HolderLeaves,
     Look,
     Looked,
     LookFailed,
+    NewestLease,
+    NotAcquired,
     Renew,
     Renewed,
     RenewFailed,
+    ShardLeaseMachine,
     StandDown,
-    Standing,
     StepDown,
 )
 from unit.protocol.conftest import Bench
 
 LEASE = 4.0
-NOBODY = Standing(0, "", 0, 0.0, "held")
+NOBODY = NewestLease(0, "", 0, 0.0, "held")
 
 
-def held(number: int, renewals: int = 0, lease: float = LEASE) -> Standing:
-    return Standing(number, "other", renewals, lease, "held")
+def held(number: int, renewals: int = 0, lease: float = LEASE) -> NewestLease:
+    return NewestLease(number, "other", renewals, lease, "held")
 
 
 def kinds(effects: list[Any]) -> list[type]:
@@ -46,18 +46,18 @@ def kinds(effects: list[Any]) -> list[type]:
 
 @pytest.fixture
 def first() -> Bench:
-    return Bench(LeaseMachine("a", LEASE, waits=False))
+    return Bench(ShardLeaseMachine("a", LEASE, waits=False))
 
 
 @pytest.fixture
 def standby() -> Bench:
-    return Bench(LeaseMachine("b", LEASE, waits=True))
+    return Bench(ShardLeaseMachine("b", LEASE, waits=True))
 
 
 def acting(bench: Bench, at: float = 100.0) -> Bench:
     bench.told(Tick(), at)
     bench.told(Looked(NOBODY))
-    bench.told(ClaimMade(1))
+    bench.told(Acquired(1))
     assert bench.machine.holds(at)
     return bench
 
@@ -65,15 +65,15 @@ def acting(bench: Bench, at: float = 100.0) -> Bench:
 def test_who_is_meant_to_be_first_claims_at_once(first: Bench) -> None:
     assert kinds(first.told(Tick(), 100.0)) == [Look]
     [claim] = first.told(Looked(NOBODY), 100.1)
-    assert (type(claim), claim.number) == (Claim, 1)
-    [activate] = first.told(ClaimMade(1), 100.2)
+    assert (type(claim), claim.number) == (Acquire, 1)
+    [activate] = first.told(Acquired(1), 100.2)
     assert (type(activate), activate.number) == (Activate, 1)
 
 
 def test_a_claim_counts_from_when_it_was_asked_for(first: Bench) -> None:
     first.told(Tick(), 100.0)
     first.told(Looked(NOBODY), 100.0)
-    first.told(ClaimMade(1), 103.0)
+    first.told(Acquired(1), 103.0)
     assert first.machine.holds(103.5)
     assert not first.machine.holds(100.0 + LEASE * (1 - MARGIN))
 
@@ -81,7 +81,7 @@ def test_a_claim_counts_from_when_it_was_asked_for(first: Bench) -> None:
 def test_a_claim_that_took_a_lease_is_over_before_it_begins(first: Bench) -> None:
     first.told(Tick(), 100.0)
     first.told(Looked(NOBODY), 100.0)
-    assert kinds(first.told(ClaimMade(1), 104.0)) == [Note, Look]
+    assert kinds(first.told(Acquired(1), 104.0)) == [Note, Look]
     assert not first.machine.holds(104.0)
 
 
@@ -128,7 +128,7 @@ def test_who_sees_a_newer_claim_steps_down(first: Bench) -> None:
 def test_a_standby_leaves_the_first_claim_to_others_for_a_lease(standby: Bench) -> None:
     standby.told(Tick(), 100.0)
     assert standby.told(Looked(NOBODY)) == []
-    while kinds(standby.effects) != [Claim]:
+    while kinds(standby.effects) != [Acquire]:
         standby.told(Tick(), standby.machine.deadline())
         standby.told(Looked(NOBODY))
     assert standby.now == pytest.approx(100.0 + LEASE * (1 + MARGIN))
@@ -144,19 +144,19 @@ def test_a_standby_waits_for_as_long_as_the_claim_is_renewed(standby: Bench) -> 
 def test_a_standby_takes_over_a_lease_after_the_last_change(standby: Bench) -> None:
     standby.told(Tick(), 100.0)
     standby.told(Looked(held(3)), 100.3)
-    while kinds(standby.effects) != [Claim]:
+    while kinds(standby.effects) != [Acquire]:
         standby.told(Tick(), standby.machine.deadline())
         standby.told(Looked(held(3)))
     assert standby.effects[0].number == 4
     assert standby.now == pytest.approx(100.3 + LEASE * (1 + MARGIN))
-    [activate] = standby.told(ClaimMade(4))
+    [activate] = standby.told(Acquired(4))
     assert activate.waited_seconds == pytest.approx(LEASE * (1 + MARGIN))
 
 
 def test_a_longer_lease_of_the_holder_is_respected(standby: Bench) -> None:
     standby.told(Tick(), 100.0)
     standby.told(Looked(held(3, lease=20.0)))
-    while kinds(standby.effects) != [Claim]:
+    while kinds(standby.effects) != [Acquire]:
         standby.told(Tick(), standby.machine.deadline())
         standby.told(Looked(held(3, lease=20.0)))
     assert standby.now >= 122.0
@@ -168,51 +168,51 @@ def test_a_look_that_began_too_early_proves_nothing(standby: Bench) -> None:
     standby.told(Looked(held(3)))
     standby.told(Tick(), standby.machine.deadline())
     assert kinds(standby.told(Looked(held(3)), 110.0)) == [Look]
-    assert kinds(standby.told(Looked(held(3)), 110.0)) == [Claim]
+    assert kinds(standby.told(Looked(held(3)), 110.0)) == [Acquire]
 
 
 def test_losing_the_race_is_waiting_on(standby: Bench) -> None:
     standby.told(Tick(), 100.0)
-    standby.told(Looked(Standing(3, "other", 0, LEASE, "released")))
-    assert kinds(standby.effects) == [Claim]
-    assert kinds(standby.told(ClaimNotMade(4, "somebody else was faster"))) == [Note]
+    standby.told(Looked(NewestLease(3, "other", 0, LEASE, "released")))
+    assert kinds(standby.effects) == [Acquire]
+    assert kinds(standby.told(NotAcquired(4, "somebody else was faster"))) == [Note]
     assert standby.machine.state.phase == "waiting"
     assert kinds(standby.told(Tick(), standby.machine.deadline())) == [Look]
     assert standby.told(Looked(held(4))) == []
 
 
-@pytest.mark.parametrize(("condition", "order"), [("released", Claim), ("finished", StandDown)])
+@pytest.mark.parametrize(("condition", "order"), [("released", Acquire), ("finished", StandDown)])
 def test_a_claim_that_is_given_back_is_taken_at_once(
     standby: Bench, condition: Any, order: type
 ) -> None:
     standby.told(Tick(), 100.0)
-    assert kinds(standby.told(Looked(Standing(3, "a", 9, LEASE, condition)))) == [order]
+    assert kinds(standby.told(Looked(NewestLease(3, "a", 9, LEASE, condition)))) == [order]
 
 
 def test_a_run_that_is_over_is_nobodys_to_go_on_with(first: Bench) -> None:
     """Else a process that starts again late would keep the run's end from its launcher."""
     first.told(Tick(), 100.0)
-    assert kinds(first.told(Looked(Standing(3, "a", 9, LEASE, "finished")))) == [StandDown]
+    assert kinds(first.told(Looked(NewestLease(3, "a", 9, LEASE, "finished")))) == [StandDown]
 
 
 def test_a_plain_start_that_has_waited_ends_with_the_run(first: Bench) -> None:
     first.told(Tick(), 100.0)
     first.told(Looked(held(3)))
     first.told(Tick(), first.machine.deadline())
-    assert kinds(first.told(Looked(Standing(3, "a", 9, LEASE, "finished")))) == [StandDown]
+    assert kinds(first.told(Looked(NewestLease(3, "a", 9, LEASE, "finished")))) == [StandDown]
 
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_who_ends_gives_its_claim_back(first: Bench, finished: bool) -> None:
     acting(first)
-    [back] = first.told(Leaving(finished), 100.5)
+    [back] = first.told(HolderLeaves(finished), 100.5)
     assert (type(back), back.number, back.finished) == (GiveBack, 1, finished)
     assert not first.machine.holds(100.5)
 
 
 def test_a_standby_that_ends_has_nothing_to_give_back(standby: Bench) -> None:
     standby.told(Tick(), 100.0)
-    assert standby.told(Leaving(False)) == []
+    assert standby.told(HolderLeaves(False)) == []
 
 
 def test_a_storage_that_has_lost_claims_is_not_believed(standby: Bench) -> None:
@@ -221,7 +221,7 @@ def test_a_storage_that_has_lost_claims_is_not_believed(standby: Bench) -> None:
     standby.told(Looked(held(3)))
     for _ in range(100):
         standby.told(Tick(), standby.machine.deadline())
-        assert Claim not in kinds(standby.told(Looked(NOBODY)))
+        assert Acquire not in kinds(standby.told(Looked(NOBODY)))
     assert standby.machine.state.troubled
 
 
@@ -246,22 +246,22 @@ class Storage:
     def __init__(self) -> None:
         self.claims: dict[int, tuple[str, int, Any]] = {}
 
-    def standing(self) -> Standing:
+    def standing(self) -> NewestLease:
         if not self.claims:
             return NOBODY
         number = max(self.claims)
         nonce, renewals, condition = self.claims[number]
-        return Standing(number, nonce, renewals, LEASE, condition)
+        return NewestLease(number, nonce, renewals, LEASE, condition)
 
     def carry_out(self, who: str, order: Any) -> Any:
         match order:
             case Look():
                 return Looked(self.standing())
-            case Claim(number):
+            case Acquire(number):
                 if number in self.claims:
-                    return ClaimNotMade(number, "it exists")
+                    return NotAcquired(number, "it exists")
                 self.claims[number] = (who, 0, "held")
-                return ClaimMade(number)
+                return Acquired(number)
             case Renew(number, renewals):
                 self.claims[number] = (who, renewals, "held")
                 return Renewed(renewals, max(self.claims))
@@ -271,7 +271,7 @@ class Storage:
                 return None
 
 
-FAILED = {Look: LookFailed, Claim: ClaimNotMade, Renew: RenewFailed}
+FAILED = {Look: LookFailed, Acquire: NotAcquired, Renew: RenewFailed}
 
 
 class Contenders:
@@ -285,7 +285,7 @@ class Contenders:
         self.planned = 0
         self.slow = self.rng.choice([0.0, 0.1, 1.0, LEASE])
         self.fails = self.rng.choice([0.0, 0.05, 0.4])
-        self.machines: dict[str, LeaseMachine] = {}
+        self.machines: dict[str, ShardLeaseMachine] = {}
         self.clocks: dict[str, tuple[float, float]] = {}
         self.paused: dict[str, float] = {}
         self.seen: Counter[str] = Counter()
@@ -296,7 +296,7 @@ class Contenders:
         name = f"process-{len(self.clocks)}"
         rate = 1 + self.rng.choice([0.0, 0.04, -0.04])
         self.clocks[name] = (self.rng.uniform(0.0, 1e4), rate)
-        self.machines[name] = LeaseMachine(name, LEASE, waits=waits)
+        self.machines[name] = ShardLeaseMachine(name, LEASE, waits=waits)
         self.at(0.0, lambda: self.tell(name, Tick()))
 
     def at(self, delay: float, what: Any) -> None:
@@ -318,7 +318,7 @@ class Contenders:
         machine.check()
         for effect in effects:
             self.seen[type(effect).__name__] += 1
-            if isinstance(effect, Look | Claim | Renew | GiveBack):
+            if isinstance(effect, Look | Acquire | Renew | GiveBack):
                 self.order(name, effect)
         self.plan(name)
         self.one_acts()
@@ -341,7 +341,7 @@ class Contenders:
         def reach() -> None:
             answer = self.storage.carry_out(name, order) if reached or not fails else None
             if fails:
-                arguments = [getattr(order, f) for f in ("number",) if isinstance(order, Claim)]
+                arguments = [getattr(order, f) for f in ("number",) if isinstance(order, Acquire)]
                 arguments += [order.renewals] if isinstance(order, Renew) else []
                 answer = FAILED[type(order)](*arguments, "the storage fails")
             if answer is not None:
@@ -364,7 +364,7 @@ class Contenders:
             del self.machines[name]
             self.at(self.rng.uniform(0.5, 8.0), lambda: self.begin(waits=False))
         else:
-            self.tell(name, Leaving(False))
+            self.tell(name, HolderLeaves(False))
 
     def run(self, until: float, mishaps: float) -> None:
         while self.queue and self.queue[0][0] <= until:
@@ -399,12 +399,12 @@ def test_the_model_notices_a_machine_that_believes_a_late_answer(
     """The check above would fail if leases were counted from the answer to a renewal."""
 
     def counted_from_the_answer(
-        self: LeaseMachine, now: float, asked_at: float, newest: int
+        self: ShardLeaseMachine, now: float, asked_at: float, newest: int
     ) -> Any:
         self.state.valid_until = now + self.lease_seconds
         self.state.next_at = now + self.lease_seconds / 4
         return []
 
-    monkeypatch.setattr(LeaseMachine, "_renewed", counted_from_the_answer)
+    monkeypatch.setattr(ShardLeaseMachine, "_renewed", counted_from_the_answer)
     with pytest.raises(AssertionError, match="act at once"):
         [Contenders(seed, 2).run(100.0, mishaps=0.02) for seed in range(300)]

@@ -5,17 +5,24 @@ from __future__ import annotations
 import pytest
 
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
-from decoupled_diloco.protocol.effects import Enter, Persist, Send
-from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received, Tick
-from decoupled_diloco.protocol.lease_messages import (
+from decoupled_diloco.protocol.data_leases.coordinator import (
+    GRACE_SECONDS,
+    HELD_MAX,
+    LeaseBook,
+    apply,
+    copied,
+)
+from decoupled_diloco.protocol.data_leases.effects import Enter
+from decoupled_diloco.protocol.data_leases.ledger import Leased, Repeated, Settled, TakenBack
+from decoupled_diloco.protocol.data_leases.messages import (
     DataRefused,
     DataReport,
     Lease,
     LeasesGiven,
     LeaseState,
 )
-from decoupled_diloco.protocol.leases import GRACE_SECONDS, HELD_MAX, LeaseBook, apply, copied
-from decoupled_diloco.protocol.ledger import Leased, Repeated, Settled, TakenBack
+from decoupled_diloco.protocol.effects import Persist, Send
+from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received, Tick
 from decoupled_diloco.protocol.options import Options
 
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from decoupled_diloco.protocol import Version
+from decoupled_diloco.protocol.draining import handed_in
 from decoupled_diloco.protocol.effects import Merge, RoundOpened, Send
-from decoupled_diloco.protocol.events import Heard, Paused, Received, Tick, ToldToGo
-from decoupled_diloco.protocol.leaving import handed_in
-from decoupled_diloco.protocol.messages import (
-    Asking,
-    Dismissed,
-    Leaving,
-    Outcome,
-    Pull,
-    Welcome,
-)
+from decoupled_diloco.protocol.events import DrainAsked, Heard, Paused, Received, Tick
+from decoupled_diloco.protocol.messages import Draining, DrainRefused, Outcome, Pull, Welcome
+from decoupled_diloco.protocol.versions import Asking
 
 
 def test_fragments_of_who_goes_are_due_at_once_and_everybody_is_asked(shard_bench: Any) -> None:
@@ -26,7 +20,7 @@ def test_fragments_of_who_goes_are_due_at_once_and_everybody_is_asked(shard_benc
     for _ in range(3):
         bench.step("a")
     assert not bench.machine.state.rounds
-    bench.told(Received("a", Leaving((1, 3), "told to go")))
+    bench.told(Received("a", Draining((1, 3), "told to go")))
     opened = bench.orders(RoundOpened)
     assert [each.fragment for each in opened] == [1, 3]
     assert all(each.why == "a is about to go: everybody is asked" for each in opened)
@@ -44,7 +38,7 @@ def test_an_open_round_asks_who_goes_at_once(shard_bench: Any) -> None:
     bench.step("b")
     bench.step("a")
     assert bench.machine.state.rounds[0].number > number
-    bench.told(Received("a", Leaving((0,), "told to go")))
+    bench.told(Received("a", Draining((0,), "told to go")))
     assert not bench.orders(RoundOpened)
     assert bench.machine.state.fragments[0].asks.keys() == {"a", "b"}, "as everybody was"
 
@@ -52,7 +46,7 @@ def test_an_open_round_asks_who_goes_at_once(shard_bench: Any) -> None:
 def test_a_round_waits_for_who_goes_longer_than_its_delivery_window(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", fragments=1, period=1)
     bench.step("b")
-    bench.told(Received("a", Leaving((0,), "told to go")))
+    bench.told(Received("a", Draining((0,), "told to go")))
     assert bench.asked() == ["a"], "into the round that is open, without a step since"
     bench.body("b")
     bench.told(Heard(("a", "b")), bench.machine.deadline())
@@ -66,8 +60,8 @@ def test_a_round_waits_for_who_goes_longer_than_its_delivery_window(shard_bench:
 def test_where_no_quorum_is_left_who_goes_is_dismissed(shard_bench: Any) -> None:
     bench = shard_bench("a", "b", quorum=2, fragments=1, period=10)
     bench.step("a")
-    bench.told(Received("a", Leaving((0,), "told to go")))
-    (message,) = bench.messages(Dismissed)
+    bench.told(Received("a", Draining((0,), "told to go")))
+    (message,) = bench.messages(DrainRefused)
     assert message.reason == "1 learners are live, fewer than the quorum"
     assert not bench.orders(RoundOpened)
 
@@ -78,9 +72,9 @@ def test_a_learner_tells_what_it_has_and_waits_for_what_becomes_of_it(learner_be
     bench.step()
     bench.step()
     assert not handed_in(state, options)
-    bench.told(ToldToGo("told to go"))
-    assert bench.messages(Leaving) == [Leaving((0, 1), "told to go")]
-    bench.told(Received("shard-0", Dismissed("nobody else is there")))
+    bench.told(DrainAsked("told to go"))
+    assert bench.messages(Draining) == [Draining((0, 1), "told to go")]
+    bench.told(Received("shard-0", DrainRefused("nobody else is there")))
     assert handed_in(state, options)
 
 
@@ -88,9 +82,9 @@ def test_who_comes_back_to_a_shard_says_again_that_it_goes(learner_bench: Any) -
     bench = learner_bench(fragments=2, period=100)
     bench.step()
     bench.step()
-    bench.told(ToldToGo("told to go"))
+    bench.told(DrainAsked("told to go"))
     bench.told(Received("shard-0", Welcome(0, 1, 0, 1, 1)))
-    assert [order.message for order in bench.orders(Send)] == [Leaving((0, 1), "told to go")]
+    assert [order.message for order in bench.orders(Send)] == [Draining((0, 1), "told to go")]
 
 
 def test_what_is_accepted_is_handed_in(learner_bench: Any) -> None:
@@ -98,7 +92,7 @@ def test_what_is_accepted_is_handed_in(learner_bench: Any) -> None:
     state, options = bench.machine.state, bench.machine.options
     bench.step()
     bench.step()
-    bench.told(ToldToGo("told to go"))
+    bench.told(DrainAsked("told to go"))
     held = state.fragments[0].held
     bench.told(
         Received("shard-0", Pull(0, Asking(1, 1), held, 1, "bf16", "overwrite", "/up", False))

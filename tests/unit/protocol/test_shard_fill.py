@@ -11,7 +11,7 @@ from decoupled_diloco.protocol.effects import Install, LoadWeights, Note, Send, 
 from decoupled_diloco.protocol.events import (
     Connected,
     CopyArrived,
-    CopySpoiled,
+    CopyCorrupt,
     Heard,
     Lost,
     Received,
@@ -25,7 +25,6 @@ from decoupled_diloco.protocol.messages import (
     EndOrdered,
     FinishOrdered,
     Hello,
-    Holding,
     Published,
     SeedFailed,
     SeedNamed,
@@ -39,6 +38,7 @@ from decoupled_diloco.protocol.syncer_fill import (
     SEED_TRIES_MAX,
     SETTLE_SECONDS,
 )
+from decoupled_diloco.protocol.versions import Holding
 
 
 class FillBench:
@@ -180,7 +180,7 @@ def test_a_copy_that_is_no_good_is_asked_for_again(how: str) -> None:
     bench.told(Received(COORDINATOR, SeedNamed("a", 1, 1)))
     _, ask = bench.wanted()[0]
     if how == "spoiled":
-        bench.told(CopySpoiled("a", 0, ask.attempt, "another digest"))
+        bench.told(CopyCorrupt("a", 0, ask.attempt, "another digest"))
     else:
         bench.told(Received("a", CopyDeclined(0, ask.attempt, "disk full")))
     assert not bench.wanted(), "not at once"
@@ -203,7 +203,7 @@ def test_rule_12_a_seed_that_is_never_any_good_is_reported() -> None:
         assert fill is not None
         if 0 in fill.asked:
             tries += 1
-            bench.told(CopySpoiled("a", 0, fill.asked[0].number, "not finite"))
+            bench.told(CopyCorrupt("a", 0, fill.asked[0].number, "not finite"))
             assert not bench.wanted()
         bench.told(Tick(), bench.machine.deadline())
         assert bench.now < 100.0

@@ -10,8 +10,9 @@ import pytest
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Drop, Expect, Fold, Merge, RoundFinished, Send
 from decoupled_diloco.protocol.events import Heard, Lost, Received, Tick
-from decoupled_diloco.protocol.messages import EndOrdered, Holding, Leaving, Outcome, Pull
+from decoupled_diloco.protocol.messages import Draining, EndOrdered, Outcome, Pull
 from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Holding
 
 DELIVERY_SECONDS = 2.0
 """The delivery window of one-fragment rounds: τ = 2 steps of a second."""
@@ -262,7 +263,7 @@ def test_rule_17_who_goes_is_asked_however_busy_its_link_is(shard_bench: Any) ->
     for fragment in (1, 2):
         merge_without(bench, "a", fragment=fragment)
     assert bench.machine.state.members["b"].under_way == {2}
-    bench.told(Received("b", Leaving((0,), "told to go")))
+    bench.told(Received("b", Draining((0,), "told to go")))
     assert asked_of(bench, "b") == [0]
 
 

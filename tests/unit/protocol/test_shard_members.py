@@ -13,7 +13,6 @@ from decoupled_diloco.protocol.events import Connected, Heard, Lost, Received, R
 from decoupled_diloco.protocol.membership import LEASE_SECONDS, RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
     Hello,
-    Holding,
     Leave,
     Progress,
     Published,
@@ -22,6 +21,7 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Welcome,
 )
+from decoupled_diloco.protocol.versions import Holding
 
 
 def test_a_greeting_is_accepted_and_welcomed_with_the_copies(shard_bench: Any) -> None:

@@ -17,12 +17,10 @@ from decoupled_diloco.protocol.effects import (
     Send,
     Unexpect,
 )
-from decoupled_diloco.protocol.events import BodySpoiled, Heard, Lost, MergeFailed, Received, Tick
+from decoupled_diloco.protocol.events import BodyCorrupt, Heard, Lost, MergeFailed, Received, Tick
 from decoupled_diloco.protocol.messages import (
-    Asking,
     Decline,
     GivenUp,
-    Holding,
     Leave,
     Outcome,
     Published,
@@ -31,6 +29,7 @@ from decoupled_diloco.protocol.messages import (
     Welcome,
 )
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
+from decoupled_diloco.protocol.versions import Asking, Holding
 
 DELIVERY_SECONDS = 2.0
 """The delivery window of these rounds: τ = 2 steps of a second."""
@@ -659,7 +658,7 @@ def test_rule_4_the_failure_of_an_earlier_asking_does_not_take_back_the_next(
     bench.greet("a", step=2)
     assert bench.ask("a") != first
     assert not bench.told(Received("a", Decline(0, first, False, "upload failed: reset")))
-    assert not bench.told(BodySpoiled("a", 0, first, "truncated"))
+    assert not bench.told(BodyCorrupt("a", 0, first, "truncated"))
     bench.body("a", ask=first)
     assert bench.orders(Drop)
     assert not bench.orders(Send), "its part in the round is not over"

@@ -14,7 +14,6 @@ from decoupled_diloco.protocol.messages import (
     EndOrdered,
     FinishOrdered,
     GivenUp,
-    Holding,
     Leave,
     Outcome,
     Pull,
@@ -24,6 +23,7 @@ from decoupled_diloco.protocol.messages import (
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import LINGER_SECONDS
 from decoupled_diloco.protocol.syncer_rounds import CLOSING_SECONDS, SWEEP_TRIES_MAX
+from decoupled_diloco.protocol.versions import Holding
 
 
 def test_rule_12_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None:

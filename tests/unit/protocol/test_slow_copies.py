@@ -29,14 +29,12 @@ from decoupled_diloco.protocol.events import (
 )
 from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
 from decoupled_diloco.protocol.messages import (
-    Asking,
     Decline,
+    Draining,
     Ending,
     EndOrdered,
     Finished,
-    Holding,
     Leave,
-    Leaving,
     Outcome,
     Pull,
     StepReport,
@@ -44,6 +42,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer_rounds import CLOSING_SECONDS, COPY_SECONDS
+from decoupled_diloco.protocol.versions import Asking, Holding
 
 V0, V1, V2 = (Version(1, counter) for counter in range(3))
 
@@ -283,7 +282,7 @@ def test_rule_17_who_goes_is_asked_for_what_it_has(shard_bench: Any) -> None:
     """It has no time to fetch the newest copy first."""
     bench = ahead(shard_bench, 1)
     step_without_copies(bench, "b")
-    bench.told(Received("b", Leaving((0,), "told to go")))
+    bench.told(Received("b", Draining((0,), "told to go")))
     assert pulls_of(bench, "b") == [V0]
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.protocol import effects, events, messages
-from decoupled_diloco.protocol.messages import Asking, Hello, Holding, Pull, StepReport, Version
+from decoupled_diloco.protocol.messages import Hello, Pull, StepReport
+from decoupled_diloco.protocol.versions import Asking, Holding, Version
 from decoupled_diloco.protocol.wire import (
     INTEGER_MAX,
     ITEMS_MAX,

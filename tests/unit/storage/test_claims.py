@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.lease import Condition, Standing
+from decoupled_diloco.protocol.shard_lease import Condition, NewestLease
 from decoupled_diloco.storage.claims import ClaimStore, create_once, newest_number, numbered
 
 RACES = 100
@@ -62,20 +62,20 @@ def test_of_processes_that_race_exactly_one_wins(tmp_path: Path) -> None:
 
 
 def test_nobody_has_made_a_claim(store: ClaimStore) -> None:
-    assert store.look() == Standing(0, "", 0, 0.0, "held")
+    assert store.look() == NewestLease(0, "", 0, 0.0, "held")
 
 
 def test_the_newest_claim_counts_and_what_its_holder_counts_to(store: ClaimStore) -> None:
     assert store.claim(1)
     other = ClaimStore(store.folder, "other", 9.0, "shard-1-standby")
     assert not other.claim(1)
-    assert other.look() == Standing(1, "me", 0, 5.0, "held")
+    assert other.look() == NewestLease(1, "me", 0, 5.0, "held")
     store.renew(1, 7)
-    assert other.look() == Standing(1, "me", 7, 5.0, "held")
+    assert other.look() == NewestLease(1, "me", 7, 5.0, "held")
     assert other.claim(2)
     store.renew(1, 8)
     assert store.newest() == 2
-    assert store.look() == Standing(2, "other", 0, 9.0, "held")
+    assert store.look() == NewestLease(2, "other", 0, 9.0, "held")
     other.renew(2, 3, "released")
     assert store.look().condition == "released"
 
@@ -150,4 +150,4 @@ def test_a_run_that_was_over_may_go_on(
     assert store.claim(1)
     store.renew(1, 5, before)
     store.reopen()
-    assert store.look() == Standing(1, "me", 5, 5.0, after)
+    assert store.look() == NewestLease(1, "me", 5, 5.0, after)

@@ -9,8 +9,8 @@ import pytest
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.data_ledger import read_data
-from decoupled_diloco.protocol.leases import LeaseBook, apply, copied
-from decoupled_diloco.protocol.ledger import (
+from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
+from decoupled_diloco.protocol.data_leases.ledger import (
     DataDescribed,
     Leased,
     LedgerEntry,

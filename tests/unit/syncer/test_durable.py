@@ -15,7 +15,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.messages import Asking
+from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.syncer.durable import JOURNAL_CHECKPOINTS_MAX, Durable, ShardDisk
 from decoupled_diloco.syncer.fragments import ShardTensors
 

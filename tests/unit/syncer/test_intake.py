@@ -15,7 +15,7 @@ from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.intake import Intake
 from decoupled_diloco.transport.base import Limits
@@ -130,7 +130,7 @@ async def test_a_body_that_stops_coming_is_told_of_though_it_was_never_announced
         while not shard.told:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     (event,) = shard.told
-    assert isinstance(event, fact.BodySpoiled)
+    assert isinstance(event, fact.BodyCorrupt)
     assert "5 of 48 bytes arrived" in event.reason
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.cuts import LEAD_MAX
-from decoupled_diloco.protocol.events import Connected, CutHeard, Lost
+from decoupled_diloco.protocol.checkpoints.coordinator import LEAD_MAX
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
+from decoupled_diloco.protocol.events import Connected, Lost
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
@@ -50,13 +51,13 @@ async def greet(cut: int) -> list[Any]:
 
 def test_a_newer_number_is_heard_before_the_greeting() -> None:
     told = asyncio.run(greet(8))
-    assert told[0] == CutHeard(8)
+    assert told[0] == CheckpointHeard(8)
     assert isinstance(told[1], Connected)
-    assert not any(isinstance(event, CutHeard) for event in asyncio.run(greet(7)))
+    assert not any(isinstance(event, CheckpointHeard) for event in asyncio.run(greet(7)))
 
 
 def test_a_number_far_ahead_breaks_the_connection_and_changes_nothing() -> None:
-    assert asyncio.run(greet(7 + LEAD_MAX))[0] == CutHeard(7 + LEAD_MAX)
+    assert asyncio.run(greet(7 + LEAD_MAX))[0] == CheckpointHeard(7 + LEAD_MAX)
     with pytest.raises(ProtocolError, match="cannot be: the newest known here is 7"):
         asyncio.run(greet(8 + LEAD_MAX))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from decoupled_diloco.protocol.effects import LearnerEffect, Send, SyncerEffect
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.membership import Member
-from decoupled_diloco.protocol.messages import Dismissed, Leaving
+from decoupled_diloco.protocol.messages import Draining, DrainRefused
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import shard_peer
 from decoupled_diloco.protocol.rounds import Round
@@ -29,14 +29,14 @@ LEAVINGS_MAX = 8
 
 
 def leaving(
-    state: SyncerState, options: Options, owned: tuple[int, ...], member: Member, message: Leaving
+    state: SyncerState, options: Options, owned: tuple[int, ...], member: Member, message: Draining
 ) -> list[SyncerEffect]:
     """A learner is about to go: what it has something new of is due at once."""
     if state.phase != "running":
         return []  # the closing sweep asks everyone, and before that there is nothing to hand in
     if state.members_stepping < options.quorum:
         reason = f"{state.members_stepping} learners are live, fewer than the quorum"
-        return [Send(member.learner, Dismissed(reason), reason)]
+        return [Send(member.learner, DrainRefused(reason), reason)]
     member.leavings += 1
     if member.leavings > LEAVINGS_MAX:
         return []  # who says so again and again would have everybody asked again and again
@@ -106,7 +106,7 @@ def handed_in(state: LearnerState, options: Options) -> bool:
     return True
 
 
-def _leaving(state: LearnerState, options: Options, shard: int) -> Leaving:
+def _leaving(state: LearnerState, options: Options, shard: int) -> Draining:
     fragments = options.owned(shard)
     new = tuple(p for p in fragments if state.steps_of(state.fragments[p]) > 0)
-    return Leaving(new, state.leaving)
+    return Draining(new, state.leaving)

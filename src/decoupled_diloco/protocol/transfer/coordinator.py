@@ -1,10 +1,10 @@
 """Who gives its optimizer's state to a learner that begins with none (rule 16): the coordinator's.
 
 ```
-         DonorWanted            StateOffered              RelayWanted, or no address
+         TransferWanted            StateOffered              RelayWanted, or no address
  (joiner) ────────▶ asking donor ─────────▶ named ──────────────▶ relayed
                        │  StateDeclined, donor gone │                │
-                       └──────────▶ DonorLost: the joiner asks again ◀┘     Trains: over
+                       └──────────▶ TransferLost: the joiner asks again ◀┘     Trains: over
 ```
 Nothing of it is durable: a coordinator that starts again is asked again. The joiner's patience
 bounds everything; a donor's training loop is never waited for, nor waits.
@@ -15,17 +15,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from decoupled_diloco.protocol.donation import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.effects import CoordinatorEffect, Send
-from decoupled_diloco.protocol.messages import (
-    DonorLost,
-    DonorNamed,
-    DonorWanted,
-    NoDonor,
+from decoupled_diloco.protocol.messages import Message
+from decoupled_diloco.protocol.transfer.effects import CloseRelay, OpenRelay, RelayOn
+from decoupled_diloco.protocol.transfer.messages import (
+    ChunkTaken,
+    NoTransfer,
     RelayOpened,
+    RelayWanted,
+    StateDeclined,
     StateOffered,
     StateUnwanted,
     StateWanted,
+    Trains,
+    TransferLost,
+    TransferReady,
+    TransferWanted,
 )
 
 HEAD_BYTES_MAX = 256 << 20
@@ -53,8 +58,28 @@ class Donors:
     donations: dict[str, Donation] = field(default_factory=dict)
     relays: int = 0
 
+    def told(
+        self, learner: str, message: Message, present: Mapping[str, bool], clock: int
+    ) -> list[CoordinatorEffect]:
+        """A learner says something of a transfer."""
+        match message:
+            case TransferWanted():
+                return self.wanted(learner, message, present, clock)
+            case StateOffered():
+                return self.offered(learner, message)
+            case StateDeclined(joiner, attempt, reason):
+                return self.declined(learner, joiner, attempt, reason)
+            case RelayWanted(attempt):
+                return self.relay_wanted(learner, attempt)
+            case ChunkTaken(attempt, chunk):
+                return self.chunk_taken(learner, attempt, chunk)
+            case Trains(gives):
+                return self.trains(learner, gives=gives)
+            case _:
+                raise AssertionError(f"a learner does not say this to the coordinator: {message}")
+
     def wanted(
-        self, joiner: str, message: DonorWanted, present: Mapping[str, bool], clock: int
+        self, joiner: str, message: TransferWanted, present: Mapping[str, bool], clock: int
     ) -> list[CoordinatorEffect]:
         """A learner asks for a donor: the first by name that is present and gives to nobody."""
         effects = self._over(joiner, "it asks anew")
@@ -81,7 +106,7 @@ class Donors:
             reason = f"{sizes} cannot be given: at most {HEAD_BYTES_MAX} and {STATE_BYTES_MAX}"
             return self.declined(donor, message.learner, message.attempt, reason)
         donation.offered = message
-        named = DonorNamed(
+        named = TransferReady(
             donor,
             message.attempt,
             message.head_nbytes,
@@ -101,7 +126,7 @@ class Donors:
         """A donor cannot."""
         if self._of(donor, joiner, attempt) is None:
             return []
-        lost = Send(joiner, DonorLost(donor, attempt, reason), reason)
+        lost = Send(joiner, TransferLost(donor, attempt, reason), reason)
         return [*self._over(joiner, reason, tell_donor=False), lost]
 
     def relay_wanted(self, joiner: str, attempt: int) -> list[CoordinatorEffect]:
@@ -109,7 +134,7 @@ class Donors:
         donation = self.donations.get(joiner)
         if donation is None or donation.attempt != attempt or donation.offered is None:
             reason = "it is not known here: ask again"
-            return [Send(joiner, DonorLost("", attempt, reason), reason)]
+            return [Send(joiner, TransferLost("", attempt, reason), reason)]
         if donation.path:
             return []
         return self._open_relay(joiner, donation, "it cannot reach its donor")
@@ -175,4 +200,4 @@ class Donors:
 
 
 def _none(joiner: str, attempt: int, reason: str) -> CoordinatorEffect:
-    return Send(joiner, NoDonor(reason, attempt), reason)
+    return Send(joiner, NoTransfer(reason, attempt), reason)

@@ -26,15 +26,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from decoupled_diloco.protocol.effects import (
-    BeginCut,
-    CoordinatorEffect,
-    KeepCut,
-    Note,
-    Persist,
-    Send,
+from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
+from decoupled_diloco.protocol.checkpoints.messages import (
+    CheckpointOrdered,
+    CheckpointPart,
+    PartSaved,
 )
-from decoupled_diloco.protocol.messages import CutKept, CutOrdered, CutPart
+from decoupled_diloco.protocol.effects import CoordinatorEffect, Note, Persist, Send
 from decoupled_diloco.protocol.peers import shard_peer
 
 if TYPE_CHECKING:
@@ -49,14 +47,14 @@ KEPT_MAX = 2
 
 
 @dataclass(slots=True)
-class OpenCut:
+class OpenCheckpoint:
     """A cut under way: whose part is still to come, what has come, who cannot give one and why."""
 
     number: int
     shards_awaited: set[int]
     learners_awaited: set[str]
-    shards: list[CutPart] = field(default_factory=list)
-    learners: list[CutPart] = field(default_factory=list)
+    shards: list[CheckpointPart] = field(default_factory=list)
+    learners: list[CheckpointPart] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
@@ -67,7 +65,7 @@ class Cuts:
     ``given_up``: number of the last one that was not completed, and why.
     """
 
-    open: OpenCut | None = None
+    open: OpenCheckpoint | None = None
     due_at: float | None = None
     given_up: tuple[int, str] = (0, "")
 
@@ -78,12 +76,12 @@ class Cuts:
         effects = self.give_up("the next one begins")
         learners = sorted(name for name, known in state.learners.items() if known.present)
         state.cut += 1
-        self.open = OpenCut(state.cut, set(shards), set(learners))
-        order = CutOrdered(state.cut, tuple(state.cuts_kept))
+        self.open = OpenCheckpoint(state.cut, set(shards), set(learners))
+        order = CheckpointOrdered(state.cut, tuple(state.cuts_kept))
         return [
             *effects,
             Persist(f"cut {state.cut} begins"),
-            BeginCut(state.cut, why),
+            BeginCheckpoint(state.cut, why),
             *(Send(shard_peer(shard), order, why) for shard in sorted(self.open.shards_awaited)),
             *(Send(learner, order, why) for learner in learners),
         ]
@@ -100,7 +98,7 @@ class Cuts:
         return [Note(text, reason)]
 
     def shard_kept(
-        self, state: CoordinatorState, shard: int, message: CutKept
+        self, state: CoordinatorState, shard: int, message: PartSaved
     ) -> list[CoordinatorEffect]:
         """A shard has its part, or cannot have it.
 
@@ -118,11 +116,11 @@ class Cuts:
         if message.problem:
             return self.give_up(f"shard-{shard}: {message.problem}")
         cut.shards_awaited.discard(shard)
-        cut.shards.append(CutPart(f"shard-{shard}", message.digest, message.nbytes))
+        cut.shards.append(CheckpointPart(f"shard-{shard}", message.digest, message.nbytes))
         return self._complete(state)
 
     def learner_kept(
-        self, state: CoordinatorState, learner: str, message: CutKept
+        self, state: CoordinatorState, learner: str, message: PartSaved
     ) -> list[CoordinatorEffect]:
         """A learner has its part, or cannot have it."""
         cut = self.open
@@ -131,7 +129,7 @@ class Cuts:
         if message.problem:
             return self.learner_gone(state, learner)
         cut.learners_awaited.discard(learner)
-        cut.learners.append(CutPart(learner, message.digest, message.nbytes))
+        cut.learners.append(CheckpointPart(learner, message.digest, message.nbytes))
         return self._complete(state)
 
     def learner_gone(self, state: CoordinatorState, learner: str) -> list[CoordinatorEffect]:
@@ -149,7 +147,7 @@ class Cuts:
         self.open = None
         state.cuts_kept = [*state.cuts_kept, cut.number][-KEPT_MAX:]
         why = "every part is on a disk"
-        kept = KeepCut(
+        kept = KeepCheckpoint(
             cut.number,
             _by_name(cut.shards),
             _by_name(cut.learners),
@@ -217,5 +215,5 @@ def raised(state: CoordinatorState, newest: CoordinatorState) -> CoordinatorStat
     )
 
 
-def _by_name(parts: Iterable[CutPart]) -> tuple[CutPart, ...]:
+def _by_name(parts: Iterable[CheckpointPart]) -> tuple[CheckpointPart, ...]:
     return tuple(sorted(parts, key=lambda part: part.who))

@@ -12,23 +12,30 @@ copy from the host's memory.
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.donation import (
+from typing import assert_never
+
+from decoupled_diloco.protocol.effects import LearnerEffect, Note, Send
+from decoupled_diloco.protocol.learner_state import LearnerState
+from decoupled_diloco.protocol.messages import Message
+from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.transfer.effects import (
     CopyState,
     DropState,
     FetchState,
     ForgetState,
     RelayState,
 )
-from decoupled_diloco.protocol.effects import LearnerEffect, Note, Send
-from decoupled_diloco.protocol.events import ChunkArrived, StateCopied, StateNotCopied
-from decoupled_diloco.protocol.learner_state import Giving, LearnerState, Search
-from decoupled_diloco.protocol.messages import (
+from decoupled_diloco.protocol.transfer.events import (
+    ChunkArrived,
+    StateArrived,
+    StateCopied,
+    StateFailed,
+    StateNotCopied,
+    TransferEvent,
+)
+from decoupled_diloco.protocol.transfer.messages import (
     ChunkTaken,
-    DonorLost,
-    DonorNamed,
-    DonorWanted,
-    Holding,
-    NoDonor,
+    NoTransfer,
     RelayOpened,
     RelayWanted,
     StateDeclined,
@@ -36,8 +43,12 @@ from decoupled_diloco.protocol.messages import (
     StateUnwanted,
     StateWanted,
     Trains,
+    TransferLost,
+    TransferReady,
+    TransferWanted,
 )
-from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.transfer.state import Giving, Search
+from decoupled_diloco.protocol.versions import Holding
 
 OFFER_SECONDS = 30.0
 """How long a donor may take to come to a step boundary at which it has seen the versions."""
@@ -47,6 +58,43 @@ STALL_SECONDS = 20.0
 
 DONORS_MAX = 3
 """After so many donors in vain, a fresh optimizer is the faster way."""
+
+
+def handle(state: LearnerState, now: float, event: TransferEvent) -> list[LearnerEffect]:
+    """What the shell says of a transfer."""
+    match event:
+        case StateCopied():
+            return copied(state, event)
+        case StateNotCopied():
+            return not_copied(state, event)
+        case ChunkArrived():
+            return chunk_arrived(state, now, event)
+        case StateArrived(attempt):
+            return state_arrived(state, attempt)
+        case StateFailed(attempt, reason):
+            return state_failed(state, now, attempt, reason)
+        case _:
+            assert_never(event)
+
+
+def told(state: LearnerState, now: float, message: Message) -> list[LearnerEffect]:
+    """What the coordinator says of a transfer."""
+    match message:
+        case NoTransfer():
+            return no_donor(state, message)
+        case TransferReady():
+            return named(state, now, message)
+        case TransferLost():
+            return donor_lost(state, now, message)
+        case StateWanted():
+            return wanted(state, now, message)
+        case StateUnwanted():
+            return unwanted(state, message)
+        case RelayOpened():
+            return relay_opened(state, now, message)
+        case _:
+            raise AssertionError(f"the coordinator does not say this to a learner: {message}")
+
 
 # ---- looking for one
 
@@ -88,10 +136,10 @@ def _ask(state: LearnerState, search: Search, now: float, why: str) -> list[Lear
         for index, view in enumerate(state.fragments)
         if view.latest is not None
     )
-    return [Send(COORDINATOR, DonorWanted(search.attempt, seen, search.refused), why)]
+    return [Send(COORDINATOR, TransferWanted(search.attempt, seen, search.refused), why)]
 
 
-def no_donor(state: LearnerState, message: NoDonor) -> list[LearnerEffect]:
+def no_donor(state: LearnerState, message: NoTransfer) -> list[LearnerEffect]:
     """Nobody can give."""
     search = _search(state)
     if search is None or search.attempt != message.attempt:
@@ -99,7 +147,7 @@ def no_donor(state: LearnerState, message: NoDonor) -> list[LearnerEffect]:
     return _give_up(state, search, message.reason)
 
 
-def named(state: LearnerState, now: float, message: DonorNamed) -> list[LearnerEffect]:
+def named(state: LearnerState, now: float, message: TransferReady) -> list[LearnerEffect]:
     """A donor's copy is ready."""
     search = _search(state)
     if search is None or search.phase != "asking" or search.attempt != message.attempt:
@@ -110,7 +158,7 @@ def named(state: LearnerState, now: float, message: DonorNamed) -> list[LearnerE
     return [_fetch(message, "", f"{message.donor} serves it")]
 
 
-def _fetch(message: DonorNamed, path: str, why: str) -> FetchState:
+def _fetch(message: TransferReady, path: str, why: str) -> FetchState:
     return FetchState(
         message.donor,
         message.attempt,
@@ -124,7 +172,7 @@ def _fetch(message: DonorNamed, path: str, why: str) -> FetchState:
     )
 
 
-def donor_lost(state: LearnerState, now: float, message: DonorLost) -> list[LearnerEffect]:
+def donor_lost(state: LearnerState, now: float, message: TransferLost) -> list[LearnerEffect]:
     """The donor is gone, or declines."""
     search = _search(state)
     if search is None or search.attempt != message.attempt:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import ForgetCuts, LearnerEffect, Send, TakeCut
-from decoupled_diloco.protocol.events import CutWritten
+from typing import assert_never
+
+from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered, PartSaved
+from decoupled_diloco.protocol.effects import LearnerEffect, Send
 from decoupled_diloco.protocol.learner_state import LearnerState
-from decoupled_diloco.protocol.messages import CutKept, CutOrdered, Role
+from decoupled_diloco.protocol.messages import Role
 from decoupled_diloco.protocol.peers import COORDINATOR
+
+
+def handle(state: LearnerState, event: CheckpointHeard | PartWritten) -> list[LearnerEffect]:
+    """A number has come with a message, or its part is written."""
+    match event:
+        case CheckpointHeard(number):
+            return heard(state, number)
+        case PartWritten():
+            return written(event)
+        case _:
+            assert_never(event)
 
 
 def heard(state: LearnerState, number: int) -> list[LearnerEffect]:
@@ -17,10 +32,10 @@ def heard(state: LearnerState, number: int) -> list[LearnerEffect]:
     return []
 
 
-def ordered(state: LearnerState, order: CutOrdered) -> list[LearnerEffect]:
+def ordered(state: LearnerState, order: CheckpointOrdered) -> list[LearnerEffect]:
     """The coordinator begins a cut."""
     heard(state, order.number)
-    forget = ForgetCuts(order.keep, order.number, "newer ones are complete")
+    forget = ForgetCheckpoints(order.keep, order.number, "newer ones are complete")
     if state.ready:
         return [forget]
     return [forget, _none_of(order.number, "it is only joining")]
@@ -44,14 +59,14 @@ def at_boundary(state: LearnerState, role: Role) -> list[LearnerEffect]:
     if just_taken:
         return [_none_of(state.cut, "cuts come faster than its steps")]
     state.cut_just_taken = True
-    return [TakeCut(state.cut, "before anything newer is applied")]
+    return [TakeCheckpoint(state.cut, "before anything newer is applied")]
 
 
 def _none_of(cut: int, problem: str) -> LearnerEffect:
-    return Send(COORDINATOR, CutKept(cut, "", 0, problem), problem)
+    return Send(COORDINATOR, PartSaved(cut, "", 0, problem), problem)
 
 
-def written(event: CutWritten) -> list[LearnerEffect]:
+def written(event: PartWritten) -> list[LearnerEffect]:
     """Its part is on the disk, or cannot be."""
-    kept = CutKept(event.number, event.digest, event.nbytes, event.problem)
+    kept = PartSaved(event.number, event.digest, event.nbytes, event.problem)
     return [Send(COORDINATOR, kept, event.problem or "its part is on the disk")]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoupled_diloco.protocol.messages import CutPart
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointPart
 
 
 @dataclass(frozen=True, slots=True)
-class TakeCut:
-    """Take this process's part of a cut as it is now, then say `CutWritten`.
+class TakeCheckpoint:
+    """Take this process's part of a cut as it is now, then say `PartWritten`.
 
     A shard: as of its worker's queue. A learner: at this boundary, at which nothing was applied;
     then say ``Paused``, so that it is.
@@ -20,7 +20,7 @@ class TakeCut:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetCuts:
+class ForgetCheckpoints:
     """Parts of other cuts than these, and of those before ``before``, are needed no more."""
 
     keep: tuple[int, ...]
@@ -29,7 +29,7 @@ class ForgetCuts:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginCut:
+class BeginCheckpoint:
     """The coordinator's own part of this cut is what it knows now."""
 
     number: int
@@ -37,14 +37,14 @@ class BeginCut:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepCut:
+class KeepCheckpoint:
     """A cut is complete: write its manifest.
 
     ``missing``: learners that were there when it began and gave no part.
     """
 
     number: int
-    shards: tuple[CutPart, ...]
-    learners: tuple[CutPart, ...]
+    shards: tuple[CheckpointPart, ...]
+    learners: tuple[CheckpointPart, ...]
     missing: tuple[str, ...]
     why: str

@@ -19,15 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from decoupled_diloco.protocol.effects import CoordinatorEffect, Enter, Send
-from decoupled_diloco.protocol.lease_messages import (
-    DataRefused,
-    DataReport,
-    Lease,
-    LeasesGiven,
-    LeaseState,
-)
-from decoupled_diloco.protocol.ledger import (
+from decoupled_diloco.protocol.data_leases.effects import Enter
+from decoupled_diloco.protocol.data_leases.ledger import (
     DataDescribed,
     Leased,
     LedgerEntry,
@@ -35,6 +28,14 @@ from decoupled_diloco.protocol.ledger import (
     Settled,
     TakenBack,
 )
+from decoupled_diloco.protocol.data_leases.messages import (
+    DataRefused,
+    DataReport,
+    Lease,
+    LeasesGiven,
+    LeaseState,
+)
+from decoupled_diloco.protocol.effects import CoordinatorEffect, Send
 
 GRACE_SECONDS = 15.0
 """How long a learner may be gone before its leases are others': three times the longest pause
