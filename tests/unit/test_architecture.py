@@ -176,7 +176,6 @@ SHELLS = ("learner", "syncer", "storage", "transport")
 
 OF_REAL_MACHINES = {
     "learner/parts.py": "names a learner after its host and process",
-    "syncer/cut_requests.py": "a command asks a running syncer",
     "transport/documents.py": "a command reads a running syncer's tapes",
     "transport/http_client.py": "real sockets",
     "transport/reach.py": "the doctor looks at real sockets",

@@ -1,4 +1,4 @@
-"""`ddiloco checkpoint`: a consistent cut of the whole run, now."""
+"""`ddiloco checkpoint`: a checkpoint of the whole run, now."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def checkpoint(
 
     Exit code 1: there is none, because a part could not be had, or not in time.
     """
+    from decoupled_diloco.cli.checkpoint_client import take_checkpoint
     from decoupled_diloco.config.addresses import on_this_machine
     from decoupled_diloco.launch.folder import read_addresses, read_token
-    from decoupled_diloco.syncer.cut_requests import take_cut
     from decoupled_diloco.units import format_bytes
 
     if run.startswith(("http://", "https://")):
@@ -41,7 +41,7 @@ def checkpoint(
         address = on_this_machine(read_addresses(Path(run))[0])
         own = Path(run) / "token"
         token_file = token_file or (own if own.exists() else None)
-    found = take_cut(address, read_token(token_file), timeout)
+    found = take_checkpoint(address, read_token(token_file), timeout)
     if found.state != "complete":
         cut = f"cut {found.number}" if found.number else "no cut"
         late = f" after {timeout:g} s: it may still be completed" if found.state == "open" else ""

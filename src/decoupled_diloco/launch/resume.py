@@ -16,15 +16,15 @@ from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.method import public_text, read_public
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.learner.checkpoint import LearnerCheckpoint, cut_of
+from decoupled_diloco.learner.checkpoint import LearnerCheckpoint, run_checkpoint_of
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.coordinator import Phase
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.storage.files import write_text
-from decoupled_diloco.syncer.coordinator import document_at_cut, read_state
+from decoupled_diloco.syncer.checkpoints import Manifest, checkpoint_folders, read_manifest
+from decoupled_diloco.syncer.coordinator import document_at_checkpoint, read_state
 from decoupled_diloco.syncer.coordinator_disk import FILE, newest_state
-from decoupled_diloco.syncer.cuts import Manifest, cut_folders, read_manifest
 from decoupled_diloco.syncer.durable import DURABLE, EXACT
 from decoupled_diloco.syncer.result import RESULT
 
@@ -124,7 +124,7 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
         (durable / EXACT).touch()
     for own in sorted((folder / LEARNERS).glob("*")):
         for file in sorted(own.glob("*.safetensors")):
-            if cut_of(file) != manifest.number:
+            if run_checkpoint_of(file) != manifest.number:
                 _move(file, aside / LEARNERS / own.name / file.name)
     _put_coordinator_back(folder, config, manifest)
     (folder / GOING_BACK).unlink()
@@ -142,7 +142,7 @@ def half_way(folder: Path) -> str:
 def _chosen(folder: Path, which: str) -> tuple[Manifest, list[str]]:
     if which != "last" and not which.isdecimal():
         raise ConfigError(f"--cut {which!r} is neither 'last' nor the number of a cut")
-    there = cut_folders(folder)
+    there = checkpoint_folders(folder)
     found = [path for path in there if which == "last" or _number_of(path) == int(which)]
     problems: list[str] = []
     for path in found:
@@ -163,8 +163,8 @@ def _chosen(folder: Path, which: str) -> tuple[Manifest, list[str]]:
     )
 
 
-def _number_of(cut_folder: Path) -> int:
-    return int(cut_folder.name.removeprefix("cut-"))
+def _number_of(checkpoint_folder: Path) -> int:
+    return int(checkpoint_folder.name.removeprefix("cut-"))
 
 
 def _check_learners(folder: Path, manifest: Manifest) -> None:
@@ -172,7 +172,11 @@ def _check_learners(folder: Path, manifest: Manifest) -> None:
     for part in manifest.learners:
         own = folder / LEARNERS / part.who
         if own.exists():
-            files = [file for file in own.glob("*.safetensors") if cut_of(file) == manifest.number]
+            files = [
+                file
+                for file in own.glob("*.safetensors")
+                if run_checkpoint_of(file) == manifest.number
+            ]
             if not files:
                 raise StorageError(f"{own} lacks its part of cut {manifest.number}")
             LearnerCheckpoint.read(files[0])
@@ -184,7 +188,7 @@ def _put_coordinator_back(folder: Path, config: RunConfig, manifest: Manifest) -
     ledger = DataLedger(folder, LeaseBook())
     if newest is not None:
         newest = replace(newest, data=ledger.book)
-    document, state = document_at_cut(manifest.coordinator, newest)
+    document, state = document_at_checkpoint(manifest.coordinator, newest)
     if ledger.book.entries or state.data.entries:
         ledger.go_back(state.data)
     ledger.close()

@@ -25,8 +25,7 @@ from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
-from decoupled_diloco.syncer import cut_requests
-from decoupled_diloco.syncer.cut_requests import CUT_PATH
+from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH, answer
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
@@ -85,8 +84,8 @@ def run_shard(
             tape.sample(time.monotonic(), taken)
         paths = {who: folder / "tape" / f"{file}.jsonl" for who, file in files.items()}
 
-        async def cut_asked(query: Mapping[str, str]) -> Document:
-            return cut_requests.answer(process.host, query)
+        async def checkpoint_asked(query: Mapping[str, str]) -> Document:
+            return answer(process.host, query)
 
         tapes_of_process = TapeDocuments(config.run.name, shard, addresses, paths)
         process = Shard(
@@ -101,7 +100,7 @@ def run_shard(
                 on_channel=on_channel,
                 health=lambda: process.health(),
                 about=lambda: process.describe(),
-                queries={TAPE_PATH: tapes_of_process, CUT_PATH: cut_asked},
+                queries={TAPE_PATH: tapes_of_process, CHECKPOINT_PATH: checkpoint_asked},
                 pool_bytes=config.syncer.pool_mib * MIB,
                 limits=limits,
             ),

@@ -71,7 +71,7 @@ from decoupled_diloco.protocol.transfer.effects import (
     ForgetState,
     RelayState,
 )
-from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
+from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
 from decoupled_diloco.runtime import Beside, now, runtime
 from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
 from decoupled_diloco.transport.base import Channel, Client
@@ -329,14 +329,16 @@ class Background:
             case do.Relabel() | do.RunOver() | do.Release() | do.Hold() | do.EndTraining():
                 pass  # the machine's state says it; the trainer was notified
             case ForgetCheckpoints(keep, before) if self.keeper:
-                self.keeper.forget_cuts(keep, before)
+                self.keeper.forget_checkpoints(keep, before)
             case do.Snapshot() | do.Apply() | TakeCheckpoint() | CopyState():
                 raise AssertionError("only a step boundary orders this")
 
     def _say(self, shard: int, message: say.Message) -> None:
         channel = self._channels.get(shard)
         if channel is not None:
-            channel.send(coloured(message, self.shared.machine.state.cut if self.shared else 0))
+            channel.send(
+                numbered(message, self.shared.machine.state.checkpoint if self.shared else 0)
+            )
 
     def tell_later(self, event: fact.LearnerEvent) -> None:
         """`tell` for another thread."""
@@ -585,12 +587,12 @@ class Background:
         self._told(fact.Connected(shard_peer(shard)))
         try:
             while True:
-                cut = colour(data := await channel.receive())
+                checkpoint = number_of(data := await channel.receive())
                 message = cast("say.ToLearner", decode(data, _TO_LEARNER))
                 assert self.shared is not None
                 require_sense(message, shard, self.shared.machine.options)
-                if cut > self.shared.machine.state.cut_heard:
-                    self._told(CheckpointHeard(cut))
+                if checkpoint > self.shared.machine.state.checkpoint_heard:
+                    self._told(CheckpointHeard(checkpoint))
                 self._told(fact.Received(shard_peer(shard), message))
                 if isinstance(message, say.Welcome):
                     backoff.reset()

@@ -251,10 +251,13 @@ class Keeper:
         tell(CheckpointWritten(checkpoint.steps, nbytes, copy_seconds, seconds, problem, cut))
         return Written(seal, nbytes, problem)
 
-    def forget_cuts(self, keep: tuple[int, ...], before: int) -> None:
+    def forget_checkpoints(self, keep: tuple[int, ...], before: int) -> None:
         """Deletes, in time, the checkpoints of cuts that nobody will go back to."""
         if self.folder is not None:
-            forget, unneeded = self.folder.forget_cuts, lambda n: n < before and n not in keep
+            forget, unneeded = (
+                self.folder.forget_checkpoints,
+                lambda n: n < before and n not in keep,
+            )
             with contextlib.suppress(RuntimeError):  # closing
                 self._writer.submit(forget, unneeded)
 

@@ -333,19 +333,19 @@ class Learner(_Participant):
         if restoring and self._after_apply is not None:
             self._after_apply(applied)
 
-    def checkpoint(self, cut: int | None = None) -> Future[Written] | None:
+    def checkpoint(self, run_checkpoint: int | None = None) -> Future[Written] | None:
         """Takes a checkpoint now; call it between two steps, in the thread of the training loop.
 
         Args:
-            cut: The consistent cut of the whole run that it belongs to.
+            run_checkpoint: The checkpoint of the whole run that it belongs to.
 
         Returns:
             Done when it is written, or its failure told; `None` if this learner keeps none.
         """
-        outline = self._outline(cut)
+        outline = self._outline(run_checkpoint)
         return None if outline is None else self._keeper.take(outline, self._background.sample)
 
-    def _outline(self, cut: int | None) -> LearnerCheckpoint | None:
+    def _outline(self, run_checkpoint: int | None) -> LearnerCheckpoint | None:
         """The numbers and published copies of this boundary; `None` before all are held."""
         background, shared = self._background, self._shared
         with background.changed:
@@ -368,7 +368,7 @@ class Learner(_Participant):
             global_step=self.global_step,
             fragments=tuple(fragments),
             model={},
-            cut=cut,
+            cut=run_checkpoint,
         )
 
     def step(self, tokens: int, loss: float | None = None) -> bool:
@@ -417,12 +417,12 @@ class Learner(_Participant):
         return not (state.ended or state.leaving)
 
     def _at_boundary(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
-        """Carries a boundary out; its part of a cut comes before anything newer is applied."""
+        """Carries a boundary out; its part of a checkpoint comes first."""
         background = self._background
         plan = background.tell(event, loss)
-        if plan.cut is None:
+        if plan.checkpoint is None:
             return plan
-        number, written = plan.cut, self.checkpoint(plan.cut)
+        number, written = plan.checkpoint, self.checkpoint(plan.checkpoint)
 
         def tell(part: Written) -> None:
             background.tell_later(PartWritten(number, part.digest, part.nbytes, part.problem))

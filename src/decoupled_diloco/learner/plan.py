@@ -35,19 +35,20 @@ class StepPlan:
     Attributes:
         orders: What to apply and what to snapshot, in this order.
         hold: Do not start the next step yet (synchronous baselines only).
-        cut: Take this process's part of this cut, and then look at the boundary again.
+        checkpoint: Take this process's part of this one of the run, then look at the boundary
+            again.
     """
 
     orders: tuple[Apply | Snapshot, ...] = ()
     hold: bool = False
-    cut: int | None = None
+    checkpoint: int | None = None
 
     @classmethod
     def of(cls, effects: Iterable[LearnerEffect]) -> StepPlan:
         """The part of a machine's answer that belongs to the boundary.
 
         >>> StepPlan.of([Hold("not back yet")])
-        StepPlan(orders=(), hold=True, cut=None)
+        StepPlan(orders=(), hold=True, checkpoint=None)
         """
         effects = list(effects)
         return cls(
@@ -66,7 +67,7 @@ class StepPlan:
         return {
             "orders": [encode(order) for order in self.orders],
             "hold": self.hold,
-            "cut": self.cut,
+            "checkpoint": self.checkpoint,
         }
 
     @classmethod
@@ -78,7 +79,7 @@ class StepPlan:
         """
         kinds: tuple[type[Any], ...] = (Apply, Snapshot)
         orders = [cast("Apply | Snapshot", decode(order, kinds)) for order in data["orders"]]
-        return cls(tuple(orders), bool(data["hold"]), data.get("cut"))
+        return cls(tuple(orders), bool(data["hold"]), data.get("checkpoint"))
 
 
 def with_loss(effect: LearnerEffect, loss: float) -> LearnerEffect:

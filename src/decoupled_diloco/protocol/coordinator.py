@@ -13,11 +13,12 @@ turned away, and what it goes on publishing is of an older term.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 from decoupled_diloco.protocol.checkpoints import coordinator as checkpoints
-from decoupled_diloco.protocol.checkpoints.coordinator import Cuts
+from decoupled_diloco.protocol.checkpoints.coordinator import Checkpoints
 from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
 from decoupled_diloco.protocol.checkpoints.messages import PartSaved
 from decoupled_diloco.protocol.data_leases import coordinator as leases
@@ -101,8 +102,16 @@ class CoordinatorState:
     clocks: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
     data: LeaseBook = field(default_factory=LeaseBook)
-    cut: int = 0
-    cuts_kept: list[int] = field(default_factory=list)
+    checkpoint: int = 0
+    checkpoints_kept: list[int] = field(default_factory=list)
+
+
+_FORMER_FIELDS = {"cut": "checkpoint", "cuts_kept": "checkpoints_kept"}
+
+
+def state_today(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a state that any version has written, by the names that they have today."""
+    return {_FORMER_FIELDS.get(name, name): value for name, value in state.items()}
 
 
 class CoordinatorMachine:
@@ -115,14 +124,14 @@ class CoordinatorMachine:
         self.donors = Donors()
         self._present_shards: set[int] = set()
         self._absences = Absences()
-        self._cuts = Cuts()
+        self._checkpoints = Checkpoints()
 
     def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
         self._absences.noticed(now, self.state.data)
         effects, options = self._dispatch(now, event), self.options
         every = options.checkpoint_every_seconds
-        return effects + self._cuts.look(
+        return effects + self._checkpoints.look(
             self.state, now, every, self._present_shards, options.shards
         )
 
@@ -141,27 +150,29 @@ class CoordinatorMachine:
                 return self._member_said(learner, nonce, message)
             case Lost(peer) if is_shard_peer(peer):
                 self._present_shards.discard(shard_of(peer))
-                return self._cuts.give_up(f"{peer} is gone")
+                return self._checkpoints.give_up(f"{peer} is gone")
             case Lost(learner, nonce):
                 return self._learner_gone(now, learner, nonce)
             case CheckpointWanted():
-                return self._cuts.wanted(self.state, self._present_shards, self.options.shards)
+                return self._checkpoints.wanted(
+                    self.state, self._present_shards, self.options.shards
+                )
             case _:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """When the leases of a learner that is gone are over, or the next cut is due."""
-        instants = (self._absences.deadline, self._cuts.due_at)
+        """When the leases of a learner that is gone are over, or the next checkpoint is due."""
+        instants = (self._absences.deadline, self._checkpoints.due_at)
         return min((instant for instant in instants if instant is not None), default=None)
 
     @property
-    def cuts(self) -> Cuts:
-        """The cut under way, and the last one that was given up; to be looked at only."""
-        return self._cuts
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoint under way, and the last one that was given up; to be looked at only."""
+        return self._checkpoints
 
     @property
-    def why_no_cut(self) -> str:
-        """Why no cut can begin now; empty: one can."""
+    def why_no_checkpoint(self) -> str:
+        """Why no checkpoint can begin now; empty: one can."""
         return checkpoints.why_none(self.state, self._present_shards, self.options.shards)
 
     def snapshot(self) -> CoordinatorState:
@@ -184,7 +195,7 @@ class CoordinatorMachine:
         self._present_shards.clear()
         self.donors = Donors()
         self._absences = Absences(unnoticed=True)
-        self._cuts = Cuts()
+        self._checkpoints = Checkpoints()
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
@@ -247,7 +258,7 @@ class CoordinatorMachine:
             return []  # another process bears this id by now
         match message:
             case PartSaved():
-                return self._cuts.learner_kept(self.state, learner, message)
+                return self._checkpoints.learner_kept(self.state, learner, message)
             case DataReport():
                 return leases.report(self.state.data, learner, known.epoch, message)
             case _:
@@ -264,7 +275,7 @@ class CoordinatorMachine:
         effects = self.donors.gone(learner)
         self._absences.began(now, learner, state.data)
         if state.phase != "seeding" or state.seed != learner:
-            return [*effects, *self._cuts.learner_gone(state, learner)]
+            return [*effects, *self._checkpoints.learner_gone(state, learner)]
         state.phase, state.seed = "gathering", ""
         note = Note(f"{learner}, the seed of the initial weights, is gone", "its connection broke")
         return [*effects, note, *self._name_seed()]
@@ -302,7 +313,7 @@ class CoordinatorMachine:
         self._present_shards.add(shard)
         effects: list[CoordinatorEffect] = []
         if state.nonces.get(shard) != hello.nonce:
-            effects += self._cuts.give_up(f"shard-{shard} has started again")
+            effects += self._checkpoints.give_up(f"shard-{shard} has started again")
             self._new_process(hello)
             effects.append(Persist(f"shard {shard} has term {state.terms[shard]}"))
         begun = state.phase in ("running", "ending", "finished")
@@ -354,7 +365,7 @@ class CoordinatorMachine:
             case Swept():
                 return self._shard_swept(shard)
             case PartSaved():
-                return self._cuts.shard_kept(self.state, shard, message)
+                return self._checkpoints.shard_kept(self.state, shard, message)
             case _:
                 raise AssertionError(f"a shard does not say this to the coordinator: {message}")
 
@@ -437,5 +448,5 @@ def _copied(state: CoordinatorState) -> CoordinatorState:
         swept=set(state.swept),
         clocks=dict(state.clocks),
         data=leases.copied(state.data),
-        cuts_kept=list(state.cuts_kept),
+        checkpoints_kept=list(state.checkpoints_kept),
     )

@@ -111,8 +111,8 @@ class ShardMemory:
 class DiskRead:
     """What an earlier life of this shard has left on its disk; told before `ShardAdmitted`.
 
-    ``exact``: it is its part of a cut that the whole run goes back to; whoever holds something
-    newer has it from a time that is no more.
+    ``exact``: it is its part of a checkpoint that the whole run goes back to; whoever holds
+    something newer has it from a time that is no more.
     """
 
     copies: tuple[DurableCopy, ...]

@@ -233,10 +233,10 @@ class LearnerMachine:
         return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
-        """What a step boundary allows: its part of a cut, or else applying, then snapshots."""
+        """What a boundary allows: its part of a checkpoint, or else applying, then snapshots."""
         state = self.state
         effects = checkpoints.at_boundary(state, self.role)
-        if state.cut_just_taken:
+        if state.checkpoint_just_taken:
             return effects
         if state.ending and not state.ended:
             state.ended = True

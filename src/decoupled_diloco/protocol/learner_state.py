@@ -146,9 +146,9 @@ class LearnerState:
     learner is about to go. ``givings``: to whom this learner gives its optimizer's state.
     ``coordinated``: the coordinator can be told things. ``data``: the leased parts of the data;
     ``None``: the loop does not use them.
-    ``cut``: the consistent cut that its part was taken of last; ``cut_heard``: the newest that it
-    has heard of, whose part is due at the next boundary; ``cut_just_taken``: the last boundary was
-    one for a part.
+    ``checkpoint``: the checkpoint of the run that its part was taken of last; ``checkpoint_heard``:
+    the newest that it has heard of, whose part is due at the next boundary;
+    ``checkpoint_just_taken``: the last boundary was one for a part.
     """
 
     fragments: list[FragmentView]
@@ -170,9 +170,9 @@ class LearnerState:
     givings: dict[str, Giving] = field(default_factory=dict)
     coordinated: bool = False
     data: DataView | None = None
-    cut: int = 0
-    cut_heard: int = 0
-    cut_just_taken: bool = False
+    checkpoint: int = 0
+    checkpoint_heard: int = 0
+    checkpoint_just_taken: bool = False
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""

@@ -46,7 +46,7 @@ class Options:
         uplink_codec: name of the wire format of contributions.
         budget_steps: the run ends when the slowest shard's clock reaches it; ``None``: no limit.
         budget_tokens: the run ends when this many tokens were trained; ``None``: no limit.
-        checkpoint_every_seconds: how often a consistent cut of the run begins; 0: only on demand.
+        checkpoint_every_seconds: how often a checkpoint of the run begins; 0: only on demand.
     """
 
     fragments: int = 24

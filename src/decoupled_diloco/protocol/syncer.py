@@ -236,18 +236,18 @@ class SyncerMachine:
             case MergeFailed(number, fragment, reason):
                 return syncer_rounds.merge_failed(state, now, number, fragment, reason)
             case CheckpointHeard(number):
-                return self._take_cut(number, "a message is of it")
+                return self._take_checkpoint(number, "a message is of it")
             case PartWritten(number, digest, nbytes, problem):
                 kept = PartSaved(number, digest, nbytes, problem)
                 return [Send(COORDINATOR, kept, problem or "its part is on the disk")]
             case _:
                 assert_never(event)
 
-    def _take_cut(self, number: int, why: str) -> list[SyncerEffect]:
-        """Its part of a cut; before and after rounds it has none, and the cut is not complete."""
-        if number <= self.state.cut:
+    def _take_checkpoint(self, number: int, why: str) -> list[SyncerEffect]:
+        """Its part of a checkpoint; before and after rounds it has none."""
+        if number <= self.state.checkpoint:
             return []
-        self.state.cut = number
+        self.state.checkpoint = number
         return [TakeCheckpoint(number, why)] if self.state.phase == "running" else []
 
     def _ordered(self, now: float, message: Message) -> list[SyncerEffect]:
@@ -267,7 +267,7 @@ class SyncerMachine:
                 return self._run(now, "every shard holds its share of the initial weights")
             case CheckpointOrdered(number, keep):
                 forget = ForgetCheckpoints(keep, number, "newer ones are complete")
-                return [forget, *self._take_cut(number, "the coordinator orders it")]
+                return [forget, *self._take_checkpoint(number, "the coordinator orders it")]
             case EndOrdered():
                 if self.state.end_ordered:
                     return []

@@ -68,7 +68,7 @@ def term_granted(
         state.phase = "empty"
         return []
     state.phase = "restoring"
-    # Who goes back to a cut need not wait to hear of anything newer: it would not take it.
+    # Who goes back to a checkpoint need not wait to hear of anything newer: it would not take it.
     settle_at = now if state.durable_is_exact else None
     state.fill = Fill(attempt=0, started_at=now, settle_at=settle_at)
     effects: list[SyncerEffect] = []

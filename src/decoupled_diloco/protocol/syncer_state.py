@@ -154,8 +154,8 @@ class Fill:
 class SyncerState:
     """The state of one shard.
 
-    ``cut``: the newest consistent cut of the run that it has heard of. ``step_tokens``: the (lower)
-    median learner's tokens a step, found anew at every tick; 0 while unknown.
+    ``checkpoint``: the newest checkpoint of the run that it has heard of. ``step_tokens``: the
+    (lower) median learner's tokens a step, found anew at every tick; 0 while unknown.
 
     ``looked_at``: when it was looked last whether a loop stands still.
 
@@ -198,7 +198,7 @@ class SyncerState:
     end_ordered: bool = False
     finish_ordered: bool = False
     deadline_told: float | None = None
-    cut: int = 0
+    checkpoint: int = 0
 
     @property
     def tokens(self) -> int:

@@ -39,21 +39,21 @@ def encode(value: object) -> Json:
     return {"type": type(value).__name__, **fields}
 
 
-def coloured(message: object, cut: int) -> Json:
-    """A message as JSON, with its sender's cut number.
+def numbered(message: object, checkpoint: int) -> Json:
+    """A message as JSON, with its sender's checkpoint number.
 
     >>> from decoupled_diloco.protocol.messages import Ending
     >>> coloured(Ending(), 3), coloured(Ending(), 0)
     ({'type': 'Ending', 'cut': 3}, {'type': 'Ending'})
     """
     data = encode(message)
-    if cut:
-        data["cut"] = cut
+    if checkpoint:
+        data["cut"] = checkpoint
     return data
 
 
-def colour(data: Json) -> int:
-    """The cut number of a message, which is taken out of it.
+def number_of(data: Json) -> int:
+    """The checkpoint number of a message, which is taken out of it.
 
     Raises:
         ProtocolError: It is no number.

@@ -1,8 +1,8 @@
 """Consistent cuts of a virtual world: what its disks have of them, and the world that goes on.
 
-`check_cut` asserts that a complete cut is consistent: no part knows of what another did after its
-own. `resumed` makes a new world of a cut; lineage goes on across it, so that `NoBodies` sees
-whatever would be merged twice.
+`check_run_checkpoint` asserts that a complete cut is consistent: no part knows of what another did
+after its own. `resumed` makes a new world of a cut; lineage goes on across it, so that `NoBodies`
+sees whatever would be merged twice.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WorldCuts:
     complete: dict[int, tuple[KeepCheckpoint, CoordinatorState]] = field(default_factory=dict)
 
 
-def check_cut(world: World, number: int) -> None:
+def check_run_checkpoint(world: World, number: int) -> None:
     """Asserts that a complete cut is consistent."""
     cut, _ = world.cuts.complete[number]
     assert len(cut.shards) == len(world.shards), "a cut without a shard is complete"

@@ -22,7 +22,7 @@ from typing import Any
 from decoupled_diloco.simulate.bounds import Bounds
 from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.cuts import check_cut, resumed
+from decoupled_diloco.simulate.cuts import check_run_checkpoint, resumed
 from decoupled_diloco.simulate.data_checker import DataChecker
 from decoupled_diloco.simulate.drawn import Scenario, draw
 from decoupled_diloco.simulate.liveness import must_go_on
@@ -60,7 +60,7 @@ def run(seed: int, recorder: Any = None, changes: Changes | None = None) -> Repo
     must_go_on(scenario, data)
     if data is not None:
         data.check_accounts()
-    _must_go_on_from_a_cut(scenario, data)
+    _must_go_on_from_a_checkpoint(scenario, data)
     merged = sum(r.verdict == "merged" for r in checker.rounds)
     return Report(
         seed,
@@ -72,11 +72,11 @@ def run(seed: int, recorder: Any = None, changes: Changes | None = None) -> Repo
     )
 
 
-def _must_go_on_from_a_cut(scenario: Scenario, earlier: DataChecker | None) -> None:
+def _must_go_on_from_a_checkpoint(scenario: Scenario, earlier: DataChecker | None) -> None:
     """Every complete cut is consistent, and what goes on from one goes on as it should."""
     complete = sorted(scenario.world.cuts.complete)
     for number in complete:
-        check_cut(scenario.world, number)
+        check_run_checkpoint(scenario.world, number)
     choices = Choices(f"{scenario.seed}/resume")
     old = scenario.world
     if not complete or not choices.chance(RESUMED):
@@ -105,7 +105,7 @@ def _must_go_on_from_a_cut(scenario: Scenario, earlier: DataChecker | None) -> N
     if data is not None:
         data.check_accounts()
     for later in sorted(world.cuts.complete):
-        check_cut(world, later)
+        check_run_checkpoint(world, later)
 
 
 SPOIL_MAX = 0.02

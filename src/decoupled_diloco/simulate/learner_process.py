@@ -160,11 +160,11 @@ class LearnerProcess(Shell):
     @property
     def cut(self) -> int:
         """See `Endpoint`."""
-        return 0 if self.machine is None else self.machine.state.cut
+        return 0 if self.machine is None else self.machine.state.checkpoint
 
     def hear_cut(self, cut: int) -> None:
         """See `Endpoint`."""
-        if self.machine is not None and cut > self.machine.state.cut_heard:
+        if self.machine is not None and cut > self.machine.state.checkpoint_heard:
             self.tell(CheckpointHeard(cut))
 
     # ---- joining

@@ -188,7 +188,7 @@ class ShardProcess(Shell):
     @property
     def cut(self) -> int:
         """See `Endpoint`."""
-        return 0 if self.machine is None else self.machine.state.cut
+        return 0 if self.machine is None else self.machine.state.checkpoint
 
     def hear_cut(self, cut: int) -> None:
         """See `Endpoint`."""

@@ -42,7 +42,11 @@ from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.checkpoints.coordinator import raised
 from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
 from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
+from decoupled_diloco.protocol.coordinator import (
+    CoordinatorMachine,
+    CoordinatorState,
+    state_today,
+)
 from decoupled_diloco.protocol.data_leases.effects import Enter
 from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.events import (
@@ -58,9 +62,8 @@ from decoupled_diloco.protocol.transfer.effects import CloseRelay, OpenRelay, Re
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.data_ledger import DataLedger
+from decoupled_diloco.syncer.checkpoints import CheckpointAnswer, write_manifest
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_since, newest_state
-from decoupled_diloco.syncer.cut_requests import CheckpointAnswer
-from decoupled_diloco.syncer.cuts import write_manifest
 from decoupled_diloco.syncer.relay import Relay
 from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import BodyStore, Channel
@@ -151,7 +154,7 @@ class CoordinatorHost:
         self._connections_of: dict[str, list[int]] = {}
         self._connections = 0
         self._part: dict[str, Any] = {}
-        self._cut_kept = CheckpointAnswer("given up", 0)
+        self._checkpoint_kept = CheckpointAnswer("given up", 0)
 
     # ---- learners and observers
 
@@ -426,7 +429,7 @@ class CoordinatorHost:
             case BeginCheckpoint():
                 self._part = self._document()
             case KeepCheckpoint():
-                self._spawn(self._keep_cut(effect, self._part))
+                self._spawn(self._keep_checkpoint(effect, self._part))
             case do.AdoptLayout():
                 for link in self._shards.values():
                     link(say.LayoutSet(self._layout_text()))
@@ -447,32 +450,35 @@ class CoordinatorHost:
             case _:
                 assert_never(effect)
 
-    async def _keep_cut(self, effect: KeepCheckpoint, part: dict[str, Any]) -> None:
+    async def _keep_checkpoint(self, effect: KeepCheckpoint, part: dict[str, Any]) -> None:
         missing = f", without {', '.join(effect.missing)}" if effect.missing else ""
         try:
             await asyncio.to_thread(write_manifest, self._folder, effect, part)
             logger.info("cut %d of the whole run is complete%s", effect.number, missing)
-            self._cut_kept = CheckpointAnswer.kept(self._folder, effect)
+            self._checkpoint_kept = CheckpointAnswer.kept(self._folder, effect)
         except StorageError as error:
             logger.error("%s: cut %d of the run is not complete", error, effect.number)
-            self._cut_kept = CheckpointAnswer("given up", effect.number, str(error))
+            self._checkpoint_kept = CheckpointAnswer("given up", effect.number, str(error))
 
-    def want_cut(self) -> CheckpointAnswer:
-        """Begins a cut; one that is under way will do."""
-        problem = self.machine.why_no_cut
+    def want_checkpoint(self) -> CheckpointAnswer:
+        """Begins a checkpoint; one that is under way will do."""
+        problem = self.machine.why_no_checkpoint
         if problem:
             return CheckpointAnswer("refused", 0, problem)
         self._handle(CheckpointWanted())
-        return self.cut_answer(self.machine.state.cut)
+        return self.checkpoint_answer(self.machine.state.checkpoint)
 
-    def cut_answer(self, number: int) -> CheckpointAnswer:
-        """What has become of a cut of this life."""
-        under_way, (given_up, reason) = self.machine.cuts.open, self.machine.cuts.given_up
-        if self._cut_kept.number == number:
-            return self._cut_kept
+    def checkpoint_answer(self, number: int) -> CheckpointAnswer:
+        """What has become of a checkpoint of this life."""
+        under_way, (given_up, reason) = (
+            self.machine.checkpoints.open,
+            self.machine.checkpoints.given_up,
+        )
+        if self._checkpoint_kept.number == number:
+            return self._checkpoint_kept
         if under_way is not None and under_way.number == number:
             return CheckpointAnswer.of_open(under_way)
-        if number in self.machine.state.cuts_kept:
+        if number in self.machine.state.checkpoints_kept:
             return CheckpointAnswer("open", number, "its manifest is being written")
         words = reason if given_up == number else "this coordinator knows nothing of it"
         return CheckpointAnswer("given up", number, words)
@@ -563,16 +569,16 @@ def read_layout(folder: Path, public: Public) -> Layout | None:
     return None if kept is None else kept[2]
 
 
-def document_at_cut(
+def document_at_checkpoint(
     part: Mapping[str, Any], newest: CoordinatorState | None
 ) -> tuple[dict[str, Any], CoordinatorState]:
-    """What the coordinator's file holds to go on from its part of a cut, and the state in it.
+    """What the coordinator's file holds to go on from a checkpoint, and the state in it.
 
     Args:
         part: The document as it was then.
         newest: What it has known last: no epoch, term or lease is given out twice.
     """
-    state = _STATE.validate_python(part["state"])
+    state = _STATE.validate_python(state_today(part["state"]))
     back = raised(state, newest or state)
     return {**part, "state": _STATE.dump_python(back, mode="json")}, back
 
@@ -588,7 +594,7 @@ def _read(
             known = document["state"]["learners"].get(name, {"epoch": 0})
             if record["epoch"] >= known["epoch"]:
                 document["state"]["learners"][name] = record
-        state = _STATE.validate_python(document["state"])
+        state = _STATE.validate_python(state_today(document["state"]))
         layout = document["layout"]
         theirs = read_public(document["settings"])
         found = Layout.from_json(json.loads(layout)) if layout else None

@@ -12,7 +12,7 @@ from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.checkpoints.coordinator import LEAD_MAX
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
-from decoupled_diloco.protocol.wire import colour, decode
+from decoupled_diloco.protocol.wire import decode, number_of
 from decoupled_diloco.transport.base import Channel, Encoded
 
 GREETING_SECONDS = 10.0
@@ -49,7 +49,7 @@ class Sessions:
         handle: Tells the machine that somebody greets or is gone.
         said: Takes what a learner says on its current connection.
         spawn: Runs a coroutine in the process's loop.
-        cut: The number of the newest cut that the machine has heard of.
+        checkpoint: The number of the newest checkpoint that the machine has heard of.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Sessions:
         handle: Callable[[fact.SyncerEvent], None],
         said: Callable[[str, say.FromLearner], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        cut: Callable[[], int],
+        checkpoint: Callable[[], int],
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.greeting: dict[int, Greeting] = {}
         self._handle = handle
         self._said = said
         self._spawn = spawn
-        self._cut = cut
+        self._checkpoint = checkpoint
         self._connections = 0
 
-    async def serve(self, channel: Channel, hello: say.Hello, cut: int) -> None:
-        """Follows a connection from its greeting, which was of this cut, until it is gone.
+    async def serve(self, channel: Channel, hello: say.Hello, checkpoint: int) -> None:
+        """Follows a connection from its greeting, which was of this checkpoint, until it is gone.
 
         Raises:
             ProtocolError: What comes is no message of a learner, or the name is an observer's.
@@ -81,14 +81,14 @@ class Sessions:
         self._connections += 1
         connection = self._connections
         self.greeting[connection] = Greeting(channel, hello.learner, hello.role)
-        self._hear(cut)
+        self._hear(checkpoint)
         self._handle(fact.Connected(hello.learner, hello, connection))
         try:
             while True:
                 data = await channel.receive()
-                cut = colour(data)
+                checkpoint = number_of(data)
                 message = cast("say.FromLearner", decode(data, _FROM_LEARNER))
-                self._hear(cut)
+                self._hear(checkpoint)
                 if self._is_current(hello.learner, connection):
                     self._said(hello.learner, message)
         finally:
@@ -149,13 +149,13 @@ class Sessions:
                 heard.append(learner)
         return tuple(heard)
 
-    def _hear(self, cut: int) -> None:
-        """A shard takes its part of a cut before a message of it does anything here."""
-        known = self._cut()
-        if cut > known + LEAD_MAX:
-            raise ProtocolError(f"cut {cut} cannot be: the newest known here is {known}")
-        if cut > known:
-            self._handle(CheckpointHeard(cut))
+    def _hear(self, checkpoint: int) -> None:
+        """A shard takes its part of a checkpoint before a message of it does anything here."""
+        known = self._checkpoint()
+        if checkpoint > known + LEAD_MAX:
+            raise ProtocolError(f"cut {checkpoint} cannot be: the newest known here is {known}")
+        if checkpoint > known:
+            self._handle(CheckpointHeard(checkpoint))
 
     def _is_current(self, learner: str, connection: int) -> bool:
         session = self.sessions.get(learner)

@@ -42,10 +42,10 @@ from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.versions import Holding
-from decoupled_diloco.protocol.wire import colour, coloured, decode, encode
+from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.syncer.checkpoints import forget_checkpoints, part_file
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS, CoordinatorHost
-from decoupled_diloco.syncer.cuts import forget_cuts, part_file
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.health import health_of
@@ -166,7 +166,7 @@ class Shard:
             handle=self._handle,
             said=self._said,
             spawn=self._spawn,
-            cut=lambda: self.machine.state.cut,
+            checkpoint=lambda: self.machine.state.checkpoint,
         )
         self._in_order = Slices(self._do_in_order, self._fail)
         self._intake: Intake | None = None
@@ -358,12 +358,12 @@ class Shard:
         try:
             kinds: tuple[type[Any], ...] = (say.Hello, say.Join, say.ShardHello)
             data = await first_message(channel)
-            cut, first = colour(data), cast("Any", decode(data, kinds))
+            checkpoint, first = number_of(data), cast("Any", decode(data, kinds))
             match first:
                 case say.Hello():
                     self._require_principal(channel, first.learner)
                     await self._sealed.wait()  # what it holds can be told from what it makes up
-                    await self._sessions.serve(channel, self._genuine(first), cut)
+                    await self._sessions.serve(channel, self._genuine(first), checkpoint)
                 case _ if self._host is None:
                     channel.send(encode(say.Referred(self._addresses[0])))
                     await channel.close("this shard does not host the coordinator")
@@ -408,7 +408,7 @@ class Shard:
             ):
                 # Where the copy is now: it may be withdrawn before everybody has heard of it.
                 located = dataclasses.replace(effect, message=self._offered(news))
-                self._in_order.put((located, self.machine.state.cut))
+                self._in_order.put((located, self.machine.state.checkpoint))
             case do.Send(peer, message) if peer == COORDINATOR:
                 self._report(cast("say.FromShard", message))
             case (
@@ -422,30 +422,32 @@ class Shard:
                 | do.Unexpect()
                 | do.Stop()
             ):
-                self._in_order.put((effect, self.machine.state.cut))
+                self._in_order.put((effect, self.machine.state.checkpoint))
             case do.ClockAdvanced() | do.RoundOpened() | do.RoundFinished():
                 pass
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
             case TakeCheckpoint(number):
-                self._spawn(self._take_cut(number, encode(remembered(self.machine.state))))
+                self._spawn(self._take_checkpoint(number, encode(remembered(self.machine.state))))
             case ForgetCheckpoints(keep, before):
-                self._spawn(asyncio.to_thread(forget_cuts, self._folder, keep, before))
+                self._spawn(asyncio.to_thread(forget_checkpoints, self._folder, keep, before))
             case _:
                 self._do_in_worker(effect)
 
     def _do_in_order(self, ordered: tuple[_InOrder, int]) -> Iterator[object] | None:
-        """Does what peers hear of; every message is of the cut in which it was ordered."""
-        effect, cut = ordered
+        """Does what peers hear of; every message is of the checkpoint in which it was ordered."""
+        effect, checkpoint = ordered
         match effect:
             case do.Accept(connection, learner, epoch):
                 self._sessions.accept(connection, learner, epoch)
             case do.Reject(connection, reason, final):
-                self._sessions.reject(connection, coloured(say.Refusal(reason, final), cut), reason)
+                self._sessions.reject(
+                    connection, numbered(say.Refusal(reason, final), checkpoint), reason
+                )
             case do.Send(learner, message):
-                self._sessions.send(learner, coloured(self._located(message), cut))
+                self._sessions.send(learner, numbered(self._located(message), checkpoint))
             case do.Broadcast(message):
-                return self._sessions.broadcast(coloured(message, cut))
+                return self._sessions.broadcast(numbered(message, checkpoint))
             case do.Evict(learner, reason):
                 self._sessions.evict(learner, reason)
             case do.Stop():
@@ -574,7 +576,7 @@ class Shard:
         if then is not None:
             then()
 
-    async def _take_cut(self, number: int, memory: dict[str, Any]) -> None:
+    async def _take_checkpoint(self, number: int, memory: dict[str, Any]) -> None:
         """The part is what the worker has when this has come through its queue; rounds go on."""
         disk = self._disk
         if disk is None:

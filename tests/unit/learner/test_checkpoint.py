@@ -110,13 +110,13 @@ def test_those_of_cuts_stay_until_they_are_forgotten(tmp_path: Path) -> None:
     folder.save(checkpoint(4))
     folder.save(checkpoint(5))
     assert folder.cuts == (1, 2)
-    assert_same(folder.at_cut(1), checkpoint(1, cut=1))
+    assert_same(folder.at_run_checkpoint(1), checkpoint(1, cut=1))
     assert_same(folder.newest(), checkpoint(5))
     folder.save(checkpoint(6, cut=3))
     assert_same(folder.newest(), checkpoint(6, cut=3))
-    folder.forget_cuts(lambda cut: cut < 3)
+    folder.forget_checkpoints(lambda cut: cut < 3)
     assert folder.cuts == (3,)
-    assert folder.at_cut(1) is None
+    assert folder.at_run_checkpoint(1) is None
     assert folder.problems == []
 
 

@@ -1,4 +1,4 @@
-"""A shard believes no number of a cut that cannot be."""
+"""A shard believes no number of a checkpoint that cannot be."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
 
 
-async def greet(cut: int) -> list[Any]:
-    """What a shard that knows of cut 7 is told when somebody greets with this number."""
+async def greet(checkpoint: int) -> list[Any]:
+    """What a shard that knows of checkpoint 7 is told when somebody greets with this number."""
     told: list[Any] = []
     served = asyncio.get_running_loop().create_future()
     sessions = Sessions(
         handle=told.append,
         said=lambda learner, message: None,
         spawn=lambda work: asyncio.ensure_future(work),
-        cut=lambda: 7,
+        checkpoint=lambda: 7,
     )
 
     hello = say.Hello("a", 1, "n", "learner", 0, 0, None, ())
 
     async def serve(channel: Channel) -> None:
         try:
-            await sessions.serve(channel, hello, cut)
+            await sessions.serve(channel, hello, checkpoint)
         except Exception as error:
             served.set_result(error)
 
@@ -91,7 +91,7 @@ class Syncer:
             handle=self.told.append,
             said=lambda learner, message: None,
             spawn=lambda work: asyncio.ensure_future(work),
-            cut=lambda: 0,
+            checkpoint=lambda: 0,
         )
 
     async def greet(self, learner: str) -> Line:

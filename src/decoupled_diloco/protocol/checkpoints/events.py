@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHeard:
-    """A message with this cut number has come; told before the message itself."""
+    """A message with this checkpoint number has come; told before the message itself."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class PartWritten:
-    """This process's part of a cut is on its disk; or it cannot be, and why."""
+    """This process's part of a checkpoint is on its disk; or it cannot be, and why."""
 
     number: int
     digest: str
@@ -24,4 +24,4 @@ class PartWritten:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWanted:
-    """Somebody asks for a consistent cut of the run now."""
+    """Somebody asks for a checkpoint of the run now."""

@@ -1,4 +1,4 @@
-"""A learner's side of the consistent cuts of the run; see `cuts`. Functions of its state."""
+"""A learner's side of the checkpoints of the run; see `checkpoints`. Functions of its state."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def handle(state: LearnerState, event: CheckpointHeard | PartWritten) -> list[Le
 
 def heard(state: LearnerState, number: int) -> list[LearnerEffect]:
     """Its part is due at the next boundary; who has no copies yet has no part."""
-    state.cut_heard = max(state.cut_heard, number)
+    state.checkpoint_heard = max(state.checkpoint_heard, number)
     if not state.ready:
-        state.cut = state.cut_heard
+        state.checkpoint = state.checkpoint_heard
     return []
 
 
 def ordered(state: LearnerState, order: CheckpointOrdered) -> list[LearnerEffect]:
-    """The coordinator begins a cut."""
+    """The coordinator begins a checkpoint."""
     heard(state, order.number)
     forget = ForgetCheckpoints(order.keep, order.number, "newer ones are complete")
     if state.ready:
@@ -42,28 +42,28 @@ def ordered(state: LearnerState, order: CheckpointOrdered) -> list[LearnerEffect
 
 
 def at_boundary(state: LearnerState, role: Role) -> list[LearnerEffect]:
-    """Its part of a cut that it has heard of, or why it has none.
+    """Its part of a checkpoint that it has heard of, or why it has none.
 
     Nothing that another did after its own part may be in this one, and what is staged may be such:
-    with a part, nothing else happens at this boundary. Where cuts come as fast as steps that would
-    be for ever, so the next boundary is one for everything else, and this learner missing.
+    with a part, nothing else happens at this boundary. Where checkpoints come as fast as steps that
+    would be for ever, so the next boundary is one for everything else, and this learner missing.
     """
-    just_taken, state.cut_just_taken = state.cut_just_taken, False
-    if state.cut >= state.cut_heard:
+    just_taken, state.checkpoint_just_taken = state.checkpoint_just_taken, False
+    if state.checkpoint >= state.checkpoint_heard:
         return []
-    state.cut = state.cut_heard
+    state.checkpoint = state.checkpoint_heard
     if not state.ready or state.ending or role != "learner":
         return []
     if any(view.held is None for view in state.fragments):  # its first boundary
-        return [_none_of(state.cut, "it is only joining")]
+        return [_none_of(state.checkpoint, "it is only joining")]
     if just_taken:
-        return [_none_of(state.cut, "cuts come faster than its steps")]
-    state.cut_just_taken = True
-    return [TakeCheckpoint(state.cut, "before anything newer is applied")]
+        return [_none_of(state.checkpoint, "cuts come faster than its steps")]
+    state.checkpoint_just_taken = True
+    return [TakeCheckpoint(state.checkpoint, "before anything newer is applied")]
 
 
-def _none_of(cut: int, problem: str) -> LearnerEffect:
-    return Send(COORDINATOR, PartSaved(cut, "", 0, problem), problem)
+def _none_of(checkpoint: int, problem: str) -> LearnerEffect:
+    return Send(COORDINATOR, PartSaved(checkpoint, "", 0, problem), problem)
 
 
 def written(event: PartWritten) -> list[LearnerEffect]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOrdered:
-    """Coordinator → everybody: take your part of this cut; of earlier ones keep only ``keep``."""
+    """Coordinator → everybody: take your part; of earlier checkpoints keep only ``keep``."""
 
     number: int
     keep: tuple[int, ...]
@@ -25,7 +25,7 @@ class PartSaved:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPart:
-    """One participant's part of a complete cut, as its manifest names it."""
+    """One participant's part of a complete checkpoint, as its manifest names it."""
 
     who: str
     digest: str

@@ -1,4 +1,5 @@
-"""The coordinator's side of the consistent cuts: when one begins, whose numbers are believed."""
+"""The coordinator's side of the consistent checkpoints: when one begins, whose numbers are
+believed."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ class Bench:
 
 def test_a_cut_on_demand_is_refused_in_words_while_there_is_nothing_to_cut() -> None:
     bench = Bench()
-    assert bench.machine.why_no_cut == "the run is gathering"
+    assert bench.machine.why_no_checkpoint == "the run is gathering"
     bench.told(CheckpointWanted())
     assert bench.begun() == []
     bench.begin()
     bench.told(Lost("shard-0"))
-    assert bench.machine.why_no_cut == "shard-0 is away"
+    assert bench.machine.why_no_checkpoint == "shard-0 is away"
     bench.told(CheckpointWanted())
     assert bench.begun() == []
 
@@ -54,7 +55,7 @@ def test_who_asks_while_a_cut_is_under_way_gets_that_one() -> None:
     assert bench.begun() == [1]
     bench.told(CheckpointWanted())
     assert bench.begun() == []
-    assert bench.machine.cuts.open is not None
+    assert bench.machine.checkpoints.open is not None
     bench.told(Received("shard-0", PartSaved(1, "d", 3)))
     bench.told(Received("a", PartSaved(1, "e", 4), "n"))
     assert [effect.number for effect in bench.effects if isinstance(effect, KeepCheckpoint)] == [1]
@@ -67,8 +68,11 @@ def test_a_cut_that_was_never_begun_is_a_lie_and_the_next_one_is_beyond_it() -> 
     bench.begin()
     bench.told(CheckpointWanted())
     bench.told(Received("shard-0", PartSaved(900, "d", 3)))
-    assert bench.machine.cuts.open is None
-    assert bench.machine.cuts.given_up == (1, "shard-0 was told of cut 900, which was never begun")
+    assert bench.machine.checkpoints.open is None
+    assert bench.machine.checkpoints.given_up == (
+        1,
+        "shard-0 was told of cut 900, which was never begun",
+    )
     assert any(isinstance(effect, Note) for effect in bench.effects)
     bench.told(CheckpointWanted())
     assert bench.begun() == [901]

@@ -1,12 +1,12 @@
-"""Consistent cuts of the whole run on disk: the shards' parts, and the manifest of a complete one.
+"""Checkpoints of the whole run on disk: the shards' parts, and the manifest of a complete one.
 
 ```
 RUN/checkpoints/cut-000012/shard-0.safetensors   shard-1.safetensors   manifest.json
 ```
 
 A shard's part is a checkpoint as in `durable`. Learners keep theirs in their own folders. The
-manifest is written last, whole or not at all: a cut without one is not complete. It names every
-part with its digest, who is missing, and holds the coordinator's own part.
+manifest is written last, whole or not at all: a checkpoint without one is not complete. It names
+every part with its digest, who is missing, and holds the coordinator's own part.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import logging
 from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.protocol.checkpoints.coordinator import OpenCheckpoint
 from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointPart
 from decoupled_diloco.runtime import runtime
@@ -34,10 +35,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete cut.
+    """A complete checkpoint.
 
     Attributes:
-        number: Of the cut.
+        number: Of the checkpoint.
         folder: Where the shards' parts are.
         shards: Their parts.
         learners: Those of the learners, in their own checkpoint folders.
@@ -68,38 +69,79 @@ class Manifest:
                 raise StorageError(f"{path} is not the part that belongs to cut {self.number}")
 
 
-def cut_folder(run: Path, number: int) -> Path:
-    """Where the parts of a cut are in a run folder."""
+State = Literal["refused", "open", "complete", "given up"]
+
+
+@dataclass(frozen=True)
+class CheckpointAnswer:
+    """What has become of a checkpoint.
+
+    Attributes:
+        state: ``refused``: none can begin now.
+        number: Of the checkpoint; 0: there is none.
+        words: Why it was refused or given up, or what it waits for.
+        folder: Where the shards' parts are, at the syncer.
+        nbytes: Of all parts.
+        missing: Learners that were there and gave no part.
+    """
+
+    state: State
+    number: int
+    words: str = ""
+    folder: str = ""
+    nbytes: int = 0
+    missing: tuple[str, ...] = ()
+
+    @classmethod
+    def kept(cls, run: Path, checkpoint: KeepCheckpoint) -> CheckpointAnswer:
+        """Of a checkpoint that is complete, its manifest written."""
+        nbytes = sum(part.nbytes for part in (*checkpoint.shards, *checkpoint.learners))
+        folder = str(checkpoint_folder(run, checkpoint.number).absolute())
+        return cls(
+            "complete", checkpoint.number, folder=folder, nbytes=nbytes, missing=checkpoint.missing
+        )
+
+    @classmethod
+    def of_open(cls, checkpoint: OpenCheckpoint) -> CheckpointAnswer:
+        """Of a checkpoint that waits for parts."""
+        awaited = [f"shard-{shard}" for shard in sorted(checkpoint.shards_awaited)]
+        awaited += sorted(checkpoint.learners_awaited)
+        words = f"the parts of {', '.join(awaited)} are still to come"
+        return cls("open", checkpoint.number, words, missing=tuple(sorted(checkpoint.missing)))
+
+
+def checkpoint_folder(run: Path, number: int) -> Path:
+    """Where the parts of a checkpoint are in a run folder."""
     return run / SHARES / f"cut-{number:06d}"
 
 
 def part_file(run: Path, number: int, shard: int) -> Path:
     """The file of one shard's part."""
-    return cut_folder(run, number) / f"shard-{shard}.safetensors"
+    return checkpoint_folder(run, number) / f"shard-{shard}.safetensors"
 
 
-def write_manifest(run: Path, cut: KeepCheckpoint, coordinator: dict[str, Any]) -> None:
-    """Makes a cut complete.
+def write_manifest(run: Path, checkpoint: KeepCheckpoint, coordinator: dict[str, Any]) -> None:
+    """Makes a checkpoint complete.
 
     Raises:
-        StorageError: It cannot be written; the cut is not complete.
+        StorageError: It cannot be written; the checkpoint is not complete.
     """
     document = {
         "format": FORMAT,
-        "cut": cut.number,
-        "shards": [asdict(part) for part in cut.shards],
-        "learners": [asdict(part) for part in cut.learners],
-        "missing": list(cut.missing),
+        "cut": checkpoint.number,
+        "shards": [asdict(part) for part in checkpoint.shards],
+        "learners": [asdict(part) for part in checkpoint.learners],
+        "missing": list(checkpoint.missing),
         "coordinator": coordinator,
     }
-    write_text(cut_folder(run, cut.number) / MANIFEST, json.dumps(document, indent=1))
+    write_text(checkpoint_folder(run, checkpoint.number) / MANIFEST, json.dumps(document, indent=1))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in the folder of a cut.
+    """The manifest in the folder of a checkpoint.
 
     Raises:
-        StorageError: The cut is not complete, or its manifest cannot be read.
+        StorageError: The checkpoint is not complete, or its manifest cannot be read.
     """
     path = folder / MANIFEST
     try:
@@ -120,15 +162,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise StorageError(f"{path} cannot be read: {error!r}") from error
 
 
-def cut_folders(run: Path) -> list[Path]:
-    """The folders of all cuts of a run, complete or not, newest first."""
+def checkpoint_folders(run: Path) -> list[Path]:
+    """The folders of all checkpoints of a run, complete or not, newest first."""
     found = [path for path in (run / SHARES).glob("cut-*") if path.name[4:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[4:]), reverse=True)
 
 
-def forget_cuts(run: Path, keep: Container[int], before: int) -> None:
+def forget_checkpoints(run: Path, keep: Container[int], before: int) -> None:
     """Deletes what nobody will go back to; what cannot be deleted is tried again next time."""
-    for folder in cut_folders(run):
+    for folder in checkpoint_folders(run):
         number = int(folder.name[4:])
         if number < before and number not in keep:
             runtime().disk.remove_folder(folder)

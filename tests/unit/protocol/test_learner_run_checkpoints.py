@@ -1,4 +1,4 @@
-"""A learner's part of a consistent cut: at which boundary, and before what."""
+"""A learner's part of a checkpoint of the run: at which boundary, and before what."""
 
 from __future__ import annotations
 

@@ -1,0 +1,48 @@
+"""What a running syncer answers who asks for a checkpoint of the whole run.
+
+``/cut`` begins one, or names the one under way; ``/cut?number=N`` says how far it is. Both are for
+whoever holds a token of the run, as the tapes are. Only shard 0 can answer, where the coordinator
+is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Protocol
+
+from decoupled_diloco.syncer.checkpoints import CheckpointAnswer
+from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
+
+CHECKPOINT_PATH = "/cut"
+
+
+class Coordinator(Protocol):
+    """Where checkpoints begin."""
+
+    def want_checkpoint(self) -> CheckpointAnswer:
+        """Begins a checkpoint; one that is under way will do."""
+        ...
+
+    def checkpoint_answer(self, number: int) -> CheckpointAnswer:
+        """What has become of a checkpoint."""
+        ...
+
+
+def answer(coordinator: Coordinator | None, query: Mapping[str, str]) -> Document:
+    """Answers a request; see `transport.documents`.
+
+    Raises:
+        NoSuchDocumentError: The coordinator is not in this process, or the number is none.
+    """
+    if coordinator is None:
+        raise NoSuchDocumentError("the coordinator is not here: ask shard 0")
+    number = query.get("number")
+    if number is None:
+        found = coordinator.want_checkpoint()
+    elif number.isascii() and number.isdigit() and len(number) < 17:
+        found = coordinator.checkpoint_answer(int(number))
+    else:
+        raise NoSuchDocumentError(f"number={number[:40]!r} is no number of a cut")
+    return Document(json.dumps(asdict(found)).encode())
