@@ -43,7 +43,7 @@ def numbered(message: object, checkpoint: int) -> Json:
     """A message as JSON, with its sender's checkpoint number.
 
     >>> from decoupled_diloco.protocol.messages import Ending
-    >>> coloured(Ending(), 3), coloured(Ending(), 0)
+    >>> numbered(Ending(), 3), numbered(Ending(), 0)
     ({'type': 'Ending', 'cut': 3}, {'type': 'Ending'})
     """
     data = encode(message)
