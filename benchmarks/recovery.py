@@ -3,8 +3,8 @@
 One shard and two learners in one process, over loopback HTTP. The second learner leaves and comes
 back from its own checkpoint, then from the first one's optimizer (straight and through the shard),
 then with the published copies alone; seconds from the constructor's call to its return, and what a
-checkpoint costs: the copy that a step waits for, into fresh memory as without `Keeper.prepare` and
-into what the one before lay in, and the write that no step waits for.
+checkpoint costs: the copy that a step waits for, into fresh memory as without
+`Checkpointer.prepare` and into what the one before lay in, and the write that no step waits for.
 
     python benchmarks/recovery.py
 """

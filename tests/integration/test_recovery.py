@@ -437,7 +437,7 @@ def test_who_begins_with_nothing_takes_the_optimizer_of_a_healthy_learner(
         assert all(float(each["step"]) == joiner.position.batches for each in moments.values())
         joiner.steps(2)
         joiner.learner.close()
-    assert not donor.learner._background._donations._parcels, "the copy is not kept"
+    assert not donor.learner._background._transfers._blobs, "the copy is not kept"
     donor.learner.close()
     (how,) = recovered(system, "learner-1")
     assert (how["way"], how["donor"]) == ("donor", "learner-0")
@@ -451,7 +451,7 @@ def test_a_donor_that_is_out_of_reach_is_relayed(make: Make, tmp_path: Path) -> 
     system = make(run={"budget_steps": 100_000})
     system.start()
     donor = Loop(system, tmp_path, listen="127.0.0.1:0")
-    donor.learner._background._donations._listen = _nowhere  # type: ignore[method-assign]
+    donor.learner._background._transfers._listen = _nowhere  # type: ignore[method-assign]
     donor.steps(3)
     with stepping(donor):
         joiner = Loop(system, tmp_path, name="learner-1")
@@ -513,14 +513,14 @@ def test_a_link_that_is_cut_while_a_donor_gives_costs_no_chunk_that_is_here(
     system = make(run={"budget_steps": 100_000}, pool_bytes=1 << 26)
     system.start()
     donor = Loop(system, tmp_path, listen="127.0.0.1:0", width=1600)
-    donations = donor.learner._background._donations
-    listen, cutting = donations._listen, list[Cutting]()
+    transfers = donor.learner._background._transfers
+    listen, cutting = transfers._listen, list[Cutting]()
 
     async def by_a_bad_link() -> str:
         cutting.append(Cutting(await listen(), cuts=3, after_bytes=3 << 20))
         return cutting[0].address
 
-    donations._listen = by_a_bad_link  # type: ignore[method-assign]
+    transfers._listen = by_a_bad_link  # type: ignore[method-assign]
     donor.steps(2)
     with stepping(donor):
         joiner = Loop(system, tmp_path, name="learner-1", width=1600)
@@ -541,12 +541,12 @@ def test_a_donor_that_dies_while_it_gives_is_replaced(make: Make, tmp_path: Path
     system = make(run={"budget_steps": 100_000})
     system.start()
     first, second = Loop(system, tmp_path), Loop(system, tmp_path, name="learner-1")
-    first.learner._background._donations._deliver = _never  # type: ignore[method-assign]
+    first.learner._background._transfers._deliver = _never  # type: ignore[method-assign]
     first.steps(3)
     second.steps(3)
     with stepping(first), stepping(second):
         joining = Thread(lambda: Loop(system, tmp_path, name="learner-2"))
-        until(lambda: first.learner._background._donations._parcels, "the first is asked")
+        until(lambda: first.learner._background._transfers._blobs, "the first is asked")
         first.dead = True
         first.die()
         joiner = joining.result()

@@ -275,11 +275,11 @@ def test_nothing_grows_with_the_length_of_a_run(make: Make) -> None:
 
     def sizes() -> dict[str, int]:
         shard = system.shards[0]
-        assert shard._intake is not None
+        assert shard._uploads is not None
         assert shard._tensors is not None
         bodies = shard._server.bodies
         held: dict[str, Any] = {
-            "expected": shard._intake._expected,
+            "expected": shard._uploads._expected,
             "offered": shard._offers._urls,
             "offers": bodies._offers,
             "uploads": bodies._uploads,

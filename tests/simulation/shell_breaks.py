@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from decoupled_diloco.learner.background import Background
+from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.joining import CoordinatorLink as Joining
-from decoupled_diloco.learner.keeper import Keeper
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
-from decoupled_diloco.syncer.intake import Intake, Offers
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.slices import Slices
+from decoupled_diloco.syncer.uploads import Downloads, Uploads
 from simulation.breaks import Break
 
 LEARNERS = (
@@ -46,7 +46,7 @@ LEARNERS = (
     ),
     Break(
         "what the model has is not brought back from its checkpoint",
-        Keeper,
+        Checkpointer,
         "restore",
         "self._model.load_state_dict(dict(checkpoint.model), strict=whole)",
         "pass",
@@ -112,14 +112,14 @@ SHARDS = (
     ),
     Break(
         "a body is taken in once it is announced, and never once it is here",
-        Intake,
+        Uploads,
         "_ended",
         "self._take_up(expected)",
         "pass",
     ),
     Break(
         "the whole copy of a version before is offered on under the new one's name",
-        Offers,
+        Downloads,
         "offer",
         "_view(published.whole), published.digest)",
         "_view(published.whole * 0), published.digest)",

@@ -27,8 +27,8 @@ from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH, answer
 from decoupled_diloco.syncer.shard import Shard
+from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.tapes import TapeDocuments
-from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http import HttpClient, HttpServer
@@ -76,11 +76,11 @@ def run_shard(
         tapes.append(open_tape(folder, who, header, file=files[who]))
         return tapes[-1]
 
-    async def serve(tenure: Tenure | Unchallenged) -> bool:
+    async def serve(shard_lease: ShardLease | NoStandby) -> bool:
         loop = asyncio.get_running_loop()
         tape = begin_tape(f"shard-{shard}", header)
-        if isinstance(tenure, Tenure):
-            taken = TookOver(process_name, shard, tenure.number, tenure.waited_seconds)
+        if isinstance(shard_lease, ShardLease):
+            taken = TookOver(process_name, shard, shard_lease.number, shard_lease.waited_seconds)
             tape.sample(time.monotonic(), taken)
         paths = {who: folder / "tape" / f"{file}.jsonl" for who, file in files.items()}
 
@@ -107,7 +107,7 @@ def run_shard(
             client=HttpClient(token=token),
             tape=tape,
             coordinator_tape=partial(begin_tape, "coordinator") if shard == 0 else None,
-            tenure=tenure,
+            shard_lease=shard_lease,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.stop)
@@ -120,7 +120,7 @@ def run_shard(
         if config.syncer.standbys:
             finished = asyncio.run(take_turn(config, shard, folder, standby=standby, serve=serve))
         else:
-            finished = asyncio.run(serve(UNCHALLENGED))
+            finished = asyncio.run(serve(NO_STANDBY))
     finally:
         survivors.end()
         for each in tapes:
@@ -154,7 +154,7 @@ async def take_turn(
     folder: Path,
     *,
     standby: bool,
-    serve: Callable[[Tenure], Coroutine[Any, Any, bool]],
+    serve: Callable[[ShardLease], Coroutine[Any, Any, bool]],
 ) -> bool:
     """Waits for a shard's claim and serves by it; returns whether the run is over.
 
@@ -167,16 +167,18 @@ async def take_turn(
     )
     facts = {"machine": "lease", "waits": standby}
     told = {"nonce": store.nonce, "lease_seconds": store.lease_seconds}
-    tenure = Tenure(store, open_tape(folder, f"{name}.claims", {**facts, **told}), waits=standby)
+    shard_lease = ShardLease(
+        store, open_tape(folder, f"{name}.claims", {**facts, **told}), waits=standby
+    )
     finished, loop = False, asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, tenure.give_up)
+        loop.add_signal_handler(number, shard_lease.give_up)
     logger.info("%s waits for its claim in %s", name, store.folder)
     try:
-        if await tenure.gained():
-            finished = await serve(tenure)
+        if await shard_lease.gained():
+            finished = await serve(shard_lease)
         else:
-            finished = tenure.run_over
+            finished = shard_lease.run_over
     finally:
-        await tenure.end(finished=finished)
+        await shard_lease.end(finished=finished)
     return finished

@@ -35,8 +35,8 @@ from decoupled_diloco.errors import (
     ProtocolError,
     TransportError,
 )
+from decoupled_diloco.learner.checkpointer import Checkpointer, tell_recovery
 from decoupled_diloco.learner.checks import layout_text
-from decoupled_diloco.learner.donations import Donations, Surroundings
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.joining import (
     TRAINING_GOES_ON,
@@ -46,11 +46,11 @@ from decoupled_diloco.learner.joining import (
     Identity,
     Patience,
 )
-from decoupled_diloco.learner.keeper import Keeper, tell_recovery
 from decoupled_diloco.learner.plan import OF_THE_BOUNDARY, StepPlan, with_loss
 from decoupled_diloco.learner.sense import require_sense, require_sense_of_coordinator
 from decoupled_diloco.learner.shared import Shared, Unrecorded
 from decoupled_diloco.learner.store import ParameterStore
+from decoupled_diloco.learner.transfers import StateTransfers, Surroundings
 from decoupled_diloco.learner.trouble import Trouble
 from decoupled_diloco.merge import Layout, as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
@@ -107,8 +107,8 @@ class Background:
         client: Makes the transport's client, inside the loop.
         tape: Where events go, or ``None``.
         patience: How long it waits for the run.
-        keeper: A learner's own checkpoint; ``None`` for observers.
-        donations: What a learner gives to others and takes from them.
+        checkpointer: A learner's own checkpoint; ``None`` for observers.
+        transfers: What a learner gives to others and takes from them.
 
     Attributes:
         restoring: The learner goes on from its own checkpoint, which the trainer puts back.
@@ -124,11 +124,11 @@ class Background:
         client: Callable[[], Client],
         tape: Callable[[dict[str, Any]], TapeWriter] | None,
         patience: Patience,
-        keeper: Keeper | None = None,
-        donations: Donations | None = None,
+        checkpointer: Checkpointer | None = None,
+        transfers: StateTransfers | None = None,
     ) -> None:
-        self.keeper = keeper
-        self._donations = donations or Donations({})
+        self.checkpointer = checkpointer
+        self._transfers = transfers or StateTransfers({})
         self.restoring = False
         self.run_id = ""
         self.identity = identity
@@ -195,8 +195,8 @@ class Background:
                     self._enqueue(shared, effect if loss is None else with_loss(effect, loss))
             pending = bool(self._queue)
         for order in copies:
-            self._donations.copy(order)
-            self._in_loop(partial(self._spawn_quietly, self._donations.serve(order)))
+            self._transfers.copy(order)
+            self._in_loop(partial(self._spawn_quietly, self._transfers.serve(order)))
         if pending:
             self._in_loop(lambda: self._guarded(self._drain))
         return plan
@@ -323,13 +323,13 @@ class Background:
             case do.Note(text, why):
                 logger.info("%s: %s (%s)", self.identity.name, text, why)
             case RelayState() | ForgetState() | FetchState() | DropState():
-                self._donations.carry_out(effect, self.identity.name)
+                self._transfers.carry_out(effect, self.identity.name)
             case do.Recovered():
                 tell_recovery(self.identity.name, effect)
             case do.Relabel() | do.RunOver() | do.Release() | do.Hold() | do.EndTraining():
                 pass  # the machine's state says it; the trainer was notified
-            case ForgetCheckpoints(keep, before) if self.keeper:
-                self.keeper.forget_checkpoints(keep, before)
+            case ForgetCheckpoints(keep, before) if self.checkpointer:
+                self.checkpointer.forget_checkpoints(keep, before)
             case do.Snapshot() | do.Apply() | TakeCheckpoint() | CopyState():
                 raise AssertionError("only a step boundary orders this")
 
@@ -373,7 +373,7 @@ class Background:
         if self._stop_asked:
             return
         self._client = self._make_client()
-        self._donations.enter(self._surroundings(self._client))
+        self._transfers.enter(self._surroundings(self._client))
         stopped = self._loop.create_task(self._stop.wait())
         try:
             joining = self._loop.create_task(self._coordinator.join(self._client))
@@ -398,7 +398,7 @@ class Background:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._donations.close()
+            await self._transfers.close()
             await self._client.close()
 
     def _surroundings(self, client: Client) -> Surroundings:
@@ -486,8 +486,8 @@ class Background:
             self._shards = [reached_by(each, dialled) for each in admitted.shards]
             self.shared = Shared(machine, tensors, public, recorder)
             self.run_id = admitted.run
-            if self.keeper is not None:
-                self._begin(self.shared, self.keeper)
+            if self.checkpointer is not None:
+                self._begin(self.shared, self.checkpointer)
             self.changed.notify()
         logger.info(
             "%s has joined %s, epoch %d", self.identity.name, public["run"]["name"], admitted.epoch
@@ -500,16 +500,16 @@ class Background:
         require_sense_of_coordinator(message, machine.options, None if data is None else data.parts)
         self._told(fact.Received(COORDINATOR, message))
 
-    def _begin(self, shared: Shared, keeper: Keeper) -> None:
+    def _begin(self, shared: Shared, checkpointer: Checkpointer) -> None:
         """Tells the machine what this process begins with."""
         numels = tuple(part.numel for part in shared.tensors.plan.fragments)
-        gives = self._donations.wanted
-        problem = keeper.fits(self.run_id, numels)
-        checkpoint = keeper.loaded
+        gives = self._transfers.wanted
+        problem = checkpointer.fits(self.run_id, numels)
+        checkpoint = checkpointer.loaded
         if problem or checkpoint is None:
             if checkpoint is not None:
                 logger.warning("%s: %s: it is not used", self.identity.name, problem)
-            keeper.forget()
+            checkpointer.forget()
             self._told(fact.Began(why=problem, seeks_donor=gives, gives=gives))
             return
         self.restoring = True

@@ -26,18 +26,24 @@ from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.learner import parts
 from decoupled_diloco.learner.background import Background
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
+from decoupled_diloco.learner.checkpointer import (
+    Checkpointer,
+    Counted,
+    Written,
+    all_stateful,
+    held_fragment,
+)
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
-from decoupled_diloco.learner.donations import Donations
+from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS, Identity, Patience
-from decoupled_diloco.learner.keeper import Counted, Keeper, Written, all_stateful, held_fragment
-from decoupled_diloco.learner.lease_desk import LeaseDesk
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.shared import Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
+from decoupled_diloco.learner.transfers import StateTransfers
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.observe.writer import TapeWriter
 from decoupled_diloco.protocol.checkpoints.events import PartWritten
-from decoupled_diloco.protocol.draining import handed_in
+from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.events import DrainAsked, Paused, StepFinished
 from decoupled_diloco.protocol.peers import name_problem
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
@@ -72,8 +78,8 @@ class _Participant:
         join_timeout: float | None,
         tape: str | Path | None,
         client: Callable[[], Client] | None,
-        keeper: Keeper | None = None,
-        donations: Donations | None = None,
+        checkpointer: Checkpointer | None = None,
+        transfers: StateTransfers | None = None,
     ) -> None:
         unnamed = name_problem(name)
         if unnamed:
@@ -98,8 +104,8 @@ class _Participant:
             client=client or (lambda: HttpClient(token=secret)),
             tape=self._tape_maker(tape),
             patience=Patience(join_timeout, give_up_seconds),
-            keeper=keeper,
-            donations=donations,
+            checkpointer=checkpointer,
+            transfers=transfers,
         )
         self._join_timeout = join_timeout
         self._enter()
@@ -302,33 +308,33 @@ class Learner(_Participant):
             refuse_what_is_not_finite(model)
         self._after_apply, self._waits = after_apply, True
         self._hand_in_seconds = parts.not_negative("hand_in_seconds", hand_in_seconds)
-        self._donations = parts.donations_of(objects, donate, stateful or {}, listen)
-        self._keeper = parts.keeper_of(
+        self._transfers = parts.transfers_of(objects, donate, stateful or {}, listen)
+        self._checkpointer = parts.checkpointer_of(
             learner_id, model, objects, checkpoint, checkpoint_every_seconds
         )
         super().__init__(
             store,
             syncer,
-            name=self._keeper.learner,
+            name=self._checkpointer.learner,
             role="learner",
             token=token,
             give_up_seconds=give_up_seconds,
             join_timeout=join_timeout,
             tape=tape,
             client=client,
-            keeper=self._keeper,
-            donations=self._donations,
+            checkpointer=self._checkpointer,
+            transfers=self._transfers,
         )
-        self.leases = LeaseDesk(self._background)
+        self.leases = DataLeases(self._background)
 
     def _begin(self) -> None:
         """The first boundary: what an earlier life has kept, then what is newer."""
         restoring = self._background.restoring
         if restoring:
-            self._keeper.restore()
-        elif self._donations.taken is not None:
-            self._keeper.adopt("the donor", self._donations.taken)
-            self._donations.taken = None
+            self._checkpointer.restore()
+        elif self._transfers.taken is not None:
+            self._checkpointer.adopt("the donor", self._transfers.taken)
+            self._transfers.taken = None
         applied = self._at_boundary(Paused()).applied
         if restoring and self._after_apply is not None:
             self._after_apply(applied)
@@ -343,7 +349,9 @@ class Learner(_Participant):
             Done when it is written, or its failure told; `None` if this learner keeps none.
         """
         outline = self._outline(run_checkpoint)
-        return None if outline is None else self._keeper.take(outline, self._background.sample)
+        return (
+            None if outline is None else self._checkpointer.take(outline, self._background.sample)
+        )
 
     def _outline(self, run_checkpoint: int | None) -> LearnerCheckpoint | None:
         """The numbers and published copies of this boundary; `None` before all are held."""
@@ -410,8 +418,8 @@ class Learner(_Participant):
         if loss is not None:
             state = self._shared.machine.state
             self._background.sample(LossMeasured(state.step, self.global_step, state.tokens, loss))
-        self._keeper.prepare()
-        if self._keeper.due:
+        self._checkpointer.prepare()
+        if self._checkpointer.due:
             self.checkpoint()
         state = self._shared.machine.state
         return not (state.ended or state.leaving)
@@ -459,19 +467,19 @@ class Learner(_Participant):
     @property
     def steps(self) -> int:
         """This learner's own steps, those of earlier lives included if they are known."""
-        return self._keeper.counted.steps + self._shared.machine.state.step
+        return self._checkpointer.counted.steps + self._shared.machine.state.step
 
     @property
     def tokens(self) -> int:
         """This learner's own tokens, those of earlier lives included if they are known."""
-        return self._keeper.counted.tokens + self._shared.machine.state.tokens
+        return self._checkpointer.counted.tokens + self._shared.machine.state.tokens
 
     @property
     def discarded_tokens(self) -> int:
         """Token-fragments whose training an overwrite threw away, divided by the fragments."""
         state = self._shared.machine.state
         own = state.discarded_tokens // len(state.fragments)
-        return self._keeper.counted.discarded_tokens + own
+        return self._checkpointer.counted.discarded_tokens + own
 
     @property
     def epoch(self) -> int:
@@ -499,10 +507,10 @@ class Learner(_Participant):
                 "each learner's own"
             )
         own = self._shared.machine.state
-        self._keeper.counted = Counted(
+        self._checkpointer.counted = Counted(
             int(state["steps"]) - own.step,
             int(state["tokens"]) - own.tokens,
-            self._keeper.counted.discarded_tokens,
+            self._checkpointer.counted.discarded_tokens,
         )
 
     def hand_in(self, seconds: float, why: str = TOLD_TO_GO) -> bool:
@@ -528,11 +536,11 @@ class Learner(_Participant):
         with background.changed:
             while now() < deadline and background.failure is None:
                 self._boundary()
-                if handed_in(self._shared.machine.state, self._shared.machine.options):
+                if drained(self._shared.machine.state, self._shared.machine.options):
                     break
                 await background.changed.wait(min(0.1, seconds))
         state, options = self._shared.machine.state, self._shared.machine.options
-        return handed_in(state, options) and not any(link.dismissed for link in state.shards)
+        return drained(state, options) and not any(link.dismissed for link in state.shards)
 
     def close(self) -> None:
         """Hands in what there is, keeps a last checkpoint, says goodbye, and ends.
@@ -556,7 +564,11 @@ class Learner(_Participant):
 
     async def _written(self, seconds: float) -> None:
         """Waits at most so long for the checkpoint that is being written."""
-        writing, background, deadline = self._keeper.writing, self._background, now() + seconds
+        writing, background, deadline = (
+            self._checkpointer.writing,
+            self._background,
+            now() + seconds,
+        )
         if writing is None:
             return
         writing.add_done_callback(lambda done: background.wake())
@@ -566,7 +578,7 @@ class Learner(_Participant):
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
         super()._leave(farewell, abrupt=abrupt)
-        self._keeper.close()
+        self._checkpointer.close()
 
     async def _finish(self) -> None:
         background = self._background

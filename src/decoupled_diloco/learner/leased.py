@@ -19,8 +19,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.learner import Learner
-from decoupled_diloco.learner.lease_desk import LeaseDesk
 from decoupled_diloco.runtime import blocking
 from decoupled_diloco.workloads.text import region
 
@@ -120,7 +120,7 @@ class LeasedBatches(Iterator[Any]):
             raise ConfigError(f"ahead={ahead}: one lease at least must lie ready")
         self._data = data
         self._ahead = ahead
-        self._desk: LeaseDesk | None = None
+        self._data_leases: DataLeases | None = None
         self._batches: Iterator[Any] | None = None
         self._place = (-1, -1)
         self._position = 0
@@ -138,7 +138,7 @@ class LeasedBatches(Iterator[Any]):
         if ahead is None:
             ahead = int(learner.settings.get("data", {}).get("leases_ahead", LEASES_AHEAD))
         learner.leases.open(self._data.parts, ahead, self._take)
-        self._desk = learner.leases
+        self._data_leases = learner.leases
         return self
 
     def __iter__(self) -> Self:
@@ -148,11 +148,11 @@ class LeasedBatches(Iterator[Any]):
         return blocking(self._next())
 
     async def _next(self) -> Any:
-        desk = self._desk
-        if desk is None:
+        data_leases = self._data_leases
+        if data_leases is None:
             raise ConfigError("these batches are nobody's yet: iterate over batches.of(learner)")
         while True:
-            if self._batches is None or desk.part_is_over:
+            if self._batches is None or data_leases.part_is_over:
                 await self._next_part(None)
             assert self._batches is not None
             try:
@@ -192,8 +192,8 @@ class LeasedBatches(Iterator[Any]):
         await self._next_part(self._position)
 
     async def _next_part(self, ended: int | None) -> None:
-        assert self._desk is not None
-        lease, start = await self._desk.next_part(ended, self._take())
+        assert self._data_leases is not None
+        lease, start = await self._data_leases.next_part(ended, self._take())
         self._place, self._position = (lease.turn, lease.part), start
         self._batches = self._opened(lease.turn, lease.part, start)
 

@@ -15,8 +15,8 @@ import torch
 from decoupled_diloco.config.run import PORT_MAX
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import OPTIMIZER, CheckpointFolder
-from decoupled_diloco.learner.donations import Donations
-from decoupled_diloco.learner.keeper import Keeper
+from decoupled_diloco.learner.checkpointer import Checkpointer
+from decoupled_diloco.learner.transfers import StateTransfers
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel
@@ -42,13 +42,13 @@ def not_negative(name: str, seconds: float) -> float:
     return seconds
 
 
-def keeper_of(
+def checkpointer_of(
     learner_id: str | None,
     model: torch.nn.Module,
     stateful: Mapping[str, Any],
     checkpoint: str | Path | None,
     every_seconds: float,
-) -> Keeper:
+) -> Checkpointer:
     """What takes the checkpoints of a `Learner`.
 
     Raises:
@@ -57,7 +57,7 @@ def keeper_of(
     """
     not_negative("checkpoint_every_seconds", every_seconds)
     if checkpoint is None:
-        return Keeper(learner_id or default_id(), model, stateful, None, 0.0)
+        return Checkpointer(learner_id or default_id(), model, stateful, None, 0.0)
     if learner_id is None:
         raise ConfigError(
             "checkpoint= without learner_id=: give this learner a name that stays the same when it "
@@ -72,15 +72,15 @@ def keeper_of(
             "folder that this process may write to, or leave it out"
         ) from error
     folder = CheckpointFolder(path)
-    return Keeper(learner_id, model, stateful, folder, every_seconds)
+    return Checkpointer(learner_id, model, stateful, folder, every_seconds)
 
 
-def donations_of(
+def transfers_of(
     objects: Mapping[str, Any],
     donate: Sequence[str],
     stateful: Mapping[str, Any],
     listen: str | None,
-) -> Donations:
+) -> StateTransfers:
     """What a `Learner` gives and takes.
 
     Raises:
@@ -94,11 +94,11 @@ def donations_of(
         raise ConfigError(f"donate has {unknown[0]!r}, which is none of {', '.join(sorted(known))}")
     given = {name: objects[name] for name in donate if name in objects}
     if listen is None:
-        return Donations(given)
+        return StateTransfers(given)
     host, colon, port = listen.rpartition(":")
     if not (colon and host and port.isdigit() and int(port) <= PORT_MAX):
         raise ConfigError(f"listen={listen!r} is no address: write it as 'host:port'")
-    return Donations(given, lambda key: _server(host.strip("[]"), int(port), key))
+    return StateTransfers(given, lambda key: _server(host.strip("[]"), int(port), key))
 
 
 def _server(host: str, port: int, key: str) -> HttpServer:

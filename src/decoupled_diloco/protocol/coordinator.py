@@ -57,7 +57,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import is_shard_peer, name_problem, shard_of, shard_peer
-from decoupled_diloco.protocol.transfer.coordinator import Donors
+from decoupled_diloco.protocol.transfer.coordinator import Transfers
 
 Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
 
@@ -121,7 +121,7 @@ class CoordinatorMachine:
         self.options = options
         self.weights_from_file = weights_from_file
         self.state = CoordinatorState()
-        self.donors = Donors()
+        self.transfers = Transfers()
         self._present_shards: set[int] = set()
         self._absences = Absences()
         self._checkpoints = Checkpoints()
@@ -193,7 +193,7 @@ class CoordinatorMachine:
         for name, enrolled in self.state.learners.items():
             self.state.learners[name] = replace(enrolled, present=False)
         self._present_shards.clear()
-        self.donors = Donors()
+        self.transfers = Transfers()
         self._absences = Absences(unnoticed=True)
         self._checkpoints = Checkpoints()
 
@@ -264,7 +264,7 @@ class CoordinatorMachine:
             case _:
                 present = {name: each.present for name, each in self.state.learners.items()}
                 clock = max(self.state.clocks.values(), default=0)
-                return self.donors.told(learner, message, present, clock)
+                return self.transfers.told(learner, message, present, clock)
 
     def _learner_gone(self, now: float, learner: str, nonce: str) -> list[CoordinatorEffect]:
         state = self.state
@@ -272,7 +272,7 @@ class CoordinatorMachine:
         if known is None or known.nonce != nonce:
             return []
         state.learners[learner] = replace(known, present=False)
-        effects = self.donors.gone(learner)
+        effects = self.transfers.gone(learner)
         self._absences.began(now, learner, state.data)
         if state.phase != "seeding" or state.seed != learner:
             return [*effects, *self._checkpoints.learner_gone(state, learner)]

@@ -248,7 +248,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """The process is told to end; its loop steps no more, and what it has is to be handed in."""
+    """The process is told to end; its loop steps no more, and what it has is to be drained."""
 
     why: str
 

@@ -125,7 +125,7 @@ class Member:
     arrears: set[int] = field(default_factory=set)
     pressed: bool = False
     heard_at: dict[int, float] = field(default_factory=dict)
-    handed_in: set[int] = field(default_factory=set)
+    drained: set[int] = field(default_factory=set)
     leavings: int = 0
 
     @property

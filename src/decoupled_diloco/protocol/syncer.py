@@ -224,11 +224,11 @@ class SyncerMachine:
                 syncer_members.renew(state, now, event.learner)
                 return syncer_rounds.body_arrived(state, options, now, event)
             case BodyCorrupt():
-                return syncer_rounds.body_spoiled(state, options, now, event)
+                return syncer_rounds.body_corrupt(state, options, now, event)
             case CopyArrived():
                 return syncer_fill.copy_arrived(state, event)
             case CopyCorrupt():
-                return syncer_fill.copy_spoiled(state, now, event)
+                return syncer_fill.copy_corrupt(state, now, event)
             case WeightsLoaded(digests):
                 return syncer_fill.weights_loaded(state, digests)
             case Merged(number, fragment, digest):
@@ -360,7 +360,7 @@ class SyncerMachine:
                 return []
             case CopyDeclined(fragment, attempt, reason):
                 spoiled = CopyCorrupt(learner, fragment, attempt, reason)
-                return syncer_fill.copy_spoiled(state, now, spoiled)
+                return syncer_fill.copy_corrupt(state, now, spoiled)
             case Decline():
                 return syncer_rounds.declined(state, self.options, now, learner, message)
             case Holding():

@@ -158,7 +158,7 @@ def _was_asked(fill: Fill, event: CopyArrived | CopyCorrupt) -> bool:
     return mine and event.fragment not in fill.digests
 
 
-def copy_spoiled(state: SyncerState, now: float, event: CopyCorrupt) -> list[SyncerEffect]:
+def copy_corrupt(state: SyncerState, now: float, event: CopyCorrupt) -> list[SyncerEffect]:
     """A whole fragment came wrong or not at all: ask later, in restoring somebody else first."""
     fill = state.fill
     if fill is None or not _was_asked(fill, event):

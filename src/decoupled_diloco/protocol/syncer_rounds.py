@@ -277,7 +277,7 @@ def declined(
     return _fall_out(state, options, now, ask, ask_state, message.reason)
 
 
-def body_spoiled(
+def body_corrupt(
     state: SyncerState, options: Options, now: float, event: BodyCorrupt
 ) -> list[SyncerEffect]:
     """A body came wrong, or stopped coming."""

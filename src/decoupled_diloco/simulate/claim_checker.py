@@ -101,8 +101,8 @@ class ClaimChecker:
         process = self._processes[who]
         self.takeovers += number > 1
         for other in self.world.hosts(process.shard):
-            acts = other is not process and other.alive and other.tenure is not None
-            held = acts and other.tenure is not None and other.tenure.holds()
+            acts = other is not process and other.alive and other.shard_lease is not None
+            held = acts and other.shard_lease is not None and other.shard_lease.holds()
             assert not held or self.clocks_leap, f"{who} and {other.name} act at once"
 
     def _published(self, who: str, message: Published) -> None:

@@ -1,8 +1,8 @@
-"""The claims of a virtual shard: a storage that is slow, fails and is out of reach, and a tenure.
+"""The claims of a virtual shard: a storage that is slow, fails and is out of reach.
 
 The storage shows a claim to everybody once it is made, and makes each number once; that is all that
-is asked of a real one. The tenure is the shell around the `LeaseMachine` of one process, as
-`decoupled_diloco.syncer.tenure` is that of a real one.
+is asked of a real one. The lease is the shell around the `LeaseMachine` of one process, as
+`decoupled_diloco.syncer.shard_lease` is that of a real one.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import Error
-from decoupled_diloco.learner.keeper import Written
+from decoupled_diloco.learner.checkpointer import Written
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.merge import digest
 from decoupled_diloco.observe.tape import TapeWriter
@@ -317,7 +317,7 @@ class LearnerHost(Host):
             tape=tape,  # type: ignore[arg-type]
         )
         learner.on_checkpoint = partial(system.on_checkpoint, name)
-        loaded = learner._keeper.loaded
+        loaded = learner._checkpointer.loaded
         self.loaded_steps = 0 if loaded is None else loaded.steps
         await learner.join()
         rng = random.Random(f"{name} {self.life}")

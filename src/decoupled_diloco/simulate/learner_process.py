@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, assert_never, cast
 from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
 from decoupled_diloco.protocol.data_leases.events import DataClosed
-from decoupled_diloco.protocol.draining import handed_in
+from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.effects import (
     Apply,
     EndTraining,
@@ -62,11 +62,11 @@ from decoupled_diloco.protocol.transfer.effects import (
     RelayState,
 )
 from decoupled_diloco.simulate.bodies import Body, LearnerBodies
-from decoupled_diloco.simulate.donations import VirtualDonations
 from decoupled_diloco.simulate.learner_disk import LearnerDisk
 from decoupled_diloco.simulate.leased_loop import LeasedLoop
 from decoupled_diloco.simulate.network import Connection, Link, Way
 from decoupled_diloco.simulate.shell import REDIAL_SECONDS, Shell
+from decoupled_diloco.simulate.transfers import VirtualDonations
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.world import World
@@ -128,7 +128,7 @@ class LearnerProcess(Shell):
         self.joined = self.stepping = self.stopped = self.held = False
         self.epoch = 0
         self.disk = LearnerDisk(self)
-        self.donations = VirtualDonations(self)
+        self.transfers = VirtualDonations(self)
         self.patience: float | None = None
         self.loop: LeasedLoop | None = None
         self.cut_taken = False
@@ -195,7 +195,7 @@ class LearnerProcess(Shell):
         self.machine = LearnerMachine(options, self.name, epoch, nonce, self.spec.role)
         self.bodies = self.world.bodies.learner(self.name, epoch, self.spec.tokens_per_step)
         if not self.is_observer:
-            self.donations.begin()
+            self.transfers.begin()
             seeks = self.choices.fork("donor").chance(self.world.donors)
             self.tell(Began(self.disk.recover(), seeks_donor=seeks, gives=True))
         data = None if self.is_observer else self.world.data
@@ -329,7 +329,7 @@ class LearnerProcess(Shell):
         idle = self.held or self.stopped or self.is_observer or self.leaving
         if idle and not isinstance(event, Paused | StepFinished) and self.machine.state.ready:
             self._at_boundary(Paused())
-        if self.leaving and self.alive and handed_in(self.machine.state, self.world.options):
+        if self.leaving and self.alive and drained(self.machine.state, self.world.options):
             self._go()
         elif self.loop is not None and isinstance(event, Received) and event.peer == COORDINATOR:
             self.later(0.0, self._start_first_step)
@@ -377,7 +377,7 @@ class LearnerProcess(Shell):
                 self.expelled = reason
                 self.world.expelled(self, reason)
             case CopyState() | RelayState() | ForgetState() | FetchState() | DropState():
-                self.donations.carry_out(effect)
+                self.transfers.carry_out(effect)
             case TakeCheckpoint(number):
                 self.cut_taken = True
                 self.world.cuts.learners[number, self.name] = self.disk.part()

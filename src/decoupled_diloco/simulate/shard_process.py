@@ -104,7 +104,7 @@ class ShardProcess(Shell):
         super().__init__(world, f"shard-{shard}" + ("" if primary is None else "-standby"))
         self.shard = shard
         self.is_standby = primary is not None
-        self.tenure: VirtualTenure | None = None
+        self.shard_lease: VirtualTenure | None = None
         self.claim = 0
         self.storage_gone = False
         self.finished = False
@@ -124,14 +124,14 @@ class ShardProcess(Shell):
     def begin(self) -> None:
         """Starts with nothing but its disk, at once or when it has its claim."""
         super().begin()
-        self.tenure, self.claim = None, 0
+        self.shard_lease, self.claim = None, 0
         claims = self.world.claims[self.shard]
         if claims is None:
             self.act(0)
             return
         self.listens = False
-        self.tenure = VirtualTenure(self, claims, waits=self.is_standby)
-        self.tenure.begin()
+        self.shard_lease = VirtualTenure(self, claims, waits=self.is_standby)
+        self.shard_lease.begin()
 
     def act(self, claim: int) -> None:
         """This process acts for its shard, by this claim."""
@@ -160,22 +160,22 @@ class ShardProcess(Shell):
 
     def tell(self, event: Any) -> None:
         """See `Shell`; who does not hold its claim any more does nothing."""
-        if self.tenure is None or self.tenure.holds():
+        if self.shard_lease is None or self.shard_lease.holds():
             super().tell(event)
 
     def leap(self, seconds: float) -> None:
         """See `Shell`."""
         super().leap(seconds)
-        if self.tenure is not None and self.alive:
-            self.tenure.leapt()
+        if self.shard_lease is not None and self.alive:
+            self.shard_lease.leapt()
 
     def replaced(self, why: str) -> None:
         """Another process acts for the shard, or may: this one ends, and is started again."""
-        tenure = self.tenure
-        assert tenure is not None, f"{self.name} has no standby: {why}"
+        shard_lease = self.shard_lease
+        assert shard_lease is not None, f"{self.name} has no standby: {why}"
         if self.alive:
             self.end()
-            tenure.leave(finished=False)
+            shard_lease.leave(finished=False)
             self.world.replaced(self)
 
     def stand_down(self) -> None:
@@ -383,8 +383,8 @@ class ShardProcess(Shell):
             case Stop():
                 self.finished = True
                 self.world.finished_shards.add(self.shard)
-                if self.tenure is not None:
-                    self.tenure.leave(finished=True)
+                if self.shard_lease is not None:
+                    self.shard_lease.leave(finished=True)
                 self.end()
             case TakeCheckpoint(number):
                 self._work(self._take_part, number, remembered(self.machine.state))
@@ -394,7 +394,7 @@ class ShardProcess(Shell):
                 assert_never(effect)
 
     def _report(self, message: Any) -> None:
-        if isinstance(message, Swept) and self.tenure and self.tenure.confirm() != "ours":
+        if isinstance(message, Swept) and self.shard_lease and self.shard_lease.confirm() != "ours":
             self.replaced("its share of the result cannot be handed in")
         elif self.coordinator_link is not None:
             self.coordinator_link.send(self, message)
@@ -436,8 +436,8 @@ class ShardProcess(Shell):
         if self.disk_is_full:
             self._failed(order, "the disk is full")
             return
-        if self.tenure is not None and self.tenure.confirm() != "ours":
-            self._not_ours(self.tenure, order)
+        if self.shard_lease is not None and self.shard_lease.confirm() != "ours":
+            self._not_ours(self.shard_lease, order)
             return
         digest = self.bodies.merge(order.fragment, order.version, order.base)
         self._keep(order.fragment, order.version, digest)
@@ -446,8 +446,8 @@ class ShardProcess(Shell):
         if self.alive:
             self._told_of(Merged(order.round, order.fragment, digest))
 
-    def _not_ours(self, tenure: VirtualTenure, order: Merge) -> None:
-        if tenure.confirm() == "unknown":
+    def _not_ours(self, shard_lease: VirtualTenure, order: Merge) -> None:
+        if shard_lease.confirm() == "unknown":
             self._failed(order, "the storage of the claims is out of reach")
         else:
             self.replaced("there is a newer claim")
@@ -458,21 +458,21 @@ class ShardProcess(Shell):
 
     def _told_of(self, merged: Merged) -> None:
         """What the disk has is told of once the storage has been asked again, if it can be."""
-        if self.tenure is None:
+        if self.shard_lease is None:
             self.tell(merged)
             return
-        asked_at = self.now + self.tenure.claims.delay()
+        asked_at = self.now + self.shard_lease.claims.delay()
         self.worker_free_at = max(self.worker_free_at, asked_at)
-        self.world.clockwork.arrive(self, asked_at, self._confirmed, self.tenure, merged)
+        self.world.clockwork.arrive(self, asked_at, self._confirmed, self.shard_lease, merged)
 
-    def _confirmed(self, tenure: VirtualTenure, merged: Merged) -> None:
-        if tenure.confirm() == "ours":
+    def _confirmed(self, shard_lease: VirtualTenure, merged: Merged) -> None:
+        if shard_lease.confirm() == "ours":
             self.tell(merged)
         else:
             self.replaced("its claim cannot be confirmed")
 
     def _take_part(self, number: int, memory: ShardMemory) -> None:
-        if self.tenure is not None and self.tenure.confirm() != "ours":
+        if self.shard_lease is not None and self.shard_lease.confirm() != "ours":
             self.tell(PartWritten(number, "", 0, "its claim cannot be confirmed"))
             return
         kept = {p: Kept(copy, self.bodies.keep(p)) for p, copy in self.newest.items()}

@@ -268,8 +268,8 @@ def _process_of(who: str) -> str:
 def _of_claims(process: Shell) -> dict[str, Any]:
     """What a replay of a process's claims needs, as on a real tape."""
     assert isinstance(process, ShardProcess)
-    assert process.tenure is not None
-    machine = process.tenure.machine
+    assert process.shard_lease is not None
+    machine = process.shard_lease.machine
     return {
         "machine": "lease",
         "waits": process.is_standby,

@@ -65,7 +65,7 @@ from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.syncer.checkpoints import CheckpointAnswer, write_manifest
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_since, newest_state
 from decoupled_diloco.syncer.relay import Relay
-from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
+from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.transport.base import BodyStore, Channel
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class CoordinatorHost:
         tape: Makes the tape of its events, given what a replay needs to know of this life.
         bodies: Where the process of shard 0 takes bodies in and offers them: for relays.
         spawn: Runs a coroutine in the process's loop; should it fail, the process ends.
-        tenure: The claim by which this process acts.
+        shard_lease: The claim by which this process acts.
 
     Raises:
         StorageError: the state of an earlier life is there and cannot be read.
@@ -119,14 +119,14 @@ class CoordinatorHost:
         tape: Callable[[Mapping[str, Any]], TapeWriter],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         bodies: BodyStore,
-        tenure: Tenure | Unchallenged = UNCHALLENGED,
+        shard_lease: ShardLease | NoStandby = NO_STANDBY,
     ) -> None:
         self._settings = public_text(config)
         self._public = read_public(self._settings)
         self._addresses = addresses
-        self._tenure = tenure
+        self._shard_lease = shard_lease
         self._folder = folder
-        self._disk = CoordinatorDisk(folder, tenure)
+        self._disk = CoordinatorDisk(folder, shard_lease)
         self._layout: Layout | None = None
         self._run = runtime().unique_id()
         self._key = runtime().secret()
@@ -135,7 +135,7 @@ class CoordinatorHost:
         self._entered: tuple[LedgerEntry, ...] = ()
         state = self._load()
         book = self.machine.state.data
-        self._ledger = DataLedger(folder, book, self._entered, tenure.number)
+        self._ledger = DataLedger(folder, book, self._entered, shard_lease.number)
         if state is not None or self._ledger.book.entries:
             self.machine.restore(replace(self.machine.snapshot(), data=self._ledger.book))
             state = self._state()
@@ -323,7 +323,7 @@ class CoordinatorHost:
     # ---- carrying out
 
     def _handle(self, event: CoordinatorEvent) -> None:
-        if not self._tenure.holds():
+        if not self._shard_lease.holds():
             return  # this process is about to end, and another may decide by now
         for effect in self._recorder.handle(now(), event):
             match effect:
@@ -516,7 +516,7 @@ class CoordinatorHost:
         return _STATE.dump_python(self.machine.snapshot(), mode="json")
 
     def _appending(self, entries: list[LedgerEntry]) -> Callable[[], None]:
-        if not self._tenure.number:
+        if not self._shard_lease.number:
             return lambda: self._ledger.append(entries)
         document = self._document() | {"entered": [encode(entry) for entry in entries]}
 

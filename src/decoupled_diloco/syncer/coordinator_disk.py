@@ -19,7 +19,7 @@ from decoupled_diloco.errors import LeaseError, StorageError
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.claims import create_once, newest_number, numbered
 from decoupled_diloco.storage.files import write_text
-from decoupled_diloco.syncer.tenure import Tenure, Unchallenged
+from decoupled_diloco.syncer.shard_lease import NoStandby, ShardLease
 
 FILE = "coordinator.json"
 """The newest state; where several may act, a copy for readers, which decides nothing."""
@@ -62,12 +62,12 @@ class CoordinatorDisk:
 
     Args:
         folder: The run folder.
-        tenure: The claim by which this process acts.
+        shard_lease: The claim by which this process acts.
     """
 
-    def __init__(self, folder: Path, tenure: Tenure | Unchallenged) -> None:
+    def __init__(self, folder: Path, shard_lease: ShardLease | NoStandby) -> None:
         self._states = folder / STATES
-        self._tenure = tenure
+        self._shard_lease = shard_lease
         self._number = 0
         self._whole = False
 
@@ -77,14 +77,14 @@ class CoordinatorDisk:
         Raises:
             StorageError: The folder cannot be read.
         """
-        if self._tenure.number:
+        if self._shard_lease.number:
             self._number = newest_number(self._states)
         return newest_state(self._states.parent)
 
     @property
     def can_append(self) -> bool:
         """Whether records can be added to what this life has written; never to a torn line."""
-        return self._whole and not self._tenure.number
+        return self._whole and not self._shard_lease.number
 
     def append(self, lines: Sequence[str]) -> None:
         """Adds learners' records to the state on the disk.
@@ -112,10 +112,10 @@ class CoordinatorDisk:
             StorageError: It cannot be written; another attempt may succeed.
             LeaseError: Another coordinator has gone on from the state before.
         """
-        if self._tenure.number:
+        if self._shard_lease.number:
             number = self._number + 1
             path = numbered(self._states, number)
-            if not create_once(path, text, self._tenure.nonce) or self._newest() > number:
+            if not create_once(path, text, self._shard_lease.nonce) or self._newest() > number:
                 raise LeaseError(f"another coordinator has gone on: {path} is not this one's")
             self._number = number
             self._forget(number - STATES_KEPT)
@@ -123,7 +123,7 @@ class CoordinatorDisk:
         with contextlib.suppress(OSError):  # older records than the state's change nothing
             runtime().disk.remove(self._states.with_name(JOINED))
         self._whole = True
-        if not self._tenure.number:
+        if not self._shard_lease.number:
             self._forget(self._newest())  # of a time when the run had standbys
 
     def _newest(self) -> int:

@@ -49,14 +49,14 @@ from decoupled_diloco.syncer.coordinator import RETRY_SECONDS, CoordinatorHost
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.health import health_of
-from decoupled_diloco.syncer.intake import Intake, Offers
 from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.syncer.seals import Seals
 from decoupled_diloco.syncer.sessions import Sessions, first_message
+from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.slices import SLICE, Slices
-from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure, Unchallenged
+from decoupled_diloco.syncer.uploads import Downloads, Uploads
 from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Shard:
         client: Dials the coordinator (shards other than 0).
         tape: This shard's tape.
         coordinator_tape: Makes the coordinator's tape (shard 0), given its header.
-        tenure: The claim by which this process acts for the shard.
+        shard_lease: The claim by which this process acts for the shard.
 
     Raises:
         StorageError: the coordinator's state on disk cannot be read.
@@ -118,7 +118,7 @@ class Shard:
         client: Client,
         tape: TapeWriter,
         coordinator_tape: Callable[[Mapping[str, Any]], TapeWriter] | None = None,
-        tenure: Tenure | Unchallenged = UNCHALLENGED,
+        shard_lease: ShardLease | NoStandby = NO_STANDBY,
     ) -> None:
         assert (shard == 0) == (coordinator_tape is not None), "shard 0 hosts the coordinator"
         self.config = config
@@ -139,13 +139,15 @@ class Shard:
                 coordinator_tape,
                 self._spawn,
                 self._server.bodies,
-                tenure,
+                shard_lease,
             )
             if coordinator_tape is not None
             else None
         )
         self._coordinator = CoordinatorLink(
-            say.ShardHello(shard, runtime().unique_id(), json.dumps(self._public), tenure.number),
+            say.ShardHello(
+                shard, runtime().unique_id(), json.dumps(self._public), shard_lease.number
+            ),
             self._ordered,
             host=self._host,
             client=client,
@@ -169,13 +171,13 @@ class Shard:
             checkpoint=lambda: self.machine.state.checkpoint,
         )
         self._in_order = Slices(self._do_in_order, self._fail)
-        self._intake: Intake | None = None
-        self._offers = Offers(self._server.bodies)
+        self._uploads: Uploads | None = None
+        self._downloads = Downloads(self._server.bodies)
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
         self._error: BaseException | None = None
-        self._tenure = tenure
-        tenure.when_lost(self._fail)
+        self._shard_lease = shard_lease
+        shard_lease.when_lost(self._fail)
 
     @property
     def address(self) -> str:
@@ -256,7 +258,7 @@ class Shard:
     # ---- telling the machine
 
     def _handle(self, event: fact.SyncerEvent) -> None:
-        if self._stopping.is_set() or not self._tenure.holds():
+        if self._stopping.is_set() or not self._shard_lease.holds():
             return  # peers may still talk; what they say belongs to the next life
         collects = gc.isenabled()
         gc.disable()  # what it makes for thousands of learners is looked at once, after it
@@ -387,8 +389,8 @@ class Shard:
             raise ProtocolError(f"the token is for {channel.peer.principal!r}, not for {name!r}")
 
     def _said(self, learner: str, message: say.FromLearner) -> None:
-        if isinstance(message, say.Upload | say.Copy) and self._intake is not None:
-            self._intake.announce(learner, message)
+        if isinstance(message, say.Upload | say.Copy) and self._uploads is not None:
+            self._uploads.announce(learner, message)
         assert self._seals is not None
         if not isinstance(message, Holding) or self._seals.genuine([message]):
             self._handle(fact.Received(learner, message))
@@ -453,16 +455,16 @@ class Shard:
             case do.Stop():
                 self._spawn(self._stop_last())
             case do.Expect() | do.ExpectCopy():
-                self._require_intake().expect(effect)
+                self._require_uploads().expect(effect)
             case do.Unexpect(path, why):
-                self._require_intake().unexpect(path, why)
+                self._require_uploads().unexpect(path, why)
             case _:
                 assert_never(effect)
         return None
 
-    def _require_intake(self) -> Intake:
-        assert self._intake is not None, "bodies are spoken of only after the layout is set"
-        return self._intake
+    def _require_uploads(self) -> Uploads:
+        assert self._uploads is not None, "bodies are spoken of only after the layout is set"
+        return self._uploads
 
     async def _stop_last(self) -> None:
         """The coordinator's process stays until the other shards have heard that all is over."""
@@ -493,20 +495,20 @@ class Shard:
         """The message with the path of an expected body replaced by its URL."""
         if not isinstance(message, say.Pull | say.CopyWanted):
             return message
-        return dataclasses.replace(message, path=self._require_intake().url(message.path))
+        return dataclasses.replace(message, path=self._require_uploads().url(message.path))
 
     def _offered(self, message: say.Published) -> say.Published:
         """The message with the shard's seal, and the paths of copies replaced by their URLs."""
         assert self._seals is not None
         return dataclasses.replace(
             self._seals.sealed(message),
-            difference=self._offers.url(message.difference),
-            whole=self._offers.url(message.whole),
+            difference=self._downloads.url(message.difference),
+            whole=self._downloads.url(message.whole),
         )
 
     def _report(self, message: say.FromShard) -> None:
         if isinstance(message, say.Swept):
-            self._spawn(self._hand_in_share(message))
+            self._spawn(self._save_share(message))
         elif isinstance(message, say.ShardReady) and self._disk is not None:
             # Nobody hears of the first versions before the disk has them.
             tell = partial(self._coordinator.tell, message)
@@ -525,7 +527,7 @@ class Shard:
                 return tensors.merge(fragment)
             return disk.merge(fragment, effect.version, memory)
 
-        fenced = self._tenure.fenced(merge)
+        fenced = self._shard_lease.fenced(merge)
 
         def merge_or_forget() -> PublishedCopy:
             try:
@@ -539,7 +541,7 @@ class Shard:
             logger.warning("round %d of fragment %d: %s", number, fragment, error)
             self._handle(fact.MergeFailed(number, fragment, str(error)))
             return
-        self._offers.offer(fragment, effect.version, published)
+        self._downloads.offer(fragment, effect.version, published)
         self._handle(fact.Merged(number, fragment, published.digest))
 
     def _memory(self) -> dict[str, Any]:
@@ -553,7 +555,7 @@ class Shard:
         fragment = effect.fragment
         tensors.install_received(fragment, effect.digest)
         copy = PublishedCopy(torch.empty(0), tensors.whole(fragment), effect.digest)
-        self._offers.offer(fragment, effect.version, copy)
+        self._downloads.offer(fragment, effect.version, copy)
         begins = self.machine.state.phase == "ready"
         if fragment == self.machine.owned[-1] and self._disk is not None and not begins:
             self._spawn(self._keep_installed(self._disk))
@@ -585,7 +587,7 @@ class Shard:
         part = await self._in_worker(lambda: disk.part(memory))
         path = part_file(self._folder, number, self.shard)
         try:
-            write = self._tenure.fenced(partial(part.write, path))
+            write = self._shard_lease.fenced(partial(part.write, path))
             digest = await asyncio.to_thread(write)
             self._handle(PartWritten(number, digest, path.stat().st_size))
         except (StorageError, OSError) as error:
@@ -599,13 +601,13 @@ class Shard:
         digests = await self._in_worker(lambda: tuple((p, tensors.install(p, v)) for p, v in kept))
         self._handle(fact.WeightsLoaded(digests))
 
-    async def _hand_in_share(self, message: say.Swept) -> None:
+    async def _save_share(self, message: say.Swept) -> None:
         """Writes this shard's share of the result before the coordinator hears of the end."""
         tensors = self._tensors
         if tensors is not None:
             versions = {p: str(f.version) for p, f in self.machine.state.fragments.items()}
             save = partial(save_share, self._folder, self.shard, tensors, versions)
-            await self._in_worker(self._tenure.fenced(save))
+            await self._in_worker(self._shard_lease.fenced(save))
         if self._disk is not None:
             self._disk.memory = encode(remembered(self.machine.state))
             await self._in_worker(self._disk.finish)
@@ -665,7 +667,7 @@ class Shard:
         if self.config.syncer.durable:
             identity = identity_of_shard(self._public, self._layout)
             folder = self._folder / DURABLE / f"shard-{self.shard}"
-            self._disk = ShardDisk(folder, identity, self._tensors, claim=self._tenure.number)
+            self._disk = ShardDisk(folder, identity, self._tensors, claim=self._shard_lease.number)
         if self.config.syncer.record_payloads:
             later = asyncio.get_running_loop().call_soon_threadsafe
             self._payloads = Payloads(
@@ -674,7 +676,7 @@ class Shard:
                 self._tensors,
                 lambda problem: later(self._payloads_end, problem),
             )
-        self._intake = Intake(
+        self._uploads = Uploads(
             self._tensors,
             self._server.bodies,
             spawn=self._spawn,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.draining import handed_in
+from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.effects import Apply, EndTraining, Hold, Release, SendBody, Snapshot
 from decoupled_diloco.protocol.events import BodyEncoded, Connected, Lost, Paused, UploadFailed
 from decoupled_diloco.protocol.learner import UNDER_WAY
@@ -382,9 +382,9 @@ def test_who_goes_waits_for_what_becomes_of_a_late_contribution(learner_bench: A
     bench = late(learner_bench)
     state, options = bench.machine.state, bench.machine.options
     assert state.steps_of(view(bench)) == 0
-    assert not handed_in(state, options)
+    assert not drained(state, options)
     bench.hear(outcome("accepted", version=V2))
-    assert handed_in(state, options)
+    assert drained(state, options)
 
 
 def test_rule_4_an_outcome_of_the_shards_next_life_is_not_that_of_the_one_before(

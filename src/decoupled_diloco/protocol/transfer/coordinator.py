@@ -41,7 +41,7 @@ STATE_BYTES_MAX = 1 << 42
 
 
 @dataclass(slots=True)
-class Donation:
+class StateTransfer:
     """One learner's way to a state; ``path``: of its relay, if there is one."""
 
     donor: str
@@ -51,11 +51,11 @@ class Donation:
 
 
 @dataclass(slots=True)
-class Donors:
+class Transfers:
     """Who trains, and who is being given what; ``relays`` counts them, for names of their own."""
 
     training: set[str] = field(default_factory=set)
-    donations: dict[str, Donation] = field(default_factory=dict)
+    transfers: dict[str, StateTransfer] = field(default_factory=dict)
     relays: int = 0
 
     def told(
@@ -85,27 +85,27 @@ class Donors:
         effects = self._over(joiner, "it asks anew")
         if clock == 0:
             return [*effects, _none(joiner, message.attempt, "the run has only begun")]
-        busy = {donation.donor for donation in self.donations.values()}
+        busy = {transfer.donor for transfer in self.transfers.values()}
         others = [n for n in sorted(self.training - {joiner}) if present.get(n)]
         free = [n for n in others if n not in message.refused and n not in busy]
         if not free:
             reason = "no other learner is there that trains" if not others else "nobody is left"
             return [*effects, _none(joiner, message.attempt, reason)]
-        self.donations[joiner] = Donation(free[0], message.attempt)
+        self.transfers[joiner] = StateTransfer(free[0], message.attempt)
         request = StateWanted(joiner, message.attempt, message.seen)
         return [*effects, Send(free[0], request, f"{joiner} begins with nothing")]
 
     def offered(self, donor: str, message: StateOffered) -> list[CoordinatorEffect]:
         """A donor's copy is ready."""
-        donation = self._of(donor, message.learner, message.attempt)
-        if donation is None:
+        transfer = self._of(donor, message.learner, message.attempt)
+        if transfer is None:
             unwanted = StateUnwanted(message.learner, message.attempt)
             return [Send(donor, unwanted, "it is not waited for any more")]
         if not 0 < message.head_nbytes <= HEAD_BYTES_MAX or message.nbytes > STATE_BYTES_MAX:
             sizes = f"a head of {message.head_nbytes} bytes and a state of {message.nbytes}"
             reason = f"{sizes} cannot be given: at most {HEAD_BYTES_MAX} and {STATE_BYTES_MAX}"
             return self.declined(donor, message.learner, message.attempt, reason)
-        donation.offered = message
+        transfer.offered = message
         named = TransferReady(
             donor,
             message.attempt,
@@ -117,7 +117,7 @@ class Donors:
         )
         effects: list[CoordinatorEffect] = [Send(message.learner, named, "its copy is ready")]
         if not message.address:
-            effects += self._open_relay(message.learner, donation, "its donor does not listen")
+            effects += self._open_relay(message.learner, transfer, "its donor does not listen")
         return effects
 
     def declined(
@@ -131,20 +131,20 @@ class Donors:
 
     def relay_wanted(self, joiner: str, attempt: int) -> list[CoordinatorEffect]:
         """The donor is out of the learner's reach."""
-        donation = self.donations.get(joiner)
-        if donation is None or donation.attempt != attempt or donation.offered is None:
+        transfer = self.transfers.get(joiner)
+        if transfer is None or transfer.attempt != attempt or transfer.offered is None:
             reason = "it is not known here: ask again"
             return [Send(joiner, TransferLost("", attempt, reason), reason)]
-        if donation.path:
+        if transfer.path:
             return []
-        return self._open_relay(joiner, donation, "it cannot reach its donor")
+        return self._open_relay(joiner, transfer, "it cannot reach its donor")
 
     def chunk_taken(self, joiner: str, attempt: int, chunk: int) -> list[CoordinatorEffect]:
         """There is room in the relay again."""
-        donation = self.donations.get(joiner)
-        if donation is None or donation.attempt != attempt or not donation.path:
+        transfer = self.transfers.get(joiner)
+        if transfer is None or transfer.attempt != attempt or not transfer.path:
             return []
-        return [RelayOn(donation.path, chunk, f"{joiner} has it")]
+        return [RelayOn(transfer.path, chunk, f"{joiner} has it")]
 
     def trains(self, learner: str, *, gives: bool) -> list[CoordinatorEffect]:
         """A learner has begun to train: it needs no donor, and may be one."""
@@ -156,46 +156,48 @@ class Donors:
         """A learner is gone: as one that is given to, or as one that gives."""
         self.training.discard(learner)
         effects = self._over(learner, f"{learner} is gone")
-        for joiner, donation in list(self.donations.items()):
-            if donation.donor == learner:
-                effects += self.declined(learner, joiner, donation.attempt, f"{learner} is gone")
+        for joiner, transfer in list(self.transfers.items()):
+            if transfer.donor == learner:
+                effects += self.declined(learner, joiner, transfer.attempt, f"{learner} is gone")
         return effects
 
-    def _of(self, donor: str, joiner: str, attempt: int) -> Donation | None:
-        donation = self.donations.get(joiner)
-        mine = donation is not None and (donation.donor, donation.attempt) == (donor, attempt)
-        return donation if mine else None
+    def _of(self, donor: str, joiner: str, attempt: int) -> StateTransfer | None:
+        transfer = self.transfers.get(joiner)
+        mine = transfer is not None and (transfer.donor, transfer.attempt) == (donor, attempt)
+        return transfer if mine else None
 
-    def _open_relay(self, joiner: str, donation: Donation, why: str) -> list[CoordinatorEffect]:
-        offered = donation.offered
+    def _open_relay(
+        self, joiner: str, transfer: StateTransfer, why: str
+    ) -> list[CoordinatorEffect]:
+        offered = transfer.offered
         assert offered is not None
         self.relays += 1
-        donation.path = f"/relay/{joiner}/{donation.donor}/{self.relays}"
-        opened = RelayOpened(joiner, donation.attempt, donation.path)
+        transfer.path = f"/relay/{joiner}/{transfer.donor}/{self.relays}"
+        opened = RelayOpened(joiner, transfer.attempt, transfer.path)
         return [
             OpenRelay(
                 joiner,
-                donation.donor,
-                donation.attempt,
-                donation.path,
+                transfer.donor,
+                transfer.attempt,
+                transfer.path,
                 offered.head_nbytes,
                 offered.nbytes,
                 why,
             ),
-            Send(donation.donor, opened, why),
+            Send(transfer.donor, opened, why),
             Send(joiner, opened, why),
         ]
 
     def _over(self, joiner: str, why: str, *, tell_donor: bool = True) -> list[CoordinatorEffect]:
-        donation = self.donations.pop(joiner, None)
-        if donation is None:
+        transfer = self.transfers.pop(joiner, None)
+        if transfer is None:
             return []
         effects: list[CoordinatorEffect] = []
-        if donation.path:
-            effects.append(CloseRelay(donation.path, why))
+        if transfer.path:
+            effects.append(CloseRelay(transfer.path, why))
         if tell_donor:
-            unwanted = StateUnwanted(joiner, donation.attempt)
-            effects.append(Send(donation.donor, unwanted, why))
+            unwanted = StateUnwanted(joiner, transfer.attempt)
+            effects.append(Send(transfer.donor, unwanted, why))
         return effects
 
 

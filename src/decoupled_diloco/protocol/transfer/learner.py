@@ -1,4 +1,4 @@
-"""A learner's side of donations (rule 16): looking for a donor, and being one.
+"""A learner's side of transfers (rule 16): looking for a donor, and being one.
 
 A learner that begins with nothing but the published copies asks the coordinator for a healthy
 learner that has seen the versions that it itself has been told of, and takes that one's optimizer

@@ -17,7 +17,7 @@ from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.fragments import ShardTensors
-from decoupled_diloco.syncer.intake import Intake
+from decoupled_diloco.syncer.uploads import Uploads
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import Bodies
 from decoupled_diloco.transport.pool import ReceivePool
@@ -43,7 +43,7 @@ class Shard:
         self.bodies = Bodies(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
         self.told: list[Any] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.intake = Intake(
+        self.intake = Uploads(
             ShardTensors(plan, (0,)),
             self.bodies,
             spawn=self._spawn,

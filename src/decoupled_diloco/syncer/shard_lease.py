@@ -1,4 +1,4 @@
-"""The claim by which a process acts for its shard: the shell around `LeaseMachine`.
+"""The lease by which a process acts for its shard: the shell around `ShardLeaseMachine`.
 
 A process of a shard that has a standby first waits for its claim, then serves, and ends when it
 loses it. Whatever others must be able to rely on is *fenced*: done while the claim is the newest,
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class Unchallenged:
-    """The tenure of a shard that one process alone can act for."""
+class NoStandby:
+    """What takes the lease's place where one process alone can act for a shard."""
 
     number = 0
     nonce = ""
@@ -50,10 +50,10 @@ class Unchallenged:
         """Never."""
 
 
-UNCHALLENGED = Unchallenged()
+NO_STANDBY = NoStandby()
 
 
-class Tenure:
+class ShardLease:
     """One process's claim to a shard.
 
     Args:

@@ -1,11 +1,11 @@
-"""What a learner that is told to go hands in: both machines, event by event."""
+"""What a learner that is told to go drains: both machines, event by event."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.draining import handed_in
+from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.effects import Merge, RoundOpened, Send
 from decoupled_diloco.protocol.events import DrainAsked, Heard, Paused, Received, Tick
 from decoupled_diloco.protocol.messages import Draining, DrainRefused, Outcome, Pull, Welcome
@@ -71,11 +71,11 @@ def test_a_learner_tells_what_it_has_and_waits_for_what_becomes_of_it(learner_be
     state, options = bench.machine.state, bench.machine.options
     bench.step()
     bench.step()
-    assert not handed_in(state, options)
+    assert not drained(state, options)
     bench.told(DrainAsked("told to go"))
     assert bench.messages(Draining) == [Draining((0, 1), "told to go")]
     bench.told(Received("shard-0", DrainRefused("nobody else is there")))
-    assert handed_in(state, options)
+    assert drained(state, options)
 
 
 def test_who_comes_back_to_a_shard_says_again_that_it_goes(learner_bench: Any) -> None:
@@ -99,6 +99,6 @@ def test_what_is_accepted_is_handed_in(learner_bench: Any) -> None:
     )
     bench.told(Paused())
     assert state.fragments[0].sent is not None
-    assert not handed_in(state, options)
+    assert not drained(state, options)
     bench.told(Received("shard-0", Outcome(0, Asking(1, 1), "accepted", "", Version(1, 1))))
-    assert handed_in(state, options)
+    assert drained(state, options)

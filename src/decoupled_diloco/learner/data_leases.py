@@ -11,7 +11,7 @@ from decoupled_diloco.protocol.data_leases.messages import Lease
 from decoupled_diloco.protocol.data_leases.state import DataView
 
 
-class LeaseDesk:
+class DataLeases:
     """One learner's leases, as its training loop sees them; idle until `open`.
 
     Attributes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.learner.parcel import Parcel
+from decoupled_diloco.learner.state_blob import StateBlob
 from decoupled_diloco.merge import digest
 
 WHOLE = b"\0" * 16
@@ -17,11 +17,11 @@ TEXT = '{"tensor": "0"}'
 
 def test_a_state_comes_back_as_it_was() -> None:
     state = {"a": torch.arange(5.0), "b": [1, torch.tensor(3, dtype=torch.int64)]}
-    sent = Parcel.of(state)
-    parcel, digests = Parcel.open(sent.head(), sent.data.numel())
-    parcel.data.copy_(sent.data)
-    assert digests == [digest(chunk) for chunk in parcel.chunks()]
-    got = parcel.state()
+    sent = StateBlob.of(state)
+    blob, digests = StateBlob.open(sent.head(), sent.data.numel())
+    blob.data.copy_(sent.data)
+    assert digests == [digest(chunk) for chunk in blob.chunks()]
+    got = blob.state()
     assert torch.equal(got["a"], state["a"])
     assert got["b"] == [1, torch.tensor(3)]
 
@@ -40,7 +40,7 @@ def test_a_state_comes_back_as_it_was() -> None:
 )
 def test_a_head_that_is_none_is_a_donor_s_fault_and_not_this_learner_s(head: bytes) -> None:
     with pytest.raises(StorageError):
-        Parcel.open(head, len(WHOLE))
+        StateBlob.open(head, len(WHOLE))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ def test_a_head_that_is_none_is_a_donor_s_fault_and_not_this_learner_s(head: byt
     ],
 )
 def test_a_state_that_is_none_is_a_donor_s_fault_too(text: str, place: list[object]) -> None:
-    parcel, _ = Parcel.open(json.dumps([text, [place], ["d"]]).encode(), len(WHOLE))
+    blob, _ = StateBlob.open(json.dumps([text, [place], ["d"]]).encode(), len(WHOLE))
     with pytest.raises(StorageError):
-        parcel.state()
+        blob.state()

@@ -1,4 +1,4 @@
-"""Carries out what is ordered about donations: copies, serves, relays and fetches a state."""
+"""Carries out what is ordered about transfers: copies, serves, relays and fetches a state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decoupled_diloco.errors import (
     StorageError,
     TransportError,
 )
-from decoupled_diloco.learner.parcel import Parcel
+from decoupled_diloco.learner.state_blob import StateBlob
 from decoupled_diloco.merge import as_bytes, digest
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol.transfer.coordinator import HEAD_BYTES_MAX
@@ -52,12 +52,12 @@ DIRECT_TRIES_MAX = 3
 
 _T = TypeVar("_T")
 
-DonationEffect = RelayState | ForgetState | FetchState | DropState
+TransferOrder = RelayState | ForgetState | FetchState | DropState
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What donations need of the learner's background.
+    """What transfers need of the learner's background.
 
     Attributes:
         tell: Tells the machine a fact; in the event loop.
@@ -74,7 +74,7 @@ class Surroundings:
     relay: Callable[[], str]
 
 
-class Donations:
+class StateTransfers:
     """The giving and the taking side of one learner.
 
     Args:
@@ -94,8 +94,8 @@ class Donations:
         self._stateful = dict(stateful)
         self._make_server = make_server
         self._server: Server | None = None
-        self._parcels: dict[tuple[str, int], tuple[Parcel, bytes]] = {}
-        self._unsealed: dict[tuple[str, int], Parcel | ConfigError] = {}
+        self._blobs: dict[tuple[str, int], tuple[StateBlob, bytes]] = {}
+        self._unsealed: dict[tuple[str, int], StateBlob | ConfigError] = {}
         self._fetching: asyncio.Task[None] | None = None
         self._around: Surroundings | None = None
 
@@ -119,7 +119,7 @@ class Donations:
         """Copies the state as it is at this step boundary; the trainer calls it."""
         key = (order.learner, order.attempt)
         try:
-            self._unsealed[key] = Parcel.of(
+            self._unsealed[key] = StateBlob.of(
                 {name: thing.state_dict() for name, thing in self._stateful.items()}
             )
         except ConfigError as error:
@@ -128,22 +128,22 @@ class Donations:
     async def serve(self, order: CopyState) -> None:
         """Seals the copy and offers it, or waits for a relay."""
         key = (order.learner, order.attempt)
-        parcel = self._unsealed.pop(key)
-        if isinstance(parcel, ConfigError):
-            self._here.tell(StateNotCopied(order.learner, order.attempt, str(parcel)))
+        blob = self._unsealed.pop(key)
+        if isinstance(blob, ConfigError):
+            self._here.tell(StateNotCopied(order.learner, order.attempt, str(blob)))
             return
-        head = await self._here.in_worker(parcel.head)
-        self._parcels[key] = (parcel, head)
+        head = await self._here.in_worker(blob.head)
+        self._blobs[key] = (blob, head)
         address = await self._listen()
         if self._server is not None:
-            for number, body in enumerate(_bodies(parcel, head)):
+            for number, body in enumerate(_bodies(blob, head)):
                 self._server.bodies.offer(_path(key, number), body.numpy().data, digest(body))
         self._here.tell(
             StateCopied(
                 order.learner,
                 order.attempt,
                 len(head),
-                parcel.data.numel(),
+                blob.data.numel(),
                 digest(head),
                 address,
                 self._key if address else "",
@@ -165,11 +165,11 @@ class Donations:
 
     async def _deliver(self, order: RelayState) -> None:
         key = (order.learner, order.attempt)
-        if key not in self._parcels:
+        if key not in self._blobs:
             return
-        for number, body in enumerate(_bodies(*self._parcels[key])):
+        for number, body in enumerate(_bodies(*self._blobs[key])):
             url = body_url(f"{order.path}/in/{number}")
-            while key in self._parcels:
+            while key in self._blobs:
                 try:
                     await self._here.client().put(url, body.numpy().data, base=self._here.relay())
                     break
@@ -181,7 +181,7 @@ class Donations:
                     await asyncio.sleep(AGAIN_SECONDS)
 
     def _forget(self, learner: str, attempt: int) -> None:
-        kept = self._parcels.pop((learner, attempt), None)
+        kept = self._blobs.pop((learner, attempt), None)
         if kept is not None and self._server is not None:
             for number in range(len(_bodies(*kept))):
                 self._server.bodies.withdraw(_path((learner, attempt), number))
@@ -211,12 +211,12 @@ class Donations:
     async def _fetched_by(self, order: FetchState, me: str, client: Client) -> Mapping[str, Any]:
         head = torch.empty(order.head_nbytes, dtype=torch.uint8)
         await self._chunk(client, order, me, 0, head, order.digest)
-        parcel, digests = Parcel.open(head.numpy().tobytes(), order.nbytes)
+        blob, digests = StateBlob.open(head.numpy().tobytes(), order.nbytes)
         for number, (chunk, announced) in enumerate(
-            zip(parcel.chunks(), digests, strict=True), start=1
+            zip(blob.chunks(), digests, strict=True), start=1
         ):
             await self._chunk(client, order, me, number, chunk, announced)
-        state = parcel.state()
+        state = blob.state()
         if not isinstance(state, dict):
             raise StorageError(f"the state of {order.donor} is a {type(state).__name__}")
         return state
@@ -251,7 +251,7 @@ class Donations:
 
     # ---- both
 
-    def carry_out(self, order: DonationEffect, me: str) -> None:
+    def carry_out(self, order: TransferOrder, me: str) -> None:
         """Begins what is ordered; in the event loop."""
         match order:
             case RelayState():
@@ -273,14 +273,14 @@ class Donations:
 
     async def close(self) -> None:
         """Nobody is served any more."""
-        self._parcels.clear()
+        self._blobs.clear()
         if self._server is not None:
             await self._server.stop()
 
 
-def _bodies(parcel: Parcel, head: bytes) -> list[Tensor]:
+def _bodies(blob: StateBlob, head: bytes) -> list[Tensor]:
     """The head, then the chunks."""
-    return [as_bytes(head), *parcel.chunks()]
+    return [as_bytes(head), *blob.chunks()]
 
 
 def _path(key: tuple[str, int], number: int) -> str:

@@ -1,7 +1,8 @@
 """Bodies on their way into a shard and out of it: what the data plane is told, and reports.
 
-`Intake` joins each expected body with its announcement on the control plane, has it verified whole,
-and tells the machine. `Offers` makes published copies available under the paths of the core.
+`Uploads` joins each expected body with its announcement on the control plane, has it verified
+whole, and tells the machine. `Downloads` makes published copies available under the paths of the
+core.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _purpose(effect: do.Expect | do.ExpectCopy) -> _Purpose:
     return effect.learner, effect.fragment, name
 
 
-class Intake:
+class Uploads:
     """The bodies that a shard expects.
 
     Args:
@@ -245,7 +246,7 @@ class Intake:
             body.release()
 
 
-class Offers:
+class Downloads:
     """Published copies that learners may fetch.
 
     Of each fragment: the newest whole, which is the shard's own published copy, and the two newest
@@ -263,7 +264,7 @@ class Offers:
         self._urls: dict[str, str] = {}
 
     def offer(self, fragment: int, version: Version, published: PublishedCopy) -> None:
-        """Offers a version: whole, and as difference unless that is empty."""
+        """Downloads a version: whole, and as difference unless that is empty."""
         whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
         older = self._wholes.pop(fragment, whole)
         if older != whole:

@@ -13,7 +13,7 @@ from decoupled_diloco.errors import LeaseError, StorageError
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.storage.claims import ClaimStore
 from decoupled_diloco.syncer.coordinator_disk import FILE, STATES, STATES_KEPT, CoordinatorDisk
-from decoupled_diloco.syncer.tenure import UNCHALLENGED, Tenure
+from decoupled_diloco.syncer.shard_lease import NO_STANDBY, ShardLease
 from replay import assert_replays
 
 LEASE_SECONDS = 0.6
@@ -26,11 +26,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert assert_replays(tmp_path) > 0
 
 
-def contender(folder: Path, name: str, lease_seconds: float = LEASE_SECONDS) -> Tenure:
+def contender(folder: Path, name: str, lease_seconds: float = LEASE_SECONDS) -> ShardLease:
     store = ClaimStore(folder / "claims" / "shard-1", name, lease_seconds, name)
     waits = "standby" in name
     header = {"machine": "lease", "nonce": name, "lease_seconds": lease_seconds, "waits": waits}
-    return Tenure(store, TapeWriter(folder / "tape", f"shard-1.{name}", header), waits=waits)
+    return ShardLease(store, TapeWriter(folder / "tape", f"shard-1.{name}", header), waits=waits)
 
 
 async def test_two_act_in_turns(folder: Path) -> None:
@@ -91,42 +91,42 @@ async def test_without_the_storage_it_steps_down_and_another_may_act(folder: Pat
 
 async def test_what_is_fenced_is_not_done_once_there_is_a_newer_claim(folder: Path) -> None:
     """Whatever the clock says: this one's lease is not over."""
-    tenure = contender(folder, "first", lease_seconds=60.0)
-    assert await tenure.gained()
+    shard_lease = contender(folder, "first", lease_seconds=60.0)
+    assert await shard_lease.gained()
     done: list[str] = []
-    assert tenure.fenced(lambda: done.append("in time"))() is None
-    assert ClaimStore(tenure.store.folder, "other", 60.0, "other").claim(2)
+    assert shard_lease.fenced(lambda: done.append("in time"))() is None
+    assert ClaimStore(shard_lease.store.folder, "other", 60.0, "other").claim(2)
     with pytest.raises(LeaseError, match="claim 1 is over"):
-        tenure.fenced(lambda: done.append("late"))()
+        shard_lease.fenced(lambda: done.append("late"))()
     assert done == ["in time"]
-    await tenure.end(finished=False)
+    await shard_lease.end(finished=False)
 
 
 async def test_what_was_done_while_a_newer_claim_was_made_is_told_to_nobody(folder: Path) -> None:
-    tenure = contender(folder, "first", lease_seconds=60.0)
-    assert await tenure.gained()
-    other = ClaimStore(tenure.store.folder, "other", 60.0, "other")
+    shard_lease = contender(folder, "first", lease_seconds=60.0)
+    assert await shard_lease.gained()
+    other = ClaimStore(shard_lease.store.folder, "other", 60.0, "other")
     with pytest.raises(LeaseError, match="claim 1 is over"):
-        tenure.fenced(lambda: other.claim(2))()
-    await tenure.end(finished=False)
+        shard_lease.fenced(lambda: other.claim(2))()
+    await shard_lease.end(finished=False)
 
 
 async def test_a_storage_that_is_gone_for_a_moment_is_no_reason_to_end(folder: Path) -> None:
-    tenure = contender(folder, "first", lease_seconds=60.0)
-    assert await tenure.gained()
+    shard_lease = contender(folder, "first", lease_seconds=60.0)
+    assert await shard_lease.gained()
     (folder / "claims").rename(folder / "unmounted")
     with pytest.raises(StorageError, match="mount the storage"):
-        tenure.fenced(lambda: pytest.fail("it cannot be known whether it may"))()
+        shard_lease.fenced(lambda: pytest.fail("it cannot be known whether it may"))()
     (folder / "unmounted").rename(folder / "claims")
-    assert tenure.fenced(lambda: "done")() == "done"
+    assert shard_lease.fenced(lambda: "done")() == "done"
     with pytest.raises(LeaseError, match="cannot be confirmed"):
-        tenure.fenced(lambda: shutil.rmtree(folder / "claims"))()
-    await tenure.end(finished=False)
+        shard_lease.fenced(lambda: shutil.rmtree(folder / "claims"))()
+    await shard_lease.end(finished=False)
 
 
 def test_one_process_alone_has_no_fence() -> None:
-    assert UNCHALLENGED.holds()
-    assert UNCHALLENGED.fenced(lambda: 7)() == 7
+    assert NO_STANDBY.holds()
+    assert NO_STANDBY.fenced(lambda: 7)() == 7
 
 
 async def test_a_coordinator_that_was_replaced_writes_nothing_that_is_read(folder: Path) -> None:
@@ -157,23 +157,23 @@ async def test_a_coordinator_that_was_replaced_writes_nothing_that_is_read(folde
 
 async def test_a_coordinator_goes_on_from_the_only_file_of_an_earlier_kind(folder: Path) -> None:
     (folder / FILE).write_text("of a run without standbys")
-    tenure = contender(folder, "first")
-    assert await tenure.gained()
-    disk = CoordinatorDisk(folder, tenure)
+    shard_lease = contender(folder, "first")
+    assert await shard_lease.gained()
+    disk = CoordinatorDisk(folder, shard_lease)
     assert disk.find().read_text() == "of a run without standbys"
     disk.write("one")
-    assert CoordinatorDisk(folder, tenure).find().read_text() == "one"
-    await tenure.end(finished=False)
+    assert CoordinatorDisk(folder, shard_lease).find().read_text() == "one"
+    await shard_lease.end(finished=False)
 
 
 async def test_a_run_that_goes_on_without_standbys_forgets_the_numbered_states(
     folder: Path,
 ) -> None:
-    tenure = contender(folder, "first")
-    assert await tenure.gained()
-    CoordinatorDisk(folder, tenure).write("with")
-    await tenure.end(finished=False)
-    alone = CoordinatorDisk(folder, UNCHALLENGED)
+    shard_lease = contender(folder, "first")
+    assert await shard_lease.gained()
+    CoordinatorDisk(folder, shard_lease).write("with")
+    await shard_lease.end(finished=False)
+    alone = CoordinatorDisk(folder, NO_STANDBY)
     assert alone.find().read_text() == "with"
     alone.write("without")
-    assert CoordinatorDisk(folder, UNCHALLENGED).find().read_text() == "without"
+    assert CoordinatorDisk(folder, NO_STANDBY).find().read_text() == "without"

@@ -65,7 +65,7 @@ class Written:
     problem: str = ""
 
 
-class Keeper:
+class Checkpointer:
     """Takes a learner's checkpoints and puts them back.
 
     Args:

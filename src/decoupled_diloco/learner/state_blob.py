@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 
 @dataclass
-class Parcel:
+class StateBlob:
     """A state that was copied to the host.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parcel:
     data: Tensor
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Parcel:
+    def of(cls, state: Mapping[str, Any]) -> StateBlob:
         """Copies a state as it is now.
 
         Raises:
@@ -68,18 +68,18 @@ class Parcel:
         return json.dumps([self.text, self.tensors, digests]).encode()
 
     @classmethod
-    def open(cls, head: bytes, nbytes: int) -> tuple[Parcel, list[str]]:
-        """An empty parcel with this head, to be filled, and the digests of its chunks.
+    def open(cls, head: bytes, nbytes: int) -> tuple[StateBlob, list[str]]:
+        """An empty blob with this head, to be filled, and the digests of its chunks.
 
         Raises:
             StorageError: The head does not fit so many bytes.
         """
         try:
             text, tensors, digests = json.loads(head)
-            parcel = cls(str(text), [tuple(place) for place in tensors], torch.empty(0))
+            blob = cls(str(text), [tuple(place) for place in tensors], torch.empty(0))
             ends = [
                 offset + math.prod(shape) * getattr(torch, dtype).itemsize
-                for _, dtype, shape, offset in parcel.tensors
+                for _, dtype, shape, offset in blob.tensors
             ]
             fits = max(ends, default=0) <= nbytes and len(digests) == len(chunk_sizes(nbytes))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -87,10 +87,10 @@ class Parcel:
         if not fits:
             raise StorageError(f"a donor's head does not fit the {nbytes} bytes that it announced")
         try:
-            parcel.data = torch.zeros(nbytes, dtype=torch.uint8)
+            blob.data = torch.zeros(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise StorageError(f"no memory for a donor's {nbytes} bytes: {error}") from error
-        return parcel, digests
+        return blob, digests
 
     def state(self) -> Any:
         """The state, its tensors views of the bytes.

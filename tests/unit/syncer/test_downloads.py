@@ -7,7 +7,7 @@ import torch
 
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.syncer.fragments import PublishedCopy
-from decoupled_diloco.syncer.intake import Offers
+from decoupled_diloco.syncer.uploads import Downloads
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import Bodies
 from decoupled_diloco.transport.pool import ReceivePool
@@ -26,22 +26,22 @@ def gone(bodies: Bodies, url: str) -> bool:
 
 async def test_the_newest_whole_and_two_differences_are_kept() -> None:
     bodies = Bodies(ReceivePool(1 << 20), Limits())
-    offers = Offers(bodies)
+    downloads = Downloads(bodies)
     wholes: list[str] = []
     differences: list[str] = []
     for number in range(5):
         version = Version(1, number)
         whole = torch.full((NUMEL,), float(number))
         difference = torch.zeros(2 * NUMEL if number else 0, dtype=torch.uint8)
-        offers.offer(7, version, PublishedCopy(difference, whole, f"digest {number}"))
-        wholes.append(offers.url(f"/whole/7/{version}"))
+        downloads.offer(7, version, PublishedCopy(difference, whole, f"digest {number}"))
+        wholes.append(downloads.url(f"/whole/7/{version}"))
         if number:
-            differences.append(offers.url(f"/difference/7/{version}"))
+            differences.append(downloads.url(f"/difference/7/{version}"))
     assert [gone(bodies, url) for url in wholes] == [True, True, True, True, False]
     assert [gone(bodies, url) for url in differences] == [True, True, False, False]
     assert sum(len(offer.body) for offer in bodies._offers.values()) == (4 + 2 + 2) * NUMEL
     assert bodies.look_up(wholes[-1].removeprefix("/bodies/")).digest == "digest 4"
     with pytest.raises(KeyError):
-        offers.url(f"/whole/7/{Version(1, 3)}")
-    offers.offer(7, version, PublishedCopy(torch.empty(0), torch.zeros(NUMEL), "again"))
+        downloads.url(f"/whole/7/{Version(1, 3)}")
+    downloads.offer(7, version, PublishedCopy(torch.empty(0), torch.zeros(NUMEL), "again"))
     assert bodies.look_up(wholes[-1].removeprefix("/bodies/")).digest == "again"

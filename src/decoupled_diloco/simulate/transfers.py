@@ -31,7 +31,7 @@ class VirtualDonations:
 
     def __init__(self, learner: LearnerProcess) -> None:
         self._learner = learner
-        self._choices = learner.world.choices.fork(f"{learner.name}/donations")
+        self._choices = learner.world.choices.fork(f"{learner.name}/transfers")
         self.copies: set[tuple[str, int]] = set()
         self.fetching: FetchState | None = None
 
@@ -80,7 +80,7 @@ class VirtualDonations:
         donor = learner.world.learners[effect.donor]
         key = (learner.name, effect.attempt)
         unreachable = not effect.path and self._choices.chance(0.1)
-        if not donor.alive or key not in donor.donations.copies or unreachable:
+        if not donor.alive or key not in donor.transfers.copies or unreachable:
             if not effect.path:
                 self.fetching = None
                 learner.tell(StateFailed(effect.attempt, "unreachable"))
