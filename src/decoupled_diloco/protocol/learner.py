@@ -13,10 +13,10 @@ were last aligned with, ``steps`` counts the inner steps since.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from typing import Literal, assert_never
+from typing import assert_never
 
 from decoupled_diloco.protocol import draining, learner_copies, recovery
+from decoupled_diloco.protocol import learner_boundary as boundary
 from decoupled_diloco.protocol.checkpoints import learner as checkpoints
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered
@@ -24,8 +24,6 @@ from decoupled_diloco.protocol.data_leases import learner as leases
 from decoupled_diloco.protocol.data_leases.events import DataEvent
 from decoupled_diloco.protocol.data_leases.messages import DataRefused, LeasesGiven
 from decoupled_diloco.protocol.effects import (
-    NOTHING_NEW,
-    Apply,
     EndTraining,
     Expelled,
     Hold,
@@ -34,8 +32,6 @@ from decoupled_diloco.protocol.effects import (
     Release,
     RunOver,
     Send,
-    SendBody,
-    Snapshot,
 )
 from decoupled_diloco.protocol.events import (
     Began,
@@ -60,7 +56,6 @@ from decoupled_diloco.protocol.learner_state import (
     LearnerState,
     Sent,
     ShardView,
-    Taken,
 )
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
@@ -86,7 +81,7 @@ from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.protocol.transfer import learner as transfer
 from decoupled_diloco.protocol.transfer.events import TransferEvent
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol.versions import Asking
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # what is known of the newest version, event, what follows
@@ -104,15 +99,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("held < base", "Pull", "keep it until the copy is applied"),
     ("held > base", "Pull", "decline: behind"),
 )
-
-
-Mode = Literal["overwrite", "carry", "rebase", "blend"]
-
-NOT_TAKEN = "nothing of it was taken"
-"""Why a learner takes a copy that it holds once more, in the end."""
-
-UNDER_WAY = "its contribution is under way, and follows"
-"""Why a learner takes a copy that its contribution was too late for as one that it took part in."""
 
 
 class LearnerMachine:
@@ -234,7 +220,7 @@ class LearnerMachine:
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
         """What a boundary allows: its part of a checkpoint, or else applying, then snapshots."""
-        state = self.state
+        state, options = self.state, self.options
         effects = checkpoints.at_boundary(state, self.role)
         if state.checkpoint_just_taken:
             return effects
@@ -243,16 +229,22 @@ class LearnerMachine:
             effects.append(EndTraining("the run's budget is spent"))
         for index in sorted(state.attention) if state.attention else ():
             view = state.fragments[index]
-            if view.staged is not None and self._apply_now(view):
-                if self._answers_first(view):
-                    effects += self._snapshot(index, view, None)
-                effects += self._apply(index, view)
+            if view.staged is not None and boundary.may_apply(state, options, view):
+                if boundary.answers_first(state, options, view):
+                    effects += boundary.snapshot_if_due(state, options, index, view, None)
+                effects += boundary.apply_staged(state, options, index, view)
         ahead = due_ahead(self.state, self.options, now) if self.role == "learner" else {}
         if ahead or state.attention:
             for index in sorted(state.attention | ahead.keys()):
-                effects += self._snapshot(index, state.fragments[index], ahead.get(index))
+                view = state.fragments[index]
+                if self.role == "learner":
+                    effects += boundary.snapshot_if_due(
+                        state, options, index, view, ahead.get(index)
+                    )
             state.look_away()
-        return effects + self._leave_no_rest() + self._over_if_done()
+        if self.role == "learner" and self._has_last_copies():
+            effects += boundary.leave_no_rest(state)
+        return effects + self._over_if_done()
 
     def _over_if_done(self) -> list[LearnerEffect]:
         """The run is over when every shard has finished and its last copies are held."""
@@ -274,153 +266,6 @@ class LearnerMachine:
             or not state.shards[self.options.owner(index)].linked
             for index, view in enumerate(state.fragments)
         )
-
-    def _leave_no_rest(self) -> list[LearnerEffect]:
-        """What no version has taken in the end is not kept: the model is the run's result.
-
-        Nor is what a loop has trained that began when all was over.
-        """
-        state, effects = self.state, list[LearnerEffect]()
-        if self.role != "learner" or not self._has_last_copies():
-            return effects
-        for index, view in enumerate(state.fragments):
-            if state.has_rest(view) and view.fetching is None:
-                assert view.held is not None
-                sent, view.sent, view.snapshot = view.sent, None, None
-                merged = sent.taken.tokens if sent is not None and sent.version is not None else 0
-                discarded = state.tokens_of(view) - merged
-                view.steps_before, view.tokens_before = state.step, state.tokens
-                state.discarded_tokens += discarded
-                why = NOT_TAKEN
-                effects.append(Apply(index, view.held, "overwrite", discarded, why))
-        return effects
-
-    def _answers_first(self, view: FragmentView) -> bool:
-        """Whether a pull is answered although its round has merged: the answer is late.
-
-        A learner whose step takes longer than the delivery window would otherwise never be heard.
-        """
-        pull, held, staged = view.pull, view.held, view.staged
-        if pull is None or held is None or staged is None or pull.base != held:
-            return False
-        if pull.final and not self.state.ended:
-            return False
-        age = staged.counter - held.counter
-        taken = staged.term == held.term and age <= self.options.late_rounds_max
-        return taken and self.options.late == "next" and self.state.steps_of(view) > 0
-
-    def _apply_now(self, view: FragmentView) -> bool:
-        if self.options.apply == "on_arrival" or self.state.ended or view.sent is None:
-            return True
-        if view.owed_at is not None and self.state.step >= view.owed_at + self.options.overlap:
-            return True  # the step waits for it, however late its snapshot was
-        return self.state.step >= view.sent.taken.step + self.options.overlap
-
-    def _apply(self, index: int, view: FragmentView) -> list[LearnerEffect]:
-        version, sent = view.staged, view.sent
-        assert version is not None
-        mode, why = self._mode(view, version)
-        discarded = 0
-        given_up = sent.taken.tokens if sent is not None and sent.lost else 0
-        if mode == "overwrite":
-            discarded = self.state.tokens_of(view) - (sent.taken.tokens if sent else 0) + given_up
-            view.steps_before, view.tokens_before = self.state.step, self.state.tokens
-        elif mode != "rebase":
-            assert sent is not None
-            discarded = given_up
-            view.steps_before += sent.taken.steps
-            view.tokens_before += sent.taken.tokens
-        if sent is not None and sent.version is None and not sent.lost:
-            view.late[sent.ask] = sent
-        view.held, view.staged = version, None
-        view.snapshot = view.sent = view.owed_at = None
-        view.behind = view.restored = False
-        self.state.discarded_tokens += discarded
-        effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
-        effects.append(Send(shard_peer(self.options.owner(index)), view.holding(index), why))
-        if view.pull is not None and view.pull.base < version:
-            effects += self._decline(index, view, f"behind: I hold {version}")
-        return effects
-
-    def _mode(self, view: FragmentView, version: Version) -> tuple[Mode, str]:
-        """How a copy is taken over (rule 7), and why.
-
-        Who has sent what it made from the copy that it held takes part in every newer one until
-        then, whether its contribution is in it or follows: what was sent is not kept, and so is
-        never merged twice. Once the budget is spent nothing that was trained since is thrown away.
-        """
-        options, sent = self.options, view.sent
-        keeps = self.state.ended
-        if sent is not None:
-            mode: Mode = sent.taken.alignment
-            follows = sent.version is None or sent.version > version
-            why = UNDER_WAY if follows else "its contribution is in this version"
-            if sent.lost:
-                why = f"what it sent as {sent.ask} may be in it"
-            if sent.version is not None and sent.version < version:
-                mode = "carry" if options.missed == "rebase" else "overwrite"
-                why = f"its contribution is in {sent.version}, before this one"
-            if keeps:
-                # With nothing to carry it is the copy, even where values are not finite.
-                rest = self.state.steps_of(view) > sent.taken.steps
-                mode = "carry" if rest else "overwrite"
-            return mode, why
-        if view.restored:
-            return "overwrite", "what its earlier life sent may be in it"
-        why = "it was behind" if view.behind else "it took no part in this version"
-        if view.held is not None and (options.missed == "rebase" or view.behind or keeps):
-            return "rebase", why
-        return "overwrite", why
-
-    def _snapshot(
-        self, index: int, view: FragmentView, ahead: tuple[int, int] | None
-    ) -> list[LearnerEffect]:
-        """The snapshot that a pull waits for, or that will be due before the next boundary."""
-        if view.held is None or self.role == "observer":
-            return []
-        steps = self.state.steps_of(view)
-        if view.sent is not None:
-            return []  # the snapshot that was sent is still needed
-        pull = view.pull
-        if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
-            if steps == 0 and (self.state.ended or self.state.leaving or self.state.holding):
-                # It will not step for this: who waits for it would wait for ever.
-                return self._decline(index, view, NOTHING_NEW, nothing_new=True)
-            if steps > 0:
-                effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
-                return effects + self._send(index, view, pull)
-        if ahead is None or steps == 0 or view.staged is not None or self.state.ended:
-            return []
-        first, last = ahead
-        return self._take(index, view, first, last, f"it is due in steps {first} to {last}")
-
-    def _take(
-        self, index: int, view: FragmentView, first: int, last: int, why: str
-    ) -> list[LearnerEffect]:
-        assert view.held is not None
-        state = self.state
-        steps, tokens = state.steps_of(view), state.tokens_of(view)
-        view.snapshot = Taken(state.step, view.held, steps, tokens, first, last)
-        return [Snapshot(index, view.held, self.state.step, why)]
-
-    def _send(self, index: int, view: FragmentView, pull: Pull) -> list[LearnerEffect]:
-        assert view.snapshot is not None
-        taken = replace(view.snapshot, alignment=pull.alignment)
-        view.pull, view.sent = None, Sent(pull.ask, taken)
-        why = f"pulled for step {pull.tick}, snapshot of own step {taken.step}"
-        return [
-            SendBody(
-                shard=self.options.owner(index),
-                fragment=index,
-                ask=pull.ask,
-                base=taken.base,
-                steps=taken.steps,
-                tokens=taken.tokens,
-                codec=pull.codec,
-                path=pull.path,
-                why=why,
-            )
-        ]
 
     def _sent(self, fragment: int, ask: Asking) -> Sent | None:
         view = self.state.fragments[fragment]
@@ -446,14 +291,6 @@ class LearnerMachine:
         return [
             Send(shard_peer(self.options.owner(fragment)), Decline(fragment, ask, False, why), why)
         ]
-
-    def _decline(
-        self, index: int, view: FragmentView, reason: str, *, nothing_new: bool = False
-    ) -> list[LearnerEffect]:
-        pull, view.pull = view.pull, None
-        assert pull is not None
-        decline = Decline(index, pull.ask, nothing_new, reason)
-        return [Send(shard_peer(self.options.owner(index)), decline, reason)]
 
     def _of_coordinator(
         self, now: float, event: Connected | Received | Lost
@@ -654,12 +491,14 @@ class LearnerMachine:
         self.state.attention.add(index)
         self.state.shards[self.options.owner(index)].coming = pull.coming
         if view.held is not None and pull.base < view.held:
-            return self._decline(index, view, f"behind: I hold {view.held}")
+            return boundary.decline(self.options, index, view, f"behind: I hold {view.held}")
         if pull.base == view.held:
             if view.latest is None or view.latest.version == view.held:
                 view.sent = None  # nothing that was made from the newest version is in any
             elif view.sent is not None or view.restored:
-                return self._decline(index, view, f"what I made from {view.held} is sent already")
+                return boundary.decline(
+                    self.options, index, view, f"what I made from {view.held} is sent already"
+                )
         taken = view.snapshot
         fits = (
             taken is not None
@@ -667,7 +506,7 @@ class LearnerMachine:
             and not pull.final
             and (taken.first_tick <= pull.tick <= taken.last_tick or taken.step == self.state.step)
         )
-        return self._send(index, view, pull) if fits else []
+        return boundary.send(self.state, self.options, index, view, pull) if fits else []
 
     def _outcome(self, message: Outcome) -> list[LearnerEffect]:
         view, accepted = self.state.fragments[message.fragment], message.version

@@ -24,7 +24,7 @@ from decoupled_diloco.protocol.effects import (
     Snapshot,
 )
 from decoupled_diloco.protocol.events import Began, BodyArrived, Merged, MergeFailed, Received
-from decoupled_diloco.protocol.learner import NOT_TAKEN
+from decoupled_diloco.protocol.learner_boundary import NOT_TAKEN
 from decoupled_diloco.protocol.messages import Published, Pull, ShardAdmitted
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
 from decoupled_diloco.protocol.versions import Version
