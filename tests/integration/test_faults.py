@@ -88,8 +88,8 @@ def momenta(system: System) -> dict[int, torch.Tensor]:
     """The outer optimizers' momentum of every fragment."""
     found = {}
     for shard in system.shards.values():
-        assert shard._tensors is not None
-        for p, entry in shard._tensors.fragments.items():
+        assert shard._merging is not None
+        for p, entry in shard._merging.tensors.fragments.items():
             found[p] = entry.outer.state_dict()["momentum"].clone()
     return found
 

@@ -276,18 +276,18 @@ def test_nothing_grows_with_the_length_of_a_run(make: Make) -> None:
     def sizes() -> dict[str, int]:
         shard = system.shards[0]
         assert shard._uploads is not None
-        assert shard._tensors is not None
+        assert shard._merging is not None
         bodies = shard._server.bodies
         held: dict[str, Any] = {
             "expected": shard._uploads._expected,
-            "offered": shard._offers._urls,
+            "offered": shard._downloads._urls,
             "offers": bodies._offers,
             "uploads": bodies._uploads,
             "greeting": shard._sessions.greeting,
             "sessions": shard._sessions.sessions,
             "tasks": shard._tasks,
-            "arrived": shard._tensors._arrived,
-            "accumulators": shard._tensors._accumulators,
+            "arrived": shard._merging.tensors._arrived,
+            "accumulators": shard._merging.tensors._accumulators,
             "rounds": shard.machine.state.rounds,
             "identities": shard.machine.state.identities,
         }

@@ -9,10 +9,12 @@ from decoupled_diloco.learner.joining import CoordinatorLink as Joining
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
+from decoupled_diloco.syncer.downloads import Downloads
+from decoupled_diloco.syncer.merging import Merging
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.slices import Slices
-from decoupled_diloco.syncer.uploads import Downloads, Uploads
+from decoupled_diloco.syncer.uploads import Uploads
 from simulation.breaks import Break
 
 LEARNERS = (
@@ -84,14 +86,14 @@ SHARDS = (
     ),
     Break(
         "a merge that has failed is told to nobody",
-        Shard,
+        Merging,
         "_merge",
         "self._handle(fact.MergeFailed(number, fragment, str(error)))",
         "pass",
     ),
     Break(
         "everybody hears of a version before the disk has it",
-        Shard,
+        Merging,
         "_merge",
         "return disk.merge(fragment, effect.version, memory)",
         "return tensors.merge(fragment)",

@@ -23,8 +23,8 @@ from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.syncer.checkpoints import Manifest, checkpoint_folders, read_manifest
-from decoupled_diloco.syncer.coordinator import document_at_checkpoint, read_state
 from decoupled_diloco.syncer.coordinator_disk import FILE, newest_state
+from decoupled_diloco.syncer.coordinator_document import document_at_checkpoint, read_state
 from decoupled_diloco.syncer.durable import DURABLE, EXACT
 from decoupled_diloco.syncer.result import RESULT
 

@@ -11,7 +11,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.syncer.coordinator import read_layout
+from decoupled_diloco.syncer.coordinator_document import read_layout
 from decoupled_diloco.syncer.durable import DURABLE, Durable, ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.result import by_name

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from decoupled_diloco.protocol.versions import Version
+from decoupled_diloco.syncer.downloads import Downloads
 from decoupled_diloco.syncer.fragments import PublishedCopy
-from decoupled_diloco.syncer.uploads import Downloads
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import Bodies
 from decoupled_diloco.transport.pool import ReceivePool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from decoupled_diloco.syncer.coordinator import document_at_checkpoint
+from decoupled_diloco.syncer.coordinator_document import document_at_checkpoint
 
 FORMER: dict[str, Any] = {
     "phase": "running",
