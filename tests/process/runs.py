@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.launch.local import LocalRun, Outcome
+from decoupled_diloco.launch.local import LocalRun, RunOutcome
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import TapeReader
 
@@ -75,7 +75,7 @@ def local_run(config: RunConfig, *, resume: bool = False) -> Iterator[LocalRun]:
         run.close()
 
 
-def wait(run: LocalRun, script: Iterator[None] | None = None, seconds: float = 90.0) -> Outcome:
+def wait(run: LocalRun, script: Iterator[None] | None = None, seconds: float = 90.0) -> RunOutcome:
     """Waits for the run's end while a script goes on by one `yield` at each poll."""
     deadline = time.monotonic() + seconds
 

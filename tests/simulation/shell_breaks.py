@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from decoupled_diloco.learner.background import Background
+from decoupled_diloco.learner.body_exchange import BodyExchange
 from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.exchange import LearnerTensors
-from decoupled_diloco.learner.joining import CoordinatorLink as Joining
+from decoupled_diloco.learner.joining import CoordinatorSession as Joining
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
@@ -27,8 +28,8 @@ LEARNERS = (
     ),
     Break(
         "a copy that could not be fetched is told to nobody",
-        Background,
-        "_fetch",
+        BodyExchange,
+        "fetch",
         "self._told(fact.FetchFailed(fragment, effect.version, str(error)))",
         "pass",
     ),

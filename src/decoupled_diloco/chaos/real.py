@@ -12,7 +12,7 @@ from decoupled_diloco.chaos.proxy import Links
 from decoupled_diloco.chaos.shaping import Shaper
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.local import LocalRun, Outcome
+from decoupled_diloco.launch.local import LocalRun, RunOutcome
 from decoupled_diloco.simulate.scenario import COORDINATOR, Scenario, Target
 
 LINK_KINDS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
@@ -156,7 +156,7 @@ class RealRun:
                     wire.delay_seconds = link.latency_seconds
                     wire.jitter_seconds = link.jitter_seconds
 
-    def wait(self, on_poll: Callable[[], None]) -> Outcome:
+    def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
         """Lets the scenario happen until the run, or the scenario's own time, is over."""
 
         def poll() -> None:
@@ -169,7 +169,7 @@ class RealRun:
             return self.local.wait(poll)
         except _TimeIsUp:
             until = self.scenario.file.until_seconds
-            return Outcome(False, f"until_seconds={until:g} of the scenario is reached", None)
+            return RunOutcome(False, f"until_seconds={until:g} of the scenario is reached", None)
 
     def close(self) -> None:
         """Undoes everything and ends what still runs."""

@@ -16,7 +16,7 @@ from decoupled_diloco.cli.options import (
     fail,
     make_console,
 )
-from decoupled_diloco.config.command_line import Options, command
+from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.shipped import find_shipped
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _complete(incomplete: str) -> list[tuple[str, str]]:
     return [*complete_recipe(incomplete), *complete_scenario(incomplete)]
 
 
-class ChaosOptions(Options):
+class ChaosOptions(CommandOptions):
     """Of a run under faults, and of its verdict."""
 
     told: Annotated[list[str], typer.Argument(metavar="[RUN] SCENARIO", autocompletion=_complete)]

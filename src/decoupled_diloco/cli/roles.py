@@ -25,11 +25,11 @@ from decoupled_diloco.cli.options import (
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
-from decoupled_diloco.config.command_line import Options, command, overrides, setting
+from decoupled_diloco.config.command_line import CommandOptions, command, overrides, setting
 from decoupled_diloco.config.shipped import find_shipped
 
 
-class TrainOptions(Options):
+class TrainOptions(CommandOptions):
     """Of a run on this machine."""
 
     run: RunOrFolder
@@ -150,7 +150,7 @@ def _place_of(config: RunConfig, shard: int, options: SyncerOptions) -> tuple[in
 # ---- who dials it
 
 
-class DialOptions(Options):
+class DialOptions(CommandOptions):
     """Of a process that dials the shards."""
 
     run: RunFile

@@ -22,7 +22,7 @@ from decoupled_diloco.cli.options import (
     find_recipe,
     make_console,
 )
-from decoupled_diloco.config.command_line import Options, command
+from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.shipped import find_shipped
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _find_scenario(name: str) -> Path:
     return find_shipped("scenarios", name)
 
 
-class SimulateOptions(Options):
+class SimulateOptions(CommandOptions):
     """Of a run in virtual time."""
 
     scenario: Annotated[

@@ -16,7 +16,7 @@ from decoupled_diloco.cli.outcome import reader_may_be_gone, tell_outcome, what_
 from decoupled_diloco.cli.timing import import_intervals
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
-from decoupled_diloco.launch.local import LocalRun, Outcome
+from decoupled_diloco.launch.local import LocalRun, RunOutcome
 from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.progress import ProgressDisplay
 
@@ -58,7 +58,7 @@ class Run(Protocol):
         """Starts all processes."""
         ...
 
-    def wait(self, on_poll: Callable[[], None]) -> Outcome:
+    def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
         """Returns when it is over."""
         ...
 
@@ -67,7 +67,7 @@ class Run(Protocol):
         ...
 
 
-def carry_out(run: Run, config: RunConfig, console: Console) -> Outcome:
+def carry_out(run: Run, config: RunConfig, console: Console) -> RunOutcome:
     """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left."""
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:
@@ -81,7 +81,7 @@ def carry_out(run: Run, config: RunConfig, console: Console) -> Outcome:
             return outcome
     except KeyboardInterrupt:
         console.print("interrupted: ending all processes")
-        return Outcome(False, "interrupted", None)
+        return RunOutcome(False, "interrupted", None)
     finally:
         with undisturbed():
             run.close()
@@ -110,7 +110,7 @@ def serve_locally(
                 outcome = run.wait(progress.poll)
                 progress.poll()
     except KeyboardInterrupt:
-        outcome = Outcome(False, "interrupted", None)
+        outcome = RunOutcome(False, "interrupted", None)
     finally:
         with undisturbed():
             run.close()

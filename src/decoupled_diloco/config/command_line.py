@@ -1,6 +1,6 @@
 """Commands from models: a field is an option or argument, and its documentation is the help.
 
-    class MineOptions(Options):
+    class MineOptions(CommandOptions):
         period: Annotated[int, typer.Option(metavar="H")] = 24
         '''Steps between two syncs.'''
 
@@ -31,7 +31,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 from decoupled_diloco.config.settings import Settings
 
 
-class Options(BaseModel):
+class CommandOptions(BaseModel):
     """What a command is told; those that were written on the command line are `given`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -42,7 +42,7 @@ class Options(BaseModel):
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
-_Options = TypeVar("_Options", bound=Options)
+_Options = TypeVar("_Options", bound=CommandOptions)
 
 
 def command(model: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
@@ -69,10 +69,10 @@ def setting(settings: type[Settings], name: str, *names: str, **more: Any) -> An
     return typer.Option(*names, help=_text_of(settings.model_fields[name]), **more)
 
 
-def overrides(options: Options, settings: type[Settings], *names: str) -> list[str]:
-    """Options that were written, as ``table.key=value`` each, like those of ``--set``.
+def overrides(options: CommandOptions, settings: type[Settings], *names: str) -> list[str]:
+    """CommandOptions that were written, as ``table.key=value`` each, like those of ``--set``.
 
-    >>> class Where(Options):
+    >>> class Where(CommandOptions):
     ...     port: int = 7070
     >>> from decoupled_diloco.config import SyncerSettings
     >>> overrides(Where(port=9), SyncerSettings, "port"), overrides(Where(), SyncerSettings, "port")
@@ -82,12 +82,12 @@ def overrides(options: Options, settings: type[Settings], *names: str) -> list[s
     return [f"{table}.{n}={json.dumps(given[n], default=str)}" for n in names if n in given]
 
 
-def named(model: type[Options]) -> dict[str, FieldInfo]:
+def named(model: type[CommandOptions]) -> dict[str, FieldInfo]:
     """The fields that are options or arguments; others are not for the command line."""
     return {name: field for name, field in model.model_fields.items() if _infos(field)}
 
 
-def option_of(model: type[Options], name: str) -> str:
+def option_of(model: type[CommandOptions], name: str) -> str:
     """How a field is written on the command line."""
     (info,) = _infos(model.model_fields[name])
     if isinstance(info, ArgumentInfo):

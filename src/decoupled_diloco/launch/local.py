@@ -44,7 +44,7 @@ that was started again too late would look for the run for ever."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     finished: bool
@@ -211,7 +211,7 @@ class LocalRun:
                     return
                 time.sleep(POLL_SECONDS)
 
-    def wait(self, on_poll: Callable[[], None]) -> Outcome:
+    def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
         """Watches until the run is finished or cannot go on.
 
         Args:
@@ -229,7 +229,7 @@ class LocalRun:
                 if time.monotonic() > over_at + self._patience_seconds():
                     return self._finish(on_poll)
             elif (problem := self._hopeless()) is not None:
-                return Outcome(False, problem, None)
+                return RunOutcome(False, problem, None)
             time.sleep(POLL_SECONDS)
 
     def _patience_seconds(self) -> float:
@@ -309,7 +309,7 @@ class LocalRun:
             shares.append(self._followed.run.tokens / run.budget_tokens)
         return min(1.0, max(shares))
 
-    def _finish(self, on_poll: Callable[[], None]) -> Outcome:
+    def _finish(self, on_poll: Callable[[], None]) -> RunOutcome:
         from decoupled_diloco.syncer.result import assemble, read_layout
 
         try:
@@ -317,11 +317,11 @@ class LocalRun:
             plan = plan_of(layout, read_public(public_text(self.config)))
             weights = assemble(self.path, plan, self.config.syncer.shards)
         except Error as error:
-            return Outcome(False, f"the result cannot be put together: {error}", None)
+            return RunOutcome(False, f"the result cannot be put together: {error}", None)
         self._tape.sample(time.monotonic(), WeightsSaved(str(weights)))
         self._evaluate_result(on_poll)
         self._keep_the_rest(weights)
-        return Outcome(True, "the budget is spent", weights)
+        return RunOutcome(True, "the budget is spent", weights)
 
     def _keep_the_rest(self, weights: Path) -> None:
         from decoupled_diloco.launch.finished import keep_the_rest

@@ -21,8 +21,9 @@ from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape
 from decoupled_diloco.launch.termination import Termination
-from decoupled_diloco.learner.learner import Learner, Observer
+from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
+from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.observe.samples import (
     CorpusDescribed,
     SampleGenerated,

@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.sealed import load_sealed, save_sealed
@@ -123,6 +124,13 @@ class LearnerCheckpoint:
         """
         model = {name: tensor for name, tensor in self.model.items() if name not in weights}
         return replace(self, fragments=(), model=model, cut=None)
+
+    def kept(self) -> tuple[KeptFragment, ...]:
+        """What the state machine is told of the fragments."""
+        return tuple(
+            KeptFragment(index, held.version, held.steps, held.tokens, held.digest, held.seal)
+            for index, held in enumerate(self.fragments)
+        )
 
     @classmethod
     def read(cls, path: Path) -> LearnerCheckpoint:

@@ -41,7 +41,7 @@ WAY_OUT = (
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """Who this process is in the run."""
 
     name: str
@@ -84,7 +84,7 @@ class Coordinations:
     check_patience: Callable[[str], None]
 
 
-class CoordinatorLink:
+class CoordinatorSession:
     """Joins the run, and stays joined: the coordinator knows by the connection who is there.
 
     What the coordinator says to the first join may be an error of the user's, and is raised. What
@@ -104,7 +104,7 @@ class CoordinatorLink:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: ProcessIdentity,
         layout: str,
         addresses: tuple[str, ...],
         coordinations: Coordinations,

@@ -35,7 +35,7 @@ from decoupled_diloco.transport.channel import Mailbox, decode, encode
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
 from decoupled_diloco.transport.stripes import StripeController
-from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role, refusal_error
+from decoupled_diloco.transport.tokens import TokenRefusal, Tokens, check_role, refusal_error
 from decoupled_diloco.transport.transfer import Slots, Transfer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class _Opening:
 class _Refused:
     """The server does not take a connection."""
 
-    refusal: Refusal
+    refusal: TokenRefusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Place:
         try:
             check_role(peer.role)
             server.authorize(peer.principal, token)
-        except Refusal as refusal:
+        except TokenRefusal as refusal:
             connection.send(self.process, _Refused(refusal))
             connection.close(self.process)
             return
@@ -519,7 +519,7 @@ class VirtualClient:
         connection.send(self.place.process, _Opening(Peer(principal, role, address), self._token))
         try:
             await opening
-        except Refusal as refusal:
+        except TokenRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, address) from None
         except BaseException:
             mine.shut("not connected")
@@ -577,7 +577,7 @@ class _Put:
                 stream = server.bodies.open(
                     self._key, principal, (start, stop), len(self._body), resumed
                 )
-            except Refusal as refusal:
+            except TokenRefusal as refusal:
                 request.reply(refusal)
                 return
             task = asyncio.current_task()
@@ -594,7 +594,7 @@ class _Put:
                     server.stats.data_bytes_received += right - left
                 stream.finish()
                 request.reply(None)
-            except Refusal as refusal:
+            except TokenRefusal as refusal:
                 request.reply(refusal)
             except asyncio.CancelledError:
                 if stream.refusal is None:
@@ -612,7 +612,7 @@ class _Put:
             try:
                 principal = server.authorize(request.principal, request.token)
                 request.reply(server.bodies.state(self._key, principal))
-            except Refusal as refusal:
+            except TokenRefusal as refusal:
                 request.reply(refusal)
 
         state = await _ask(self._client, self._address, self._key, serve)
@@ -637,7 +637,7 @@ class _Get:
                     request.reply(ProtocolError(f"GET {self._key}: {text}"))
                     return
                 download = server.bodies.fetch(self._key, principal, (start, stop))
-            except Refusal as refusal:
+            except TokenRefusal as refusal:
                 request.reply(refusal)
                 return
             try:
@@ -668,5 +668,5 @@ async def _ask(
 ) -> Any:
     try:
         return await Request(client, address).run(serve)
-    except Refusal as refusal:
+    except TokenRefusal as refusal:
         raise refusal_error(refusal.status, refusal.text, f"{address}{PREFIX}{key}") from None

@@ -14,7 +14,7 @@ from typing import Any
 
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.merge import digest
-from decoupled_diloco.transport.base import Body, BodyStore, Upload
+from decoupled_diloco.transport.base import Body, BodyStore, IncomingBody
 from decoupled_diloco.transport.chunks import chunk_sizes
 
 WINDOW = 4
@@ -29,7 +29,7 @@ class _Passage:
     donor: str
     sizes: tuple[int, ...]
     next: int = 0
-    uploads: dict[int, Upload] = field(default_factory=dict)
+    uploads: dict[int, IncomingBody] = field(default_factory=dict)
     bodies: dict[int, Body] = field(default_factory=dict)
 
 
@@ -85,7 +85,9 @@ class Relay:
         passage.uploads[number] = upload
         self._spawn(self._pass_on(path, passage, number, upload))
 
-    async def _pass_on(self, path: str, passage: _Passage, number: int, upload: Upload) -> None:
+    async def _pass_on(
+        self, path: str, passage: _Passage, number: int, upload: IncomingBody
+    ) -> None:
         with contextlib.suppress(TransportError):
             body = await upload.body
             passage.uploads.pop(number, None)

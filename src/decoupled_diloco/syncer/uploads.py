@@ -22,7 +22,7 @@ from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.syncer.fragments import ShardTensors
-from decoupled_diloco.transport.base import Body, BodyStore, Upload
+from decoupled_diloco.transport.base import Body, BodyStore, IncomingBody
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Expected:
     """
 
     effect: do.Expect | do.ExpectCopy
-    upload: Upload
+    upload: IncomingBody
     message: Any = None
     has_arrived: bool | None = None
     task: asyncio.Task[None] | None = None
@@ -172,7 +172,9 @@ class Uploads:
         finally:
             self._forget(expected)
 
-    async def _contribution(self, upload: Upload, announced: say.Upload, effect: do.Expect) -> None:
+    async def _contribution(
+        self, upload: IncomingBody, announced: say.Upload, effect: do.Expect
+    ) -> None:
         learner, fragment, ask = effect.learner, effect.fragment, effect.ask
         norm = 0.0
 
@@ -204,7 +206,7 @@ class Uploads:
                 logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
                 self._handle(fact.BodyCorrupt(learner, fragment, ask, str(error)))
 
-    async def _copy(self, upload: Upload, announced: say.Copy, effect: do.ExpectCopy) -> None:
+    async def _copy(self, upload: IncomingBody, announced: say.Copy, effect: do.ExpectCopy) -> None:
         learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
         numel = self._tensors.plan.fragments[fragment].numel
 
@@ -223,7 +225,7 @@ class Uploads:
                 self._handle(fact.CopyCorrupt(learner, fragment, attempt, str(error)))
 
     async def _take(
-        self, upload: Upload, use: Callable[[Body], None], then: Callable[[], None]
+        self, upload: IncomingBody, use: Callable[[Body], None], then: Callable[[], None]
     ) -> None:
         """Uses a body in the worker, tells the machine, gives the buffer back.
 

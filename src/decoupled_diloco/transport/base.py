@@ -179,7 +179,7 @@ class Body(Protocol):
         """Give the buffer back; `buffer` must not be used afterwards. Calling it twice is fine."""
 
 
-class Upload(Protocol):
+class IncomingBody(Protocol):
     """A PUT that is expected: one principal, one size, once.
 
     Whoever called `expect` calls `cancel` when the body is not wanted any more.
@@ -224,7 +224,7 @@ class BodyStore(Protocol):
     def withdraw(self, path: str) -> None:
         """Stop offering; a GET that asks afterwards is answered 410."""
 
-    def expect(self, path: str, nbytes: int, principal: str) -> Upload:
+    def expect(self, path: str, nbytes: int, principal: str) -> IncomingBody:
         """Accept one PUT of exactly `nbytes` from `principal`; memory is taken when it begins."""
 
 

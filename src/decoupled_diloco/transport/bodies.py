@@ -23,7 +23,7 @@ from decoupled_diloco.runtime import now
 from decoupled_diloco.transport.base import Body, Limits
 from decoupled_diloco.transport.pool import PoolBody, ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
-from decoupled_diloco.transport.tokens import Refusal
+from decoupled_diloco.transport.tokens import TokenRefusal
 
 PREFIX = "/bodies/"
 ENDED_KEPT = 1 << 16
@@ -116,7 +116,7 @@ class Bodies:
         if bodies >= self.limits.downloads_per_principal or (
             len(under_way) >= self.limits.streams_per_principal
         ):
-            raise Refusal(
+            raise TokenRefusal(
                 429,
                 f"{principal!r} fetches {bodies} bodies in {len(under_way)} requests at once, the "
                 "limit: wait for one to end",
@@ -124,7 +124,7 @@ class Bodies:
         name = sys.intern(principal)  # thousands fetch the same bodies
         taken = offer.taken.get(name, 0) + nbytes
         if taken > self._share(offer):
-            raise Refusal(
+            raise TokenRefusal(
                 429,
                 f"{principal!r} has fetched {PREFIX}{key} {self.limits.copies_per_principal} "
                 f"times, the limit: one more is given every {self.limits.copy_seconds:g} s",
@@ -161,11 +161,13 @@ class Bodies:
         upload = self._upload(key, principal)
         start, stop = part
         if total != upload.nbytes:
-            raise Refusal(413, f"{upload.url} expects exactly {upload.nbytes} bytes, not {total}")
+            raise TokenRefusal(
+                413, f"{upload.url} expects exactly {upload.nbytes} bytes, not {total}"
+            )
         if not 0 <= start < stop <= upload.nbytes:
-            raise Refusal(416, f"bytes {start} to {stop} do not fit into {upload.nbytes}")
+            raise TokenRefusal(416, f"bytes {start} to {stop} do not fit into {upload.nbytes}")
         if self._streams.get(principal, 0) >= self.limits.streams_per_principal:
-            raise Refusal(
+            raise TokenRefusal(
                 429,
                 f"{principal!r} has {self._streams[principal]} transfers open, the limit: "
                 "wait for one to end",
@@ -195,14 +197,14 @@ class Bodies:
         if upload is None:
             raise self._missing("PUT", key, "is not expected here")
         if upload.principal != principal:
-            raise Refusal(403, f"{upload.url} is not for {principal!r} to write")
+            raise TokenRefusal(403, f"{upload.url} is not for {principal!r} to write")
         return upload
 
-    def _missing(self, method: str, key: str, unknown: str) -> Refusal:
+    def _missing(self, method: str, key: str, unknown: str) -> TokenRefusal:
         why = self._gone.get((method, key))
         if why is None:
-            return Refusal(404, f"{PREFIX}{key} {unknown}")
-        return Refusal(410, f"{PREFIX}{key} {why}")
+            return TokenRefusal(404, f"{PREFIX}{key} {unknown}")
+        return TokenRefusal(410, f"{PREFIX}{key} {why}")
 
     def _remember(self, method: str, key: str, why: str) -> None:
         self._gone[method, key] = why
@@ -301,9 +303,11 @@ class BodyUpload:
     def _open(self, start: int, stop: int, take_over: bool) -> Stream:
         clashing = [s for s in self._streams if s.start < stop and start < s.stop]
         if not take_over and (clashing or self._done.overlaps(start, stop)):
-            raise Refusal(409, f"{self.url}: bytes {start} to {stop} overlap what was sent before")
+            raise TokenRefusal(
+                409, f"{self.url}: bytes {start} to {stop} overlap what was sent before"
+            )
         for stream in clashing:
-            stream._abort(Refusal(409, f"{self.url}: another request took this range over"))
+            stream._abort(TokenRefusal(409, f"{self.url}: another request took this range over"))
         stream = Stream(self, start, stop)
         self._streams.add(stream)
         self._bodies._count(self.principal, +1)
@@ -317,7 +321,7 @@ class BodyUpload:
             memory = await asyncio.shield(self._acquiring)
             if self._memory is None:
                 if self._future.done():
-                    raise Refusal(410, f"{self.url} has ended")
+                    raise TokenRefusal(410, f"{self.url} has ended")
                 self._memory, self._acquiring = memory, None
                 self._wait_for_more()
         return self._memory.buffer
@@ -347,7 +351,7 @@ class BodyUpload:
         if not self._future.done():
             self._future.set_exception(TransportError(f"{self.url} {why}"))
         for stream in list(self._streams):
-            stream._abort(Refusal(status, f"{self.url} {why}"))
+            stream._abort(TokenRefusal(status, f"{self.url} {why}"))
         self._stop_acquiring()
         if self._memory is not None:
             memory, self._memory = self._memory, None
@@ -385,7 +389,7 @@ class Stream:
         self.start = start
         self.stop = stop
         self.position = start
-        self.refusal: Refusal | None = None
+        self.refusal: TokenRefusal | None = None
         self.on_abort: Callable[[], object] | None = None
         self._upload = upload
         self._buffer: memoryview | None = None
@@ -407,7 +411,7 @@ class Stream:
         assert self._buffer is not None
         end = self.position + len(piece)
         if end > self.stop:
-            raise Refusal(413, f"{self._upload.url}: more bytes than the range announced")
+            raise TokenRefusal(413, f"{self._upload.url}: more bytes than the range announced")
         self._buffer[self.position : end] = piece
         self.position = end
 
@@ -418,7 +422,7 @@ class Stream:
             Refusal: it is short.
         """
         if self.position < self.stop:
-            raise Refusal(
+            raise TokenRefusal(
                 400,
                 f"{self._upload.url}: truncated at byte {self.position} of {self.stop}",
             )
@@ -428,7 +432,7 @@ class Stream:
         self._buffer = None
         self._upload._closed(self)
 
-    def _abort(self, refusal: Refusal) -> None:
+    def _abort(self, refusal: TokenRefusal) -> None:
         self.refusal = refusal
         self.close()
         if self.on_abort is not None:

@@ -45,7 +45,7 @@ from decoupled_diloco.transport.ranges import (
     write_list,
 )
 from decoupled_diloco.transport.sockets import BBR, NEAR_RTT_SECONDS, ask_for_congestion
-from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role
+from decoupled_diloco.transport.tokens import TokenRefusal, Tokens, check_role
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class HttpServer:
         self._handlers.add(task)
         try:
             return await self._dispatch(request)
-        except Refusal as refusal:
+        except TokenRefusal as refusal:
             return _refuse(refusal)
         except ConnectionError as error:
             if request.transport is not None and not request.transport.is_closing():
@@ -208,7 +208,7 @@ class HttpServer:
         if path == "/healthz" and request.method == "GET":
             return web.Response(text=json.dumps(self._health()), content_type="application/json")
         if "Origin" in request.headers:
-            raise Refusal(403, "browsers may not speak here: this is the plane of learners")
+            raise TokenRefusal(403, "browsers may not speak here: this is the plane of learners")
         authorization = request.headers.get("Authorization")
         if path in self._queries and request.method == "GET":
             self._tokens.recognize(authorization)
@@ -220,7 +220,7 @@ class HttpServer:
             key = path[len(PREFIX) :]
             serve = {"PUT": self._put, "GET": self._get, "HEAD": self._head}.get(request.method)
             if serve is None:
-                raise Refusal(405, f"{request.method} is not served: use PUT, GET or HEAD")
+                raise TokenRefusal(405, f"{request.method} is not served: use PUT, GET or HEAD")
             self._touch(principal)
             return await serve(request, principal, key)
         if path == PROBE:
@@ -228,11 +228,11 @@ class HttpServer:
         if path == RUN and request.method == "GET":
             text = json.dumps(self._about(), default=str)
             return web.Response(text=text, content_type="application/json")
-        raise Refusal(404, f"nothing is served at {path[:200]}")
+        raise TokenRefusal(404, f"nothing is served at {path[:200]}")
 
     async def _query(self, query: Query, request: web.BaseRequest) -> web.StreamResponse:
         if self._open_queries >= QUERIES_MAX:
-            raise Refusal(429, f"{QUERIES_MAX} queries are under way, the limit: try again")
+            raise TokenRefusal(429, f"{QUERIES_MAX} queries are under way, the limit: try again")
         self._open_queries += 1
         try:
             document = await query(dict(request.rel_url.query))
@@ -243,7 +243,7 @@ class HttpServer:
             await self._give(request, response, memoryview(document.body))
             return response
         except NoSuchDocumentError as error:
-            raise Refusal(404, str(error)) from None
+            raise TokenRefusal(404, str(error)) from None
         finally:
             self._open_queries -= 1
 
@@ -277,7 +277,7 @@ class HttpServer:
         try:
             await ws.prepare(request)
         except web.HTTPException as error:
-            raise Refusal(error.status, "the control plane is a WebSocket") from None
+            raise TokenRefusal(error.status, "the control plane is a WebSocket") from None
         address = _address(request)
         channel = WebSocketChannel(ws, Peer(principal, role, address), self._limits, self.stats)
         self._channels.setdefault(principal, []).append(channel)
@@ -353,7 +353,7 @@ class HttpServer:
                 self.stats.data_bytes_received += len(piece)
                 self._touch(principal)
         except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
-            raise Refusal(400, f"the connection broke: {error}") from None
+            raise TokenRefusal(400, f"the connection broke: {error}") from None
         stream.finish()
 
     async def _head(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
@@ -443,16 +443,18 @@ def _part_of_put(request: web.BaseRequest) -> tuple[Range, int]:
         Refusal: 411, 415 or 416.
     """
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise Refusal(415, "bodies are sent as they are, without Content-Encoding")
+        raise TokenRefusal(415, "bodies are sent as they are, without Content-Encoding")
     length = request.content_length
     if length is None or "Transfer-Encoding" in request.headers:
-        raise Refusal(411, "a PUT names its Content-Length")
+        raise TokenRefusal(411, "a PUT names its Content-Length")
     text = request.headers.get("Content-Range")
     if text is None:
         return (0, length), length
     content = read_content_range(text)
     if content is None or content[1] - content[0] != length:
-        raise Refusal(416, f"Content-Range {text[:100]!r} does not fit a body of {length} bytes")
+        raise TokenRefusal(
+            416, f"Content-Range {text[:100]!r} does not fit a body of {length} bytes"
+        )
     return (content[0], content[1]), content[2]
 
 
@@ -462,7 +464,9 @@ def _part_of_get(request: web.BaseRequest, offer: Offer) -> Range:
         return 0, len(offer.body)
     part = read_range(text)
     if part is None or part[1] > len(offer.body):
-        raise Refusal(416, f"Range {text[:100]!r} does not fit a body of {len(offer.body)} bytes")
+        raise TokenRefusal(
+            416, f"Range {text[:100]!r} does not fit a body of {len(offer.body)} bytes"
+        )
     return part
 
 
@@ -472,7 +476,7 @@ def _address(request: web.BaseRequest) -> str:
     return f"{name[0]}:{name[1]}" if name else "unknown"
 
 
-def _refuse(refusal: Refusal) -> web.Response:
+def _refuse(refusal: TokenRefusal) -> web.Response:
     """Answer with the sentence, in the body and in a header (HEAD and WebSockets see only that)."""
     reason = " ".join(refusal.text.split()).encode("ascii", "replace").decode()[:1000]
     headers = {**refusal.headers, "X-Reason": reason}

@@ -30,7 +30,7 @@ from decoupled_diloco.transport.channel import Mailbox, decode, encode
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
 from decoupled_diloco.transport.stripes import StripeController
-from decoupled_diloco.transport.tokens import Refusal, Tokens, check_role, refusal_error
+from decoupled_diloco.transport.tokens import TokenRefusal, Tokens, check_role, refusal_error
 from decoupled_diloco.transport.transfer import Slots, Transfer
 
 logger = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ class MemoryClient:
         try:
             check_role(role)
             self.authorize(server)
-        except Refusal as refusal:
+        except TokenRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, address) from None
         mine = MemoryChannel(
             self._network, Peer(principal, role, address), self._limits, self.stats
@@ -344,7 +344,7 @@ class _MemoryPut:
                 self._key, principal, (start, stop), len(self._body), resumed
             )
             await self._send(server, stream)
-        except Refusal as refusal:
+        except TokenRefusal as refusal:
             target = f"{self._address}{PREFIX}{self._key}"
             raise refusal_error(refusal.status, refusal.text, target) from None
 
@@ -375,7 +375,7 @@ class _MemoryPut:
         server = self._client.server(self._address)
         try:
             state = server.bodies.state(self._key, self._client.authorize(server))
-        except Refusal as refusal:
+        except TokenRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, self._address) from None
         return [] if state.state == "arrived" else RangeSet(state.received).missing(start, stop)
 
@@ -403,7 +403,7 @@ class _MemoryGet:
                     "wanted"
                 )
             download = server.bodies.fetch(self._key, principal, (start, stop))
-        except Refusal as refusal:
+        except TokenRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, target) from None
         self.digest = offer.digest
         try:

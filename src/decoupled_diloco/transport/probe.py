@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from decoupled_diloco.transport.base import PIECE_BYTES
-from decoupled_diloco.transport.tokens import Refusal
+from decoupled_diloco.transport.tokens import TokenRefusal
 
 PROBE = "/probe"
 
@@ -44,9 +44,11 @@ class Probes:
             Refusal: it is of another method or size, too slow, or one too many.
         """
         if request.method not in ("GET", "PUT"):
-            raise Refusal(405, f"{request.method} is not served: use GET or PUT")
+            raise TokenRefusal(405, f"{request.method} is not served: use GET or PUT")
         if self._open >= PROBES_MAX:
-            raise Refusal(429, f"{self._open} measurements are under way, the limit: try again")
+            raise TokenRefusal(
+                429, f"{self._open} measurements are under way, the limit: try again"
+            )
         self._open += 1
         try:
             return await (_give(request) if request.method == "GET" else _take(request))
@@ -81,12 +83,12 @@ async def _take(request: web.BaseRequest) -> web.StreamResponse:
             while await request.content.readany():
                 pass
     except TimeoutError:
-        raise Refusal(408, f"a measurement may take {PROBE_SECONDS_MAX:g} s") from None
+        raise TokenRefusal(408, f"a measurement may take {PROBE_SECONDS_MAX:g} s") from None
     except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
-        raise Refusal(400, f"the connection broke: {error}") from None
+        raise TokenRefusal(400, f"the connection broke: {error}") from None
     return web.Response(status=204)
 
 
 def _check(count: int) -> None:
     if not 0 < count <= PROBE_BYTES_MAX:
-        raise Refusal(413, f"a measurement moves 1 to {PROBE_BYTES_MAX} bytes, not {count}")
+        raise TokenRefusal(413, f"a measurement moves 1 to {PROBE_BYTES_MAX} bytes, not {count}")

@@ -26,7 +26,7 @@ _STRANGER = (
 _NO_TOKEN = "the syncer wants the run's secret: give its token file (--token-file)"
 
 
-class Refusal(Exception):
+class TokenRefusal(Exception):
     """A request that is answered with an HTTP status and a sentence; never leaves the transport."""
 
     def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
@@ -90,7 +90,7 @@ class Tokens:
                 name.
         """
         if not PRINCIPAL.fullmatch(principal):
-            raise Refusal(
+            raise TokenRefusal(
                 400,
                 f"principal {principal[:140]!r} is not a name: use 1 to 128 letters, digits, "
                 "'.', '_', ':', '@' or '-'",
@@ -99,16 +99,16 @@ class Tokens:
             return principal
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise Refusal(401, _NO_TOKEN)
+            raise TokenRefusal(401, _NO_TOKEN)
         if self._run_token is not None:
             if not _same(token, self._run_token):
-                raise Refusal(401, _STRANGER)
+                raise TokenRefusal(401, _STRANGER)
             return principal
         bound = self._bound(token)
         if bound is None:
-            raise Refusal(401, "the token is not known to this run: check the token file")
+            raise TokenRefusal(401, "the token is not known to this run: check the token file")
         if bound != principal:
-            raise Refusal(
+            raise TokenRefusal(
                 403,
                 f"this token belongs to {bound!r}, not to {principal!r}: use your own token",
                 {"X-Principal": bound},  # Its owner may know.
@@ -125,11 +125,11 @@ class Tokens:
             return
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise Refusal(401, "this server wants a token: pass --token-file")
+            raise TokenRefusal(401, "this server wants a token: pass --token-file")
         run_token = self._run_token
         good = _same(token, run_token) if run_token is not None else self._bound(token) is not None
         if not good:
-            raise Refusal(401, "the token is not this run's: check --token-file")
+            raise TokenRefusal(401, "the token is not this run's: check --token-file")
 
     def _bound(self, token: str) -> str | None:
         """Compare with every token, so that the time tells nothing."""
@@ -171,7 +171,7 @@ def check_role(role: str) -> None:
         Refusal: 400.
     """
     if role not in ROLES:
-        raise Refusal(400, f"role {role[:40]!r} is unknown: use one of {', '.join(ROLES)}")
+        raise TokenRefusal(400, f"role {role[:40]!r} is unknown: use one of {', '.join(ROLES)}")
 
 
 def refusal_error(status: int, reason: str, target: str) -> Exception:

@@ -12,7 +12,7 @@ import pytest
 from decoupled_diloco.cli import train
 from decoupled_diloco.cli.options import make_console
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.launch.local import Outcome
+from decoupled_diloco.launch.local import RunOutcome
 from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.progress import SteadyConsole
 
@@ -33,8 +33,8 @@ class Served:
     def start(self) -> None: ...
     def wait_for_shards(self) -> None: ...
     def close(self) -> None: ...
-    def wait(self, on_poll: object) -> Outcome:
-        return Outcome(False, "shard-0 does not run: no [/data] here", None)
+    def wait(self, on_poll: object) -> RunOutcome:
+        return RunOutcome(False, "shard-0 does not run: no [/data] here", None)
 
 
 def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:

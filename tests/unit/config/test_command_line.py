@@ -11,10 +11,16 @@ from typer.testing import CliRunner
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.cli.options import listed
 from decoupled_diloco.config import SyncerSettings
-from decoupled_diloco.config.command_line import Options, command, option_of, overrides, setting
+from decoupled_diloco.config.command_line import (
+    CommandOptions,
+    command,
+    option_of,
+    overrides,
+    setting,
+)
 
 
-class MineOptions(Options):
+class MineOptions(CommandOptions):
     """Of the command below."""
 
     what: Annotated[str, typer.Argument(metavar="WHAT")]

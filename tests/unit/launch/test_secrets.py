@@ -10,7 +10,7 @@ import pytest
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.secrets import accepted_tokens, own_token, read_principals
-from decoupled_diloco.transport.tokens import Refusal
+from decoupled_diloco.transport.tokens import TokenRefusal
 
 
 def config_of(**syncer: Any) -> RunConfig:
@@ -25,7 +25,7 @@ def test_each_id_has_its_own(tmp_path: Path) -> None:
     assert own_token(config, "a.b") == "two"
     tokens = accepted_tokens(config, None)
     assert tokens.authorize("Bearer zero", "learner-0") == "learner-0"
-    with pytest.raises(Refusal, match="belongs to 'learner-0', not to 'shard-1'"):
+    with pytest.raises(TokenRefusal, match="belongs to 'learner-0', not to 'shard-1'"):
         tokens.authorize("Bearer zero", "shard-1")
     with pytest.raises(ConfigError, match="has no secret for 'evaluator': add a line evaluator ="):
         own_token(config, "evaluator")

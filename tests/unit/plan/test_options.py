@@ -10,14 +10,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from decoupled_diloco.config.command_line import Options, command, named, option_of
+from decoupled_diloco.config.command_line import CommandOptions, command, named, option_of
 from decoupled_diloco_plan.bandwidth import options as bandwidth
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.goodput.options import GoodputOptions
 from decoupled_diloco_plan.goodput.settings import SYSTEMS
 
 
-class Small(Options):
+class Small(CommandOptions):
     """A model with each kind of field."""
 
     name: Annotated[str | None, typer.Argument()] = None
@@ -65,7 +65,7 @@ def test_an_option_is_named_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("model", [PlanOptions, GoodputOptions])
-def test_every_option_says_what_it_is_for(model: type[Options]) -> None:
+def test_every_option_says_what_it_is_for(model: type[CommandOptions]) -> None:
     assert all(len(field.description or "") > 5 for field in named(model).values())
 
 
@@ -80,7 +80,7 @@ def test_every_option_says_what_it_is_for(model: type[Options]) -> None:
     ],
 )
 def test_the_help_names_all_that_is_known(
-    model: type[Options], name: str, known: tuple[str, ...]
+    model: type[CommandOptions], name: str, known: tuple[str, ...]
 ) -> None:
     text = model.model_fields[name].description or ""
     assert all(each in text for each in known)

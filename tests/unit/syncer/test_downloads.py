@@ -11,7 +11,7 @@ from decoupled_diloco.syncer.fragments import PublishedCopy
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import Bodies
 from decoupled_diloco.transport.pool import ReceivePool
-from decoupled_diloco.transport.tokens import Refusal
+from decoupled_diloco.transport.tokens import TokenRefusal
 
 NUMEL = 1000
 
@@ -19,7 +19,7 @@ NUMEL = 1000
 def gone(bodies: Bodies, url: str) -> bool:
     try:
         bodies.look_up(url.removeprefix("/bodies/"))
-    except Refusal as refusal:
+    except TokenRefusal as refusal:
         return refusal.status == 410
     return False
 

@@ -7,7 +7,7 @@ import pytest
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import Bodies
 from decoupled_diloco.transport.pool import ReceivePool
-from decoupled_diloco.transport.tokens import Refusal
+from decoupled_diloco.transport.tokens import TokenRefusal
 
 NBYTES = 1000
 LIMITS = Limits(copies_per_principal=2, copy_seconds=60.0, downloads_per_principal=2)
@@ -36,7 +36,7 @@ def fetch(bodies: Bodies, who: str = "a", start: int = 0, sent: int = NBYTES) ->
 
 
 def refused(bodies: Bodies, key: str = "x") -> str:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(TokenRefusal) as refusal:
         bodies.fetch(key, "a", (0, NBYTES))
     assert refusal.value.status == 429
     return refusal.value.text

@@ -18,7 +18,7 @@ from decoupled_diloco.transport.ranges import (
     write_list,
     write_range,
 )
-from decoupled_diloco.transport.tokens import Refusal, Tokens, is_loopback, refusal_error
+from decoupled_diloco.transport.tokens import TokenRefusal, Tokens, is_loopback, refusal_error
 
 
 def test_backoff_grows_to_its_cap_with_jitter() -> None:
@@ -50,7 +50,7 @@ def test_backoff_repeats_by_seed() -> None:
 
 
 def refused(tokens: Tokens, authorization: str | None, principal: str) -> int:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(TokenRefusal) as caught:
         tokens.authorize(authorization, principal)
     return caught.value.status
 

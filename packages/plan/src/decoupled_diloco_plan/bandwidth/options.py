@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from decoupled_diloco.config.command_line import Options
+from decoupled_diloco.config.command_line import CommandOptions
 from decoupled_diloco.units import parse_count, parse_duration
 from decoupled_diloco_plan.bandwidth import measured
 
@@ -63,7 +63,7 @@ _count: Any = partial(typer.Option, parser=partial(_parsed, parse_count))
 _time: Any = partial(typer.Option, parser=partial(_parsed, parse_duration), metavar="TIME")
 
 
-class PlanOptions(Options):
+class PlanOptions(CommandOptions):
     """What is planned; what is None is open."""
 
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", autocompletion=complete_recipe)] = (

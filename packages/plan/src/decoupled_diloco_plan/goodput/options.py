@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from decoupled_diloco.config.command_line import Options
+from decoupled_diloco.config.command_line import CommandOptions
 from decoupled_diloco_plan.goodput.settings import SYSTEMS, Constants
 
 
@@ -31,7 +31,7 @@ _output: Any = partial(typer.Option, rich_help_panel="Output")
 _found = Constants()
 
 
-class GoodputOptions(Options):
+class GoodputOptions(CommandOptions):
     """Which clusters are simulated, and for how long."""
 
     chips: Annotated[str, _option(metavar="N[,N…]")] = "150k,300k,600k,1.2M,2.4M"
