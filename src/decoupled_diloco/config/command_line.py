@@ -70,7 +70,7 @@ def setting(settings: type[Settings], name: str, *names: str, **more: Any) -> An
 
 
 def overrides(options: CommandOptions, settings: type[Settings], *names: str) -> list[str]:
-    """CommandOptions that were written, as ``table.key=value`` each, like those of ``--set``.
+    """Options that were written, as ``table.key=value`` each, like those of ``--set``.
 
     >>> class Where(CommandOptions):
     ...     port: int = 7070
