@@ -2,7 +2,7 @@
 
 The trainer and the background share one `LearnerMachine` under one lock that neither holds for
 longer than a decision takes. Orders that belong to a step boundary are carried out by the trainer
-(`Participant`); everything else ends in a queue, in order, which the event loop carries out.
+(`Participation`); everything else ends in a queue, in order, which the event loop carries out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from decoupled_diloco.learner.sense import require_sense, require_sense_of_coord
 from decoupled_diloco.learner.shared import Shared, Unrecorded, header_of
 from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.learner.transfers import StateTransfers, Surroundings
-from decoupled_diloco.learner.trouble import Trouble
+from decoupled_diloco.learner.trouble import TroubleLog
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
 from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
@@ -512,7 +512,7 @@ class Background:
 
     async def _follow(self, shard: int, addresses: tuple[str, ...]) -> None:
         """Keeps one shard's connection, for ever; nothing that it says ends the training."""
-        backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), Trouble()
+        backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), TroubleLog()
         subject = f"{self.identity.name}: shard {shard}"
         while not self._over:
             await self._coordinator.confirmed(shard)
@@ -549,7 +549,7 @@ class Background:
         raise failure
 
     async def _converse(
-        self, shard: int, channel: Channel, backoff: Backoff, trouble: Trouble
+        self, shard: int, channel: Channel, backoff: Backoff, trouble: TroubleLog
     ) -> None:
         """Listens to a shard until its connection breaks.
 

@@ -16,7 +16,7 @@ from decoupled_diloco.errors import (
     ProtocolError,
     TransportError,
 )
-from decoupled_diloco.learner.trouble import Trouble
+from decoupled_diloco.learner.trouble import TroubleLog
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
@@ -118,7 +118,7 @@ class CoordinatorSession:
         self._patience = patience
         self._run = ""
         self._channel: Channel | None = None
-        self._trouble = Trouble()
+        self._trouble = TroubleLog()
         self._rng = runtime().rng()
         self._joined = asyncio.Event()
 

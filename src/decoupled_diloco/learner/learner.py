@@ -32,7 +32,7 @@ from decoupled_diloco.learner.checkpointer import (
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
-from decoupled_diloco.learner.participant import Participant
+from decoupled_diloco.learner.participation import Participation
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.observe.samples import LossMeasured
@@ -54,7 +54,7 @@ CHECKPOINT_SECONDS = 30.0
 """How long `close` waits for the disk to have the last checkpoint."""
 
 
-class Learner(Participant):
+class Learner(Participation):
     """A training job's part in a run. It never makes the training loop wait.
 
     The constructor joins the run and overwrites the model's parameters with the global weights (if

@@ -9,13 +9,13 @@ import torch
 
 from decoupled_diloco.learner import parts
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
-from decoupled_diloco.learner.participant import Participant
+from decoupled_diloco.learner.participation import Participation
 from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.transport.base import Client
 
 
-class Observer(Participant):
+class Observer(Participation):
     """Follows the published weights without taking part: evaluation, dashboards, export.
 
     Args:

@@ -13,7 +13,7 @@ AGAIN_SECONDS = 60.0
 """How often it is said again that something is still out of order."""
 
 
-class Trouble:
+class TroubleLog:
     """One thing that may be out of order: said at once, now and then again, and when it is over.
 
     All of it are warnings: who has read of a trouble wants to read of its end, and a loop that has

@@ -72,7 +72,7 @@ def _compressor(_process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="ddiloco-tape", initializer=_give_way)
 
 
-class Segment(NamedTuple):
+class TapeSegment(NamedTuple):
     """A part of a tape that does not grow: its file, and where in the tape it begins and ends."""
 
     path: Path
@@ -121,7 +121,7 @@ def tapes_in(folder: Path) -> list[Path]:
     return sorted(tapes.union(folder.glob(f"*{TEXT}")))
 
 
-def segments_of(tape: Path) -> list[Segment]:
+def segments_of(tape: Path) -> list[TapeSegment]:
     """The segments of a tape, in order; what is behind the last is in the tape's own file."""
     found = dict[int, Path]()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -130,7 +130,9 @@ def segments_of(tape: Path) -> list[Segment]:
             if end.isdecimal() and f".{kind}" in (TEXT, COMPRESSED):
                 found[int(end)] = path
     ends = sorted(found)
-    return [Segment(found[end], begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    return [
+        TapeSegment(found[end], begin, end) for begin, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
 def open_newest(tape: Path) -> Part:
@@ -215,7 +217,7 @@ def _open_segment(tape: Path, offset: int) -> Part | None:
             return Part(segment.open(), segment.begin, segment.end)
 
 
-def _end_of(segments: list[Segment]) -> int:
+def _end_of(segments: list[TapeSegment]) -> int:
     return segments[-1].end if segments else 0
 
 

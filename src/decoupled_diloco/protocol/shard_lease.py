@@ -1,4 +1,4 @@
-"""The state machine of a claim: which of several processes may act for a shard.
+"""The state machine of a shard's lease: which of several processes may act for the shard.
 
 Theory of operation. A shared storage is the arbiter. *Claims* of a shard are numbered, and each
 number can be created once, by one process. Whoever made the newest claim acts for the shard for as
@@ -12,7 +12,7 @@ look at. Each measures by its own clock, and no two clocks are ever compared:
 
 A renewal that a look has not seen is younger than it, and answered only after the lease that it
 should extend is over. So two never act at once, as long as no clock runs a tenth slower than
-another. What is done with a claim is fenced besides by its number: see `protocol.coordinator`, and
+another. A claim's number is a fencing token besides: see `protocol.coordinator`, and
 the storage itself, which is asked for a newer claim before a version is told of.
 
 Storage is slow, or gone: every order to it is answered in its time, one at a time.
@@ -33,12 +33,12 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
     ("waiting", "Looked (the newest claim is free, or silent for a lease)", "claiming"),
     ("waiting", "Looked (the run is over)", "over"),
-    ("claiming", "ClaimMade", "active"),
-    ("claiming", "ClaimNotMade", "waiting"),
+    ("claiming", "Acquired", "active"),
+    ("claiming", "NotAcquired", "waiting"),
     ("active", "Renewed (in time, no newer claim)", "active"),
     ("active", "Renewed (a newer claim)", "over"),
     ("active", "Tick (the lease is over)", "over"),
-    ("active", "Leaving", "over"),
+    ("active", "HolderLeaves", "over"),
 )
 
 MARGIN = 0.1

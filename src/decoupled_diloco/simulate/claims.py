@@ -1,7 +1,7 @@
 """The claims of a virtual shard: a storage that is slow, fails and is out of reach.
 
 The storage shows a claim to everybody once it is made, and makes each number once; that is all that
-is asked of a real one. The lease is the shell around the `LeaseMachine` of one process, as
+is asked of a real one. The lease is the shell around the `ShardLeaseMachine` of one process, as
 `decoupled_diloco.syncer.shard_lease` is that of a real one.
 """
 

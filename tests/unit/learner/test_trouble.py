@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from decoupled_diloco.learner.trouble import AGAIN_SECONDS, Trouble
+from decoupled_diloco.learner.trouble import AGAIN_SECONDS, TroubleLog
 from decoupled_diloco.runtime import Runtime, within
 
 
@@ -23,7 +23,7 @@ def test_trouble_is_said_at_once_now_and_then_and_when_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with within(Steady()) as time:
-        trouble = Trouble()
+        trouble = TroubleLog()
         trouble.over("a is back")
         for _ in range(3):
             trouble.tell("away", "a is away: because")

@@ -27,7 +27,7 @@ from decoupled_diloco.transport.http import HttpClient
 from decoupled_diloco.transport.tokens import read_secret
 
 
-class Participant:
+class Participation:
     """What learners and observers have in common: joining, following, closing."""
 
     def __init__(
