@@ -212,8 +212,8 @@ class CheckpointFolder:
             if _TORN.fullmatch(torn.name):  # an earlier life was killed while it wrote
                 _delete(torn)
         number = max((_number(path) for path in self._files()), default=0) + 1
-        cut = "" if checkpoint.cut is None else f".cut-{checkpoint.cut}"
-        path = self.path / f"{number:08d}{cut}.safetensors"
+        of_run = "" if checkpoint.cut is None else f".cut-{checkpoint.cut}"
+        path = self.path / f"{number:08d}{of_run}.safetensors"
         checkpoint.write(path)
         ordinary = [file for file in self._files() if run_checkpoint_of(file) is None]
         for old in ordinary[: -self.keep]:
@@ -224,24 +224,11 @@ class CheckpointFolder:
         """The newest checkpoint that is whole; others are named in `problems`."""
         return self._first_whole(list(reversed(self._files())))
 
-    def at_run_checkpoint(self, number: int) -> LearnerCheckpoint | None:
-        """The one that belongs to a checkpoint of the run, if it is there and whole."""
-        return self._first_whole(
-            [file for file in self._files() if run_checkpoint_of(file) == number]
-        )
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The checkpoints of the run that have a file here, whole or not, ascending."""
-        return tuple(
-            sorted({cut for file in self._files() if (cut := run_checkpoint_of(file)) is not None})
-        )
-
     def forget_checkpoints(self, unneeded: Callable[[int], bool]) -> None:
         """Deletes those to which nobody will go back."""
         for file in self._files():
-            cut = run_checkpoint_of(file)
-            if cut is not None and unneeded(cut):
+            number = run_checkpoint_of(file)
+            if number is not None and unneeded(number):
                 _delete(file)
 
     def _first_whole(self, files: list[Path]) -> LearnerCheckpoint | None:

@@ -262,7 +262,7 @@ class Checkpointer:
         return Written(seal, nbytes, problem)
 
     def forget_checkpoints(self, keep: tuple[int, ...], before: int) -> None:
-        """Deletes, in time, the checkpoints of cuts that nobody will go back to."""
+        """Deletes, in time, those that belong to checkpoints of the run that nobody needs."""
         if self.folder is not None:
             forget, unneeded = (
                 self.folder.forget_checkpoints,
