@@ -118,7 +118,7 @@ def test_all_shards_and_all_learners_are_gone_and_no_version_is_lost(make: Make)
         r.value()
         for shard in range(2)
         for r in read_tape(system.folder / "tape" / f"shard-{shard}.jsonl")
-        if r.type == "Recovered"
+        if r.type == "DiskRead"
     ]
     copies = {copy.fragment: copy for event in recovered for copy in event.copies}
     for p, version in before.items():
