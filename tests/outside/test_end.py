@@ -107,7 +107,7 @@ def test_rule_4_who_is_refused_is_told_nothing_more() -> None:
     def watch(node: Node, event: Any, effects: list[Any]) -> None:
         for effect in effects:
             if isinstance(effect, do.Send) and isinstance(effect.message, msg.Outcome):
-                key = (effect.learner, effect.message.ask)
+                key = (effect.peer, effect.message.ask)
                 told.setdefault(key, []).append(effect.message.verdict)
 
     world.watchers.append(watch)
