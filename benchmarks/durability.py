@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decoupled_diloco.protocol.versions import Asking, Version
 from evidence import keep, run_to_its_end, spread
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.durable import ShardDisk
 from decoupled_diloco.syncer.fragments import ShardTensors
 

@@ -69,7 +69,7 @@ def run(number: int, steps: int) -> dict[str, Any]:
 
 def measured(records: list[Any]) -> dict[str, Any]:
     started = [r.at for r in records if r.type == "ProcessStarted" and r.data["name"] == JOINER][-1]
-    asked = next(r.at for r in records if r.type == "JoinAsked" and r.data["learner"] == JOINER)
+    asked = next(r.at for r in records if r.type == "Connected" and r.data["peer"] == JOINER)
     trains = next(r.at for r in records if r.type == "StepFinished" and r.who == JOINER)
     spans = {
         "before": (0.0, started),

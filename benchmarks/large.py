@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decoupled_diloco.protocol.versions import Asking, Version
 from evidence import keep, spread
 
 from decoupled_diloco.config import RunConfig
@@ -37,6 +36,7 @@ from decoupled_diloco.merge import digest, layout_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.storage.weights import save_weights
 from decoupled_diloco.syncer.shard import Shard

@@ -55,10 +55,14 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports torch only when it is needed: the command line answers at once."""
-    if name in ("Learner", "Observer"):
-        from decoupled_diloco.learner import learner
+    if name == "Learner":
+        from decoupled_diloco.learner.learner import Learner
 
-        return getattr(learner, name)
+        return Learner
+    if name == "Observer":
+        from decoupled_diloco.learner.observer import Observer
+
+        return Observer
     if name in ("LeasedBatches", "MapParts", "PartedData", "StreamParts", "leased"):
         from decoupled_diloco.learner import leased
 

@@ -9,12 +9,12 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from decoupled_diloco.protocol.data_leases.messages import Lease
-from decoupled_diloco.protocol.transfer.messages import RelayOpened, StateWanted, TransferReady
-from decoupled_diloco.protocol.versions import Asking, Holding, Version
 
 from decoupled_diloco.learner import trouble
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.data_leases.messages import Lease
+from decoupled_diloco.protocol.transfer.messages import RelayOpened, StateWanted, TransferReady
+from decoupled_diloco.protocol.versions import Asking, Holding, Version
 from decoupled_diloco.protocol.wire import encode
 from integration.system import TOKENS, Model, System, Trainer, training, until
 

@@ -26,7 +26,7 @@ async def greed(system: System) -> tuple[int, str]:
         while True:
             version = shard.machine.state.fragments[0].version
             url = f"/bodies/whole/0/{version}"
-            body = memoryview(bytearray(4 * shard._tensors.plan.fragments[0].numel))
+            body = memoryview(bytearray(4 * shard._merging.tensors.plan.fragments[0].numel))
             try:
                 await client.get(url, body)
             except ProtocolError:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from decoupled_diloco.config.method import plan_of
+from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.roles import run_learner
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.observe.tape import read_tape
 from decoupled_diloco.storage.weights import load_weights, save_weights
 from decoupled_diloco.syncer.result import assemble, read_layout
 from integration.system import (
@@ -46,7 +46,7 @@ def test_two_learners_and_two_shards_agree_at_the_end(make: Make) -> None:
     assert all(learner.steps >= 30 for learner in learners)
     first, second = (parameters(trainer.model) for trainer in trainers)
     assert equal(first, second), "after the run all models are the global one"
-    plan = plan_of(read_layout(system.folder), system.config)
+    plan = plan_of(read_layout(system.folder), read_public(public_text(system.config)))
     result = load_weights(assemble(system.folder, plan, 2))
     assert torch.equal(result.pop("seen"), trainers[0].model.seen), "a buffer is in it"
     assert equal(first, result), "the result is what the learners hold"
@@ -169,7 +169,7 @@ def test_bf16_parameters_frozen_and_tied_ones(make: Make) -> None:
     for seed, model in enumerate(models):
         assert model.head.weight is model.embedding.weight, "still tied"
         assert torch.equal(model.frozen, torch.full((3,), float(seed))), "still its own"
-    plan = plan_of(read_layout(system.folder), system.config)
+    plan = plan_of(read_layout(system.folder), read_public(public_text(system.config)))
     result = load_weights(assemble(system.folder, plan, 1))
     assert torch.equal(result["head.weight"], result["embedding.weight"])
     assert "frozen" not in result
@@ -247,7 +247,7 @@ def test_a_pool_smaller_than_any_body_is_slow_and_not_stuck(make: Make) -> None:
         system.wait_finished()
     merged = [
         r
-        for r in TapeReader(system.folder / "tape" / "shard-0.jsonl")
+        for r in read_tape(system.folder / "tape" / "shard-0.jsonl")
         if r.type == "RoundFinished" and r.data["verdict"] == "merged"
     ]
     folded = [
@@ -276,18 +276,18 @@ def test_nothing_grows_with_the_length_of_a_run(make: Make) -> None:
     def sizes() -> dict[str, int]:
         shard = system.shards[0]
         assert shard._uploads is not None
-        assert shard._tensors is not None
+        assert shard._merging is not None
         bodies = shard._server.bodies
         held: dict[str, Any] = {
             "expected": shard._uploads._expected,
-            "offered": shard._offers._urls,
+            "offered": shard._downloads._urls,
             "offers": bodies._offers,
             "uploads": bodies._uploads,
             "greeting": shard._sessions.greeting,
             "sessions": shard._sessions.sessions,
             "tasks": shard._tasks,
-            "arrived": shard._tensors._arrived,
-            "accumulators": shard._tensors._accumulators,
+            "arrived": shard._merging.tensors._arrived,
+            "accumulators": shard._merging.tensors._accumulators,
             "rounds": shard.machine.state.rounds,
             "identities": shard.machine.state.identities,
         }

@@ -39,7 +39,7 @@ class Clock:
                 shifted += self._greeted(hello, effects)
         gone = [e.learner for e in effects if isinstance(e, do.Evict)]
         if isinstance(event, ev.Received) and isinstance(event.message, msg.Leave):
-            gone.append(event.learner)
+            gone.append(event.peer)
         for learner in gone:
             self.run_step.pop(learner, None)
             shifted += self._shift()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.versions import Asking
 
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import messages as msg
+from decoupled_diloco.protocol.versions import Asking
 from outside.measures import all_told_once, nothing_trained_is_missing
 from outside.world import Chances, Node, Spec, World
 
@@ -107,7 +107,7 @@ def test_rule_4_who_is_refused_is_told_nothing_more() -> None:
     def watch(node: Node, event: Any, effects: list[Any]) -> None:
         for effect in effects:
             if isinstance(effect, do.Send) and isinstance(effect.message, msg.Outcome):
-                key = (effect.learner, effect.message.ask)
+                key = (effect.peer, effect.message.ask)
                 told.setdefault(key, []).append(effect.message.verdict)
 
     world.watchers.append(watch)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.versions import Holding
 
 from decoupled_diloco.protocol import Options, SyncerMachine, Version
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as ev
 from decoupled_diloco.protocol import messages as msg
+from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Holding
 
 HELD = (Holding(0, Version(1, 3)),)
 

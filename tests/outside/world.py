@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
-from decoupled_diloco.protocol.versions import Asking, Version
-
 from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as ev
 from decoupled_diloco.protocol import messages as msg
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.protocol.syncer_memory import remembered
+from decoupled_diloco.protocol.versions import Asking, Version
 
 TOKENS_A_STEP = 8
 HEAR_SECONDS = 1.0  # how often a shard is told whose bytes have come
@@ -611,6 +610,8 @@ class Shard(Node):
                 link.to_learner(msg.Refusal(reason, final))
                 link.close_at_shard()
                 self.world.stats["rejected"] += 1
+            case do.Send(peer, message) if peer == COORDINATOR:
+                self.world.at(0.0, self.world.coordinator.heard, self, message)
             case do.Send(learner, message):
                 self._told(learner, message)
                 if learner in self.bound:
@@ -644,8 +645,6 @@ class Shard(Node):
                 self.current[fragment] = (version, content)
                 self.world.publish(fragment, version, content)
                 self._store(fragment)
-            case do.Send(message):
-                self.world.at(0.0, self.world.coordinator.heard, self, message)
             case do.Stop():
                 self.stopped = True
             case do.RoundOpened() | do.RoundFinished() | do.ClockAdvanced() | do.Note():
@@ -831,9 +830,9 @@ class Learner(Node):
 
     def do(self, effect: Any) -> None:
         match effect:
-            case do.Send(shard, message):
-                if shard in self.links:
-                    self.links[shard].to_shard(message)
+            case do.Send(peer, message) if peer != COORDINATOR:
+                if shard_of(peer) in self.links:
+                    self.links[shard_of(peer)].to_shard(message)
             case do.Snapshot(fragment, base):
                 held = self.held[fragment]
                 assert held is not None

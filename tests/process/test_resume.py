@@ -12,13 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from decoupled_diloco.protocol.data_leases.ledger import Leased, TakenBack
 from safetensors.torch import load_file
 
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.observe.data_ledger import read_data
 from decoupled_diloco.observe.records import Record
+from decoupled_diloco.protocol.data_leases.ledger import Leased, TakenBack
 from decoupled_diloco.simulate.replay import replay_run
 from decoupled_diloco.storage.data_ledger import FILE, Basis, read_ledger
 from process.runs import command, config_file, orphans, records, stopped_at_exit, until

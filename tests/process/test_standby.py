@@ -73,7 +73,7 @@ def assert_versions_only_go_up(own: list[Record]) -> None:
 
 def assert_nothing_is_lost(own: list[Record]) -> None:
     """What anybody was told of before the takeover is what the standby has read."""
-    recovered = next(r for r in own if r.type == "Recovered")
+    recovered = next(r for r in own if r.type == "DiskRead")
     told: dict[int, tuple[tuple[int, int], str]] = {}
     for record in own[: own.index(recovered)]:
         message = record.data.get("message", {})

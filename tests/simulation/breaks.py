@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
-
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.protocol import (
     asking,
@@ -23,6 +21,7 @@ from decoupled_diloco.protocol import (
 )
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
 from decoupled_diloco.protocol.syncer_state import FragmentState
 from decoupled_diloco.simulate.shrink import Changes
 from decoupled_diloco.storage.journal import Journal

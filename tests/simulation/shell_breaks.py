@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.syncer.downloads import Downloads
-
 from decoupled_diloco.learner.background import Background
 from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.exchange import LearnerTensors
@@ -11,6 +9,7 @@ from decoupled_diloco.learner.joining import CoordinatorSession as Joining
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
+from decoupled_diloco.syncer.downloads import Downloads
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.slices import Slices

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from decoupled_diloco.protocol.data_leases import coordinator as leases
 from decoupled_diloco.protocol.data_leases import learner as learner_leases
 from decoupled_diloco.protocol.data_leases.coordinator import GRACE_SECONDS
 from decoupled_diloco.protocol.data_leases.ledger import Leased, Repeated, TakenBack
-
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.data_checker import DataChecker, Drawn, Parts
 from decoupled_diloco.simulate.drawn import Data

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from decoupled_diloco.protocol.transfer.events import StateCopied
 
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_data import GAP_MEDIANS, TOOK_PART
 from decoupled_diloco.observe.run_model import RunModel, read_run
+from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.protocol.transfer.events import StateCopied
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
 from decoupled_diloco.simulate.simulation import Simulation

@@ -176,6 +176,55 @@ def test_quorum_grace_clock_and_versions_are_decided_in_the_protocol_alone() -> 
     assert not wrong
 
 
+BESIDE = ("checkpoints", "data_leases", "transfer")
+"""Packages of the protocol for what is no rule of the method."""
+
+MEET_WHAT_IS_BESIDE = {
+    "coordinator.py",
+    "effects.py",
+    "events.py",
+    "learner.py",
+    "learner_state.py",
+    "messages.py",
+    "recovery.py",
+    "syncer.py",
+}
+"""The machines, their words, and how a learner begins; the rules themselves know nothing of it."""
+
+
+def test_the_rules_of_the_method_do_not_know_what_stands_beside_them() -> None:
+    meet = {
+        path.removeprefix("protocol/")
+        for _, path, tree in modules("protocol")
+        if path.count("/") == 1
+        and any(n.startswith(f"{PACKAGE}.protocol.{b}") for n in imports(tree) for b in BESIDE)
+    }
+    assert meet == MEET_WHAT_IS_BESIDE
+
+
+OWN = ("protocol", "syncer", "learner")
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Of those of the protocol and of its shells; what is simulated may be called as the real."""
+    homes: dict[str, list[str]] = {}
+    for package, path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and package != "simulate":
+                homes.setdefault(node.name, []).append(path)
+    twice = [paths for paths in homes.values() if len(paths) > 1]
+    assert not [paths for paths in twice if any(p.split("/")[0] in OWN for p in paths)]
+
+
+def test_no_file_is_too_long_to_be_read() -> None:
+    long = {
+        path: lines
+        for _, path, _ in modules(*OWN)
+        if (lines := len((ROOT / path).read_text().splitlines())) > 600
+    }
+    assert not long
+
+
 def test_the_machines_are_told_by_their_shells_only() -> None:
     for _, path, tree in modules("learner", "syncer", "simulate", "observe"):
         for node in ast.walk(tree):
@@ -190,7 +239,6 @@ SHELLS = ("learner", "syncer", "storage", "transport")
 
 OF_REAL_MACHINES = {
     "learner/parts.py": "names a learner after its host and process",
-    "syncer/cut_requests.py": "a command asks a running syncer",
     "transport/documents.py": "a command reads a running syncer's tapes",
     "transport/http_client.py": "real sockets",
     "transport/reach.py": "the doctor looks at real sockets",

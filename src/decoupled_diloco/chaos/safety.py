@@ -24,6 +24,7 @@ from decoupled_diloco.protocol.effects import (
     RoundFinished,
 )
 from decoupled_diloco.protocol.events import BodyArrived, Lost, Received
+from decoupled_diloco.protocol.messages import ShardAdmitted
 from decoupled_diloco.protocol.versions import Asking, Version
 
 
@@ -90,9 +91,9 @@ class SafetyChecker:
                 spans = self.membership[who, learner]
                 _leave(spans, at)
                 spans.append([at, math.inf])
-            case Evict(learner=learner) | Lost(learner=learner):
+            case Evict(learner=learner) | Lost(peer=learner):
                 _leave(self.membership[who, learner], at)
-            case Received(admitted):
+            case Received(message=ShardAdmitted() as admitted):
                 if admitted.term < self._terms.get(who, 0):
                     self._break(f"{who} is granted term {admitted.term}, which goes back")
                 self._terms[who] = admitted.term

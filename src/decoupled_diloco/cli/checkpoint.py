@@ -30,9 +30,9 @@ def checkpoint(
 
     Exit code 1: there is none, because a part could not be had, or not in time.
     """
+    from decoupled_diloco.cli.checkpoint_client import take_checkpoint
     from decoupled_diloco.config.addresses import on_this_machine
     from decoupled_diloco.launch.folder import read_addresses, read_token
-    from decoupled_diloco.syncer.checkpoint_requests import take_checkpoint
     from decoupled_diloco.units import format_bytes
 
     if run.startswith(("http://", "https://")):

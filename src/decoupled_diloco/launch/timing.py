@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from string import Formatter
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from decoupled_diloco.launch import local, roles, spare, supervisor
@@ -80,7 +81,7 @@ restoring shard | waits {syncer_fill.SETTLE_SECONDS} for more holders; initial w
 finished shard stays | for learners and observers to take the last copies | {syncer.LINGER_SECONDS}
 coordinator stays | for the other shards to hear of the end | {coordinator.FAREWELL_SECONDS}
 leases of data | a learner that is gone for so long loses its parts to others\
- | {leases.GRACE_SECONDS}
+ | {data_leases.GRACE_SECONDS}
 learner's farewell | waits for the closing sweep while no shard is there\
  | {learner.FAREWELL_SECONDS}
 state on a full disk | the coordinator, and a shard before the run begins, try again after\
@@ -89,16 +90,16 @@ a learner comes and goes
 restored learner | waits for the word of a shard that is out of reach\
  | {recovery.SHARD_PATIENCE_SECONDS}
 donor's copy | is waited for, and a little longer by the learner that asks\
- | {donating.OFFER_SECONDS}
-donor's next chunk | or another donor, {donating.DONORS_MAX} in all, then a fresh optimizer\
- | {donating.STALL_SECONDS}
+ | {transfer.OFFER_SECONDS}
+donor's next chunk | or another donor, {transfer.DONORS_MAX} in all, then a fresh optimizer\
+ | {transfer.STALL_SECONDS}
 last checkpoint | is waited for when a learner goes | {learner.CHECKPOINT_SECONDS}
 standbys
-claim renewed | {lease.RENEWALS} times in syncer.lease_seconds | {renewed}
+claim renewed | {shard_lease.RENEWALS} times in syncer.lease_seconds | {renewed}
 shard steps down | not renewed for a lease less {margin}, for clocks that differ\
  | {steps_down}
-standby takes over | a lease and {margin} after it; looked at {lease.LOOKS} times in one,\
- and once in {lease.LOOK_SECONDS_MAX} | {takes_over}
+standby takes over | a lease and {margin} after it; looked at {shard_lease.LOOKS} times in one,\
+ and once in {shard_lease.LOOK_SECONDS_MAX} | {takes_over}
 processes
 restart | doubling, then never again; {supervisor.HEALTHY_SECONDS} of life forgive\
  | {supervisor.RESTART_SECONDS[0]} to {supervisor.RESTART_SECONDS[4]}\
@@ -130,7 +131,15 @@ MODULES = (
     ),
     *(supervisor, syncer, syncer_fill, syncer_members, syncer_rounds, trouble, writer),
 )
-"""Where the constants of the table are in force, each by the last part of its name."""
+"""Where the constants of the table are in force; the table calls them as `name_of` does."""
+
+_BESIDE = "decoupled_diloco.protocol."
+
+
+def name_of(module: ModuleType) -> str:
+    """The last part of a module's name; of one in a package of the protocol, the package's."""
+    inner = module.__name__.removeprefix(_BESIDE)
+    return inner.partition(".")[0] if inner != module.__name__ else inner.rpartition(".")[2]
 
 
 class Interval(NamedTuple):
@@ -167,7 +176,7 @@ def intervals(
         lease_seconds: A shard's setting, if the shards have standbys.
         run: What is measured; default: nothing yet.
     """
-    named: dict[str, Any] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+    named: dict[str, Any] = {name_of(module): module for module in MODULES}
     named["limits"] = Limits()
     named["give_up"] = "never" if give_up_seconds is None else format_duration(give_up_seconds)
     named |= _of_run(options, _newest_opening(run)) | _of_standbys(lease_seconds)

@@ -2,7 +2,7 @@
 
 The trainer and the background share one `LearnerMachine` under one lock that neither holds for
 longer than a decision takes. Orders that belong to a step boundary are carried out by the trainer
-(`Participant`); everything else ends in a queue, in order, which the event loop carries out.
+(`Participation`); everything else ends in a queue, in order, which the event loop carries out.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, TypeVar, cast, get_args
-
-import torch
-from torch import Tensor
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.config.method import (
@@ -28,15 +25,14 @@ from decoupled_diloco.config.method import (
 )
 from decoupled_diloco.errors import (
     AccessError,
-    ConfigError,
     Error,
-    MergeError,
     ProtocolError,
     TransportError,
 )
+from decoupled_diloco.learner.body_exchange import BodyExchange
 from decoupled_diloco.learner.checkpointer import Checkpointer, tell_recovery
 from decoupled_diloco.learner.checks import layout_text
-from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
+from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.joining import (
     TRAINING_GOES_ON,
     WAY_OUT,
@@ -47,22 +43,20 @@ from decoupled_diloco.learner.joining import (
 )
 from decoupled_diloco.learner.plan import OF_THE_BOUNDARY, StepPlan, with_loss
 from decoupled_diloco.learner.sense import require_sense, require_sense_of_coordinator
-from decoupled_diloco.learner.shared import Shared, Unrecorded
+from decoupled_diloco.learner.shared import Shared, Unrecorded, header_of
 from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.learner.transfers import StateTransfers, Surroundings
 from decoupled_diloco.learner.trouble import TroubleLog
-from decoupled_diloco.merge import Layout, as_bytes, digest
-from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.merge import Layout
 from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
 from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
-from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.protocol.transfer.effects import (
     CopyState,
     DropState,
@@ -79,10 +73,6 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _TO_LEARNER = get_args(say.ToLearner)
-
-FETCHES_PER_SHARD = 4
-"""Copies on their way from or to one shard at once: a joiner with many fragments takes them in
-turn, each over as many connections as the link rewards, in bounded memory."""
 
 _NO_MAIN_THREAD = (
     "the program's main thread has ended, and no exchange goes on without it: let it wait for the "
@@ -143,8 +133,15 @@ class Background:
         self._shards: list[str] = []
         self._alone_since = now()
         self._worker = runtime().worker("ddiloco-codec")
-        self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(FETCHES_PER_SHARD)
+        self._bodies = BodyExchange(
+            client=self._require_client,
+            address_of=lambda shard: self._shards[shard],
+            reaches=lambda shard: shard in self._channels,
+            tensors=lambda: self._require_shared().tensors,
+            changed=self.changed,
+            told=self._told,
+            say=self._say,
+            in_worker=self._in_worker,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -179,8 +176,7 @@ class Background:
     def tell(self, event: fact.LearnerEvent, loss: float | None = None) -> StepPlan:
         """Tells the machine a fact, and carries the boundary out; ``loss`` is for the report."""
         with self.changed:
-            shared = self.shared
-            assert shared is not None
+            shared = self._require_shared()
             effects = shared.recorder.handle(now(), event)
             plan = StepPlan.of(effects)
             copies = [effect for effect in effects if isinstance(effect, CopyState)]
@@ -272,8 +268,7 @@ class Background:
     def _told(self, event: fact.LearnerEvent) -> None:
         """Tells the machine a fact of the background, and carries out what follows."""
         with self.changed:
-            shared = self.shared
-            assert shared is not None
+            shared = self._require_shared()
             for effect in shared.recorder.handle(now(), event):
                 self._enqueue(shared, effect)
             self.changed.notify()
@@ -300,16 +295,16 @@ class Background:
 
     def _do(self, effect: do.LearnerEffect, captured: Any) -> None:
         match effect:
-            case do.Send(shard, message):
-                self._say(shard, message)
-            case do.Send(message):
+            case do.Send(peer, message) if peer == COORDINATOR:
                 self._coordinator.tell(message)
+            case do.Send(peer, message):
+                self._say(shard_of(peer), message)
             case do.SendBody():
-                self._spawn(self._send_body(effect, captured))
+                self._spawn(self._bodies.send_body(effect, captured))
             case do.SendCopy():
-                self._spawn(self._send_copy(effect, captured))
+                self._spawn(self._bodies.send_copy(effect, captured))
             case do.Fetch():
-                self._spawn(self._fetch(effect))
+                self._spawn(self._bodies.fetch(effect))
             case do.Ready():
                 with self.changed:
                     self.ready = True
@@ -329,7 +324,7 @@ class Background:
             case do.Snapshot() | do.Apply() | TakeCheckpoint() | CopyState():
                 raise AssertionError("only a step boundary orders this")
 
-    def _say(self, shard: int, message: say.FromLearner | say.Hello) -> None:
+    def _say(self, shard: int, message: say.Message) -> None:
         channel = self._channels.get(shard)
         if channel is not None:
             channel.send(
@@ -397,6 +392,14 @@ class Background:
             await self._transfers.close()
             await self._client.close()
 
+    def _require_client(self) -> Client:
+        assert self._client is not None, "the loop runs"
+        return self._client
+
+    def _require_shared(self) -> Shared:
+        assert self.shared is not None, "the run has let this process in"
+        return self.shared
+
     def _surroundings(self, client: Client) -> Surroundings:
         return Surroundings(
             self._told, self._spawn, self._in_worker, lambda: client, lambda: self._shards[0]
@@ -427,8 +430,7 @@ class Background:
         """Bytes to the tape now and then; gives up when nobody was there for too long."""
         while True:
             await asyncio.sleep(min(STATS_SECONDS, self._give_up_seconds or STATS_SECONDS))
-            assert self._client is not None
-            stats = self._client.stats
+            stats = self._require_client().stats
             self.sample(
                 BytesMoved(
                     stats.control_bytes_sent,
@@ -460,24 +462,11 @@ class Background:
             if self.shared is not None:
                 return  # joined again after the coordinator came back; nothing is new
             config = read_public(admitted.settings)
-            options = options_of(config)
-            layout = Layout.from_json(json.loads(admitted.layout))
-            identity = self.identity
-            header = {
-                "machine": "learner",
-                "learner": identity.name,
-                "epoch": admitted.epoch,
-                "nonce": identity.nonce,
-                "role": identity.role,
-                "settings": config.public(),
-                "versions": versions(),
-            }
-            machine = LearnerMachine(
-                options, identity.name, admitted.epoch, identity.nonce, identity.role
-            )
+            layout, me = Layout.from_json(json.loads(admitted.layout)), self.identity
+            machine = LearnerMachine(options_of(config), me.name, admitted.epoch, me.nonce, me.role)
             plan, alpha = plan_of(layout, config), config.sync.blend_alpha
             tensors = LearnerTensors(plan, self._store, alpha)
-            self._tape = self._make_tape(header) if self._make_tape else None
+            self._tape = self._make_tape(header_of(machine, config)) if self._make_tape else None
             recorder = Recorder(machine, self._tape) if self._tape else Unrecorded(machine)
             self._shards = [reached_by(each, dialled) for each in admitted.shards]
             self.shared = Shared(machine, tensors, config, recorder)
@@ -485,13 +474,10 @@ class Background:
             if self.checkpointer is not None:
                 self._begin(self.shared, self.checkpointer)
             self.changed.notify()
-        logger.info(
-            "%s has joined %s, epoch %d", self.identity.name, config.run.name, admitted.epoch
-        )
+        logger.info("%s has joined %s, epoch %d", me.name, config.run.name, admitted.epoch)
 
     def _coordinator_told(self, message: say.ToMember) -> None:
-        assert self.shared is not None, "the coordinator is listened to only after a join"
-        machine = self.shared.machine
+        machine = self._require_shared().machine
         data = machine.state.data
         require_sense_of_coordinator(message, machine.options, None if data is None else data.parts)
         self._told(fact.Received(COORDINATOR, message))
@@ -499,24 +485,16 @@ class Background:
     def _begin(self, shared: Shared, checkpointer: Checkpointer) -> None:
         """Tells the machine what this process begins with."""
         numels = tuple(part.numel for part in shared.tensors.plan.fragments)
+        checkpoint = checkpointer.fitting(self.run_id, numels)
         gives = self._transfers.wanted
-        problem = checkpointer.fits(self.run_id, numels)
-        checkpoint = checkpointer.loaded
-        if problem or checkpoint is None:
-            if checkpoint is not None:
-                logger.warning("%s: %s: it is not used", self.identity.name, problem)
-            checkpointer.forget()
-            self._told(fact.Began(why=problem, seeks_donor=gives, gives=gives))
+        if isinstance(checkpoint, str):
+            self._told(fact.Began(why=checkpoint, seeks_donor=gives, gives=gives))
             return
         self.restoring = True
         if checkpoint.fragments:
             shared.tensors.published = [held.published for held in checkpoint.fragments]
-        fragments = tuple(
-            fact.KeptFragment(index, held.version, held.steps, held.tokens, held.digest, held.seal)
-            for index, held in enumerate(checkpoint.fragments)
-        )
         why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
-        self._told(fact.Began(fragments, why, gives=gives))
+        self._told(fact.Began(checkpoint.kept(), why, gives=gives))
 
     @property
     def unlinked(self) -> list[str]:
@@ -552,13 +530,10 @@ class Background:
 
     async def _dial(self, shard: int, addresses: tuple[str, ...]) -> Channel:
         """Connects to the one that answers; last of all to the one that did before."""
-        assert self._client is not None
-        failure: TransportError | None = None
+        client, failure = self._require_client(), cast("TransportError | None", None)
         for address in sorted(addresses, key=lambda each: each == self._shards[shard]):
             try:
-                channel = await self._client.connect(
-                    address, self.identity.role, self.identity.name
-                )
+                channel = await client.connect(address, self.identity.role, self.identity.name)
             except AccessError:
                 raise
             except TransportError as error:
@@ -585,9 +560,9 @@ class Background:
             while True:
                 checkpoint = number_of(data := await channel.receive())
                 message = cast("say.ToLearner", decode(data, _TO_LEARNER))
-                assert self.shared is not None
-                require_sense(message, shard, self.shared.machine.options)
-                if checkpoint > self.shared.machine.state.checkpoint_heard:
+                machine = self._require_shared().machine
+                require_sense(message, shard, machine.options)
+                if checkpoint > machine.state.checkpoint_heard:
                     self._told(CheckpointHeard(checkpoint))
                 self._told(fact.Received(shard_peer(shard), message))
                 if isinstance(message, say.Welcome):
@@ -616,54 +591,3 @@ class Background:
         except RuntimeError:  # The program ends, by itself or by `stop`: executors go first.
             raise asyncio.CancelledError from None
         return await running
-
-    async def _send_body(self, effect: do.SendBody, capture: Capture) -> None:
-        try:
-            body, digest = await self._in_worker(lambda: capture.encode(effect.codec))
-            self._told(fact.BodyEncoded(effect.fragment, effect.ask, digest))
-            await self._put(effect.shard, effect.path, body)
-        except (ConfigError, TransportError, ProtocolError) as error:
-            self._told(fact.UploadFailed(effect.fragment, effect.ask, str(error)))
-
-    async def _send_copy(self, effect: do.SendCopy, values: Tensor) -> None:
-        announced = await self._in_worker(lambda: digest(values))
-        self._say(effect.shard, say.Copy(effect.fragment, effect.attempt, announced))
-        try:
-            async with self._gates[effect.shard]:
-                await self._put(effect.shard, effect.path, as_bytes(values))
-        except (TransportError, ProtocolError) as error:
-            self._told(fact.CopyFailed(effect.shard, effect.fragment, effect.attempt, str(error)))
-
-    async def _put(self, shard: int, url: str, body: Tensor) -> None:
-        assert self._client is not None
-        await self._client.put(url, body.numpy().data, base=self._shards[shard])
-
-    async def _fetch(self, effect: do.Fetch) -> None:
-        assert self._client is not None
-        shared = self.shared
-        assert shared is not None
-        tensors, fragment = shared.tensors, effect.fragment
-        plan = tensors.plan
-        nbytes = plan.whole_nbytes(fragment) if effect.whole else plan.downlink_nbytes(fragment)
-        numel = plan.fragments[fragment].numel
-
-        def decoded(body: Tensor) -> Tensor:
-            if effect.whole:
-                values = verified(values_of(body, numel), fragment, effect.digest)
-                return tensors.store.prepare(values)
-            return tensors.next_values(fragment, body, effect.digest)
-
-        try:
-            if effect.shard not in self._channels:
-                raise TransportError("its shard is out of reach")  # or another run is there
-            async with self._gates[effect.shard]:
-                body = torch.empty(nbytes, dtype=torch.uint8)
-                base = self._shards[effect.shard]
-                await self._client.get(effect.path, body.numpy().data, base=base)
-                values = await self._in_worker(lambda: decoded(body))
-        except (TransportError, ProtocolError, MergeError) as error:
-            self._told(fact.FetchFailed(fragment, effect.version, str(error)))
-            return
-        with self.changed:
-            tensors.stage(fragment, values)
-            self._told(fact.Fetched(fragment, effect.version))

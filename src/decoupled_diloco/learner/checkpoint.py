@@ -9,7 +9,7 @@ parameters and AdamW that is 16 bytes a parameter: 4 model, 8 optimizer, 4 publi
 run is over, its result has the weights, and of each learner the launcher keeps the `rest` alone.
 
 Files: ``<number>.safetensors``, numbers ascending, and ``<number>.cut-<cut>.safetensors`` for those
-that belong to a consistent cut of the whole run.
+that belong to a checkpoint of the whole run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.sealed import load_sealed, save_sealed
@@ -76,7 +77,7 @@ class LearnerCheckpoint:
         fragments: All of them, in order; none if the run's weights are to be fetched instead.
         model: The model's `state_dict`; without fragments only what is not in the run's weights.
         state: Name to state of the stateful objects; the inner optimizer's under `OPTIMIZER`.
-        cut: The consistent cut of the whole run that it belongs to, if any.
+        cut: The number of the run's checkpoint to which it belongs, if any.
     """
 
     learner: str
@@ -124,6 +125,13 @@ class LearnerCheckpoint:
         model = {name: tensor for name, tensor in self.model.items() if name not in weights}
         return replace(self, fragments=(), model=model, cut=None)
 
+    def kept(self) -> tuple[KeptFragment, ...]:
+        """What the state machine is told of the fragments."""
+        return tuple(
+            KeptFragment(index, held.version, held.steps, held.tokens, held.digest, held.seal)
+            for index, held in enumerate(self.fragments)
+        )
+
     @classmethod
     def read(cls, path: Path) -> LearnerCheckpoint:
         """Reads it and checks every byte.
@@ -168,7 +176,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
-_OWN = re.compile(r"\d{8,}(\.cut-\d+)?\.safetensors")
+_OWN = re.compile(r"\d{8,}(?:\.cut-(\d+))?\.safetensors")
 _TORN = re.compile(rf"\.{_OWN.pattern}\.\d+\.part")
 """Names of what `CheckpointFolder` writes; any other file in its folder is somebody else's."""
 
@@ -176,7 +184,8 @@ _TORN = re.compile(rf"\.{_OWN.pattern}\.\d+\.part")
 class CheckpointFolder:
     """The checkpoints of one learner.
 
-    Those of cuts are kept until `forget_checkpoints`; of the others the newest ``keep``.
+    Those that belong to the run's are kept until `forget_checkpoints`; of the others the newest
+    ``keep``.
 
     Args:
         path: Made at the first `save`.
@@ -203,8 +212,8 @@ class CheckpointFolder:
             if _TORN.fullmatch(torn.name):  # an earlier life was killed while it wrote
                 _delete(torn)
         number = max((_number(path) for path in self._files()), default=0) + 1
-        cut = "" if checkpoint.cut is None else f".cut-{checkpoint.cut}"
-        path = self.path / f"{number:08d}{cut}.safetensors"
+        of_run = "" if checkpoint.cut is None else f".cut-{checkpoint.cut}"
+        path = self.path / f"{number:08d}{of_run}.safetensors"
         checkpoint.write(path)
         ordinary = [file for file in self._files() if run_checkpoint_of(file) is None]
         for old in ordinary[: -self.keep]:
@@ -212,27 +221,14 @@ class CheckpointFolder:
         return path
 
     def newest(self) -> LearnerCheckpoint | None:
-        """The newest checkpoint that is whole, of a cut or not; others are named in `problems`."""
+        """The newest checkpoint that is whole; others are named in `problems`."""
         return self._first_whole(list(reversed(self._files())))
 
-    def at_run_checkpoint(self, number: int) -> LearnerCheckpoint | None:
-        """The checkpoint of a consistent cut, if it is there and whole."""
-        return self._first_whole(
-            [file for file in self._files() if run_checkpoint_of(file) == number]
-        )
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The cuts of which there is a file, whole or not, ascending."""
-        return tuple(
-            sorted({cut for file in self._files() if (cut := run_checkpoint_of(file)) is not None})
-        )
-
     def forget_checkpoints(self, unneeded: Callable[[int], bool]) -> None:
-        """Deletes the checkpoints of cuts that nobody will go back to."""
+        """Deletes those to which nobody will go back."""
         for file in self._files():
-            cut = run_checkpoint_of(file)
-            if cut is not None and unneeded(cut):
+            number = run_checkpoint_of(file)
+            if number is not None and unneeded(number):
                 _delete(file)
 
     def _first_whole(self, files: list[Path]) -> LearnerCheckpoint | None:
@@ -257,14 +253,13 @@ class CheckpointFolder:
 
 
 def run_checkpoint_of(path: Path) -> int | None:
-    """The cut that a checkpoint's file belongs to.
+    """The checkpoint of the run to which a learner's file belongs.
 
-    >>> run_checkpoint_of(Path("00000012.cut-4.safetensors")), run_checkpoint_of(Path("00000013.safetensors"))
-    (4, None)
+    >>> run_checkpoint_of(Path("00000012.cut-4.safetensors"))
+    4
     """
-    parts = path.name.split(".")
-    is_cut = len(parts) == 3 and parts[1].startswith("cut-") and parts[1][4:].isdigit()
-    return int(parts[1][4:]) if is_cut else None
+    found = _OWN.fullmatch(path.name)
+    return int(found[1]) if found is not None and found[1] else None
 
 
 def _number(path: Path) -> int:

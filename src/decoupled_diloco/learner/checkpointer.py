@@ -124,6 +124,16 @@ class Checkpointer:
             return "its checkpoint is of another cut of the model"
         return ""
 
+    def fitting(self, run: str, fragment_numels: tuple[int, ...]) -> LearnerCheckpoint | str:
+        """The checkpoint to begin with; or why there is none, in words: nothing of it is kept."""
+        problem, checkpoint = self.fits(run, fragment_numels), self.loaded
+        if not problem and checkpoint is not None:
+            return checkpoint
+        if checkpoint is not None:
+            logger.warning("%s: %s: it is not used", self.learner, problem)
+        self.forget()
+        return problem
+
     def forget(self) -> None:
         """Lets the memory of `loaded` go."""
         self.loaded = None
@@ -252,7 +262,7 @@ class Checkpointer:
         return Written(seal, nbytes, problem)
 
     def forget_checkpoints(self, keep: tuple[int, ...], before: int) -> None:
-        """Deletes, in time, the checkpoints of cuts that nobody will go back to."""
+        """Deletes, in time, those that belong to checkpoints of the run that nobody needs."""
         if self.folder is not None:
             forget, unneeded = (
                 self.folder.forget_checkpoints,

@@ -122,7 +122,7 @@ class CoordinatorSession:
         self._rng = runtime().rng()
         self._joined = asyncio.Event()
 
-    def tell(self, message: say.FromMember) -> None:
+    def tell(self, message: say.Message) -> None:
         """Sends a message, if the coordinator is there."""
         if self._channel is not None:
             self._channel.send(encode(message))

@@ -1,4 +1,4 @@
-"""`Learner`: one's own training loop as part of a run. `Observer`: follow the global weights.
+"""`Learner`: one's own training loop as part of a run.
 
 ```python
 learner = Learner(model, syncer="http://syncer:7070", token=token)
@@ -16,18 +16,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
 
-from decoupled_diloco.config.addresses import alternatives
-from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner import parts
-from decoupled_diloco.learner.background import Background
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import (
-    Checkpointer,
     Counted,
     Written,
     all_stateful,
@@ -35,22 +31,17 @@ from decoupled_diloco.learner.checkpointer import (
 )
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
 from decoupled_diloco.learner.data_leases import DataLeases
-from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS, Patience, ProcessIdentity
+from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
+from decoupled_diloco.learner.participation import Participation
 from decoupled_diloco.learner.plan import StepPlan
-from decoupled_diloco.learner.shared import Shared
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
-from decoupled_diloco.learner.transfers import StateTransfers
 from decoupled_diloco.observe.samples import LossMeasured
-from decoupled_diloco.observe.writer import TapeWriter
 from decoupled_diloco.protocol.checkpoints.events import PartWritten
-from decoupled_diloco.protocol.coordinator import LEARNER_ID
 from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.events import DrainAsked, Paused, StepFinished
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
-from decoupled_diloco.runtime import blocking, now, runtime
+from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.transport.base import Client
-from decoupled_diloco.transport.http import HttpClient
-from decoupled_diloco.transport.tokens import read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -63,183 +54,7 @@ CHECKPOINT_SECONDS = 30.0
 """How long `close` waits for the disk to have the last checkpoint."""
 
 
-class _Participant:
-    """What learners and observers have in common: joining, following, closing."""
-
-    def __init__(
-        self,
-        store: ParameterStore,
-        syncer: str | Sequence[str],
-        *,
-        name: str,
-        role: Literal["learner", "observer"],
-        token: str | None,
-        give_up_seconds: float | None,
-        join_timeout: float | None,
-        tape: str | Path | None,
-        client: Callable[[], Client] | None,
-        checkpointer: Checkpointer | None = None,
-        transfers: StateTransfers | None = None,
-    ) -> None:
-        if not LEARNER_ID.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} cannot be a learner id: use 1 to 64 letters, digits, dots, dashes or "
-                "underscores, beginning with a letter or digit"
-            )
-        told = (syncer,) if isinstance(syncer, str) else tuple(syncer)
-        addresses = tuple(each for address in told for each in alternatives(address))
-        for address in addresses:
-            if client is None and not address.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f"syncer={address!r} is not a URL: write it as 'http://host:port'"
-                )
-        if join_timeout is not None and not join_timeout > 0:
-            raise ConfigError(f"join_timeout={join_timeout}: give more than 0 seconds, or None")
-        secret = read_secret(token)
-        self.name = name
-        self._store = store
-        self._closed = False
-        self._background = Background(
-            ProcessIdentity(name, runtime().unique_id(), role),
-            addresses,
-            store,
-            client=client or (lambda: HttpClient(token=secret)),
-            tape=self._tape_maker(tape),
-            patience=Patience(join_timeout, give_up_seconds),
-            checkpointer=checkpointer,
-            transfers=transfers,
-        )
-        self._join_timeout = join_timeout
-        self._enter()
-
-    def _tape_maker(self, tape: str | Path | None) -> Callable[[dict[str, Any]], TapeWriter] | None:
-        path = None if tape is None else Path(tape)
-        return None if path is None else lambda header: parts.open_tape(path, self.name, header)
-
-    def _enter(self) -> None:
-        blocking(self._join())
-
-    async def _join(self) -> None:
-        """Takes part from here on; waits until the run has let this process in."""
-        self._background.start()
-        try:
-            await self._wait_until_ready(self._join_timeout)
-            self._begin()
-        except BaseException:
-            self._background.stop("", abrupt=True)
-            self._closed = True
-            raise
-
-    async def _wait_until_ready(self, join_timeout: float | None) -> None:
-        background, began = self._background, now()
-        with background.changed:
-            while not background.ready:
-                self._raise_failure()
-                if join_timeout is not None and now() - began > join_timeout:
-                    self._refuse_to_wait_for(background.unlinked, join_timeout)
-                await background.changed.wait(min(1.0, join_timeout or 1.0))
-
-    @staticmethod
-    def _refuse_to_wait_for(addresses: list[str], join_timeout: float) -> None:
-        """The run has let this process in, but a shard is where it cannot be reached."""
-        if addresses:
-            raise TransportError(
-                f"{', '.join(addresses)}: no answer within join_timeout={join_timeout:g} s, though "
-                "the coordinator says that shards are there: give the syncer addresses that can "
-                "be reached from here (--addresses), or raise join_timeout (None: for ever)"
-            )
-
-    def _begin(self) -> None:
-        """The first boundary."""
-        self._boundary()
-
-    def _raise_failure(self) -> None:
-        if self._background.failure is not None:
-            raise self._background.failure
-
-    @property
-    def _shared(self) -> Shared:
-        shared = self._background.shared
-        assert shared is not None, "the constructor returns only once the run let us in"
-        return shared
-
-    def _boundary(self) -> bool:
-        """Carries out what a step boundary allows; returns whether anything was applied."""
-        return bool(self._background.tell(Paused()).applied)
-
-    @property
-    def global_step(self) -> int:
-        """The run's step: never goes back, and is the same on all learners to within a few."""
-        return self._shared.machine.global_step
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run's budget is spent: stop training and `close`."""
-        return self._shared.machine.state.ending
-
-    @property
-    def over(self) -> bool:
-        """Whether every shard has finished; no newer weights will come."""
-        return self._shared.machine.state.over
-
-    @property
-    def refused(self) -> str:
-        """Why the syncer does not take this process any more, in words; empty: it does.
-
-        Another run is at its address, or another process has its id. The loop goes on without the
-        syncer, which is asked again; whoever would rather stop looks here.
-        """
-        return self._background.refused
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The run's public settings, as the syncer has them."""
-        return self._shared.config.public()
-
-    @property
-    def versions(self) -> tuple[str, ...]:
-        """The version of each fragment that the parameters were last aligned with."""
-        return tuple(str(view.held) for view in self._shared.machine.state.fragments)
-
-    def close(self) -> None:
-        """Ends the participation and frees the thread and connections; calling it twice is fine."""
-        blocking(self._close())
-
-    async def _close(self) -> None:
-        self._leave("")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        blocking(self.__aexit__(kind, error, traceback))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            await self._close()
-        else:
-            self._leave(f"{kind.__name__} in the training loop", abrupt=True)
-
-    def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
-        if not self._closed:
-            self._closed = True
-            self._background.stop(farewell, abrupt=abrupt)
-
-
-class Learner(_Participant):
+class Learner(Participation):
     """A training job's part in a run. It never makes the training loop wait.
 
     The constructor joins the run and overwrites the model's parameters with the global weights (if
@@ -355,21 +170,21 @@ class Learner(_Participant):
         if restoring and self._after_apply is not None:
             self._after_apply(applied)
 
-    def checkpoint(self, checkpoint: int | None = None) -> Future[Written] | None:
+    def checkpoint(self, run_checkpoint: int | None = None) -> Future[Written] | None:
         """Takes a checkpoint now; call it between two steps, in the thread of the training loop.
 
         Args:
-            checkpoint: The checkpoint of the whole run that it belongs to.
+            run_checkpoint: The checkpoint of the whole run that it belongs to.
 
         Returns:
             Done when it is written, or its failure told; `None` if this learner keeps none.
         """
-        outline = self._outline(checkpoint)
+        outline = self._outline(run_checkpoint)
         return (
             None if outline is None else self._checkpointer.take(outline, self._background.sample)
         )
 
-    def _outline(self, checkpoint: int | None) -> LearnerCheckpoint | None:
+    def _outline(self, run_checkpoint: int | None) -> LearnerCheckpoint | None:
         """The numbers and published copies of this boundary; `None` before all are held."""
         background, shared = self._background, self._shared
         with background.changed:
@@ -392,7 +207,7 @@ class Learner(_Participant):
             global_step=self.global_step,
             fragments=tuple(fragments),
             model={},
-            checkpoint=checkpoint,
+            cut=run_checkpoint,
         )
 
     def step(self, tokens: int, loss: float | None = None) -> bool:
@@ -442,7 +257,7 @@ class Learner(_Participant):
         return not (state.ended or state.leaving)
 
     def _at_boundary(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
-        """Carries a boundary out; its part of a checkpoint comes before anything newer is applied."""
+        """Carries a boundary out; its part of a checkpoint comes first."""
         background = self._background
         plan = background.tell(event, loss)
         if plan.checkpoint is None:
@@ -623,78 +438,3 @@ class Learner(_Participant):
                     break
                 await self._background.changed.wait(1.0)
         self._boundary()
-
-
-class Observer(_Participant):
-    """Follows the published weights without taking part: evaluation, dashboards, export.
-
-    Args:
-        model: Its parameters become the global weights at every `update`.
-        syncer: As for `Learner`.
-        name: The observer's name, its own among all that take part. Default: made of host name
-            and process id.
-        token: As for `Learner`.
-        give_up_seconds: As for `Learner`.
-        join_timeout: As for `Learner`.
-        tape: As for `Learner`.
-        client: As for `Learner`.
-
-    Raises:
-        ConfigError: the model differs from the run's.
-        AccessError: the syncer refuses the token.
-        TransportError: ``join_timeout`` or ``give_up_seconds`` have passed.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        syncer: str | Sequence[str],
-        *,
-        name: str | None = None,
-        token: str | None = None,
-        give_up_seconds: float | None = None,
-        join_timeout: float | None = JOIN_TIMEOUT_SECONDS,
-        tape: str | Path | None = None,
-        client: Callable[[], Client] | None = None,
-    ) -> None:
-        super().__init__(
-            ModuleStore(model),
-            syncer,
-            name=name or f"observer-{parts.default_id()}",
-            role="observer",
-            token=token,
-            give_up_seconds=give_up_seconds,
-            join_timeout=join_timeout,
-            tape=tape,
-            client=client,
-        )
-
-    def update(self) -> bool:
-        """Takes the newest published weights into the model; returns whether any were newer.
-
-        Raises:
-            TransportError: ``give_up_seconds`` have passed without any shard.
-        """
-        self._raise_failure()
-        return self._boundary()
-
-    def wait(self, seconds: float) -> None:
-        """Returns after so long, or as soon as the run is over and all weights are here."""
-        blocking(self.stay(seconds))
-
-    async def stay(self, seconds: float) -> None:
-        """What `wait` does, as a coroutine: `runtime.blocking` says what it may wait for."""
-        deadline = now() + seconds
-        with self._background.changed:
-            while now() < deadline and not self.complete:
-                self._raise_failure()
-                await self._background.changed.wait(min(0.5, max(0.0, deadline - now())))
-
-    @property
-    def complete(self) -> bool:
-        """Whether the run is over and its last weights are here; `update` takes them."""
-        state = self._shared.machine.state
-        return all(shard.finished for shard in state.shards) and all(
-            view.fetching is None and view.latest is not None and view.latest.version == view.newest
-            for view in state.fragments
-        )

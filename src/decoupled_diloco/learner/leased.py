@@ -19,6 +19,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.checkpointer import Stateful
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.runtime import blocking
@@ -52,19 +53,6 @@ class PartedData(Protocol):
             start: Number of the first batch, at least 0.
             turn: Which pass over the data, 0 and up: the place to shuffle anew.
         """
-        ...
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What can be asked where it is, and be put there; torchdata's loaders are like this."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
         ...
 
 

@@ -35,7 +35,7 @@ class StepPlan:
     Attributes:
         orders: What to apply and what to snapshot, in this order.
         hold: Do not start the next step yet (synchronous baselines only).
-        checkpoint: Take this process's part of this checkpoint, and then look at the boundary
+        checkpoint: Take this process's part of this one of the run, then look at the boundary
             again.
     """
 
@@ -67,7 +67,7 @@ class StepPlan:
         return {
             "orders": [encode(order) for order in self.orders],
             "hold": self.hold,
-            "cut": self.checkpoint,
+            "checkpoint": self.checkpoint,
         }
 
     @classmethod
@@ -79,7 +79,7 @@ class StepPlan:
         """
         kinds: tuple[type[Any], ...] = (Apply, Snapshot)
         orders = [cast("Apply | Snapshot", decode(order, kinds)) for order in data["orders"]]
-        return cls(tuple(orders), bool(data["hold"]), data.get("cut"))
+        return cls(tuple(orders), bool(data["hold"]), data.get("checkpoint"))
 
 
 def with_loss(effect: LearnerEffect, loss: float) -> LearnerEffect:

@@ -8,6 +8,7 @@ from typing import Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.observe.tape import Recorder
+from decoupled_diloco.observe.versions import versions
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol.learner import LearnerMachine
@@ -32,3 +33,16 @@ class Shared:
     tensors: LearnerTensors
     config: RunConfig
     recorder: Recorder[Any, Any] | Unrecorded
+
+
+def header_of(machine: LearnerMachine, config: RunConfig) -> dict[str, Any]:
+    """What a replay of the machine's tape needs to know of this life."""
+    return {
+        "machine": "learner",
+        "learner": machine.learner,
+        "epoch": machine.epoch,
+        "nonce": machine.nonce,
+        "role": machine.role,
+        "settings": config.public(),
+        "versions": versions(),
+    }

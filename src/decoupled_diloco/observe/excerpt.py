@@ -13,18 +13,19 @@ import math
 import re
 from collections.abc import Hashable
 
+from decoupled_diloco.observe.former import name_today
 from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
 
 REPORT_SECONDS = 1.0
 """One step report of a learner is kept for each such time, and the last one of a piece."""
 
 _KIND = re.compile(rb'"kind":"(\w+)","type":"(\w+)"')
-_MESSAGE = re.compile(rb'"message":\{"type":"(\w+)"')
-_LEARNER = re.compile(rb'"data":\{"learner":"([^"]*)"')
+_MESSAGE = re.compile(rb'"(?:message|admitted)":\{"type":"(\w+)"')
+_LEARNER = re.compile(rb'"data":\{"(?:learner|peer)":"([^"]*)"')
 _LEARNERS = re.compile(rb'"learners":\[([^\]]*)\]')
 _FRAGMENT = re.compile(rb'"fragment":(\d+)')
 _AT = re.compile(rb'"at":([-+.\de]+)')
-_NONCE = re.compile(rb'"nonce":"(?:[^"\\\n]|\\.)*"?')
+_NONCE = re.compile(rb'"nonce":"(?:[^"\\\n]|\\.)+"?')
 """With quotes in it, and to the end of a line that is torn."""
 _PRIVATE = ("nonce", "state")
 _THINNED = ("StepReport", "Holding", "Heard")
@@ -60,7 +61,7 @@ def _key(line: bytes) -> tuple[Hashable, ...] | None:
     kind = _KIND.search(line)
     if kind is None:
         return ("torn", line)
-    name = kind[2].decode()
+    name = name_today(kind[2].decode())
     if kind[1] == b"start":
         return ("start", line)
     if name not in LOOKED_AT:

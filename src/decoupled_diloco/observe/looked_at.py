@@ -36,14 +36,12 @@ _DECIDED = (
     do.Unexpect,
     fact.Began,
     fact.BodyArrived,
-    fact.Lost,
     fact.Connected,
     fact.Heard,
+    fact.Lost,
     fact.Received,
     fact.Reported,
-    fact.Received,
     fact.StepFinished,
-    fact.Received,
 )
 LOOKED_AT = frozenset(
     cls.__name__ for cls in (*_DECIDED, *(c for c in get_args(Sample) if c not in _OTHER_SAMPLES))
@@ -51,8 +49,9 @@ LOOKED_AT = frozenset(
 
 MESSAGES = {
     "Send": frozenset({"Welcome"}),
-    "Said": frozenset({"StepReport", "Holding", "Leave"}),
+    "Received": frozenset(
+        {"StepReport", "Holding", "Leave", "ShardAdmitted", "Begin", "EndOrdered"}
+    ),
     "Broadcast": frozenset({"Shifted", "Ending", "Finished"}),
-    "Ordered": frozenset({"Begin", "EndOrdered"}),
 }
 """Which messages of the high-volume kinds matter here."""

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.former import today
 from decoupled_diloco.observe.samples import Sample
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import CoordinatorEffect, LearnerEffect, SyncerEffect
 from decoupled_diloco.protocol.events import CoordinatorEvent, LearnerEvent, SyncerEvent
 from decoupled_diloco.protocol.shard_lease import LeaseEffect, LeaseEvent
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the record; raised when an old reader would misunderstand a new tape."""
 
 FOLDER_NAME = "tape"
@@ -118,7 +119,8 @@ class Parser:
         )
 
     def _record(self, fields: dict[str, Any]) -> Record:
-        at, who, data = float(fields["at"]), str(fields["who"]), dict(fields["data"])
+        at, who = float(fields["at"]), str(fields["who"])
+        name, data = today(fields["v"], fields["kind"], str(fields["type"]), dict(fields["data"]))
         if fields["kind"] == "start":
             life = self._clocks[who][1] + 1 if who in self._clocks else 0
             self._clocks[who] = (float(data["wall"]) - float(data["monotonic"]), life)
@@ -135,7 +137,7 @@ class Parser:
             who=who,
             seq=int(fields["seq"]),
             kind=_kind(fields["kind"]),
-            type=str(fields["type"]),
+            type=name,
             data=data,
             cause=fields.get("cause"),
             wall=at + offset,

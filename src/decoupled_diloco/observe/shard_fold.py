@@ -65,17 +65,17 @@ class ShardFold:
     def take(self, shard: ShardLog, record: Record, at: float, value: Any) -> None:
         """Takes one record in."""
         match value:
-            case fact.Received(admitted):
+            case fact.Received(_, say.ShardAdmitted() as admitted):
                 if admitted.term not in shard.terms:  # a new coordinator confirms the one it has
                     shard.terms.append(admitted.term)
                 shard.phase = "restoring" if admitted.begun else "waiting for learners"
-            case fact.Received(say.Begin()):
+            case fact.Received(_, say.Begin()):
                 shard.phase = "running"
-            case fact.Received(say.EndOrdered()):
+            case fact.Received(_, say.EndOrdered()):
                 shard.phase = "closing"
-            case fact.Connected(_, say.Hello(learner=name, role="observer")):
+            case fact.Connected(name, say.Hello(role="observer")):
                 self._run.observe_only(name)
-            case fact.Connected(connection, hello):
+            case fact.Connected(_, say.Hello() as hello, connection):
                 shard.greeting = (connection, hello)
             case do.Accept(connection, name, epoch, why):
                 self._accepted(shard, record, at, (connection, name, epoch, why))

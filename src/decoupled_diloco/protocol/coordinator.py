@@ -13,9 +13,9 @@ turned away, and what it goes on publishing is of an older term.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 from decoupled_diloco.protocol.checkpoints import coordinator as checkpoints
 from decoupled_diloco.protocol.checkpoints.coordinator import Checkpoints
@@ -35,37 +35,36 @@ from decoupled_diloco.protocol.effects import (
     Persist,
     Send,
 )
-from decoupled_diloco.protocol.events import Connected, CoordinatorEvent, Lost, Received, Tick
+from decoupled_diloco.protocol.events import (
+    Connected,
+    CoordinatorEvent,
+    Joining,
+    Lost,
+    Received,
+    Tick,
+)
 from decoupled_diloco.protocol.messages import (
     Begin,
     EndOrdered,
     FinishOrdered,
-    FromMember,
-    FromShard,
+    Message,
     Progress,
     SeedFailed,
     SeedNamed,
+    ShardHello,
     ShardReady,
     Swept,
 )
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.peers import shard_peer
+from decoupled_diloco.protocol.peers import is_shard_peer, name_problem, shard_of, shard_peer
 from decoupled_diloco.protocol.transfer.coordinator import Transfers
-from decoupled_diloco.protocol.transfer.messages import (
-    ChunkTaken,
-    RelayWanted,
-    StateDeclined,
-    StateOffered,
-    Trains,
-    TransferWanted,
-)
 
 Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
-    ("gathering", "JoinAsked (first layout)", "seeding"),
-    ("seeding", "LearnerGone (the seed)", "seeding with the next learner, else gathering"),
+    ("gathering", "Connected (a learner, the first layout)", "seeding"),
+    ("seeding", "Lost (the seed)", "seeding with the next learner, else gathering"),
     ("seeding", "SeedFailed", "seeding with the next learner, or the same again"),
     ("seeding", "every shard ready", "running"),
     ("running", "budget reached", "ending"),
@@ -74,8 +73,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 
 FORMER_KEPT = 16
 """Processes that have acted for a shard and are known by their nonce, should they come back."""
-
-LEARNER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +103,15 @@ class CoordinatorState:
     tokens: int = 0
     data: LeaseBook = field(default_factory=LeaseBook)
     checkpoint: int = 0
-    cuts_kept: list[int] = field(default_factory=list)
+    checkpoints_kept: list[int] = field(default_factory=list)
+
+
+_FORMER_FIELDS = {"cut": "checkpoint", "cuts_kept": "checkpoints_kept"}
+
+
+def state_today(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a state that any version has written, by the names that they have today."""
+    return {_FORMER_FIELDS.get(name, name): value for name, value in state.items()}
 
 
 class CoordinatorMachine:
@@ -134,19 +139,20 @@ class CoordinatorMachine:
         match event:
             case Tick():
                 return self._absences.over(now, self.state.data)
-            case Connected():
-                return self._join_asked(event)
-            case Received(learner, nonce, message):
+            case Connected(learner, Joining() as joining, connection):
+                return self._join_asked(connection, learner, joining)
+            case Connected(_, hello):
+                assert isinstance(hello, ShardHello)
+                return self._shard_greeted(hello)
+            case Received(peer, message) if is_shard_peer(peer):
+                return self._shard_said(shard_of(peer), message)
+            case Received(learner, message, nonce):
                 return self._member_said(learner, nonce, message)
+            case Lost(peer) if is_shard_peer(peer):
+                self._present_shards.discard(shard_of(peer))
+                return self._checkpoints.give_up(f"{peer} is gone")
             case Lost(learner, nonce):
                 return self._learner_gone(now, learner, nonce)
-            case Connected():
-                return self._shard_greeted(event)
-            case Lost(shard):
-                self._present_shards.discard(shard)
-                return self._checkpoints.give_up(f"shard-{shard} is gone")
-            case Received(shard, message):
-                return self._shard_said(shard, message)
             case CheckpointWanted():
                 return self._checkpoints.wanted(
                     self.state, self._present_shards, self.options.shards
@@ -165,7 +171,7 @@ class CoordinatorMachine:
         return self._checkpoints
 
     @property
-    def why_no_cut(self) -> str:
+    def why_no_checkpoint(self) -> str:
         """Why no checkpoint can begin now; empty: one can."""
         return checkpoints.why_none(self.state, self._present_shards, self.options.shards)
 
@@ -202,78 +208,63 @@ class CoordinatorMachine:
 
     # ---- learners
 
-    def _join_asked(self, event: Connected) -> list[CoordinatorEffect]:
+    def _join_asked(
+        self, connection: int, learner: str, joining: Joining
+    ) -> list[CoordinatorEffect]:
         state = self.state
-        if not LEARNER_ID.fullmatch(event.learner):
+        unnamed = name_problem(learner)
+        if unnamed:
+            return [Deny(connection, unnamed, False, unnamed)]
+        if joining.role == "observer":
+            return self._observer(connection, learner, joining)
+        known = state.learners.get(learner)
+        if known is not None and known.present and known.nonce != joining.nonce:
             reason = (
-                f"{event.learner!r} cannot be a learner id: use 1 to 64 letters, digits, dots, "
-                "dashes or underscores, beginning with a letter or digit"
-            )
-            return [Deny(event.connection, reason, False, reason)]
-        if event.role == "observer":
-            return self._observer(event)
-        known = state.learners.get(event.learner)
-        if known is not None and known.present and known.nonce != event.nonce:
-            reason = (
-                f"{event.learner} is already in the run (epoch {known.epoch}) and connected: give "
+                f"{learner} is already in the run (epoch {known.epoch}) and connected: give "
                 "this process another learner id, or stop the other one first"
             )
-            return [Deny(event.connection, reason, True, reason)]
-        if event.difference:
-            return [Deny(event.connection, event.difference, False, event.difference)]
+            return [Deny(connection, reason, True, reason)]
+        if joining.difference:
+            return [Deny(connection, joining.difference, False, joining.difference)]
         effects: list[CoordinatorEffect] = []
-        only = event.learner if state.fingerprint else ""
+        only = learner if state.fingerprint else ""
         if not state.fingerprint:
-            state.fingerprint = event.fingerprint
-            why = f"{event.learner} is the first learner"
-            effects.append(AdoptLayout(event.connection, event.fingerprint, why))
-        if known is None or known.nonce != event.nonce:
+            state.fingerprint = joining.fingerprint
+            why = f"{learner} is the first learner"
+            effects.append(AdoptLayout(connection, joining.fingerprint, why))
+        if known is None or known.nonce != joining.nonce:
             epoch = (known.epoch if known else 0) + 1
-            known = Enrolled(epoch, event.nonce, True)
-        state.learners[event.learner] = replace(known, present=True)
+            known = Enrolled(epoch, joining.nonce, True)
+        state.learners[learner] = replace(known, present=True)
         why = f"epoch {known.epoch}"
         effects.append(Persist(why, only))
-        self._absences.ended(event.learner)
-        newer = f"a newer process is {event.learner}"
-        effects += leases.take_back(state.data, event.learner, newer, before_epoch=known.epoch)
-        effects.append(Admit(event.connection, event.learner, known.epoch, why))
+        self._absences.ended(learner)
+        newer = f"a newer process is {learner}"
+        effects += leases.take_back(state.data, learner, newer, before_epoch=known.epoch)
+        effects.append(Admit(connection, learner, known.epoch, why))
         return effects + self._name_seed()
 
-    def _observer(self, event: Connected) -> list[CoordinatorEffect]:
-        if event.difference:
-            return [Deny(event.connection, event.difference, False, event.difference)]
+    def _observer(self, connection: int, learner: str, joining: Joining) -> list[CoordinatorEffect]:
+        if joining.difference:
+            return [Deny(connection, joining.difference, False, joining.difference)]
         if not self.state.fingerprint:
             reason = "no learner has joined yet, so the run has no layout"
-            return [Deny(event.connection, reason, True, reason)]
-        return [Admit(event.connection, event.learner, 0, "an observer needs no epoch")]
+            return [Deny(connection, reason, True, reason)]
+        return [Admit(connection, learner, 0, "an observer needs no epoch")]
 
-    def _member_said(
-        self, learner: str, nonce: str, message: FromMember
-    ) -> list[CoordinatorEffect]:
+    def _member_said(self, learner: str, nonce: str, message: Message) -> list[CoordinatorEffect]:
         known = self.state.learners.get(learner)
         if known is None or known.nonce != nonce:
             return []  # another process bears this id by now
         match message:
             case PartSaved():
                 return self._checkpoints.learner_kept(self.state, learner, message)
-            case TransferWanted():
-                present = {name: each.present for name, each in self.state.learners.items()}
-                clock = max(self.state.clocks.values(), default=0)
-                return self.transfers.wanted(learner, message, present, clock)
-            case StateOffered():
-                return self.transfers.offered(learner, message)
-            case StateDeclined(joiner, attempt, reason):
-                return self.transfers.declined(learner, joiner, attempt, reason)
-            case RelayWanted(attempt):
-                return self.transfers.relay_wanted(learner, attempt)
-            case ChunkTaken(attempt, chunk):
-                return self.transfers.chunk_taken(learner, attempt, chunk)
-            case Trains(gives):
-                return self.transfers.trains(learner, gives=gives)
             case DataReport():
                 return leases.report(self.state.data, learner, known.epoch, message)
             case _:
-                assert_never(message)
+                present = {name: each.present for name, each in self.state.learners.items()}
+                clock = max(self.state.clocks.values(), default=0)
+                return self.transfers.told(learner, message, present, clock)
 
     def _learner_gone(self, now: float, learner: str, nonce: str) -> list[CoordinatorEffect]:
         state = self.state
@@ -314,16 +305,16 @@ class CoordinatorMachine:
         epoch = state.learners[state.seed].epoch if state.seed else 0
         return SeedNamed(state.seed, epoch, state.attempt)
 
-    def _shard_greeted(self, event: Connected) -> list[CoordinatorEffect]:
-        state, shard = self.state, event.shard
-        superseded = self._superseded(event)
+    def _shard_greeted(self, hello: ShardHello) -> list[CoordinatorEffect]:
+        state, shard = self.state, hello.shard
+        superseded = self._superseded(hello)
         if superseded:
-            return [DenyShard(shard, event.nonce, superseded, "it is too late")]
+            return [DenyShard(shard, hello.nonce, superseded, "it is too late")]
         self._present_shards.add(shard)
         effects: list[CoordinatorEffect] = []
-        if state.nonces.get(shard) != event.nonce:
+        if state.nonces.get(shard) != hello.nonce:
             effects += self._checkpoints.give_up(f"shard-{shard} has started again")
-            self._new_process(event)
+            self._new_process(hello)
             effects.append(Persist(f"shard {shard} has term {state.terms[shard]}"))
         begun = state.phase in ("running", "ending", "finished")
         if begun:
@@ -341,29 +332,29 @@ class CoordinatorMachine:
             effects.append(Send(shard_peer(shard), FinishOrdered(), "every shard is swept"))
         return effects
 
-    def _superseded(self, event: Connected) -> str:
+    def _superseded(self, hello: ShardHello) -> str:
         """Why a process may no longer act for its shard, in words; empty: it may."""
-        state, shard = self.state, event.shard
+        state, shard = self.state, hello.shard
         newest = state.claims.get(shard, 0)
-        if 0 < event.claim < newest:  # 0: the run goes on without standbys
-            return f"shard {shard}: claim {newest} is newer than this process's, {event.claim}"
-        if event.nonce in state.former.get(shard, ()):
+        if 0 < hello.claim < newest:  # 0: the run goes on without standbys
+            return f"shard {shard}: claim {newest} is newer than this process's, {hello.claim}"
+        if hello.nonce in state.former.get(shard, ()):
             return f"shard {shard}: another process has taken its place since"
         return ""
 
-    def _new_process(self, event: Connected) -> None:
-        state, shard = self.state, event.shard
+    def _new_process(self, hello: ShardHello) -> None:
+        state, shard = self.state, hello.shard
         before = state.nonces.get(shard)
         if before is not None:
             state.former[shard] = (*state.former.get(shard, ()), before)[-FORMER_KEPT:]
-        state.nonces[shard] = event.nonce
-        state.claims[shard] = max(event.claim, state.claims.get(shard, 0))
+        state.nonces[shard] = hello.nonce
+        state.claims[shard] = max(hello.claim, state.claims.get(shard, 0))
         state.terms[shard] = state.terms.get(shard, 0) + 1
         state.ready.discard(shard)
         if state.phase != "finished":
             state.swept.discard(shard)
 
-    def _shard_said(self, shard: int, message: FromShard) -> list[CoordinatorEffect]:
+    def _shard_said(self, shard: int, message: Message) -> list[CoordinatorEffect]:
         match message:
             case ShardReady(attempt):
                 return self._shard_ready(shard, attempt)
@@ -376,7 +367,7 @@ class CoordinatorMachine:
             case PartSaved():
                 return self._checkpoints.shard_kept(self.state, shard, message)
             case _:
-                assert_never(message)
+                raise AssertionError(f"a shard does not say this to the coordinator: {message}")
 
     def _seed_failed(self, attempt: int, reason: str) -> list[CoordinatorEffect]:
         """The seed's parameters are no good, or do not come: the next learner's turn."""
@@ -457,5 +448,5 @@ def _copied(state: CoordinatorState) -> CoordinatorState:
         swept=set(state.swept),
         clocks=dict(state.clocks),
         data=leases.copied(state.data),
-        cuts_kept=list(state.cuts_kept),
+        checkpoints_kept=list(state.checkpoints_kept),
     )

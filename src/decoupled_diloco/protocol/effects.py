@@ -5,31 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint as BeginCheckpoint
-from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints as ForgetCheckpoints
-from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint as KeepCheckpoint
-from decoupled_diloco.protocol.checkpoints.effects import TakeCheckpoint as TakeCheckpoint
-from decoupled_diloco.protocol.data_leases.ledger import LedgerEntry
-from decoupled_diloco.protocol.messages import (
-    FromLearner,
-    FromMember,
-    FromShard,
-    Hello,
-    ToLearner,
-    ToMember,
-    ToShard,
+from decoupled_diloco.protocol.checkpoints.effects import (
+    BeginCheckpoint,
+    ForgetCheckpoints,
+    KeepCheckpoint,
+    TakeCheckpoint,
 )
-from decoupled_diloco.protocol.transfer.effects import (
-    CloseRelay,
-    CopyState,
-    DropState,
-    FetchState,
-    ForgetState,
-    OpenRelay,
-    RelayOn,
-    RelayState,
-)
+from decoupled_diloco.protocol.data_leases.effects import Enter
+from decoupled_diloco.protocol.messages import Message, ToLearner
+from decoupled_diloco.protocol.transfer.effects import TransferOfCoordinator, TransferOfLearner
 from decoupled_diloco.protocol.versions import Asking, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to one peer, if it is connected."""
+
+    peer: str
+    message: Message
+    why: str
+
 
 # ---- syncer
 
@@ -51,15 +46,6 @@ class Reject:
     connection: int
     reason: str
     final: bool
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to one learner, if it is connected."""
-
-    learner: str
-    message: ToLearner
     why: str
 
 
@@ -171,14 +157,6 @@ class Evict:
 
     learner: str
     reason: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send a message to the coordinator."""
-
-    message: FromShard
     why: str
 
 
@@ -310,7 +288,6 @@ SyncerEffect = (
     | Install
     | LoadWeights
     | Evict
-    | Tell
     | RoundOpened
     | RoundFinished
     | ClockAdvanced
@@ -360,23 +337,6 @@ class Relabel:
     version: Version
     why: str
     staged: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Send a message to a shard."""
-
-    shard: int
-    message: FromLearner | Hello
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class TellCoordinator:
-    """Send a message to the coordinator, if it is there."""
-
-    message: FromMember
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,8 +444,7 @@ LearnerEffect = (
     Snapshot
     | Apply
     | Relabel
-    | Say
-    | TellCoordinator
+    | Send
     | SendBody
     | SendCopy
     | Fetch
@@ -493,11 +452,7 @@ LearnerEffect = (
     | Release
     | Ready
     | Recovered
-    | CopyState
-    | RelayState
-    | ForgetState
-    | FetchState
-    | DropState
+    | TransferOfLearner
     | EndTraining
     | RunOver
     | Expelled
@@ -526,15 +481,6 @@ class Deny:
     connection: int
     reason: str
     retry: bool
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Inform:
-    """Send a message to a learner that has been let in, if it is still connected."""
-
-    learner: str
-    message: ToMember
     why: str
 
 
@@ -568,15 +514,6 @@ class DenyShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Send a message to one shard."""
-
-    shard: int
-    message: ToShard
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Persist:
     """Write the snapshot durably before any later effect of this list is carried out.
 
@@ -587,28 +524,17 @@ class Persist:
     learner: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
-    """Write this into the data ledger, durably, before any later effect of this list."""
-
-    entry: LedgerEntry
-    why: str
-
-
 CoordinatorEffect = (
     BeginCheckpoint
     | KeepCheckpoint
     | Enter
     | Admit
     | Deny
-    | Inform
-    | OpenRelay
-    | RelayOn
-    | CloseRelay
+    | Send
+    | TransferOfCoordinator
     | AdoptLayout
     | AdmitShard
     | DenyShard
-    | Order
     | Persist
     | Note
 )

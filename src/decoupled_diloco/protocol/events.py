@@ -1,21 +1,21 @@
-"""Facts that the state machines are told, in the past tense. Closed unions, one per machine."""
+"""Facts that the state machines are told, in the past tense. Closed unions, one per machine.
+
+All three machines hear of their peers in the same words: `Connected`, `Received`, `Lost`. A peer is
+named as in `peers`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoupled_diloco.protocol.messages import (
-    FromLearner,
-    FromMember,
-    FromShard,
-    Hello,
-    Role,
-    ShardAdmitted,
-    StepReport,
-    ToLearner,
-    ToMember,
-    ToShard,
+from decoupled_diloco.protocol.checkpoints.events import (
+    CheckpointHeard,
+    CheckpointWanted,
+    PartWritten,
 )
+from decoupled_diloco.protocol.data_leases.events import DataEvent
+from decoupled_diloco.protocol.messages import Hello, Message, Role, ShardHello, StepReport
+from decoupled_diloco.protocol.transfer.events import TransferEvent
 from decoupled_diloco.protocol.versions import Asking, Version
 
 
@@ -24,14 +24,50 @@ class Tick:
     """The time that ``deadline()`` named has come. Early, late and double ones are harmless."""
 
 
-# ---- syncer
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """How a learner or observer asks the coordinator to be let in.
+
+    ``difference`` is empty when its layout matches (or is the first), else names the first
+    differing tensor.
+    """
+
+    nonce: str
+    role: Role
+    fingerprint: str
+    difference: str
 
 
 @dataclass(frozen=True, slots=True)
-class TermGranted:
-    """The coordinator let this shard in, under a new term."""
+class Connected:
+    """A peer is there. ``greeting``: what it said first on this connection; we dialled it if none.
 
-    admitted: ShardAdmitted
+    Who greets is let in or turned away, and is no peer before it is let in.
+    """
+
+    peer: str
+    greeting: Hello | Joining | ShardHello | None = None
+    connection: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A peer said something. ``nonce``: which process of that name; empty where only one can be."""
+
+    peer: str
+    message: Message
+    nonce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The connection to a peer is gone; ``nonce`` as in `Received`."""
+
+    peer: str
+    nonce: str = ""
+
+
+# ---- syncer
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +109,7 @@ class ShardMemory:
 
 @dataclass(frozen=True, slots=True)
 class DiskRead:
-    """What an earlier life of this shard has left on its disk; told before ``TermGranted``.
+    """What an earlier life of this shard has left on its disk; told before `ShardAdmitted`.
 
     ``exact``: it is its part of a checkpoint that the whole run goes back to; whoever holds
     something newer has it from a time that is no more.
@@ -85,21 +121,6 @@ class DiskRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
-    """The coordinator said something."""
-
-    message: ToShard
-
-
-@dataclass(frozen=True, slots=True)
-class Greeted:
-    """A learner or observer said hello on a new connection."""
-
-    connection: int
-    hello: Hello
-
-
-@dataclass(frozen=True, slots=True)
 class Heard:
     """Some byte came from these learners since the last time (renews their leases)."""
 
@@ -107,28 +128,13 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A learner's current connection brought a control message."""
-
-    learner: str
-    message: FromLearner
-
-
-@dataclass(frozen=True, slots=True)
 class Reported:
     """Step reports that a shell has at hand at once, each with its learner, as they came.
 
-    As ``Said`` one by one at the same instant, except that rounds and clock are looked at once.
+    As ``Received`` one by one at the same instant, except that rounds and clock are looked at once.
     """
 
     reports: tuple[tuple[str, StepReport], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """A learner's current connection is gone."""
-
-    learner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,33 +207,14 @@ class MergeFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointHeard:
-    """A message with this checkpoint number has come; told before the message itself."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class PartWritten:
-    """This process's part of a checkpoint is on its disk; or it cannot be, and why."""
-
-    number: int
-    digest: str
-    nbytes: int
-    problem: str = ""
-
-
 SyncerEvent = (
     Tick
+    | Connected
+    | Received
+    | Lost
     | DiskRead
-    | TermGranted
-    | Ordered
-    | Greeted
     | Heard
-    | Said
     | Reported
-    | Disconnected
     | BodyArrived
     | BodyCorrupt
     | CopyArrived
@@ -264,70 +251,6 @@ class DrainAsked:
     """The process is told to end; its loop steps no more, and what it has is to be drained."""
 
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class DataOpened:
-    """The training loop takes its batches from leased parts; it holds ``ahead`` spare leases."""
-
-    parts: int
-    ahead: int
-
-
-@dataclass(frozen=True, slots=True)
-class PartWanted:
-    """The training loop needs a part; the one it had, if any, has ``batches`` and no more.
-
-    ``None``: it had none, or was asked to leave it. ``taken``: batches of it that belong to the
-    step that is under way.
-    """
-
-    batches: int | None
-    taken: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DataClosed:
-    """The training loop has ended: what it holds of the data goes to others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Linked:
-    """A connection to a shard is open: say hello."""
-
-    shard: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unlinked:
-    """The connection to a shard is gone."""
-
-    shard: int
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A shard said something."""
-
-    shard: int
-    message: ToLearner
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorLinked:
-    """The coordinator has let this process in, or in again: it can be told things."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorTold:
-    """The coordinator said something."""
-
-    message: ToMember
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorUnlinked:
-    """The connection to the coordinator is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,154 +329,23 @@ class Began:
     gives: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StateCopied:
-    """A copy of this learner's state is on the host, checkpoint into chunks; see `StateOffered`."""
-
-    learner: str
-    attempt: int
-    head_nbytes: int
-    nbytes: int
-    digest: str
-    address: str
-    key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StateNotCopied:
-    """This learner's state could not be copied, or not be delivered to the relay."""
-
-    learner: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkArrived:
-    """A chunk of the donor's state is here, its digest verified, and all before it."""
-
-    attempt: int
-    chunk: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateArrived:
-    """The donor's state is here, whole."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateFailed:
-    """The donor's state cannot be had this way."""
-
-    attempt: int
-    reason: str
-
-
 LearnerEvent = (
     Tick
+    | Connected
+    | Received
+    | Lost
     | Began
-    | StateCopied
-    | StateNotCopied
-    | ChunkArrived
-    | StateArrived
-    | StateFailed
     | StepFinished
     | Paused
     | DrainAsked
-    | DataOpened
-    | PartWanted
-    | DataClosed
-    | Linked
-    | Unlinked
-    | Told
-    | CoordinatorLinked
-    | CoordinatorTold
-    | CoordinatorUnlinked
     | Fetched
     | FetchFailed
     | BodyEncoded
     | UploadFailed
     | CopyFailed
+    | TransferEvent
+    | DataEvent
     | CheckpointHeard
     | PartWritten
 )
-
-
-# ---- coordinator
-
-
-@dataclass(frozen=True, slots=True)
-class JoinAsked:
-    """A learner or observer asked to join.
-
-    ``difference`` is empty when its layout matches (or is the first), else names the first
-    differing tensor.
-    """
-
-    connection: int
-    learner: str
-    nonce: str
-    role: Role
-    fingerprint: str
-    difference: str
-
-
-@dataclass(frozen=True, slots=True)
-class MemberSaid:
-    """A learner that has been let in said something to the coordinator."""
-
-    learner: str
-    nonce: str
-    message: FromMember
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerGone:
-    """The connection through which a learner had joined is gone."""
-
-    learner: str
-    nonce: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShardGreeted:
-    """A shard said hello; ``claim``: the number of its claim, 0 where no other may act for it."""
-
-    shard: int
-    nonce: str
-    claim: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ShardGone:
-    """The connection to a shard is gone."""
-
-    shard: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSaid:
-    """A shard said something."""
-
-    shard: int
-    message: FromShard
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointWanted:
-    """Somebody asks for a checkpoint of the run now."""
-
-
-CoordinatorEvent = (
-    Tick
-    | JoinAsked
-    | MemberSaid
-    | LearnerGone
-    | ShardGreeted
-    | ShardGone
-    | ShardSaid
-    | CheckpointWanted
-)
+CoordinatorEvent = Tick | Connected | Received | Lost | CheckpointWanted

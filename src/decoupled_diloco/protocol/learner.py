@@ -13,21 +13,17 @@ were last aligned with, ``steps`` counts the inner steps since.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from typing import Literal, assert_never
+from typing import assert_never
 
 from decoupled_diloco.protocol import draining, learner_copies, recovery
+from decoupled_diloco.protocol import learner_boundary as boundary
 from decoupled_diloco.protocol.checkpoints import learner as checkpoints
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered
-from decoupled_diloco.protocol.data_leases import learner as learner_leases
-from decoupled_diloco.protocol.data_leases.events import DataClosed, DataOpened, PartWanted
-from decoupled_diloco.protocol.data_leases.learner import merged
+from decoupled_diloco.protocol.data_leases import learner as leases
+from decoupled_diloco.protocol.data_leases.events import DataEvent
 from decoupled_diloco.protocol.data_leases.messages import DataRefused, LeasesGiven
-from decoupled_diloco.protocol.data_leases.state import DataView
 from decoupled_diloco.protocol.effects import (
-    NOTHING_NEW,
-    Apply,
     EndTraining,
     Expelled,
     Hold,
@@ -36,8 +32,6 @@ from decoupled_diloco.protocol.effects import (
     Release,
     RunOver,
     Send,
-    SendBody,
-    Snapshot,
 )
 from decoupled_diloco.protocol.events import (
     Began,
@@ -62,7 +56,6 @@ from decoupled_diloco.protocol.learner_state import (
     LearnerState,
     Sent,
     ShardView,
-    Taken,
 )
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
@@ -73,6 +66,7 @@ from decoupled_diloco.protocol.messages import (
     Finished,
     GivenUp,
     Hello,
+    Message,
     Outcome,
     Published,
     Pull,
@@ -80,30 +74,14 @@ from decoupled_diloco.protocol.messages import (
     Role,
     Shifted,
     StepReport,
-    ToLearner,
-    ToMember,
     Upload,
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.peers import shard_peer
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.protocol.transfer import learner as transfer
-from decoupled_diloco.protocol.transfer.events import (
-    ChunkArrived,
-    StateArrived,
-    StateCopied,
-    StateFailed,
-    StateNotCopied,
-)
-from decoupled_diloco.protocol.transfer.messages import (
-    NoTransfer,
-    RelayOpened,
-    StateUnwanted,
-    StateWanted,
-    TransferLost,
-    TransferReady,
-)
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol.transfer.events import TransferEvent
+from decoupled_diloco.protocol.versions import Asking
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # what is known of the newest version, event, what follows
@@ -121,15 +99,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("held < base", "Pull", "keep it until the copy is applied"),
     ("held > base", "Pull", "decline: behind"),
 )
-
-
-Mode = Literal["overwrite", "carry", "rebase", "blend"]
-
-NOT_TAKEN = "nothing of it was taken"
-"""Why a learner takes a copy that it holds once more, in the end."""
-
-UNDER_WAY = "its contribution is under way, and follows"
-"""Why a learner takes a copy that its contribution was too late for as one that it took part in."""
 
 
 class LearnerMachine:
@@ -164,46 +133,22 @@ class LearnerMachine:
                 return recovery.began(self.state, now, event)
             case StepFinished(tokens, batches):
                 return self._stepped(now, tokens) + self._trained(batches)
-            case DataOpened() | PartWanted() | DataClosed():
-                return self._data(event)
             case Paused():
                 return self._boundary(now) + self._hold_or_release()
             case DrainAsked(why):
                 return draining.told_to_go(self.state, self.options, why)
-            case Connected(shard):
-                return self._linked(shard)
-            case Lost(shard):
-                self.state.shards[shard].linked = False
-                for fragment in self._fragments_of(shard):
-                    fragment.pull = fragment.owed_at = None
-                effects = self._release_if_free("the link to the shard is gone")
-                return effects + self._over_if_done()
-            case Received(shard, message):
-                return self._told(now, shard, message)
-            case Connected():
-                return transfer.asked_again(self.state, now) + self._coordinated(linked=True)
-            case Lost():
-                return self._coordinated(linked=False)
-            case Received(message):
-                return self._coordinator_told(now, message)
-            case StateCopied():
-                return transfer.copied(self.state, event)
-            case StateNotCopied():
-                return transfer.not_copied(self.state, event)
-            case ChunkArrived():
-                return transfer.chunk_arrived(self.state, now, event)
-            case StateArrived(attempt):
-                return transfer.state_arrived(self.state, attempt)
-            case StateFailed(attempt, reason):
-                return transfer.state_failed(self.state, now, attempt, reason)
+            case Connected(peer) | Received(peer) | Lost(peer) if peer == COORDINATOR:
+                return self._of_coordinator(now, event)
+            case Connected(peer):
+                return self._linked(shard_of(peer))
+            case Received(peer, message):
+                return self._told(now, shard_of(peer), message)
+            case Lost(peer):
+                return self._unlinked(shard_of(peer))
             case Fetched(fragment, version):
                 return fetched(self.state, self.options, fragment, version)
             case FetchFailed(fragment, version, reason):
                 return fetch_failed(self.state, self.options, now, fragment, version, reason)
-            case CheckpointHeard(number):
-                return checkpoints.heard(self.state, number)
-            case PartWritten():
-                return checkpoints.written(event)
             case BodyEncoded(fragment, ask, digest):
                 return self._encoded(fragment, ask, digest)
             case UploadFailed(fragment, ask, reason):
@@ -211,7 +156,19 @@ class LearnerMachine:
             case CopyFailed(shard, fragment, attempt, reason):
                 return [Send(shard_peer(shard), CopyDeclined(fragment, attempt, reason), reason)]
             case _:
-                assert_never(event)
+                return self._beside(now, event)
+
+    def _beside(
+        self,
+        now: float,
+        event: TransferEvent | DataEvent | CheckpointHeard | PartWritten,
+    ) -> list[LearnerEffect]:
+        """What is of no rule of the method."""
+        if isinstance(event, TransferEvent):
+            return transfer.handle(self.state, now, event)
+        if isinstance(event, DataEvent):
+            return leases.handle(self.state, event)
+        return checkpoints.handle(self.state, event)
 
     def deadline(self) -> float | None:
         """When to be woken by a ``Tick``."""
@@ -262,9 +219,8 @@ class LearnerMachine:
         return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
-        """What a step boundary allows: its part of a checkpoint, or else applying, then
-        snapshots."""
-        state = self.state
+        """What a boundary allows: its part of a checkpoint, or else applying, then snapshots."""
+        state, options = self.state, self.options
         effects = checkpoints.at_boundary(state, self.role)
         if state.checkpoint_just_taken:
             return effects
@@ -273,16 +229,22 @@ class LearnerMachine:
             effects.append(EndTraining("the run's budget is spent"))
         for index in sorted(state.attention) if state.attention else ():
             view = state.fragments[index]
-            if view.staged is not None and self._apply_now(view):
-                if self._answers_first(view):
-                    effects += self._snapshot(index, view, None)
-                effects += self._apply(index, view)
+            if view.staged is not None and boundary.may_apply(state, options, view):
+                if boundary.answers_first(state, options, view):
+                    effects += boundary.snapshot_if_due(state, options, index, view, None)
+                effects += boundary.apply_staged(state, options, index, view)
         ahead = due_ahead(self.state, self.options, now) if self.role == "learner" else {}
         if ahead or state.attention:
             for index in sorted(state.attention | ahead.keys()):
-                effects += self._snapshot(index, state.fragments[index], ahead.get(index))
+                view = state.fragments[index]
+                if self.role == "learner":
+                    effects += boundary.snapshot_if_due(
+                        state, options, index, view, ahead.get(index)
+                    )
             state.look_away()
-        return effects + self._leave_no_rest() + self._over_if_done()
+        if self.role == "learner" and self._has_last_copies():
+            effects += boundary.leave_no_rest(state)
+        return effects + self._over_if_done()
 
     def _over_if_done(self) -> list[LearnerEffect]:
         """The run is over when every shard has finished and its last copies are held."""
@@ -304,153 +266,6 @@ class LearnerMachine:
             or not state.shards[self.options.owner(index)].linked
             for index, view in enumerate(state.fragments)
         )
-
-    def _leave_no_rest(self) -> list[LearnerEffect]:
-        """What no version has taken in the end is not kept: the model is the run's result.
-
-        Nor is what a loop has trained that began when all was over.
-        """
-        state, effects = self.state, list[LearnerEffect]()
-        if self.role != "learner" or not self._has_last_copies():
-            return effects
-        for index, view in enumerate(state.fragments):
-            if state.has_rest(view) and view.fetching is None:
-                assert view.held is not None
-                sent, view.sent, view.snapshot = view.sent, None, None
-                merged = sent.taken.tokens if sent is not None and sent.version is not None else 0
-                discarded = state.tokens_of(view) - merged
-                view.steps_before, view.tokens_before = state.step, state.tokens
-                state.discarded_tokens += discarded
-                why = NOT_TAKEN
-                effects.append(Apply(index, view.held, "overwrite", discarded, why))
-        return effects
-
-    def _answers_first(self, view: FragmentView) -> bool:
-        """Whether a pull is answered although its round has merged: the answer is late.
-
-        A learner whose step takes longer than the delivery window would otherwise never be heard.
-        """
-        pull, held, staged = view.pull, view.held, view.staged
-        if pull is None or held is None or staged is None or pull.base != held:
-            return False
-        if pull.final and not self.state.ended:
-            return False
-        age = staged.counter - held.counter
-        taken = staged.term == held.term and age <= self.options.late_rounds_max
-        return taken and self.options.late == "next" and self.state.steps_of(view) > 0
-
-    def _apply_now(self, view: FragmentView) -> bool:
-        if self.options.apply == "on_arrival" or self.state.ended or view.sent is None:
-            return True
-        if view.owed_at is not None and self.state.step >= view.owed_at + self.options.overlap:
-            return True  # the step waits for it, however late its snapshot was
-        return self.state.step >= view.sent.taken.step + self.options.overlap
-
-    def _apply(self, index: int, view: FragmentView) -> list[LearnerEffect]:
-        version, sent = view.staged, view.sent
-        assert version is not None
-        mode, why = self._mode(view, version)
-        discarded = 0
-        given_up = sent.taken.tokens if sent is not None and sent.lost else 0
-        if mode == "overwrite":
-            discarded = self.state.tokens_of(view) - (sent.taken.tokens if sent else 0) + given_up
-            view.steps_before, view.tokens_before = self.state.step, self.state.tokens
-        elif mode != "rebase":
-            assert sent is not None
-            discarded = given_up
-            view.steps_before += sent.taken.steps
-            view.tokens_before += sent.taken.tokens
-        if sent is not None and sent.version is None and not sent.lost:
-            view.late[sent.ask] = sent
-        view.held, view.staged = version, None
-        view.snapshot = view.sent = view.owed_at = None
-        view.behind = view.restored = False
-        self.state.discarded_tokens += discarded
-        effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
-        effects.append(Send(shard_peer(self.options.owner(index)), view.holding(index), why))
-        if view.pull is not None and view.pull.base < version:
-            effects += self._decline(index, view, f"behind: I hold {version}")
-        return effects
-
-    def _mode(self, view: FragmentView, version: Version) -> tuple[Mode, str]:
-        """How a copy is taken over (rule 7), and why.
-
-        Who has sent what it made from the copy that it held takes part in every newer one until
-        then, whether its contribution is in it or follows: what was sent is not kept, and so is
-        never merged twice. Once the budget is spent nothing that was trained since is thrown away.
-        """
-        options, sent = self.options, view.sent
-        keeps = self.state.ended
-        if sent is not None:
-            mode: Mode = sent.taken.alignment
-            follows = sent.version is None or sent.version > version
-            why = UNDER_WAY if follows else "its contribution is in this version"
-            if sent.lost:
-                why = f"what it sent as {sent.ask} may be in it"
-            if sent.version is not None and sent.version < version:
-                mode = "carry" if options.missed == "rebase" else "overwrite"
-                why = f"its contribution is in {sent.version}, before this one"
-            if keeps:
-                # With nothing to carry it is the copy, even where values are not finite.
-                rest = self.state.steps_of(view) > sent.taken.steps
-                mode = "carry" if rest else "overwrite"
-            return mode, why
-        if view.restored:
-            return "overwrite", "what its earlier life sent may be in it"
-        why = "it was behind" if view.behind else "it took no part in this version"
-        if view.held is not None and (options.missed == "rebase" or view.behind or keeps):
-            return "rebase", why
-        return "overwrite", why
-
-    def _snapshot(
-        self, index: int, view: FragmentView, ahead: tuple[int, int] | None
-    ) -> list[LearnerEffect]:
-        """The snapshot that a pull waits for, or that will be due before the next boundary."""
-        if view.held is None or self.role == "observer":
-            return []
-        steps = self.state.steps_of(view)
-        if view.sent is not None:
-            return []  # the snapshot that was sent is still needed
-        pull = view.pull
-        if pull is not None and pull.base == view.held and (not pull.final or self.state.ended):
-            if steps == 0 and (self.state.ended or self.state.leaving or self.state.holding):
-                # It will not step for this: who waits for it would wait for ever.
-                return self._decline(index, view, NOTHING_NEW, nothing_new=True)
-            if steps > 0:
-                effects = self._take(index, view, pull.tick, pull.tick, "a pull waits for it")
-                return effects + self._send(index, view, pull)
-        if ahead is None or steps == 0 or view.staged is not None or self.state.ended:
-            return []
-        first, last = ahead
-        return self._take(index, view, first, last, f"it is due in steps {first} to {last}")
-
-    def _take(
-        self, index: int, view: FragmentView, first: int, last: int, why: str
-    ) -> list[LearnerEffect]:
-        assert view.held is not None
-        state = self.state
-        steps, tokens = state.steps_of(view), state.tokens_of(view)
-        view.snapshot = Taken(state.step, view.held, steps, tokens, first, last)
-        return [Snapshot(index, view.held, self.state.step, why)]
-
-    def _send(self, index: int, view: FragmentView, pull: Pull) -> list[LearnerEffect]:
-        assert view.snapshot is not None
-        taken = replace(view.snapshot, alignment=pull.alignment)
-        view.pull, view.sent = None, Sent(pull.ask, taken)
-        why = f"pulled for step {pull.tick}, snapshot of own step {taken.step}"
-        return [
-            SendBody(
-                shard=self.options.owner(index),
-                fragment=index,
-                ask=pull.ask,
-                base=taken.base,
-                steps=taken.steps,
-                tokens=taken.tokens,
-                codec=pull.codec,
-                path=pull.path,
-                why=why,
-            )
-        ]
 
     def _sent(self, fragment: int, ask: Asking) -> Sent | None:
         view = self.state.fragments[fragment]
@@ -477,65 +292,48 @@ class LearnerMachine:
             Send(shard_peer(self.options.owner(fragment)), Decline(fragment, ask, False, why), why)
         ]
 
-    def _decline(
-        self, index: int, view: FragmentView, reason: str, *, nothing_new: bool = False
+    def _of_coordinator(
+        self, now: float, event: Connected | Received | Lost
     ) -> list[LearnerEffect]:
-        pull, view.pull = view.pull, None
-        assert pull is not None
-        decline = Decline(index, pull.ask, nothing_new, reason)
-        return [Send(shard_peer(self.options.owner(index)), decline, reason)]
+        match event:
+            case Connected():
+                return transfer.asked_again(self.state, now) + self._coordinated(linked=True)
+            case Received(_, message):
+                return self._coordinator_told(now, message)
+            case Lost():
+                return self._coordinated(linked=False)
+            case _:
+                assert_never(event)
 
-    def _coordinator_told(self, now: float, message: ToMember) -> list[LearnerEffect]:
+    def _coordinator_told(self, now: float, message: Message) -> list[LearnerEffect]:
         state = self.state
         match message:
-            case NoTransfer():
-                return transfer.no_donor(state, message)
-            case TransferReady():
-                return transfer.named(state, now, message)
-            case TransferLost():
-                return transfer.donor_lost(state, now, message)
-            case StateWanted():
-                return transfer.wanted(state, now, message)
-            case StateUnwanted():
-                return transfer.unwanted(state, message)
-            case RelayOpened():
-                return transfer.relay_opened(state, now, message)
             case CheckpointOrdered():
                 return checkpoints.ordered(state, message)
             case LeasesGiven() | DataRefused():
-                return [] if state.data is None else learner_leases.told(state.data, message)
+                return [] if state.data is None else leases.told(state.data, message)
             case _:
-                assert_never(message)
+                return transfer.told(state, now, message)
 
     # ---- leased data
 
     def _coordinated(self, *, linked: bool) -> list[LearnerEffect]:
         state = self.state
         state.coordinated = linked
-        return (
-            [] if state.data is None else learner_leases.link(state.data, state.step, linked=linked)
-        )
-
-    def _data(self, event: DataOpened | PartWanted | DataClosed) -> list[LearnerEffect]:
-        state = self.state
-        if isinstance(event, DataOpened):
-            step = self._durable_step()
-            state.data = DataView(
-                event.parts, 1 + event.ahead, state.coordinated, durable_step=step
-            )
-        return [] if state.data is None else learner_leases.looped(state.data, state.step, event)
+        return [] if state.data is None else leases.link(state.data, state.step, linked=linked)
 
     def _trained(self, batches: int) -> list[LearnerEffect]:
         step, data, period = self.state.step, self.state.data, self.options.period
-        return [] if data is None else learner_leases.stepped(data, step, batches, period)
-
-    def _durable_step(self) -> int:
-        return min(view.merged_step for view in self.state.fragments)
+        return [] if data is None else leases.stepped(data, step, batches, period)
 
     def _merged(self, view: FragmentView, step: int) -> list[LearnerEffect]:
         view.merged_step = max(view.merged_step, step)
         data = self.state.data
-        return [] if data is None else merged(data, self.state.step, self._durable_step())
+        return (
+            []
+            if data is None
+            else leases.merged(data, self.state.step, leases.durable_step(self.state))
+        )
 
     # ---- synchronous baselines
 
@@ -598,6 +396,13 @@ class LearnerMachine:
         )
         return [Send(shard_peer(shard), hello, "a connection is open")]
 
+    def _unlinked(self, shard: int) -> list[LearnerEffect]:
+        self.state.shards[shard].linked = False
+        for fragment in self._fragments_of(shard):
+            fragment.pull = fragment.owed_at = None
+        effects = self._release_if_free("the link to the shard is gone")
+        return effects + self._over_if_done()
+
     def _unresolved(self, shard: int) -> list[tuple[int, Sent]]:
         """What was sent to a shard and has no outcome yet, with its fragment."""
         found = []
@@ -607,7 +412,7 @@ class LearnerMachine:
             found += [(index, sent) for sent in (*view.late.values(), *own)]
         return found
 
-    def _told(self, now: float, shard: int, message: ToLearner) -> list[LearnerEffect]:
+    def _told(self, now: float, shard: int, message: Message) -> list[LearnerEffect]:
         link = self.state.shards[shard]
         match message:
             case Welcome():
@@ -646,7 +451,7 @@ class LearnerMachine:
                 link.finished = True
                 return self._over_if_done()
             case _:
-                assert_never(message)
+                raise AssertionError(f"a shard does not say this to a learner: {message}")
 
     def _hear_clock(self, now: float, link: ShardView, clock: int) -> None:
         if clock > link.clock:
@@ -686,12 +491,14 @@ class LearnerMachine:
         self.state.attention.add(index)
         self.state.shards[self.options.owner(index)].coming = pull.coming
         if view.held is not None and pull.base < view.held:
-            return self._decline(index, view, f"behind: I hold {view.held}")
+            return boundary.decline(self.options, index, view, f"behind: I hold {view.held}")
         if pull.base == view.held:
             if view.latest is None or view.latest.version == view.held:
                 view.sent = None  # nothing that was made from the newest version is in any
             elif view.sent is not None or view.restored:
-                return self._decline(index, view, f"what I made from {view.held} is sent already")
+                return boundary.decline(
+                    self.options, index, view, f"what I made from {view.held} is sent already"
+                )
         taken = view.snapshot
         fits = (
             taken is not None
@@ -699,7 +506,7 @@ class LearnerMachine:
             and not pull.final
             and (taken.first_tick <= pull.tick <= taken.last_tick or taken.step == self.state.step)
         )
-        return self._send(index, view, pull) if fits else []
+        return boundary.send(self.state, self.options, index, view, pull) if fits else []
 
     def _outcome(self, message: Outcome) -> list[LearnerEffect]:
         view, accepted = self.state.fragments[message.fragment], message.version

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from decoupled_diloco.protocol.data_leases.state import DataView
 from decoupled_diloco.protocol.grace import MovingAverage
 from decoupled_diloco.protocol.messages import Published, Pull
 from decoupled_diloco.protocol.options import Alignment
-from decoupled_diloco.protocol.transfer.messages import TransferReady
+from decoupled_diloco.protocol.transfer.state import Giving, Search
 from decoupled_diloco.protocol.versions import Asking, Holding, Version
 
 
@@ -136,31 +135,6 @@ class Recovery:
     patient_until: float | None = None
     search: Search | None = None
     gives: bool = False
-
-
-@dataclass(slots=True)
-class Search:
-    """The search for a donor; over when ``phase`` is ``found`` or ``given up``.
-
-    ``until``: how long the present phase may last; ``relayed``: the copy comes by a shard.
-    """
-
-    phase: Literal["waiting", "asking", "copying", "found", "given up"] = "waiting"
-    attempt: int = 0
-    until: float | None = None
-    named: TransferReady | None = None
-    relayed: bool = False
-    refused: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Giving:
-    """A learner that this one's state is for, once the versions are seen; ``until``: or never."""
-
-    attempt: int
-    seen: tuple[Holding, ...]
-    until: float
-    copied: bool = False
 
 
 @dataclass(slots=True)

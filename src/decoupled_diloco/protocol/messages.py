@@ -1,7 +1,9 @@
 """What processes say to each other on the control plane. Facts only; bodies travel elsewhere.
 
 Every class is a frozen dataclass of plain values, so that a message is one JSON object. A body is
-named by a path that the control plane gives out; who holds the path may be another host.
+named by a path that the control plane gives out; who holds the path may be another host. The
+messages of what stands beside the rules of the method are in `transfer`, `checkpoints` and
+`data_leases`.
 """
 
 from __future__ import annotations
@@ -9,67 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered, PartSaved
 from decoupled_diloco.protocol.data_leases.messages import DataRefused, DataReport, LeasesGiven
 from decoupled_diloco.protocol.options import Alignment
+from decoupled_diloco.protocol.transfer import messages as transfer
+from decoupled_diloco.protocol.versions import Asking as Asking
+from decoupled_diloco.protocol.versions import Holding as Holding
+from decoupled_diloco.protocol.versions import Version as Version
 
 Role = Literal["learner", "observer"]
 LOSS_MAX = 1e30
 """A loss that is not below it is as good as none: the training has diverged."""
 
 Verdict = Literal["accepted", "refused", "behind", "abandoned"]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
-    """Which published copy of a fragment: (shard term, counter), ordered lexicographically.
-
-    A shard raises its term, durably, at every start, so that two lives of a shard can never issue
-    the same version (rule 10).
-    """
-
-    term: int
-    counter: int
-
-    def __str__(self) -> str:
-        return f"{self.term}.{self.counter}"
-
-    @classmethod
-    def read(cls, text: str) -> Version:
-        """The version that is written like this.
-
-        >>> Version.read("2.57")
-        Version(term=2, counter=57)
-        """
-        term, counter = text.split(".")
-        return cls(int(term), int(counter))
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Asking:
-    """Names one asking for a contribution: the shard's term, and a number within it.
-
-    A contribution bears the name of the asking that it answers. Two lives of a shard never give the
-    same name twice.
-    """
-
-    term: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.term}.{self.number}"
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Learner → shard: I hold this version of the published copy.
-
-    ``digest`` and ``seal`` as the shard has announced it; a shard takes notice only of what it has.
-    """
-
-    fragment: int
-    version: Version
-    digest: str = ""
-    seal: str = ""
 
 
 # ---- learner → shard
@@ -343,123 +297,6 @@ class JoinRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class Trains:
-    """Learner → coordinator: I have begun to train; ``gives``: and give my state to others."""
-
-    gives: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TransferWanted:
-    """Learner → coordinator: I begin with nothing; who has seen these versions, and is healthy?
-
-    ``attempt`` numbers the asking; ``refused``: whom I have asked in vain.
-    """
-
-    attempt: int
-    seen: tuple[Holding, ...]
-    refused: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StateWanted:
-    """Coordinator → learner: this one needs your state, once you have seen these versions."""
-
-    learner: str
-    attempt: int
-    seen: tuple[Holding, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StateOffered:
-    """Donor → coordinator: a copy of my state is ready for this learner.
-
-    It is a head of ``head_nbytes``, whose ``digest`` is given and which has those of all chunks,
-    and ``nbytes`` in chunks. ``address``: where I serve it myself, to who shows the ``key``, which
-    is this process's and opens nothing else; empty: a shard must relay it.
-    """
-
-    learner: str
-    attempt: int
-    head_nbytes: int
-    nbytes: int
-    digest: str
-    address: str
-    key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StateDeclined:
-    """Donor → coordinator: this learner cannot have my state, and why."""
-
-    learner: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StateUnwanted:
-    """Coordinator → donor: forget the copy."""
-
-    learner: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransferReady:
-    """Coordinator → learner: this one's state is yours; the rest as in `StateOffered`."""
-
-    donor: str
-    attempt: int
-    head_nbytes: int
-    nbytes: int
-    digest: str
-    address: str
-    key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferLost:
-    """Coordinator → learner: your donor is gone, or declines: ask again without it."""
-
-    donor: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class NoTransfer:
-    """Coordinator → learner: nobody can give you its state, and why."""
-
-    reason: str
-    attempt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RelayWanted:
-    """Learner → coordinator: I cannot reach my donor; let a shard relay."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class RelayOpened:
-    """Coordinator → donor and learner: the head is chunk 0 of this path, at the coordinator."""
-
-    learner: str
-    attempt: int
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTaken:
-    """Learner → coordinator: I have this chunk from the relay, and all before it."""
-
-    attempt: int
-    chunk: int
-
-
-@dataclass(frozen=True, slots=True)
 class Referred:
     """Shard → learner: I do not host the coordinator, this address does."""
 
@@ -556,35 +393,7 @@ class FinishOrdered:
     """Coordinator → shard: all are swept, the run is over."""
 
 
-# ---- consistent cuts
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointOrdered:
-    """Coordinator → everybody: take your part of this cut; of earlier ones keep only ``keep``."""
-
-    number: int
-    keep: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PartSaved:
-    """Learner or shard → coordinator: my part is on my disk; or it cannot be, and why."""
-
-    number: int
-    digest: str
-    nbytes: int
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPart:
-    """One participant's part of a complete cut, as its manifest names it."""
-
-    who: str
-    digest: str
-    nbytes: int
-
+# ---- who says what to whom
 
 FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Draining | Leave
 ToLearner = (
@@ -600,27 +409,8 @@ ToLearner = (
     | Ending
     | Finished
 )
-FromMember = (
-    Trains
-    | TransferWanted
-    | StateOffered
-    | StateDeclined
-    | RelayWanted
-    | ChunkTaken
-    | DataReport
-    | PartSaved
-)
-ToMember = (
-    NoTransfer
-    | TransferReady
-    | TransferLost
-    | StateWanted
-    | StateUnwanted
-    | RelayOpened
-    | LeasesGiven
-    | DataRefused
-    | CheckpointOrdered
-)
+FromMember = transfer.FromMember | DataReport | PartSaved
+ToMember = transfer.ToMember | LeasesGiven | DataRefused | CheckpointOrdered
 FROM_MEMBER: tuple[type[FromMember], ...] = get_args(FromMember)
 TO_MEMBER: tuple[type[ToMember], ...] = get_args(ToMember)
 FromShard = ShardReady | SeedFailed | Progress | Swept | PartSaved

@@ -66,24 +66,25 @@ from decoupled_diloco.protocol.messages import (
     Hello,
     LayoutSet,
     Leave,
+    Message,
     Progress,
     SeedNamed,
+    ShardAdmitted,
     StepReport,
     Swept,
-    ToShard,
     Upload,
     Welcome,
 )
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.peers import COORDINATOR, name_problem
 from decoupled_diloco.protocol.syncer_memory import recall
 from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
 from decoupled_diloco.protocol.versions import Holding
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
-    ("starting", "TermGranted (not begun)", "empty"),
-    ("starting", "TermGranted (begun)", "restoring"),
+    ("starting", "ShardAdmitted (not begun)", "empty"),
+    ("starting", "ShardAdmitted (begun)", "restoring"),
     ("empty", "SeedNamed", "seeding"),
     ("seeding", "SeedNamed", "seeding"),
     ("seeding", "the seed's copies are no good", "seeding; the coordinator is told"),
@@ -203,21 +204,18 @@ class SyncerMachine:
                 if memory is not None:
                     recall(state, memory)
                 return []
-            case Received(admitted):
-                if state.phase == "swept":
-                    return [Send(COORDINATOR, Swept(), "the coordinator may not have heard it")]
-                return syncer_fill.term_granted(state, self.owned, now, admitted)
-            case Received(message):
-                return self._ordered(now, message)
-            case Connected(connection, hello):
+            case Connected(_, hello, connection):
+                assert isinstance(hello, Hello)
                 return self._greeted(now, connection, hello)
+            case Received(peer, message) if peer == COORDINATOR:
+                return self._ordered(now, message)
+            case Received(learner, message):
+                syncer_members.renew(state, now, learner)
+                return self._said(now, learner, message)
             case Heard(learners):
                 for learner in learners:
                     syncer_members.renew(state, now, learner)
                 return []
-            case Received(learner, message):
-                syncer_members.renew(state, now, learner)
-                return self._said(now, learner, message)
             case Reported(reports):
                 return syncer_members.reported_together(state, options, now, reports)
             case Lost(learner):
@@ -246,16 +244,19 @@ class SyncerMachine:
                 assert_never(event)
 
     def _take_checkpoint(self, number: int, why: str) -> list[SyncerEffect]:
-        """Its part of a checkpoint; before and after rounds it has none, and the checkpoint is not
-        complete."""
+        """Its part of a checkpoint; before and after rounds it has none."""
         if number <= self.state.checkpoint:
             return []
         self.state.checkpoint = number
         return [TakeCheckpoint(number, why)] if self.state.phase == "running" else []
 
-    def _ordered(self, now: float, message: ToShard) -> list[SyncerEffect]:
+    def _ordered(self, now: float, message: Message) -> list[SyncerEffect]:
         state = self.state
         match message:
+            case ShardAdmitted():
+                if state.phase == "swept":
+                    return [Send(COORDINATOR, Swept(), "the coordinator may not have heard it")]
+                return syncer_fill.term_granted(state, self.owned, now, message)
             case LayoutSet():
                 return []
             case SeedNamed():
@@ -279,10 +280,13 @@ class SyncerMachine:
                     state.stop_by = now + syncer_rounds.COPY_SECONDS
                 return []
             case _:
-                assert_never(message)
+                raise AssertionError(f"the coordinator does not say this to a shard: {message}")
 
     def _greeted(self, now: float, connection: int, hello: Hello) -> list[SyncerEffect]:
         state = self.state
+        unnamed = name_problem(hello.learner)
+        if unnamed:
+            return [Reject(connection, unnamed, True, unnamed)]
         if hello.role == "observer":
             state.observers.add(hello.learner)
             why = "an observer counts for nothing"
@@ -341,7 +345,7 @@ class SyncerMachine:
             effects.append(Send(hello.learner, Finished(), why))
         return effects
 
-    def _said(self, now: float, learner: str, message: object) -> list[SyncerEffect]:
+    def _said(self, now: float, learner: str, message: Message) -> list[SyncerEffect]:
         state = self.state
         member = state.members.get(learner)
         if member is None:
@@ -368,7 +372,7 @@ class SyncerMachine:
                 gone = {learner: f"left: {reason}"}
                 return syncer_members.remove(state, self.options, now, gone, evict=True)
             case _:
-                raise AssertionError(message)
+                raise AssertionError(f"a learner does not say this to a shard: {message}")
 
     def _merged(self, now: float, number: int, fragment: int, digest: str) -> list[SyncerEffect]:
         effects = syncer_rounds.merged(self.state, now, number, fragment, digest)

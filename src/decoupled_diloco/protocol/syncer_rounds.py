@@ -39,7 +39,7 @@ from decoupled_diloco.protocol.effects import (
     Unexpect,
 )
 from decoupled_diloco.protocol.events import BodyArrived, BodyCorrupt
-from decoupled_diloco.protocol.gate import norm_limit, remember, remember_own
+from decoupled_diloco.protocol.judging import age_of, gate_scale, problem_of, tokens_believed
 from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import Decline, GivenUp, Outcome, Verdict
 from decoupled_diloco.protocol.options import Options
@@ -159,39 +159,15 @@ def body_arrived(
     if ask is None or ask.epoch != event.epoch:
         why = "it was asked anew since, or is gone"
         return [Drop(event.fragment, event.learner, event.ask, why)]
-    verdict, problem = _problem(state, options, ask, event)
+    verdict, problem = problem_of(state, options, ask, event)
     scale = 1.0
     if not problem:
-        scale, problem = _gate(state, options, event)
+        scale, problem = gate_scale(state, options, event)
         verdict = "refused" if scale == 0.0 else "accepted"
     if verdict != "accepted":
         drop = Drop(event.fragment, event.learner, event.ask, problem)
         return [drop, *_fall_out(state, options, now, ask, "refused", problem, verdict)]
     return _fold(state, options, now, ask, event, scale, problem)
-
-
-def _problem(
-    state: SyncerState, options: Options, ask: Ask, event: BodyArrived
-) -> tuple[Verdict, str]:
-    """Why a contribution is not folded; nothing if it is."""
-    if event.base != ask.base:
-        return "behind", f"its base {event.base} is not {ask.base}"
-    if event.steps < 1 or event.tokens < 1:
-        return "refused", f"{event.tokens} tokens in {event.steps} steps"
-    age = _age(state, ask)
-    if age > 0 and options.late == "drop":
-        return "refused", f"late by {age} versions"
-    if age > options.late_rounds_max:
-        return "refused", f"late by {age} versions, more than {options.late_rounds_max}"
-    return "accepted", ""
-
-
-def _age(state: SyncerState, ask: Ask) -> int:
-    """By how many versions a contribution is late if it arrives now."""
-    entry, round = state.fragments[ask.fragment], state.rounds.get(ask.fragment)
-    assert entry.version is not None
-    merging = round is not None and round.settled_at is not None
-    return entry.version.counter - ask.base.counter + merging
 
 
 def _fold(
@@ -203,7 +179,7 @@ def _fold(
     scale: float,
     gated: str,
 ) -> list[SyncerEffect]:
-    fragment, age = event.fragment, _age(state, ask)
+    fragment, age = event.fragment, age_of(state, ask)
     ask.state, ask.delivered_at, ask.reason, ask.age = "folded", now, gated, age
     ask.steps, ask.tokens = event.steps, event.tokens
     state.fragments[fragment].fold(ask)
@@ -211,7 +187,7 @@ def _fold(
     if round is not None and round.settled_at is None:
         round.awaited.discard(ask.learner)
     cap = options.counter_cap_periods * options.period
-    believed = _tokens_believed(state, event)
+    believed = tokens_believed(state, event)
     steps, tokens = float(event.steps), float(believed)
     why = "delivered in time" if age == 0 else f"late by {age} versions"
     if believed < event.tokens:
@@ -229,13 +205,6 @@ def _fold(
     return [fold, *_link_free(state, options, now, member, fragment)]
 
 
-def _tokens_believed(state: SyncerState, event: BodyArrived) -> int:
-    """No more tokens than its learner has reported, nor than so many steps can have (rule 13)."""
-    known = state.identities[event.learner]
-    reported = max(1, known.tokens + known.earlier_tokens)
-    return min(reported, state.tokens_believed(event.tokens, event.steps))
-
-
 def _link_free(
     state: SyncerState, options: Options, now: float, member: Member, fragment: int
 ) -> list[SyncerEffect]:
@@ -243,26 +212,6 @@ def _link_free(
     member.under_way.discard(fragment)
     member.pressed = has_arrears(state, options, member)
     return serve(state, options, now, member)
-
-
-def _gate(state: SyncerState, options: Options, event: BodyArrived) -> tuple[float, str]:
-    """What the norm gate makes of a contribution: its scale, 0 if it is refused, and why."""
-    norms, own = state.fragments[event.fragment].norms, state.identities[event.learner].sizes
-    found = norm_limit(norms, own, event.steps, options.norm_gate)
-    remember(norms, event.norm, event.steps)
-    if found is None:
-        return (1.0, "")
-    limit, usual = found
-    remember_own(own, event.norm, usual)
-    if event.norm <= limit:
-        return (1.0, "")
-    text = (
-        f"its norm {event.norm:.3g} in {event.steps} steps exceeds {limit:.3g}: "
-        f"norms of this fragment are {usual:.3g} as a rule"
-    )
-    if options.oversized == "clip":
-        return (limit / event.norm, f"clipped: {text}")
-    return (0.0, text)
 
 
 def declined(

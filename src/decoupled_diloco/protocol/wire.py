@@ -43,8 +43,8 @@ def numbered(message: object, checkpoint: int) -> Json:
     """A message as JSON, with its sender's checkpoint number.
 
     >>> from decoupled_diloco.protocol.messages import Ending
-    >>> coloured(Ending(), 3), coloured(Ending(), 0)
-    ({'type': 'Ending', 'checkpoint': 3}, {'type': 'Ending'})
+    >>> numbered(Ending(), 3), numbered(Ending(), 0)
+    ({'type': 'Ending', 'cut': 3}, {'type': 'Ending'})
     """
     data = encode(message)
     if checkpoint:

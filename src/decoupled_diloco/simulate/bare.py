@@ -19,7 +19,7 @@ from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.events import Joining
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.messages import ShardHello
-from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
+from decoupled_diloco.protocol.peers import COORDINATOR, is_shard_peer, shard_of, shard_peer
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.network import Connection, Endpoint
@@ -152,15 +152,15 @@ class BareCoordinator(Bare):
             case do.Deny(number, reason, retry):
                 self._answer(number, say.JoinRefused(reason, retry))
                 self.guests.pop(number, None)
-            case do.Send(learner, message):
+            case do.Send(peer, message) if is_shard_peer(peer):
+                self._order(shard_of(peer), fact.Received(COORDINATOR, message))
+            case do.Send(peer, message):
                 for number, guest in self.guests.items():
-                    if guest.learner == learner:
+                    if guest.learner == peer:
                         self._answer(number, message)
             case do.AdmitShard(shard, term, begun):
                 self._order(shard, fact.Received(COORDINATOR, say.ShardAdmitted(term, begun)))
                 self._order(shard, fact.Received(COORDINATOR, say.LayoutSet(LAYOUT)))
-            case do.Send(shard, message):
-                self._order(shard, fact.Received(COORDINATOR, message))
             case _:
                 pass  # nothing is kept
 
@@ -326,6 +326,10 @@ class BareShard(Bare):
                 if connection is not None:
                     connection.send(self, say.Refusal(reason, final))
                     connection.close(self)
+            case do.Send(peer, message) if peer == COORDINATOR:
+                coordinator = self.crowd.coordinator
+                said = fact.Received(shard_peer(self.shard), message)
+                self.clockwork.arrive(coordinator, self.now, coordinator.tell, said)
             case do.Send(learner, message):
                 if learner in self.bound:
                     self.bound[learner].send(self, message)
@@ -351,10 +355,6 @@ class BareShard(Bare):
                 if bound is not None:
                     self.who.pop(bound.number, None)
                     bound.close(self)
-            case do.Send(message):
-                coordinator = self.crowd.coordinator
-                said = fact.Received(shard_peer(self.shard), message)
-                self.clockwork.arrive(coordinator, self.now, coordinator.tell, said)
             case do.Stop():
                 self.over = True
                 self.crowd.ended(self)
@@ -505,11 +505,11 @@ class BareLearner(Bare):
     def carry_out(self, effect: Any) -> None:
         """See `Bare`."""
         match effect:
-            case do.Send(shard, message):
-                self._say(shard, message)
-            case do.Send(message):
+            case do.Send(peer, message) if peer == COORDINATOR:
                 if self.coordinator is not None:
                     self.coordinator.send(self, message)
+            case do.Send(peer, message):
+                self._say(shard_of(peer), message)
             case do.SendBody():
                 self._send_body(effect)
             case do.SendCopy():

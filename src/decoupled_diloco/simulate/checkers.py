@@ -25,7 +25,7 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import Began, BodyArrived, Merged, MergeFailed, Received
 from decoupled_diloco.protocol.learner_boundary import NOT_TAKEN
-from decoupled_diloco.protocol.messages import Published, Pull
+from decoupled_diloco.protocol.messages import Published, Pull, ShardAdmitted
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.bounds import sees_the_end
@@ -98,8 +98,8 @@ class Checker:
             epoch = self.system.participants[who].machine.epoch
             assert epoch >= self.epochs.get(who, 0), "an epoch goes back"
             self.epochs[who] = epoch
-        if isinstance(event, Received):
-            shard, term = self.shards[who].shard, event.admitted.term
+        if isinstance(event, Received) and isinstance(event.message, ShardAdmitted):
+            shard, term = self.shards[who].shard, event.message.term
             assert term >= self.terms.get(shard, 0), "a term goes back"
             self.terms[shard] = term
 

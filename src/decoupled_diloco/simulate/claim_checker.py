@@ -26,7 +26,7 @@ from decoupled_diloco.protocol.effects import AdmitShard, Apply, Broadcast, Evic
 from decoupled_diloco.protocol.events import BodyArrived, Connected, Heard, Received, Reported
 from decoupled_diloco.protocol.learner_boundary import NOT_TAKEN
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
-from decoupled_diloco.protocol.messages import Published
+from decoupled_diloco.protocol.messages import Published, ShardHello
 from decoupled_diloco.protocol.shard_lease import Activate
 from decoupled_diloco.protocol.syncer_fill import SETTLE_SECONDS
 from decoupled_diloco.protocol.versions import Version
@@ -65,9 +65,10 @@ class ClaimChecker:
             match effect:
                 case AdmitShard(shard):
                     assert isinstance(event, Connected)
+                    assert isinstance(event.greeting, ShardHello)
                     newest = self._claims.get(shard, 0)
-                    assert event.claim >= newest, f"{event} is let in after claim {newest}"
-                    self._claims[shard] = event.claim
+                    assert event.greeting.claim >= newest, f"{event} is let in after claim {newest}"
+                    self._claims[shard] = event.greeting.claim
                 case Activate(number):
                     self._activated(who.removesuffix(".claims"), number)
                 case Broadcast(Published() as message):
@@ -89,8 +90,8 @@ class ClaimChecker:
                 names = learners
             case Received(learner) | BodyArrived(learner):
                 names = (learner,)
-            case Connected(_, hello):
-                names = (hello.learner,)
+            case Connected(learner):
+                names = (learner,)
             case Reported(reports):
                 names = tuple(learner for learner, _ in reports)
             case _:

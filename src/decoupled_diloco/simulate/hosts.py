@@ -340,9 +340,9 @@ class ShardHost(Host):
     def tensors(self) -> ShardTensors:
         """The fragments of the shard."""
         assert self.role is not None
-        tensors = self.role.acting._tensors
-        assert tensors is not None, "the shard knows the model's layout"
-        return tensors
+        merging = self.role.acting._merging
+        assert merging is not None, "the shard knows the model's layout"
+        return merging.tensors
 
     @property
     def claim(self) -> int:

@@ -34,6 +34,7 @@ from decoupled_diloco.protocol.events import (
     StepFinished,
 )
 from decoupled_diloco.protocol.messages import Outcome
+from decoupled_diloco.protocol.peers import is_shard_peer, shard_of
 from decoupled_diloco.protocol.versions import Asking, Version
 
 if TYPE_CHECKING:
@@ -176,8 +177,9 @@ class Lineage:
             step = steps_of(trainer.life, trainer.steps - 1, trainer.steps)
             for local in trainer.fragments:
                 local.own = union(local.own, step)
-        elif isinstance(event, Lost):
-            for local in trainer.fragments[event.shard :: len(self.system.shards)]:
+        elif isinstance(event, Lost) and is_shard_peer(event.peer):
+            of_shard = slice(shard_of(event.peer), None, len(self.system.shards))
+            for local in trainer.fragments[of_shard]:
                 for sent in local.under_way.values():
                     local.parted = union(local.parted, sent)
                 local.under_way.clear()

@@ -405,7 +405,7 @@ def _slip(scene: Scene, choices: Choices) -> None:
             if type(effect) is Send:
                 copies = isinstance(effect.message, CopyWanted)
                 share = mishaps.copies_slip if copies else mishaps.slips
-                slip(effect.learner, who, share)
+                slip(effect.peer, who, share)
             elif type(effect) is Broadcast:
                 for name in system.learners:
                     slip(name, who, mishaps.slips)

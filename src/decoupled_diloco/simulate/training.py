@@ -112,7 +112,8 @@ def virtual_run(
 ) -> VirtualRun:
     """Builds a run in virtual time; `VirtualRun.system` lets the time pass.
 
-    Whoever builds it closes it, and its files are gone with it. Nobody fails in it, so learners keep no checkpoints.
+    Close it at the end: its files are gone then. No process fails in it, so learners keep no
+    checkpoints.
 
     Args:
         config: The run's settings; the learners' data parts follow ``run.learners``.

@@ -166,7 +166,7 @@ class _Shard:
                     self._copied(fragment, f"file/{fragment}", text)
             case fact.DiskRead(copies):
                 self._recovered = copies
-            case fact.Received(admitted):
+            case fact.Received(_, say.ShardAdmitted() as admitted):
                 self._recover(admitted.term)
             case fact.Merged(number, fragment, text):
                 self._merged(number, fragment, text)

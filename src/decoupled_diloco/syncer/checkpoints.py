@@ -16,9 +16,10 @@ import logging
 from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.protocol.checkpoints.coordinator import OpenCheckpoint
 from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointPart
 from decoupled_diloco.runtime import runtime
@@ -66,6 +67,47 @@ class Manifest:
             path = self.part(part.who)
             if part_digest(path) != part.digest:
                 raise StorageError(f"{path} is not the part that belongs to cut {self.number}")
+
+
+State = Literal["refused", "open", "complete", "given up"]
+
+
+@dataclass(frozen=True)
+class CheckpointAnswer:
+    """What has become of a checkpoint.
+
+    Attributes:
+        state: ``refused``: none can begin now.
+        number: Of the checkpoint; 0: there is none.
+        words: Why it was refused or given up, or what it waits for.
+        folder: Where the shards' parts are, at the syncer.
+        nbytes: Of all parts.
+        missing: Learners that were there and gave no part.
+    """
+
+    state: State
+    number: int
+    words: str = ""
+    folder: str = ""
+    nbytes: int = 0
+    missing: tuple[str, ...] = ()
+
+    @classmethod
+    def kept(cls, run: Path, checkpoint: KeepCheckpoint) -> CheckpointAnswer:
+        """Of a checkpoint that is complete, its manifest written."""
+        nbytes = sum(part.nbytes for part in (*checkpoint.shards, *checkpoint.learners))
+        folder = str(checkpoint_folder(run, checkpoint.number).absolute())
+        return cls(
+            "complete", checkpoint.number, folder=folder, nbytes=nbytes, missing=checkpoint.missing
+        )
+
+    @classmethod
+    def of_open(cls, checkpoint: OpenCheckpoint) -> CheckpointAnswer:
+        """Of a checkpoint that waits for parts."""
+        awaited = [f"shard-{shard}" for shard in sorted(checkpoint.shards_awaited)]
+        awaited += sorted(checkpoint.learners_awaited)
+        words = f"the parts of {', '.join(awaited)} are still to come"
+        return cls("open", checkpoint.number, words, missing=tuple(sorted(checkpoint.missing)))
 
 
 def checkpoint_folder(run: Path, number: int) -> Path:

@@ -15,13 +15,11 @@ import dataclasses
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never, get_args
-
-from pydantic import TypeAdapter
+from typing import Any, assert_never, cast, get_args
 
 from decoupled_diloco.config.method import (
     difference_of,
@@ -31,17 +29,17 @@ from decoupled_diloco.config.method import (
     read_public,
     synchronised,
 )
-from decoupled_diloco.config.resume import lasting
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.observe.tape import Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.checkpoints.coordinator import raised
 from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
 from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
+from decoupled_diloco.protocol.coordinator import (
+    CoordinatorMachine,
+)
 from decoupled_diloco.protocol.data_leases.effects import Enter
 from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.protocol.events import (
@@ -52,15 +50,14 @@ from decoupled_diloco.protocol.events import (
     Received,
     Tick,
 )
-from decoupled_diloco.protocol.messages import ShardHello
-from decoupled_diloco.protocol.peers import shard_peer
+from decoupled_diloco.protocol.peers import is_shard_peer, shard_of, shard_peer
 from decoupled_diloco.protocol.transfer.effects import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.data_ledger import DataLedger
-from decoupled_diloco.syncer.checkpoint_requests import CheckpointAnswer
-from decoupled_diloco.syncer.checkpoints import write_manifest
-from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_since, newest_state
+from decoupled_diloco.syncer.checkpoints import CheckpointAnswer, write_manifest
+from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_since
+from decoupled_diloco.syncer.coordinator_document import plain, read_document
 from decoupled_diloco.syncer.relay import Relay
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.transport.base import BodyStore, Channel
@@ -85,8 +82,6 @@ _NOT_THE_RUNS = (
 )
 
 _ANOTHER_RUN = "another run is at this address now"
-
-_STATE = TypeAdapter(CoordinatorState)
 
 ShardLink = Callable[[say.ToShard | say.ShardAdmitted | say.JoinRefused], None]
 
@@ -310,11 +305,8 @@ class CoordinatorHost:
     def shard_greeted(self, hello: say.ShardHello, link: ShardLink) -> None:
         """A shard is here; ``link`` brings it messages, if it may act for the shard."""
         self._greeting = link
-        self._handle(
-            Connected(
-                shard_peer(hello.shard), ShardHello(hello.shard, hello.nonce, claim=hello.claim)
-            )
-        )
+        greeting = replace(hello, settings="")  # what the tape has in its header
+        self._handle(Connected(shard_peer(hello.shard), greeting))
 
     def shard_said(self, shard: int, message: say.FromShard) -> None:
         """A shard said something."""
@@ -420,8 +412,6 @@ class CoordinatorHost:
                 self._answer(connection, admitted)
             case do.Deny(connection, reason, retry):
                 self._answer(connection, say.JoinRefused(reason, retry))
-            case do.Send(learner, message):
-                self._inform(learner, message)
             case OpenRelay(_, donor, _, path, head_nbytes, nbytes):
                 self._relay.open(path, donor, head_nbytes, nbytes)
             case RelayOn(path, chunk):
@@ -439,8 +429,10 @@ class CoordinatorHost:
                 self._tell(shard, say.ShardAdmitted(term, begun, self._key))
                 if self._layout is not None:
                     self._tell(shard, say.LayoutSet(self._layout_text()))
-            case do.Send(shard, message):
-                self._tell(shard, message)
+            case do.Send(peer, message) if is_shard_peer(peer):
+                self._tell(shard_of(peer), cast("say.ToShard", message))
+            case do.Send(learner, message):
+                self._inform(learner, message)
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
             case do.DenyShard():
@@ -487,7 +479,7 @@ class CoordinatorHost:
         if connection in self._joining:
             self._joining[connection][0].send(encode(message))
 
-    def _inform(self, learner: str, message: say.ToMember) -> None:
+    def _inform(self, learner: str, message: say.Message) -> None:
         present = self._present(learner)
         if present:
             channel, _ = present[-1]
@@ -513,7 +505,7 @@ class CoordinatorHost:
         }
 
     def _state(self) -> Any:
-        return _STATE.dump_python(self.machine.snapshot(), mode="json")
+        return plain(self.machine.snapshot())
 
     def _appending(self, entries: list[LedgerEntry]) -> Callable[[], None]:
         if not self._shard_lease.number:
@@ -532,7 +524,7 @@ class CoordinatorHost:
 
     def _load(self) -> Any:
         """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""
-        kept = _read(self._disk.find(), self._config, joined_since(self._folder))
+        kept = read_document(self._disk.find(), self._config, joined_since(self._folder))
         if kept is None:
             return None
         document, state, self._layout = kept
@@ -541,72 +533,3 @@ class CoordinatorHost:
         self._entered = tuple(decode(each, LEDGER_ENTRIES) for each in document.get("entered", ()))
         self.machine.restore(state)
         return document["state"]
-
-
-def read_state(folder: Path, config: RunConfig) -> CoordinatorState | None:
-    """The state that a coordinator would go on from with these settings; ``None``: none is there.
-
-    Raises:
-        StorageError: It cannot be read.
-        ConfigError: It is of a run with other settings; the budget may differ.
-    """
-    kept = _read(newest_state(folder), config, joined_since(folder))
-    if kept is None:
-        return None
-    machine = CoordinatorMachine(options_of(config))
-    machine.restore(kept[1])
-    return machine.state
-
-
-def read_layout(folder: Path, config: RunConfig) -> Layout | None:
-    """The model's layout that the coordinator has kept; ``None``: no learner has brought one.
-
-    Raises:
-        StorageError: It cannot be read.
-        ConfigError: It is of a run with other settings.
-    """
-    kept = _read(newest_state(folder), config, ())
-    return None if kept is None else kept[2]
-
-
-def document_at_checkpoint(
-    part: Mapping[str, Any], newest: CoordinatorState | None
-) -> tuple[dict[str, Any], CoordinatorState]:
-    """What the coordinator's file holds to go on from its part of a checkpoint, and the state in
-    it.
-
-    Args:
-        part: The document as it was then.
-        newest: What it has known last: no epoch, term or lease is given out twice.
-    """
-    state = _STATE.validate_python(part["state"])
-    back = raised(state, newest or state)
-    return {**part, "state": _STATE.dump_python(back, mode="json")}, back
-
-
-def _read(
-    file: Path, config: RunConfig, joined: Sequence[str]
-) -> tuple[Any, CoordinatorState, Layout | None] | None:
-    if not file.exists():
-        return None
-    try:
-        document = json.loads(runtime().disk.read(file))
-        for name, record in map(json.loads, joined):
-            known = document["state"]["learners"].get(name, {"epoch": 0})
-            if record["epoch"] >= known["epoch"]:
-                document["state"]["learners"][name] = record
-        state = _STATE.validate_python(document["state"])
-        layout = document["layout"]
-        theirs = read_public(document["settings"])
-        found = Layout.from_json(json.loads(layout)) if layout else None
-    except (OSError, ValueError, KeyError, TypeError, ProtocolError) as error:
-        raise StorageError(
-            f"{file} cannot be read ({error}): move the run folder away to begin anew"
-        ) from error
-    difference = difference_of(lasting(config), lasting(theirs))
-    if difference:
-        raise ConfigError(
-            f"{file} is of a run with other settings: {difference}: move the run folder "
-            "away, choose another, or give this run's own file"
-        )
-    return document, state, found

@@ -13,7 +13,6 @@ import dataclasses
 import gc
 import json
 import logging
-import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from decoupled_diloco.config.method import options_of, plan_of, public_text
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import (
     Error,
-    MergeError,
     ProtocolError,
     StorageError,
     TransportError,
@@ -37,22 +35,21 @@ from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
-from decoupled_diloco.protocol.checkpoints.events import PartWritten
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.versions import Holding
 from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
 from decoupled_diloco.runtime import now, runtime
-from decoupled_diloco.syncer.checkpoints import forget_checkpoints, part_file
-from decoupled_diloco.syncer.coordinator import RETRY_SECONDS, CoordinatorHost
+from decoupled_diloco.syncer.checkpoints import forget_checkpoints
+from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.downloads import Downloads
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
-from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
+from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.health import health_of
 from decoupled_diloco.syncer.link import CoordinatorLink
+from decoupled_diloco.syncer.merging import Merging
 from decoupled_diloco.syncer.payloads import Payloads
-from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.syncer.seals import Seals
 from decoupled_diloco.syncer.sessions import Sessions, first_message
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
@@ -64,9 +61,6 @@ logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""
-
-MEMORY_SECONDS = 1.0
-"""How old what a merge's record remembers of learners may be: they tell it again."""
 
 HEARD_SECONDS = 1.0
 """How often the shard looks at who was heard: every ping interval."""
@@ -152,13 +146,10 @@ class Shard:
             address=addresses[0],
             fail=self._fail,
         )
-        self._remembered_at, self._remembered = -math.inf, dict[str, Any]()
         self._seals: Seals | None = None
         self._sealed = asyncio.Event()
         self._layout: Layout | None = None
-        self._tensors: ShardTensors | None = None
-        self._disk: ShardDisk | None = None
-        self._payloads: Payloads | None = None
+        self._merging: Merging | None = None
         self._admitted: say.ShardAdmitted | None = None
         self._worker = runtime().worker("merge")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -230,8 +221,8 @@ class Shard:
         await self._server.stop()
         await self._client.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
-        if self._disk is not None:
-            self._disk.close()
+        if self._merging is not None and self._merging.disk is not None:
+            self._merging.disk.close()
         await asyncio.to_thread(self._flush)
 
     def _tapes(self) -> list[TapeWriter]:
@@ -304,7 +295,7 @@ class Shard:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             for tape in self._tapes():
-                while tape.make_text(SLICE):
+                while tape.make_text(SLICE):  # noqa: ASYNC110  # other tasks take turns
                     await asyncio.sleep(0)
             if any(tape.waiting for tape in self._tapes()):
                 await asyncio.to_thread(self._flush)
@@ -408,6 +399,8 @@ class Shard:
                 # Where the copy is now: it may be withdrawn before everybody has heard of it.
                 located = dataclasses.replace(effect, message=self._offered(news))
                 self._in_order.put((located, self.machine.state.checkpoint))
+            case do.Send(peer, message) if peer == COORDINATOR:
+                self._report(cast("say.FromShard", message))
             case (
                 do.Accept()
                 | do.Reject()
@@ -420,18 +413,17 @@ class Shard:
                 | do.Stop()
             ):
                 self._in_order.put((effect, self.machine.state.checkpoint))
-            case do.Send(message):
-                self._report(message)
             case do.ClockAdvanced() | do.RoundOpened() | do.RoundFinished():
                 pass
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
             case TakeCheckpoint(number):
-                self._spawn(self._take_checkpoint(number, encode(remembered(self.machine.state))))
+                memory = encode(remembered(self.machine.state))
+                self._spawn(self._require_merging().take_checkpoint(number, memory))
             case ForgetCheckpoints(keep, before):
                 self._spawn(asyncio.to_thread(forget_checkpoints, self._folder, keep, before))
             case _:
-                self._do_in_worker(effect)
+                self._require_merging().carry_out(effect)
 
     def _do_in_order(self, ordered: tuple[_InOrder, int]) -> Iterator[object] | None:
         """Does what peers hear of; every message is of the checkpoint in which it was ordered."""
@@ -463,32 +455,20 @@ class Shard:
         assert self._uploads is not None, "bodies are spoken of only after the layout is set"
         return self._uploads
 
+    def _require_merging(self) -> Merging:
+        assert self._merging is not None, "bodies are spoken of only after the layout is set"
+        return self._merging
+
+    async def _in_worker(self, task: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, task)
+
     async def _stop_last(self) -> None:
         """The coordinator's process stays until the other shards have heard that all is over."""
         if self._host is not None:
             await self._host.everyone_gone()
         self._stopping.set()
 
-    def _do_in_worker(
-        self, effect: do.Fold | do.Drop | do.Merge | do.Install | do.LoadWeights
-    ) -> None:
-        tensors = self._tensors
-        assert tensors is not None, "bodies are spoken of only after the layout is set"
-        match effect:
-            case do.Fold(fragment, _, ask, steps, tokens, _, scale, discount):
-                self._work(partial(tensors.fold, fragment, ask, steps, tokens, scale, discount))
-            case do.Drop(ask=ask):
-                self._work(partial(tensors.drop, ask))
-            case do.Merge():
-                self._spawn(self._merge(tensors, effect))
-            case do.Install():
-                self._install(tensors, effect)
-            case do.LoadWeights():
-                self._spawn(self._load_weights(tensors))
-            case _:
-                assert_never(effect)
-
-    def _located(self, message: say.ToLearner) -> say.ToLearner:
+    def _located(self, message: say.Message) -> say.Message:
         """The message with the path of an expected body replaced by its URL."""
         if not isinstance(message, say.Pull | say.CopyWanted):
             return message
@@ -504,119 +484,20 @@ class Shard:
         )
 
     def _report(self, message: say.FromShard) -> None:
+        merging = self._merging
         if isinstance(message, say.Swept):
             self._spawn(self._save_share(message))
-        elif isinstance(message, say.ShardReady) and self._disk is not None:
+        elif isinstance(message, say.ShardReady) and merging is not None and merging.disk:
             # Nobody hears of the first versions before the disk has them.
-            tell = partial(self._coordinator.tell, message)
-            self._spawn(self._keep_installed(self._disk, tell))
+            self._spawn(merging.keep_installed(partial(self._coordinator.tell, message)))
         else:
             self._coordinator.tell(message)
 
-    # ---- bodies
-
-    async def _merge(self, tensors: ShardTensors, effect: do.Merge) -> None:
-        number, fragment, disk = effect.round, effect.fragment, self._disk
-        memory = self._memory()
-
-        def merge() -> PublishedCopy:
-            if disk is None:
-                return tensors.merge(fragment)
-            return disk.merge(fragment, effect.version, memory)
-
-        fenced = self._shard_lease.fenced(merge)
-
-        def merge_or_forget() -> PublishedCopy:
-            try:
-                return fenced()
-            finally:
-                tensors.forget_folded(fragment)
-
-        try:
-            published = await self._in_worker(merge_or_forget)
-        except (MergeError, StorageError) as error:
-            logger.warning("round %d of fragment %d: %s", number, fragment, error)
-            self._handle(fact.MergeFailed(number, fragment, str(error)))
-            return
-        self._downloads.offer(fragment, effect.version, published)
-        self._handle(fact.Merged(number, fragment, published.digest))
-
-    def _memory(self) -> dict[str, Any]:
-        """What a merge's record remembers; with thousands of learners it is made now and then."""
-        at = now()
-        if at >= self._remembered_at + MEMORY_SECONDS:
-            self._remembered_at, self._remembered = at, encode(remembered(self.machine.state))
-        return self._remembered | {"clock": self.machine.state.clock}
-
-    def _install(self, tensors: ShardTensors, effect: do.Install) -> None:
-        fragment = effect.fragment
-        tensors.install_received(fragment, effect.digest)
-        copy = PublishedCopy(torch.empty(0), tensors.whole(fragment), effect.digest)
-        self._downloads.offer(fragment, effect.version, copy)
-        begins = self.machine.state.phase == "ready"
-        if fragment == self.machine.owned[-1] and self._disk is not None and not begins:
-            self._spawn(self._keep_installed(self._disk))
-
-    async def _keep_installed(
-        self, disk: ShardDisk, then: Callable[[], None] | None = None
-    ) -> None:
-        """Writes what all fragments are now; with something to do ``then``, until it can."""
-        while True:
-            versions = {p: f.version for p, f in self.machine.state.fragments.items() if f.version}
-            memory = encode(remembered(self.machine.state))
-            try:
-                await self._in_worker(partial(disk.installed, versions, memory))
-                break
-            except StorageError as error:
-                logger.error("%s: nothing is merged until it can", error)
-            if then is None:
-                return
-            await asyncio.sleep(RETRY_SECONDS)
-        if then is not None:
-            then()
-
-    async def _take_checkpoint(self, number: int, memory: dict[str, Any]) -> None:
-        """The part is what the worker has when this has come through its queue; rounds go on."""
-        disk = self._disk
-        if disk is None:
-            self._handle(PartWritten(number, "", 0, "syncer.durable=false keeps nothing"))
-            return
-        part = await self._in_worker(lambda: disk.part(memory))
-        path = part_file(self._folder, number, self.shard)
-        try:
-            write = self._shard_lease.fenced(partial(part.write, path))
-            digest = await asyncio.to_thread(write)
-            self._handle(PartWritten(number, digest, path.stat().st_size))
-        except (StorageError, OSError) as error:
-            self._handle(PartWritten(number, "", 0, str(error)))
-
-    async def _load_weights(self, tensors: ShardTensors) -> None:
-        path, payloads = self.config.sync.initial_weights, self._payloads
-        assert path is not None
-        values_of = initial_values(path, tensors.plan, tensors.owned)
-        kept = values_of if payloads is None else payloads.keep_file(values_of)
-        digests = await self._in_worker(lambda: tuple((p, tensors.install(p, v)) for p, v in kept))
-        self._handle(fact.WeightsLoaded(digests))
-
     async def _save_share(self, message: say.Swept) -> None:
-        """Writes this shard's share of the result before the coordinator hears of the end."""
-        tensors = self._tensors
-        if tensors is not None:
-            versions = {p: str(f.version) for p, f in self.machine.state.fragments.items()}
-            save = partial(save_share, self._folder, self.shard, tensors, versions)
-            await self._in_worker(self._shard_lease.fenced(save))
-        if self._disk is not None:
-            self._disk.memory = encode(remembered(self.machine.state))
-            await self._in_worker(self._disk.finish)
+        """The coordinator hears of the end when this shard's share of the result is written."""
+        if self._merging is not None:
+            await self._merging.save_share()
         self._coordinator.tell(message)
-
-    # ---- the worker
-
-    def _work(self, task: Callable[[], None]) -> None:
-        self._spawn(self._in_worker(task))
-
-    async def _in_worker(self, task: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, task)
 
     # ---- the coordinator
 
@@ -629,58 +510,66 @@ class Shard:
             message = dataclasses.replace(message, key="")  # it goes to no tape
         if isinstance(message, say.LayoutSet):
             self._set_layout(message.layout)
-            if self._admitted is not None and self._disk is not None:
+            if self._admitted is not None:
                 self._coordinator.hold_back()
-                self._spawn(self._recover(self._disk, self._admitted))
+                self._spawn(self._recover(self._admitted))
                 self._admitted = None
-        if not isinstance(message, say.ShardAdmitted):
-            self._handle(fact.Received(COORDINATOR, message))
-        elif message.begun and self._tensors is None and self.config.syncer.durable:
+        waits = self._merging is None and self.config.syncer.durable
+        if isinstance(message, say.ShardAdmitted) and message.begun and waits:
             self._admitted = message  # the disk is read first, and that takes the layout
         else:
             self._handle(fact.Received(COORDINATOR, message))
 
-    async def _recover(self, disk: ShardDisk, admitted: say.ShardAdmitted) -> None:
+    async def _recover(self, admitted: say.ShardAdmitted) -> None:
         """Reads the disk; then the machine hears of it, and that it may begin."""
-        found = await self._in_worker(disk.recover)
-        if found and self._payloads is not None:
-            payloads = self._payloads
-            await self._in_worker(lambda: payloads.keep_recovered(admitted.term))
-        for problem in disk.problems:
-            logger.warning("%s", problem)
-        copies = [fact.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
-        if copies:
-            memory = None if disk.memory is None else decode(disk.memory, [fact.ShardMemory])
-            self._handle(fact.DiskRead(tuple(copies), memory, disk.is_exact))
+        found = await self._require_merging().recover(admitted.term)
+        if found is not None:
+            self._handle(found)
         self._handle(fact.Received(COORDINATOR, admitted))
         self._coordinator.let_go()
 
     def _set_layout(self, text: str) -> None:
-        if self._tensors is not None:
+        if self._merging is not None:
             return
         self._layout = Layout.from_json(json.loads(text))
-        plan = plan_of(self._layout, self.config)
-        self._tensors = ShardTensors(plan, self.machine.owned)
-        if self.config.syncer.durable:
-            identity = identity_of_shard(self.config, self._layout)
-            folder = self._folder / DURABLE / f"shard-{self.shard}"
-            self._disk = ShardDisk(folder, identity, self._tensors, claim=self._shard_lease.number)
-        if self.config.syncer.record_payloads:
-            later = asyncio.get_running_loop().call_soon_threadsafe
-            self._payloads = Payloads(
-                self._folder,
-                self.shard,
-                self._tensors,
-                lambda problem: later(self._payloads_end, problem),
-            )
+        tensors = ShardTensors(plan_of(self._layout, self.config), self.machine.owned)
+        payloads = self._recorded(tensors)
+        self._merging = Merging(
+            self.machine,
+            tensors,
+            disk=self._disk_of(tensors, self._layout),
+            payloads=payloads,
+            folder=self._folder,
+            initial_weights=self.config.sync.initial_weights,
+            downloads=self._downloads,
+            shard_lease=self._shard_lease,
+            spawn=self._spawn,
+            in_worker=self._in_worker,
+            handle=self._handle,
+        )
         self._uploads = Uploads(
-            self._tensors,
+            tensors,
             self._server.bodies,
             spawn=self._spawn,
             in_worker=self._in_worker,
             handle=self._handle,
             stopping=self._stopping.is_set,
-            keep=None if self._payloads is None else self._payloads.keep,
+            keep=None if payloads is None else payloads.keep,
+        )
+
+    def _disk_of(self, tensors: ShardTensors, layout: Layout) -> ShardDisk | None:
+        if not self.config.syncer.durable:
+            return None
+        identity = identity_of_shard(self.config, layout)
+        folder = self._folder / DURABLE / f"shard-{self.shard}"
+        return ShardDisk(folder, identity, tensors, claim=self._shard_lease.number)
+
+    def _recorded(self, tensors: ShardTensors) -> Payloads | None:
+        if not self.config.syncer.record_payloads:
+            return None
+        later = asyncio.get_running_loop().call_soon_threadsafe
+        return Payloads(
+            self._folder, self.shard, tensors, lambda problem: later(self._payloads_end, problem)
         )
 
     def _payloads_end(self, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""The claim by which a process acts for its shard: the shell around `LeaseMachine`.
+"""The lease by which a process acts for its shard: the shell around `ShardLeaseMachine`.
 
 A process of a shard that has a standby first waits for its claim, then serves, and ends when it
 loses it. Whatever others must be able to rely on is *fenced*: done while the claim is the newest,
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class NoStandby:
-    """The shard_lease of a shard that one process alone can act for."""
+    """What takes the lease's place where one process alone can act for a shard."""
 
     number = 0
     nonce = ""

@@ -1,7 +1,8 @@
 """Bodies on their way into a shard and out of it: what the data plane is told, and reports.
 
-`Intake` joins each expected body with its announcement on the control plane, has it verified whole,
-and tells the machine. `Offers` makes published copies available under the paths of the core.
+`Uploads` joins each expected body with its announcement on the control plane, has it verified
+whole, and tells the machine. `Downloads` makes published copies available under the paths of the
+core.
 """
 
 from __future__ import annotations
@@ -13,17 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
 from decoupled_diloco.merge import Body as TensorBody
-from decoupled_diloco.merge import as_bytes
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.versions import Asking, Version
-from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
+from decoupled_diloco.protocol.versions import Asking
+from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.transport.base import BodyStore, ExpectedUpload, ReceivedBody
 
 logger = logging.getLogger(__name__)
@@ -33,9 +31,6 @@ _T = TypeVar("_T")
 DECODED_MAX = 2
 """Contributions that are decoded and not folded yet: one in the worker, one that the loop looks at.
 Further bodies wait as they came, in the transport's bounded pool."""
-
-DIFFERENCES_KEPT = 2
-"""Published differences of a fragment that can be fetched."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 Handle = Callable[[fact.SyncerEvent], None]
@@ -247,48 +242,3 @@ class Uploads:
                 await self._in_worker(lambda: None)
         finally:
             body.release()
-
-
-class Downloads:
-    """Published copies that learners may fetch.
-
-    Of each fragment: the newest whole, which is the shard's own published copy, and the two newest
-    differences, so that who is one version behind need not fetch four bytes an element. Who asks
-    for an older body is told that it is gone, and fetches the newest whole.
-
-    Args:
-        bodies: The server's data plane.
-    """
-
-    def __init__(self, bodies: BodyStore) -> None:
-        self._bodies = bodies
-        self._wholes: dict[int, str] = {}
-        self._differences: dict[int, list[str]] = {}
-        self._urls: dict[str, str] = {}
-
-    def offer(self, fragment: int, version: Version, published: PublishedCopy) -> None:
-        """Offers a version: whole, and as difference unless that is empty."""
-        whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
-        older = self._wholes.pop(fragment, whole)
-        if older != whole:
-            self._withdraw(older)
-        self._wholes[fragment] = whole
-        self._urls[whole] = self._bodies.offer(whole, _view(published.whole), published.digest)
-        if published.difference.numel():
-            kept = self._differences.setdefault(fragment, [])
-            kept.append(difference)
-            self._urls[difference] = self._bodies.offer(difference, _view(published.difference), "")
-            while len(kept) > DIFFERENCES_KEPT:
-                self._withdraw(kept.pop(0))
-
-    def _withdraw(self, path: str) -> None:
-        self._bodies.withdraw(path)
-        del self._urls[path]
-
-    def url(self, path: str) -> str:
-        """The transport's URL of an offered path; empty for an empty path."""
-        return self._urls[path] if path else ""
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    return as_bytes(tensor).numpy().data

@@ -18,6 +18,7 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.report import render_report
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.summary import print_summary
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.simulate.scene import draw
 
 SEED = 5

@@ -14,7 +14,7 @@ from decoupled_diloco.launch import placement
 from decoupled_diloco.launch import supervisor as module
 from decoupled_diloco.launch.placement import ThisMachine, interrupts_deferred
 from decoupled_diloco.launch.supervisor import Supervisor
-from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.observe.tape import TapeReader, TapeWriter
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """The table of intervals names the constants that are in force, and what a run has measured."""
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from string import Formatter
 
 import pytest
 
-from decoupled_diloco.launch.timing import MODULES, TABLE, Interval, intervals
+from decoupled_diloco.launch.timing import MODULES, TABLE, Interval, intervals, name_of
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.run_model import run_of
 from decoupled_diloco.protocol import syncer_fill
@@ -28,8 +27,7 @@ def test_the_table_follows_the_constant(field: str, monkeypatch: pytest.MonkeyPa
         changed = replace(Limits(), **{name: getattr(Limits(), name) * 3})
         monkeypatch.setattr("decoupled_diloco.launch.timing.Limits", lambda: changed)
     else:
-        [full] = [each.__name__ for each in MODULES if each.__name__.endswith(f".{owner}")]
-        module = importlib.import_module(full)
+        [module] = [each for each in MODULES if name_of(each) == owner]
         value = getattr(module, name)
         other = tuple(3 * v for v in value) if isinstance(value, tuple) else 3 * value
         monkeypatch.setattr(module, name, other)

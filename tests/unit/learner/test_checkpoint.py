@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoupled_diloco.protocol.versions import Version
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.learner.checkpoint import CheckpointFolder, HeldFragment, LearnerCheckpoint
+from decoupled_diloco.learner.checkpoint import (
+    CheckpointFolder,
+    HeldFragment,
+    LearnerCheckpoint,
+    run_checkpoint_of,
+)
 from decoupled_diloco.merge import digest
+from decoupled_diloco.protocol.versions import Version
 
 
 def checkpoint(steps: int = 7, cut: int | None = None) -> LearnerCheckpoint:
@@ -102,21 +107,26 @@ def test_one_that_is_not_whole_is_named_and_the_one_before_is_used(
     assert_same(CheckpointFolder(tmp_path).newest(), checkpoint(3))
 
 
-def test_those_of_cuts_stay_until_they_are_forgotten(tmp_path: Path) -> None:
+def of_the_run(folder: CheckpointFolder) -> dict[int, Path]:
+    """The files that belong to checkpoints of the run, by number."""
+    numbers = {run_checkpoint_of(path): path for path in folder.path.iterdir()}
+    return {number: path for number, path in sorted(numbers.items(), key=str) if number}
+
+
+def test_those_of_the_run_stay_until_they_are_forgotten(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
     folder.save(checkpoint(1, cut=1))
     folder.save(checkpoint(2))
     folder.save(checkpoint(3, cut=2))
     folder.save(checkpoint(4))
     folder.save(checkpoint(5))
-    assert folder.cuts == (1, 2)
-    assert_same(folder.at_run_checkpoint(1), checkpoint(1, cut=1))
+    assert list(of_the_run(folder)) == [1, 2]
+    assert_same(LearnerCheckpoint.read(of_the_run(folder)[1]), checkpoint(1, cut=1))
     assert_same(folder.newest(), checkpoint(5))
     folder.save(checkpoint(6, cut=3))
     assert_same(folder.newest(), checkpoint(6, cut=3))
     folder.forget_checkpoints(lambda cut: cut < 3)
-    assert folder.cuts == (3,)
-    assert folder.at_run_checkpoint(1) is None
+    assert list(of_the_run(folder)) == [3]
     assert folder.problems == []
 
 

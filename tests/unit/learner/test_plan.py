@@ -6,12 +6,12 @@ import json
 import math
 
 import pytest
-from decoupled_diloco.protocol.versions import Version
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.learner.plan import StepPlan, with_loss
 from decoupled_diloco.protocol.effects import Apply, Hold, Release, Send, Snapshot
 from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.protocol.wire import encode
 
 APPLY = Apply(3, Version(1, 2), "carry", 0, "it is in")

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from decoupled_diloco.protocol.versions import Asking
 from torch import nn
 
 from decoupled_diloco.errors import ProtocolError
@@ -24,6 +23,7 @@ from decoupled_diloco.merge import (
     parameters_numel,
 )
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.syncer.fragments import ShardTensors
 
 

@@ -13,8 +13,6 @@ import random
 from pathlib import Path
 
 import pytest
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.versions import Version
 
 from decoupled_diloco.observe.ledger import TOOK_PART
 from decoupled_diloco.observe.samples import (
@@ -43,6 +41,8 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import Lost, Received, StepFinished, Tick
 from decoupled_diloco.protocol.messages import ShardAdmitted, StepReport
+from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Version
 
 WALL = 1_780_000_000.0
 BEGIN, KILL, RESTART, BACK, END = 4.0, 30.2, 31.2, 36.0, 64.0

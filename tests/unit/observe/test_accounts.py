@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from decoupled_diloco.protocol.versions import Asking, Version
 
 from decoupled_diloco.observe.accounts import (
     NANO,
@@ -20,6 +19,7 @@ from decoupled_diloco.observe.run_data import LearnerLog, ProcessLife
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
+from decoupled_diloco.protocol.versions import Asking, Version
 from unit.observe.models import model_of
 
 

@@ -131,7 +131,7 @@ def with_losses(records: Iterator[Record], loss: float) -> Iterator[Record]:
     """The tape of a run whose learners tell their losses."""
     for record in records:
         message = record.data.get("message")
-        if record.type == "Said" and message.get("type") == "StepReport":
+        if record.type == "Received" and message.get("type") == "StepReport":
             yield replace(record, data={**record.data, "message": {**message, "loss": loss}})
         else:
             yield record

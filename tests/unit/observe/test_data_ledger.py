@@ -6,6 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.data_ledger import account_of_data, read_data
+from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply
 from decoupled_diloco.protocol.data_leases.ledger import (
     DataDescribed,
@@ -15,12 +21,6 @@ from decoupled_diloco.protocol.data_leases.ledger import (
     Settled,
     TakenBack,
 )
-from typer.testing import CliRunner
-
-from decoupled_diloco.cli.main import app
-from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.data_ledger import account_of_data, read_data
-from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.storage.data_ledger import Basis, DataLedger
 
 TWO = DataDescribed(2)

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 
 import pytest
-from decoupled_diloco.protocol.versions import Asking
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.accounts import account_for
@@ -14,6 +13,7 @@ from decoupled_diloco.observe.explain_step import explain_step
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.run_model import RunModel, run_of
 from decoupled_diloco.observe.words import percent, wrapped
+from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.simulate.faults import Fault
 from decoupled_diloco.units import format_duration
 from unit.observe.worlds import KILLED_AT, A, B, C, D, lines_of, reports_at_once, write_world

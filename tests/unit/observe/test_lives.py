@@ -108,9 +108,9 @@ def test_a_step_of_one_life_is_not_told_of_the_other(chronicle, lives):
             step = tick["data"]["clock"]
             text = told_in_life(explain_step(chronicle, step, 1), number)
             cause = next(r for r in life if r["kind"] == "event" and r["seq"] == tick["cause"])
-            if cause["type"] == "Said":
-                assert f"by the report of {cause['data']['learner']}" in text
-                assert f"{cause['data']['learner']} reported it and set the clock" in text
+            if cause["type"] == "Received":
+                assert f"by the report of {cause['data']['peer']}" in text
+                assert f"{cause['data']['peer']} reported it and set the clock" in text
             due = {r["data"]["round"] for r in of_type(life, "RoundOpened")}
             due = {r for r in due if opened_at_step(life, r) == step}
             assert {int(n) for n in re.findall(r"- round (\d+) ", text)} == due

@@ -3,8 +3,6 @@ import shutil
 from collections import Counter
 
 import pytest
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.versions import Version
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.following import FollowedRun
@@ -30,6 +28,8 @@ from decoupled_diloco.observe.words import note_in_words
 from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
 from decoupled_diloco.protocol.events import Received, StepFinished, Tick
 from decoupled_diloco.protocol.messages import ShardAdmitted
+from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.faults import Fault
 from unit.observe.worlds import A, B, write_world
 

@@ -4,8 +4,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.versions import Version
 from markupsafe import Markup
 from matplotlib.image import imread
 
@@ -40,6 +38,8 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import Connected, Received, StepFinished, Tick
 from decoupled_diloco.protocol.messages import Hello, ShardAdmitted
+from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Version
 from unit.observe.models import model_of
 
 

@@ -69,9 +69,12 @@ def test_a_thinned_excerpt_says_of_everybody_when_it_was_last_heard(tape, tmp_pa
 
 def test_steps_within_a_second_are_thinned_to_one_and_the_last():
     def report(at, step):
-        data = {"learner": "a", "message": {"type": "StepReport", "step": step}}
-        fields = {"v": 1, "at": at, "who": "shard-0", "seq": step, "kind": "event", "type": "Said"}
-        return json.dumps({**fields, "data": data}, separators=(",", ":")).encode() + b"\n"
+        data = {"peer": "a", "message": {"type": "StepReport", "step": step}}
+        fields = {"v": 2, "at": at, "who": "shard-0", "seq": step, "kind": "event"}
+        return (
+            json.dumps({**fields, "type": "Received", "data": data}, separators=(",", ":")).encode()
+            + b"\n"
+        )
 
     piece = b"".join(report(0.1 * step, step) for step in range(35))
     kept = [json.loads(line)["seq"] for line in excerpt(piece, detail=False).splitlines()]
@@ -94,9 +97,10 @@ def test_nonces_and_what_a_restart_needs_are_left_out(folder):
     for who in ("shard-0", "coordinator"):
         tape = (folder / "tape" / f"{who}.jsonl").read_bytes()
         nonces = {
-            record["data"]["hello"]["nonce"]
+            record["data"]["greeting"]["nonce"]
             for line in tape.splitlines()
-            if (record := json.loads(line))["type"] == "Greeted"
+            if (record := json.loads(line))["type"] == "Connected"
+            if record["data"]["greeting"]["type"] == "Hello"
         }
         text = excerpt(tape, detail=True)
         assert b"settings" in text
@@ -110,8 +114,8 @@ def test_nonces_and_what_a_restart_needs_are_left_out(folder):
 @pytest.mark.parametrize("nonce", ["plain-secret", 'a"quoted-secret', "a\\secret", 'x\\"secret'])
 def test_no_part_of_a_nonce_is_served_however_it_is_written_or_torn(nonce, ending):
     written = json.dumps(nonce)[1:-1]
-    begin = '{"v":1,"at":1.0,"who":"shard-0","seq":1,"kind":"event","type":"Greeted","data":{'
-    greeted = begin + f'"connection":1,"hello":{{"type":"Hello","learner":"a","nonce":"{written}'
+    begin = '{"v":1,"at":1.0,"who":"shard-0","seq":1,"kind":"event","type":"Connected","data":{'
+    greeted = begin + f'"peer":"a","greeting":{{"type":"Hello","learner":"a","nonce":"{written}'
     served = excerpt((greeted + ending + "\n" + greeted + "\n").encode(), detail=True)
     assert b"secret" not in served
     assert served.count(b"\n") == 2

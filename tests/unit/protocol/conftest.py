@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
-from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
-from decoupled_diloco.protocol.versions import Asking, Holding
 
 from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine, Version
 from decoupled_diloco.protocol.effects import NOTHING_NEW, Expect
@@ -32,6 +30,8 @@ from decoupled_diloco.protocol.messages import (
     Upload,
     Welcome,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
+from decoupled_diloco.protocol.versions import Asking, Holding
 
 _T = TypeVar("_T")
 

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.draining import LEAVINGS_MAX
 
+from decoupled_diloco.protocol.draining import LEAVINGS_MAX
 from decoupled_diloco.protocol.effects import Evict, Expect, Fold, RoundOpened
 from decoupled_diloco.protocol.events import Heard, Lost, Received, Tick
 from decoupled_diloco.protocol.membership import (

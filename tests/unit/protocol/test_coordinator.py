@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.peers import shard_peer
 
 from decoupled_diloco.protocol import CoordinatorMachine, Options
 from decoupled_diloco.protocol.effects import (
@@ -30,6 +29,7 @@ from decoupled_diloco.protocol.messages import (
     ShardReady,
     Swept,
 )
+from decoupled_diloco.protocol.peers import shard_of, shard_peer
 
 
 class Bench:
@@ -52,7 +52,7 @@ class Bench:
 
     def orders(self, kind: type) -> list[tuple[int, Any]]:
         return [
-            (effect.shard, effect.message)
+            (shard_of(effect.peer), effect.message)
             for effect in self.effects
             if isinstance(effect, Send) and isinstance(effect.message, kind)
         ]

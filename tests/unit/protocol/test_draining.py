@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from decoupled_diloco.protocol.draining import drained
-from decoupled_diloco.protocol.versions import Asking
-
 from decoupled_diloco.protocol import Version
+from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.effects import Merge, RoundOpened, Send
 from decoupled_diloco.protocol.events import DrainAsked, Heard, Paused, Received, Tick
 from decoupled_diloco.protocol.messages import Draining, DrainRefused, Outcome, Pull, Welcome
+from decoupled_diloco.protocol.versions import Asking
 
 
 def test_fragments_of_who_goes_are_due_at_once_and_everybody_is_asked(shard_bench: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.versions import Asking, Holding
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import (
@@ -46,6 +45,7 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Welcome,
 )
+from decoupled_diloco.protocol.versions import Asking, Holding
 
 V0, V1, V2, V3 = (Version(1, counter) for counter in range(4))
 

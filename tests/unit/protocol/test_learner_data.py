@@ -10,7 +10,6 @@ from decoupled_diloco.protocol.data_leases.messages import (
     LeaseState,
 )
 from decoupled_diloco.protocol.data_leases.state import DataView
-
 from decoupled_diloco.protocol.effects import Send
 
 PERIOD = 100

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.draining import drained
-from decoupled_diloco.protocol.learner_boundary import UNDER_WAY
-from decoupled_diloco.protocol.versions import Asking
 
 from decoupled_diloco.protocol import Version
+from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.effects import Apply, EndTraining, Hold, Release, SendBody, Snapshot
 from decoupled_diloco.protocol.events import BodyEncoded, Connected, Lost, Paused, UploadFailed
+from decoupled_diloco.protocol.learner_boundary import UNDER_WAY
 from decoupled_diloco.protocol.messages import (
     Decline,
     Ending,
@@ -22,6 +21,7 @@ from decoupled_diloco.protocol.messages import (
     Upload,
     Welcome,
 )
+from decoupled_diloco.protocol.versions import Asking
 
 V0, V1, V2 = (Version(1, counter) for counter in range(3))
 FIRST, SECOND = Asking(1, 11), Asking(1, 12)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.checkpoints.effects import TakeCheckpoint
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered, PartSaved
-from decoupled_diloco.protocol.peers import COORDINATOR
-
-from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Apply, Snapshot
 from decoupled_diloco.protocol.events import Paused, Received
+from decoupled_diloco.protocol.peers import COORDINATOR
 
 V0, V1 = Version(1, 0), Version(1, 1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+
+from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.data_leases.coordinator import (
     GRACE_SECONDS,
     HELD_MAX,
@@ -19,8 +21,6 @@ from decoupled_diloco.protocol.data_leases.messages import (
     LeasesGiven,
     LeaseState,
 )
-
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.effects import Persist, Send
 from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received, Tick
 from decoupled_diloco.protocol.options import Options

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from decoupled_diloco.protocol import CoordinatorMachine, Options
 from decoupled_diloco.protocol.checkpoints.coordinator import raised
 from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
 from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
 from decoupled_diloco.protocol.checkpoints.messages import PartSaved
 from decoupled_diloco.protocol.data_leases.messages import DataReport
-
-from decoupled_diloco.protocol import CoordinatorMachine, Options
 from decoupled_diloco.protocol.effects import Note
 from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received
 from decoupled_diloco.protocol.messages import ShardHello, ShardReady

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.versions import Holding
 
 from decoupled_diloco.protocol import Options, SyncerMachine, Version
 from decoupled_diloco.protocol.effects import Install, LoadWeights, Note, Send, Unexpect
@@ -34,11 +32,13 @@ from decoupled_diloco.protocol.messages import (
     ShardReady,
     Swept,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer_fill import (
     FROM_THE_START_SECONDS,
     SEED_TRIES_MAX,
     SETTLE_SECONDS,
 )
+from decoupled_diloco.protocol.versions import Holding
 
 
 class FillBench:
@@ -62,7 +62,7 @@ class FillBench:
 
     def wanted(self) -> list[tuple[str, CopyWanted]]:
         return [
-            (effect.learner, effect.message)
+            (effect.peer, effect.message)
             for effect in self.effects
             if isinstance(getattr(effect, "message", None), CopyWanted)
         ]

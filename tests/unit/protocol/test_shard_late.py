@@ -6,13 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.versions import Holding
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Drop, Expect, Fold, Merge, RoundFinished, Send
 from decoupled_diloco.protocol.events import Heard, Lost, Received, Tick
 from decoupled_diloco.protocol.messages import Draining, EndOrdered, Outcome, Pull
+from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.versions import Holding
 
 DELIVERY_SECONDS = 2.0
 """The delivery window of one-fragment rounds: τ = 2 steps of a second."""

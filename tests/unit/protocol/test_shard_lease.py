@@ -8,6 +8,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+
+from decoupled_diloco.protocol.effects import Note
+from decoupled_diloco.protocol.events import Tick
 from decoupled_diloco.protocol.shard_lease import (
     MARGIN,
     Acquire,
@@ -27,9 +30,6 @@ from decoupled_diloco.protocol.shard_lease import (
     StandDown,
     StepDown,
 )
-
-from decoupled_diloco.protocol.effects import Note
-from decoupled_diloco.protocol.events import Tick
 from unit.protocol.conftest import Bench
 
 LEASE = 4.0

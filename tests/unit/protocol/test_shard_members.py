@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.versions import Holding
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import Accept, ClockAdvanced, Evict, Reject, Send
@@ -22,6 +21,7 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Welcome,
 )
+from decoupled_diloco.protocol.versions import Holding
 
 
 def test_a_greeting_is_accepted_and_welcomed_with_the_copies(shard_bench: Any) -> None:
@@ -225,7 +225,7 @@ def test_who_came_back_may_take_part_before_its_next_step(shard_bench: Any) -> N
     bench.told(Tick(), RECONNECT_SECONDS)
     bench.step("b")
     bench.greet("a", step=1, run_step=1)
-    assert {order.learner for order in bench.orders(Send) if isinstance(order.message, Pull)} == {
+    assert {order.peer for order in bench.orders(Send) if isinstance(order.message, Pull)} == {
         "a",
         "b",
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.versions import Asking, Holding
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import (
@@ -30,6 +29,7 @@ from decoupled_diloco.protocol.messages import (
     Welcome,
 )
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
+from decoupled_diloco.protocol.versions import Asking, Holding
 
 DELIVERY_SECONDS = 2.0
 """The delivery window of these rounds: τ = 2 steps of a second."""
@@ -53,7 +53,7 @@ def tick_at(bench: Any, at: float) -> list[Any]:
 def outcomes(bench: Any) -> list[tuple[str, str]]:
     """Who is told what became of its contribution."""
     return [
-        (order.learner, order.message.verdict)
+        (order.peer, order.message.verdict)
         for order in bench.orders(Send)
         if isinstance(order.message, Outcome)
     ]
@@ -543,7 +543,7 @@ def test_a_decline_is_answered(shard_bench: Any) -> None:
     """Its upload may have failed for the learner only: it needs to hear what became of it."""
     bench = opened(shard_bench, "a", "b")
     bench.decline("a", "upload failed")
-    assert [(o.learner, o.message.verdict) for o in bench.orders(Send)] == [("a", "refused")]
+    assert [(o.peer, o.message.verdict) for o in bench.orders(Send)] == [("a", "refused")]
 
 
 def test_windows_pass_in_ticks_only(shard_bench: Any) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.versions import Holding
 
 from decoupled_diloco.protocol.effects import Expect, Merge, Note, RoundFinished, RoundOpened
 from decoupled_diloco.protocol.events import Heard, Lost, MergeFailed, Received, Tick
@@ -22,8 +20,10 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Swept,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import LINGER_SECONDS
 from decoupled_diloco.protocol.syncer_rounds import CLOSING_SECONDS, SWEEP_TRIES_MAX
+from decoupled_diloco.protocol.versions import Holding
 
 
 def test_rule_12_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.versions import Asking, Holding
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.effects import (
@@ -42,7 +40,9 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Swept,
 )
+from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer_rounds import CLOSING_SECONDS, COPY_SECONDS
+from decoupled_diloco.protocol.versions import Asking, Holding
 
 V0, V1, V2 = (Version(1, counter) for counter in range(3))
 
@@ -63,7 +63,7 @@ def holding(bench: Any, learner: str, version: Version, fragment: int = 0) -> li
 
 def pulls_of(bench: Any, learner: str) -> list[Version]:
     """From which versions the last event has led to ask a learner for something."""
-    orders = [order for order in bench.orders(Send) if order.learner == learner]
+    orders = [order for order in bench.orders(Send) if order.peer == learner]
     return [order.message.base for order in orders if isinstance(order.message, Pull)]
 
 

@@ -31,7 +31,7 @@ def until(bench: Any, instant: float, paces: dict[str, float]) -> list[tuple[str
             bench.told(Tick())
         for order in bench.effects:
             if isinstance(order, Send | Broadcast) and isinstance(order.message, Shifted):
-                shifted.append((getattr(order, "learner", "all"), order.message.by))
+                shifted.append((getattr(order, "peer", "all"), order.message.by))
 
 
 def led(shard_bench: Any, **options: Any) -> Any:

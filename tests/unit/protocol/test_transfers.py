@@ -5,6 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+from decoupled_diloco.protocol import CoordinatorMachine, LearnerMachine, Options, Version
+from decoupled_diloco.protocol.effects import Ready, Recovered, Send
+from decoupled_diloco.protocol.events import (
+    Began,
+    Connected,
+    Fetched,
+    Joining,
+    Lost,
+    Received,
+    StepFinished,
+    Tick,
+)
+from decoupled_diloco.protocol.messages import Progress, Published, Welcome
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.transfer.effects import (
     CloseRelay,
@@ -39,20 +53,6 @@ from decoupled_diloco.protocol.transfer.messages import (
 )
 from decoupled_diloco.protocol.versions import Holding
 
-from decoupled_diloco.protocol import CoordinatorMachine, LearnerMachine, Options, Version
-from decoupled_diloco.protocol.effects import Ready, Recovered, Send
-from decoupled_diloco.protocol.events import (
-    Began,
-    Connected,
-    Fetched,
-    Joining,
-    Lost,
-    Received,
-    StepFinished,
-    Tick,
-)
-from decoupled_diloco.protocol.messages import Progress, Published, Welcome
-
 SEEN = (Holding(0, Version(1, 3)),)
 
 
@@ -71,7 +71,7 @@ class Hall:
         """Somebody says something; what is sent, and the other orders."""
         effects = self.machine.handle(0.0, Received(who, message, who))
         self.machine.check()
-        return [(e.learner, e.message) if isinstance(e, Send) else e for e in effects]
+        return [(e.peer, e.message) if isinstance(e, Send) else e for e in effects]
 
 
 def test_the_first_by_name_that_trains_gives_and_to_one_at_a_time() -> None:
@@ -168,7 +168,11 @@ class Joiner:
 
 
 def messages(effects: list[Any]) -> list[Any]:
-    return [effect.message for effect in effects if isinstance(effect, Send)]
+    return [
+        effect.message
+        for effect in effects
+        if isinstance(effect, Send) and effect.peer == COORDINATOR
+    ]
 
 
 def test_a_joiner_names_the_versions_that_it_was_told_of() -> None:

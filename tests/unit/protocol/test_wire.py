@@ -9,13 +9,13 @@ import typing
 from typing import Any
 
 import pytest
-from decoupled_diloco.protocol.versions import Asking, Holding, Version
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.protocol import effects, events, messages
 from decoupled_diloco.protocol.messages import Hello, Pull, StepReport
+from decoupled_diloco.protocol.versions import Asking, Holding, Version
 from decoupled_diloco.protocol.wire import (
     INTEGER_MAX,
     ITEMS_MAX,

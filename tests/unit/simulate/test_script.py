@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.simulate.hosts import LearnerHost
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario

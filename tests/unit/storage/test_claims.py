@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from decoupled_diloco.protocol.shard_lease import Condition, NewestLease
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.protocol.shard_lease import Condition, NewestLease
 from decoupled_diloco.storage.claims import ClaimStore, create_once, newest_number, numbered
 
 RACES = 100

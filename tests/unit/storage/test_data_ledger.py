@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.data_ledger import read_data
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
 from decoupled_diloco.protocol.data_leases.ledger import (
     DataDescribed,
@@ -15,9 +18,6 @@ from decoupled_diloco.protocol.data_leases.ledger import (
     Settled,
     TakenBack,
 )
-
-from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.data_ledger import read_data
 from decoupled_diloco.storage.data_ledger import Basis, DataLedger, ledger_files, read_ledger
 from decoupled_diloco.storage.journal import Journal
 

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.syncer.downloads import Downloads
-
 from decoupled_diloco.syncer.fragments import PublishedCopy
 from decoupled_diloco.transport.base import Limits
-from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.transport.bodies import Bodies
 from decoupled_diloco.transport.pool import ReceivePool
-from decoupled_diloco.transport.tokens import RequestRefusal
+from decoupled_diloco.transport.tokens import TokenRefusal
 
 NUMEL = 1000
 
 
-def gone(bodies: BodyBooks, url: str) -> bool:
+def gone(bodies: Bodies, url: str) -> bool:
     try:
         bodies.look_up(url.removeprefix("/bodies/"))
-    except RequestRefusal as refusal:
+    except TokenRefusal as refusal:
         return refusal.status == 410
     return False
 
 
 async def test_the_newest_whole_and_two_differences_are_kept() -> None:
-    bodies = BodyBooks(ReceivePool(1 << 20), Limits())
+    bodies = Bodies(ReceivePool(1 << 20), Limits())
     downloads = Downloads(bodies)
     wholes: list[str] = []
     differences: list[str] = []

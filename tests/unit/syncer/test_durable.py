@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoupled_diloco.protocol.versions import Asking
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import Version
+from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.syncer.durable import JOURNAL_CHECKPOINTS_MAX, Durable, ShardDisk
 from decoupled_diloco.syncer.fragments import ShardTensors
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from decoupled_diloco.protocol.versions import Holding, Version
 
 from decoupled_diloco.protocol.messages import Published
+from decoupled_diloco.protocol.versions import Holding, Version
 from decoupled_diloco.syncer.seals import Seals
 
 KEY = "0123456789abcdef" * 2

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from decoupled_diloco.protocol.checkpoints.coordinator import LEAD_MAX
-from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.checkpoints.coordinator import LEAD_MAX
+from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 from decoupled_diloco.protocol.events import Connected, Lost
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.transport.base import Channel
@@ -107,7 +107,7 @@ class Syncer:
         await asyncio.wait(self.tasks, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
 
     def disconnected(self) -> list[str]:
-        return [event.learner for event in self.told if isinstance(event, Lost)]
+        return [event.peer for event in self.told if isinstance(event, Lost)]
 
     async def end(self) -> None:
         for task in self.tasks:

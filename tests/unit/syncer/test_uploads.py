@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from decoupled_diloco.protocol.versions import Asking, Version
 from torch import nn
 
 from decoupled_diloco.merge import digest, layout_of, make_outer
@@ -16,10 +15,11 @@ from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.uploads import Uploads
 from decoupled_diloco.transport.base import Limits
-from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.transport.bodies import Bodies
 from decoupled_diloco.transport.pool import ReceivePool
 
 N = 12
@@ -40,7 +40,7 @@ class Shard:
             weighting="tokens",
             outer=make_outer("sgd", 1.0, 0.0),
         )
-        self.bodies = BodyBooks(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
+        self.bodies = Bodies(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
         self.told: list[Any] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.intake = Uploads(
@@ -71,8 +71,9 @@ class Shard:
     async def put(self, learner: str, number: int = 1, nbytes: int = 4 * N) -> None:
         key = self.intake.url(f"/up/{learner}/{number}").removeprefix("/bodies/")
         stream = self.bodies.open(key, learner, (0, 4 * N), 4 * N, take_over=False)
-        async with stream.receiving():
-            stream.write(self.body.numpy().tobytes()[:nbytes])
+        await stream.prepare()
+        stream.write(self.body.numpy().tobytes()[:nbytes])
+        stream.close()
         await settle()
 
 

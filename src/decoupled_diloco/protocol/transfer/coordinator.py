@@ -16,13 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from decoupled_diloco.protocol.effects import CoordinatorEffect, Send
+from decoupled_diloco.protocol.messages import Message
 from decoupled_diloco.protocol.transfer.effects import CloseRelay, OpenRelay, RelayOn
 from decoupled_diloco.protocol.transfer.messages import (
+    ChunkTaken,
     NoTransfer,
     RelayOpened,
+    RelayWanted,
+    StateDeclined,
     StateOffered,
     StateUnwanted,
     StateWanted,
+    Trains,
     TransferLost,
     TransferReady,
     TransferWanted,
@@ -52,6 +57,26 @@ class Transfers:
     training: set[str] = field(default_factory=set)
     transfers: dict[str, StateTransfer] = field(default_factory=dict)
     relays: int = 0
+
+    def told(
+        self, learner: str, message: Message, present: Mapping[str, bool], clock: int
+    ) -> list[CoordinatorEffect]:
+        """A learner says something of a transfer."""
+        match message:
+            case TransferWanted():
+                return self.wanted(learner, message, present, clock)
+            case StateOffered():
+                return self.offered(learner, message)
+            case StateDeclined(joiner, attempt, reason):
+                return self.declined(learner, joiner, attempt, reason)
+            case RelayWanted(attempt):
+                return self.relay_wanted(learner, attempt)
+            case ChunkTaken(attempt, chunk):
+                return self.chunk_taken(learner, attempt, chunk)
+            case Trains(gives):
+                return self.trains(learner, gives=gives)
+            case _:
+                raise AssertionError(f"a learner does not say this to the coordinator: {message}")
 
     def wanted(
         self, joiner: str, message: TransferWanted, present: Mapping[str, bool], clock: int

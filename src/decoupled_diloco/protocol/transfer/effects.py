@@ -84,3 +84,7 @@ class CloseRelay:
 
     path: str
     why: str
+
+
+TransferOfLearner = CopyState | RelayState | ForgetState | FetchState | DropState
+TransferOfCoordinator = OpenRelay | RelayOn | CloseRelay

@@ -1,23 +1,24 @@
-"""Consistent cuts of the whole run without a pause: when one begins, and when it is complete.
+"""Checkpoints of the whole run without a pause: when one begins, and when it is complete.
 
-Lai and Yang's colouring: every process has a cut number, and every message between learners and
-shards carries its sender's. The coordinator raises the number; who hears a higher one takes its own
-part of the cut before the message has any effect on that part. So no part knows of anything that
-another did after its own, in whatever order messages and bodies travel; what was under way is in
-the sender's part, and is lost as on a broken link.
+The algorithm of Lai and Yang: every process has a checkpoint number, and every message between
+learners and shards carries its sender's. The coordinator raises the number; who hears a higher one
+takes its own part of the checkpoint before the message has any effect on that part. So no part
+knows of anything that another did after its own, in whatever order messages and bodies travel; what
+was under way is in the sender's part, and is lost as on a broken link.
 
 A shard's part is what its disk would hold, in the order of its worker's queue. A learner's part is
-its checkpoint, taken at its next step boundary before anything staged is applied. A cut is complete
-when every shard and every learner that is present has its part on a disk. A learner that leaves
-meanwhile is named as missing; a shard that leaves ends the cut, because its next life renames the
-versions that the parts speak of. Functions of the coordinator's state.
+its checkpoint, taken at its next step boundary before anything staged is applied. A checkpoint is
+complete when every shard and every learner that is present has its part on a disk. A learner that
+leaves meanwhile is named as missing; a shard that leaves ends the checkpoint, because its next life
+renames the versions that the parts speak of. Functions of the coordinator's state.
 
-Leased data. What learners and the coordinator say to each other bears no cut number, and needs
-none. The coordinator's part is what it knows when it raises the number, before it tells anybody. So
-all that its lease book calls durable was reported, hence merged, before any shard had heard of the
-cut, and is in the shards' parts: going back skips nothing. What the other parts know beyond that
-book costs repeats alone: every life after the cut has a newer epoch, so that the leases of the book
-are taken back at their durable positions and lent anew, and the ledger lists what is trained again.
+Leased data. What learners and the coordinator say to each other bears no checkpoint number, and
+needs none. The coordinator's part is what it knows when it raises the number, before it tells
+anybody. So all that its lease book calls durable was reported, hence merged, before any shard had
+heard of the checkpoint, and is in the shards' parts: going back skips nothing. What the other parts
+know beyond that book costs repeats alone: every life after the checkpoint has a newer epoch, so
+that the leases of the book are taken back at their durable positions and lent anew, and the ledger
+lists what is trained again.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ if TYPE_CHECKING:
     from decoupled_diloco.protocol.coordinator import CoordinatorState
 
 LEAD_MAX = 1024
-"""A participant may have heard of at most so many cuts that a shard has not: who says more is not
-believed. The coordinator begins none without the shard, so a few would be enough."""
+"""A participant may have heard of at most so many checkpoints that a shard has not: who says more
+is not believed. The coordinator begins none without the shard, so a few would be enough."""
 
 KEPT_MAX = 2
-"""Complete cuts that are kept: one may turn out corrupt."""
+"""Complete checkpoints that are kept: one may turn out corrupt."""
 
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A cut under way: whose part is still to come, what has come, who cannot give one and why."""
+    """A checkpoint under way: whose part is still to come, what has come, who gives none."""
 
     number: int
     shards_awaited: set[int]
@@ -59,8 +60,8 @@ class OpenCheckpoint:
 
 
 @dataclass(slots=True)
-class Cuts:
-    """The cuts of one life of the coordinator; the numbers alone outlive it.
+class Checkpoints:
+    """The checkpoints of one life of the coordinator; the numbers alone outlive it.
 
     ``given_up``: number of the last one that was not completed, and why.
     """
@@ -72,22 +73,22 @@ class Cuts:
     def begin(
         self, state: CoordinatorState, shards: Iterable[int], why: str
     ) -> list[CoordinatorEffect]:
-        """Begins a cut; one that is still open ends without being complete."""
+        """Begins a checkpoint; one that is still open ends without being complete."""
         effects = self.give_up("the next one begins")
         learners = sorted(name for name, known in state.learners.items() if known.present)
-        state.cut += 1
-        self.open = OpenCheckpoint(state.cut, set(shards), set(learners))
-        order = CheckpointOrdered(state.cut, tuple(state.checkpoints_kept))
+        state.checkpoint += 1
+        self.open = OpenCheckpoint(state.checkpoint, set(shards), set(learners))
+        order = CheckpointOrdered(state.checkpoint, tuple(state.checkpoints_kept))
         return [
             *effects,
-            Persist(f"cut {state.cut} begins"),
-            BeginCheckpoint(state.cut, why),
+            Persist(f"cut {state.checkpoint} begins"),
+            BeginCheckpoint(state.checkpoint, why),
             *(Send(shard_peer(shard), order, why) for shard in sorted(self.open.shards_awaited)),
             *(Send(learner, order, why) for learner in learners),
         ]
 
     def give_up(self, reason: str) -> list[CoordinatorEffect]:
-        """The open cut, if there is one, will not be complete."""
+        """The open checkpoint, if there is one, will not be complete."""
         if self.open is None:
             return []
         awaited = [f"shard-{shard}" for shard in sorted(self.open.shards_awaited)]
@@ -102,34 +103,42 @@ class Cuts:
     ) -> list[CoordinatorEffect]:
         """A shard has its part, or cannot have it.
 
-        A number that was never begun is a lie that the shard has heard from a learner: the next cut
-        must be beyond it, or the shard would take no part of that.
+        A number that was never begun is a lie that the shard has heard from a learner: the next
+        checkpoint must be beyond it, or the shard would take no part of that.
         """
-        if message.number > state.cut:
-            state.cut = message.number
+        if message.number > state.checkpoint:
+            state.checkpoint = message.number
             text = f"shard-{shard} was told of cut {message.number}, which was never begun"
             why = "the next one has a higher number"
             return [*self.give_up(text), Persist(text), Note(text, why)]
-        cut = self.open
-        if cut is None or cut.number != message.number or shard not in cut.shards_awaited:
+        checkpoint = self.open
+        if (
+            checkpoint is None
+            or checkpoint.number != message.number
+            or shard not in checkpoint.shards_awaited
+        ):
             return []
         if message.problem:
             return self.give_up(f"shard-{shard}: {message.problem}")
-        cut.shards_awaited.discard(shard)
-        cut.shards.append(CheckpointPart(f"shard-{shard}", message.digest, message.nbytes))
+        checkpoint.shards_awaited.discard(shard)
+        checkpoint.shards.append(CheckpointPart(f"shard-{shard}", message.digest, message.nbytes))
         return self._complete(state)
 
     def learner_kept(
         self, state: CoordinatorState, learner: str, message: PartSaved
     ) -> list[CoordinatorEffect]:
         """A learner has its part, or cannot have it."""
-        cut = self.open
-        if cut is None or cut.number != message.number or learner not in cut.learners_awaited:
+        checkpoint = self.open
+        if (
+            checkpoint is None
+            or checkpoint.number != message.number
+            or learner not in checkpoint.learners_awaited
+        ):
             return []
         if message.problem:
             return self.learner_gone(state, learner)
-        cut.learners_awaited.discard(learner)
-        cut.learners.append(CheckpointPart(learner, message.digest, message.nbytes))
+        checkpoint.learners_awaited.discard(learner)
+        checkpoint.learners.append(CheckpointPart(learner, message.digest, message.nbytes))
         return self._complete(state)
 
     def learner_gone(self, state: CoordinatorState, learner: str) -> list[CoordinatorEffect]:
@@ -141,25 +150,25 @@ class Cuts:
         return self._complete(state)
 
     def _complete(self, state: CoordinatorState) -> list[CoordinatorEffect]:
-        cut = self.open
-        if cut is None or cut.shards_awaited or cut.learners_awaited:
+        checkpoint = self.open
+        if checkpoint is None or checkpoint.shards_awaited or checkpoint.learners_awaited:
             return []
         self.open = None
-        state.checkpoints_kept = [*state.checkpoints_kept, cut.number][-KEPT_MAX:]
+        state.checkpoints_kept = [*state.checkpoints_kept, checkpoint.number][-KEPT_MAX:]
         why = "every part is on a disk"
         kept = KeepCheckpoint(
-            cut.number,
-            _by_name(cut.shards),
-            _by_name(cut.learners),
-            tuple(sorted(cut.missing)),
+            checkpoint.number,
+            _by_name(checkpoint.shards),
+            _by_name(checkpoint.learners),
+            tuple(sorted(checkpoint.missing)),
             why,
         )
-        return [kept, Persist(f"cut {cut.number} is complete")]
+        return [kept, Persist(f"cut {checkpoint.number} is complete")]
 
     def wanted(
         self, state: CoordinatorState, present: set[int], shards: int
     ) -> list[CoordinatorEffect]:
-        """Somebody asks for a cut: one that is under way will do."""
+        """Somebody asks for a checkpoint: one that is under way will do."""
         if self.open is not None or why_none(state, present, shards):
             return []
         return self.begin(state, present, "somebody asks for it")
@@ -172,7 +181,7 @@ class Cuts:
         present: set[int],
         shards: int,
     ) -> list[CoordinatorEffect]:
-        """Begins the cut that is due; none while the run is not under way or a shard is away."""
+        """Begins the checkpoint that is due, if the run is under way and no shard is away."""
         if state.phase != "running":
             self.due_at = None
             return self.give_up(f"the run is {state.phase}")
@@ -189,7 +198,7 @@ class Cuts:
 
 
 def why_none(state: CoordinatorState, present: set[int], shards: int) -> str:
-    """Why no cut can begin now; empty: one can."""
+    """Why no checkpoint can begin now; empty: one can."""
     if state.phase != "running":
         return f"the run is {state.phase}"
     away = sorted(set(range(shards)) - present)
@@ -210,7 +219,7 @@ def raised(state: CoordinatorState, newest: CoordinatorState) -> CoordinatorStat
         former={},
         claims=newest.claims,
         data=replace(state.data, leases=max(state.data.leases, newest.data.leases)),
-        cut=newest.cut,
+        checkpoint=newest.checkpoint,
         checkpoints_kept=[],
     )
 

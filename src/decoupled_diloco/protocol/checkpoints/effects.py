@@ -1,4 +1,4 @@
-"""What the state machines order for a consistent cut of the run; see `cuts`."""
+"""What the state machines order for a checkpoint of the run; see `checkpoints`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decoupled_diloco.protocol.checkpoints.messages import CheckpointPart
 
 @dataclass(frozen=True, slots=True)
 class TakeCheckpoint:
-    """Take this process's part of a cut as it is now, then say `PartWritten`.
+    """Take this process's part of a checkpoint as it is now, then say `PartWritten`.
 
     A shard: as of its worker's queue. A learner: at this boundary, at which nothing was applied;
     then say ``Paused``, so that it is.
@@ -21,7 +21,7 @@ class TakeCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ForgetCheckpoints:
-    """Parts of other cuts than these, and of those before ``before``, are needed no more."""
+    """Parts of other checkpoints than these, and of those before ``before``, are needed no more."""
 
     keep: tuple[int, ...]
     before: int
@@ -30,7 +30,7 @@ class ForgetCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class BeginCheckpoint:
-    """The coordinator's own part of this cut is what it knows now."""
+    """The coordinator's own part of this checkpoint is what it knows now."""
 
     number: int
     why: str
@@ -38,7 +38,7 @@ class BeginCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class KeepCheckpoint:
-    """A cut is complete: write its manifest.
+    """A checkpoint is complete: write its manifest.
 
     ``missing``: learners that were there when it began and gave no part.
     """

@@ -1,4 +1,4 @@
-"""What a learner that is told to go hands in first (rule 17). Functions of both machines' states.
+"""What a learner that is told to go drains first (rule 17). Functions of both machines' states.
 
 It stops stepping and tells every shard of which fragments it has something new. Each of them is due
 at once, ahead of what else is due, and in such a round everybody who is live is asked, whether it
@@ -33,14 +33,14 @@ def leaving(
 ) -> list[SyncerEffect]:
     """A learner is about to go: what it has something new of is due at once."""
     if state.phase != "running":
-        return []  # the closing sweep asks everyone, and before that there is nothing to hand in
+        return []  # the closing sweep asks everyone, and before that there is nothing to drain
     if state.members_stepping < options.quorum:
         reason = f"{state.members_stepping} learners are live, fewer than the quorum"
         return [Send(member.learner, DrainRefused(reason), reason)]
     member.leavings += 1
     if member.leavings > LEAVINGS_MAX:
         return []  # who says so again and again would have everybody asked again and again
-    member.leaving_with = frozenset(message.fragments) & frozenset(owned) - member.handed_in
+    member.leaving_with = frozenset(message.fragments) & frozenset(owned) - member.drained
     first = [p for p in sorted(member.leaving_with) if p not in state.rounds]
     rest = {p: tick for p, tick in state.queue.items() if p not in first}
     state.queue = dict.fromkeys(first, state.clock) | rest
@@ -63,9 +63,9 @@ def was_asked(member: Member, fragment: int) -> None:
 
 
 def was_heard(member: Member, fragment: int) -> None:
-    """A learner that is about to go has handed in what it had of a fragment: that is all."""
+    """A learner that is about to go has drained what it had of a fragment: that is all."""
     if member.leaving_with is not None:
-        member.handed_in.add(fragment)
+        member.drained.add(fragment)
 
 
 def waits_for_leaver(state: SyncerState, round: Round) -> bool:
@@ -79,7 +79,7 @@ def waits_for_leaver(state: SyncerState, round: Round) -> bool:
 
 
 def told_to_go(state: LearnerState, options: Options, why: str) -> list[LearnerEffect]:
-    """Tells every shard in reach what there is to hand in."""
+    """Tells every shard in reach what there is to drain."""
     state.leaving = why
     return [
         Send(shard_peer(shard), _leaving(state, options, shard), why)
@@ -95,7 +95,7 @@ def welcomed(state: LearnerState, options: Options, shard: int) -> list[LearnerE
     return [Send(shard_peer(shard), _leaving(state, options, shard), state.leaving)]
 
 
-def handed_in(state: LearnerState, options: Options) -> bool:
+def drained(state: LearnerState, options: Options) -> bool:
     """Whether nothing is left that a shard in reach could still take."""
     for index, view in enumerate(state.fragments):
         link = state.shards[options.owner(index)]

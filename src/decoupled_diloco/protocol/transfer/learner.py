@@ -12,8 +12,11 @@ copy from the host's memory.
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from decoupled_diloco.protocol.effects import LearnerEffect, Note, Send
 from decoupled_diloco.protocol.learner_state import LearnerState
+from decoupled_diloco.protocol.messages import Message
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.transfer.effects import (
     CopyState,
@@ -22,7 +25,14 @@ from decoupled_diloco.protocol.transfer.effects import (
     ForgetState,
     RelayState,
 )
-from decoupled_diloco.protocol.transfer.events import ChunkArrived, StateCopied, StateNotCopied
+from decoupled_diloco.protocol.transfer.events import (
+    ChunkArrived,
+    StateArrived,
+    StateCopied,
+    StateFailed,
+    StateNotCopied,
+    TransferEvent,
+)
 from decoupled_diloco.protocol.transfer.messages import (
     ChunkTaken,
     NoTransfer,
@@ -48,6 +58,43 @@ STALL_SECONDS = 20.0
 
 DONORS_MAX = 3
 """After so many donors in vain, a fresh optimizer is the faster way."""
+
+
+def handle(state: LearnerState, now: float, event: TransferEvent) -> list[LearnerEffect]:
+    """What the shell says of a transfer."""
+    match event:
+        case StateCopied():
+            return copied(state, event)
+        case StateNotCopied():
+            return not_copied(state, event)
+        case ChunkArrived():
+            return chunk_arrived(state, now, event)
+        case StateArrived(attempt):
+            return state_arrived(state, attempt)
+        case StateFailed(attempt, reason):
+            return state_failed(state, now, attempt, reason)
+        case _:
+            assert_never(event)
+
+
+def told(state: LearnerState, now: float, message: Message) -> list[LearnerEffect]:
+    """What the coordinator says of a transfer."""
+    match message:
+        case NoTransfer():
+            return no_donor(state, message)
+        case TransferReady():
+            return named(state, now, message)
+        case TransferLost():
+            return donor_lost(state, now, message)
+        case StateWanted():
+            return wanted(state, now, message)
+        case StateUnwanted():
+            return unwanted(state, message)
+        case RelayOpened():
+            return relay_opened(state, now, message)
+        case _:
+            raise AssertionError(f"the coordinator does not say this to a learner: {message}")
+
 
 # ---- looking for one
 

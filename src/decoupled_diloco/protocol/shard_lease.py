@@ -1,4 +1,4 @@
-"""The state machine of a claim: which of several processes may act for a shard.
+"""The state machine of a shard's lease: which of several processes may act for the shard.
 
 Theory of operation. A shared storage is the arbiter. *Claims* of a shard are numbered, and each
 number can be created once, by one process. Whoever made the newest claim acts for the shard for as
@@ -12,7 +12,7 @@ look at. Each measures by its own clock, and no two clocks are ever compared:
 
 A renewal that a look has not seen is younger than it, and answered only after the lease that it
 should extend is over. So two never act at once, as long as no clock runs a tenth slower than
-another. What is done with a claim is fenced besides by its number: see `protocol.coordinator`, and
+another. A claim's number is a fencing token besides: see `protocol.coordinator`, and
 the storage itself, which is asked for a newer claim before a version is told of.
 
 Storage is slow, or gone: every order to it is answered in its time, one at a time.
@@ -33,12 +33,12 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
     ("waiting", "Looked (the newest claim is free, or silent for a lease)", "claiming"),
     ("waiting", "Looked (the run is over)", "over"),
-    ("claiming", "ClaimMade", "active"),
-    ("claiming", "ClaimNotMade", "waiting"),
+    ("claiming", "Acquired", "active"),
+    ("claiming", "NotAcquired", "waiting"),
     ("active", "Renewed (in time, no newer claim)", "active"),
     ("active", "Renewed (a newer claim)", "over"),
     ("active", "Tick (the lease is over)", "over"),
-    ("active", "Leaving", "over"),
+    ("active", "HolderLeaves", "over"),
 )
 
 MARGIN = 0.1
@@ -57,7 +57,7 @@ end has been started again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class NewestLease:
     """What the storage says of a shard's newest claim; number 0: nobody has made one."""
 
     number: int
@@ -74,7 +74,7 @@ class Standing:
 class Looked:
     """The storage was looked at."""
 
-    standing: Standing
+    standing: NewestLease
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ class LookFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimMade:
+class Acquired:
     """This claim is ours."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimNotMade:
+class NotAcquired:
     """This claim is somebody else's, or cannot be written."""
 
     number: int
@@ -116,14 +116,14 @@ class RenewFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class HolderLeaves:
     """This process ends of itself; ``finished``: because the run is over."""
 
     finished: bool
 
 
-LeaseAnswer = Looked | LookFailed | ClaimMade | ClaimNotMade | Renewed | RenewFailed
-LeaseEvent = Tick | LeaseAnswer | Leaving
+LeaseAnswer = Looked | LookFailed | Acquired | NotAcquired | Renewed | RenewFailed
+LeaseEvent = Tick | LeaseAnswer | HolderLeaves
 
 
 # ---- effects
@@ -137,7 +137,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Acquire:
     """Create this claim, unless it exists."""
 
     number: int
@@ -185,7 +185,7 @@ class StandDown:
     why: str
 
 
-LeaseOrder = Look | Claim | Renew | GiveBack
+LeaseOrder = Look | Acquire | Renew | GiveBack
 """What the storage is asked for."""
 
 LeaseEffect = LeaseOrder | Activate | StepDown | StandDown | Note
@@ -196,8 +196,8 @@ def failure_of(order: LeaseOrder, reason: str) -> LeaseAnswer | None:
     match order:
         case Look():
             return LookFailed(reason)
-        case Claim(number):
-            return ClaimNotMade(number, reason)
+        case Acquire(number):
+            return NotAcquired(number, reason)
         case Renew(_, renewals):
             return RenewFailed(renewals, reason)
         case GiveBack():
@@ -210,21 +210,21 @@ def failure_of(order: LeaseOrder, reason: str) -> LeaseAnswer | None:
 
 
 @dataclass(slots=True)
-class LeaseState:
+class ShardLeaseState:
     """All that is known. Instants are of the process's own clock, seconds."""
 
     phase: Phase = "waiting"
     number: int = 0
     renewals: int = 0
     valid_until: float = 0.0
-    seen: Standing | None = None
+    seen: NewestLease | None = None
     changed_at: float = 0.0
     asked_at: float | None = None
     next_at: float = 0.0
     troubled: bool = False
 
 
-class LeaseMachine:
+class ShardLeaseMachine:
     """One process that acts for a shard, or waits to.
 
     Args:
@@ -239,7 +239,7 @@ class LeaseMachine:
         self.nonce = nonce
         self.lease_seconds = lease_seconds
         self.waits = waits
-        self.state = LeaseState()
+        self.state = ShardLeaseState()
 
     def holds(self, now: float) -> bool:
         """Whether this process may act for the shard at this instant."""
@@ -253,7 +253,7 @@ class LeaseMachine:
         match event:
             case Tick():
                 return self._due(now)
-            case Leaving(finished):
+            case HolderLeaves(finished):
                 return self._leave(finished)
         asked_at, state.asked_at = state.asked_at, None
         assert asked_at is not None, "only what was ordered is answered"
@@ -265,11 +265,11 @@ class LeaseMachine:
         match event:
             case Looked(standing):
                 return self._looked(now, asked_at, standing)
-            case ClaimMade(number):
+            case Acquired(number):
                 return self._claimed(now, asked_at, number)
             case Renewed(_, newest):
                 return self._renewed(now, asked_at, newest)
-            case ClaimNotMade(number, reason):
+            case NotAcquired(number, reason):
                 state.phase = "waiting"
                 state.next_at = now + self._look_seconds
                 return [Note(f"claim {number} is not ours", reason)]
@@ -307,7 +307,7 @@ class LeaseMachine:
             return [Renew(state.number, state.renewals, "a quarter of the lease is over")]
         return [Look("is the claim renewed?")]
 
-    def _looked(self, now: float, asked_at: float, standing: Standing) -> list[LeaseEffect]:
+    def _looked(self, now: float, asked_at: float, standing: NewestLease) -> list[LeaseEffect]:
         state = self.state
         if state.seen is not None and standing.number < state.seen.number:
             return self._lost(now, standing.number, state.seen.number)
@@ -320,7 +320,7 @@ class LeaseMachine:
         why = self._free(asked_at, standing)
         if why:
             state.phase, state.asked_at = "claiming", now
-            return [Claim(standing.number + 1, why)]
+            return [Acquire(standing.number + 1, why)]
         state.next_at = min(now + self._look_seconds, self._silent_at(standing))
         state.next_at = max(state.next_at, now)
         return self._due(now)
@@ -335,12 +335,12 @@ class LeaseMachine:
     def _look_seconds(self) -> float:
         return min(LOOK_SECONDS_MAX, self.lease_seconds / LOOKS)
 
-    def _silent_at(self, standing: Standing) -> float:
+    def _silent_at(self, standing: NewestLease) -> float:
         """From when on a look that shows nothing new shows that nobody acts."""
         lease = max(self.lease_seconds, standing.lease_seconds)
         return self.state.changed_at + lease * (1 + MARGIN)
 
-    def _free(self, asked_at: float, standing: Standing) -> str:
+    def _free(self, asked_at: float, standing: NewestLease) -> str:
         """Why the next claim may be made; empty: it may not."""
         if standing.condition == "released":
             return f"claim {standing.number} was given back"

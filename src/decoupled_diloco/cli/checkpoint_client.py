@@ -1,0 +1,83 @@
+"""Asking a running syncer for a checkpoint of the whole run, and hearing what becomes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import cast, get_args
+
+from decoupled_diloco.config.addresses import alternatives, reached_by
+from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
+from decoupled_diloco.observe.sources import TAPE_PATH
+from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
+from decoupled_diloco.syncer.checkpoints import CheckpointAnswer, State
+from decoupled_diloco.transport.documents import Document, fetch, read_object
+
+ASK_SECONDS = 0.3
+"""How often it is asked whether the checkpoint is complete."""
+
+
+def take_checkpoint(address: str, token: str | None, timeout_seconds: float) -> CheckpointAnswer:
+    """Has a running syncer take a checkpoint of the run, and waits until it is complete.
+
+    Args:
+        address: Of any shard, ``http://host:port``.
+        token: The run's secret; ``None``: it has none.
+        timeout_seconds: How long to wait, seconds, greater than 0.
+
+    Returns:
+        A complete checkpoint, one that was refused or given up, or one that is still open.
+
+    Raises:
+        AccessError: The syncer refuses the token.
+        TransportError: It cannot be reached.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    where = _coordinator_of(address, token)
+    found = _ask(where, {}, token)
+    while found.state == "open" and time.monotonic() < deadline:
+        time.sleep(min(ASK_SECONDS, max(0.0, deadline - time.monotonic())))
+        found = _ask(where, {"number": str(found.number)}, token)
+    return found
+
+
+def _coordinator_of(address: str, token: str | None) -> tuple[str, ...]:
+    about = read_object(fetch(address, TAPE_PATH, {}, token), address)
+    shards = about.get("shards")
+    if not isinstance(shards, list) or not shards or not isinstance(shards[0], str):
+        raise ProtocolError(f"{address} does not say where the shards are")
+    return tuple(reached_by(each, address) for each in alternatives(shards[0]))
+
+
+def _ask(
+    addresses: tuple[str, ...], query: Mapping[str, str], token: str | None
+) -> CheckpointAnswer:
+    failure: TransportError | None = None
+    for address in addresses:
+        try:
+            document = fetch(address, CHECKPOINT_PATH, query, token)
+        except AccessError:
+            raise
+        except TransportError as error:
+            failure = failure or error
+            continue
+        return _read(document, address)
+    assert failure is not None, "shard 0 has an address"
+    raise failure
+
+
+def _read(document: Document, where: str) -> CheckpointAnswer:
+    fields = read_object(document, where)
+    try:
+        if fields["state"] not in get_args(State):
+            raise ValueError(fields["state"])
+        return CheckpointAnswer(
+            cast("State", fields["state"]),
+            int(fields["number"]),
+            str(fields["words"]),
+            str(fields["folder"]),
+            int(fields["nbytes"]),
+            tuple(str(name) for name in fields["missing"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"{where} does not answer like a syncer of this version") from error

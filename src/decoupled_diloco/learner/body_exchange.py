@@ -1,0 +1,120 @@
+"""Bodies of a learner: contributions and copies to the shards, published copies from them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, TransportError
+from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
+from decoupled_diloco.merge import as_bytes, digest
+from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import events as fact
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.runtime import Monitor
+from decoupled_diloco.transport.base import Client
+
+_T = TypeVar("_T")
+
+FETCHES_PER_SHARD = 4
+"""Copies on their way from or to one shard at once: a joiner with many fragments takes them in
+turn, each over as many connections as the link rewards, in bounded memory."""
+
+
+class _InWorker(Protocol):
+    def __call__(self, task: Callable[[], _T], /) -> Awaitable[_T]: ...
+
+
+class BodyExchange:
+    """Carries out what is ordered about bodies, and tells what has become of it.
+
+    Args:
+        client: The transport's client.
+        address_of: Where a shard is.
+        reaches: Whether a shard is connected.
+        tensors: The learner's fragments.
+        changed: The lock that the training thread shares.
+        told: Tells the machine.
+        say: Sends a message to a shard.
+        in_worker: Runs a task in the worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: Callable[[], Client],
+        address_of: Callable[[int], str],
+        reaches: Callable[[int], bool],
+        tensors: Callable[[], LearnerTensors],
+        changed: Monitor,
+        told: Callable[[fact.LearnerEvent], None],
+        say: Callable[[int, say.Message], None],
+        in_worker: _InWorker,
+    ) -> None:
+        self._client = client
+        self._address_of = address_of
+        self._reaches = reaches
+        self._tensors = tensors
+        self._changed = changed
+        self._told = told
+        self._say = say
+        self._in_worker = in_worker
+        self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(FETCHES_PER_SHARD)
+        )
+
+    async def send_body(self, effect: do.SendBody, capture: Capture) -> None:
+        """Encodes a contribution, tells its digest, and delivers it."""
+        try:
+            body, digest = await self._in_worker(lambda: capture.encode(effect.codec))
+            self._told(fact.BodyEncoded(effect.fragment, effect.ask, digest))
+            await self._put(effect.shard, effect.path, body)
+        except (ConfigError, TransportError, ProtocolError) as error:
+            self._told(fact.UploadFailed(effect.fragment, effect.ask, str(error)))
+
+    async def send_copy(self, effect: do.SendCopy, values: Tensor) -> None:
+        """Delivers a whole fragment that a shard has asked for."""
+        announced = await self._in_worker(lambda: digest(values))
+        self._say(effect.shard, say.Copy(effect.fragment, effect.attempt, announced))
+        try:
+            async with self._gates[effect.shard]:
+                await self._put(effect.shard, effect.path, as_bytes(values))
+        except (TransportError, ProtocolError) as error:
+            self._told(fact.CopyFailed(effect.shard, effect.fragment, effect.attempt, str(error)))
+
+    async def _put(self, shard: int, url: str, body: Tensor) -> None:
+        await self._client().put(url, body.numpy().data, base=self._address_of(shard))
+
+    async def fetch(self, effect: do.Fetch) -> None:
+        """Gets a published copy, checks and stages it."""
+        tensors, fragment = self._tensors(), effect.fragment
+        plan = tensors.plan
+        nbytes = plan.whole_nbytes(fragment) if effect.whole else plan.downlink_nbytes(fragment)
+        numel = plan.fragments[fragment].numel
+
+        def decoded(body: Tensor) -> Tensor:
+            if effect.whole:
+                values = verified(values_of(body, numel), fragment, effect.digest)
+                return tensors.store.prepare(values)
+            return tensors.next_values(fragment, body, effect.digest)
+
+        try:
+            if not self._reaches(effect.shard):
+                raise TransportError("its shard is out of reach")  # or another run is there
+            async with self._gates[effect.shard]:
+                body = torch.empty(nbytes, dtype=torch.uint8)
+                base = self._address_of(effect.shard)
+                await self._client().get(effect.path, body.numpy().data, base=base)
+                values = await self._in_worker(lambda: decoded(body))
+        except (TransportError, ProtocolError, MergeError) as error:
+            self._told(fact.FetchFailed(fragment, effect.version, str(error)))
+            return
+        with self._changed:
+            tensors.stage(fragment, values)
+            self._told(fact.Fetched(fragment, effect.version))

@@ -1,0 +1,1 @@
+"""Checkpoints of the whole run: consistent, and taken without a pause."""

@@ -1,0 +1,1 @@
+"""State transfer (rule 16): a learner begins with a healthy learner's optimizer state."""
