@@ -19,7 +19,8 @@ from decoupled_diloco.protocol.events import Received
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.messages import Pull
 from decoupled_diloco.protocol.quorum import window_decision
-from decoupled_diloco.simulate import Choices, LearnerSpec, World
+from decoupled_diloco.simulate import Choices, LearnerSpec
+from decoupled_diloco.simulate.crowd import Crowd
 
 WARM_UP_SECONDS = 60.0
 
@@ -28,7 +29,7 @@ WARM_UP_SECONDS = 60.0
 class Run:
     """What was seen of one run since it warmed up."""
 
-    world: World
+    world: Crowd
     ticks: list[float] = field(default_factory=list)
     rounds: list[RoundFinished] = field(default_factory=list)
     pulls: Counter[str] = field(default_factory=Counter)
@@ -90,7 +91,7 @@ def run(
         )
         for number, speed in enumerate(speeds)
     ]
-    world = World(Options(**options), specs, seed=1)
+    world = Crowd(Options(**options), specs, seed=1)
     world.run(until=WARM_UP_SECONDS)
     seen = Run(world)
     world.recorders.append(seen)
@@ -295,7 +296,7 @@ def test_rule_11_rounds_go_on_while_the_coordinator_is_gone() -> None:
     """Rule 11: its absence stops joins, leases and the end; rounds go on."""
     seen = run(1.0, 1.0, 1.0, seconds=10.0)
     world = seen.world
-    world.crash(world.coordinator)
+    world.pause(world.coordinator)
     seen.rounds.clear()
     gone_at = len(seen.ticks)
     world.run(until=world.now + 48.0)

@@ -90,7 +90,7 @@ def test_links_and_disks_fail_in_every_way(tmp_path: Path) -> None:
     records = list(TapeReader(folder))
     told = {r.data["kind"] for r in records if r.type == "FaultInjected"}
     assert len(told) == len({e.split('"')[1] for e in events})
-    spoilt = [r for r in records if r.type in ("BodyCorrupt", "FetchFailed", "Disconnected")]
+    spoilt = [r for r in records if r.type in ("BodyCorrupt", "FetchFailed", "Lost")]
     assert spoilt, "something was corrupt, or cut off"
     if "disk-full" in told:
         full = [r for r in records if r.type == "MergeFailed" and "No space left" in str(r.data)]

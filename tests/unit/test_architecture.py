@@ -21,15 +21,17 @@ LAYERS = (
     ("protocol", "merge"),
     ("transport",),
     ("config", "storage", "observe", "workloads"),
-    ("learner", "syncer", "simulate"),
-    ("chaos", "dashboard", "evaluate", "export", "integrations", "launch"),
+    ("learner", "syncer"),
+    ("dashboard", "evaluate", "export", "integrations", "launch"),
+    ("simulate",),
+    ("chaos",),
     ("cli", "__main__"),
 )
 """Who may import whom: a package imports its own layer and those above this line's."""
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
-OF_PLAN = {"errors", "units", "protocol", "merge", "config", "observe", "simulate", "cli"}
+OF_PLAN = {"errors", "units", "protocol", "merge", "config", "observe", "workloads", "cli"}
 """What of the core the distribution `decoupled-diloco-plan` may use."""
 
 PURE = ("protocol", "merge")

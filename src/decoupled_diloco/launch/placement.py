@@ -20,7 +20,7 @@ COMMAND = (sys.executable, "-m", "decoupled_diloco.cli")
 """What runs a child's arguments: the same as ``ddiloco``."""
 
 
-class Life(Protocol):
+class PlacedProcess(Protocol):
     """One life of a process, as `subprocess.Popen` has it."""
 
     @property
@@ -48,11 +48,11 @@ class Life(Protocol):
 class Placement(Protocol):
     """Starts processes somewhere."""
 
-    def start(self, name: str, arguments: list[str]) -> Life:
+    def start(self, name: str, arguments: list[str]) -> PlacedProcess:
         """Starts ``ddiloco ARGUMENTS`` under a name."""
         ...
 
-    def ended(self, life: Life) -> None:
+    def ended(self, life: PlacedProcess) -> None:
         """A process has ended: what was kept for it is let go."""
         ...
 
@@ -111,7 +111,7 @@ class ThisMachine:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def ended(self, life: Life) -> None:
+    def ended(self, life: PlacedProcess) -> None:
         """See `Placement`."""
         assert isinstance(life, subprocess.Popen)
         if life.stdin is not None:

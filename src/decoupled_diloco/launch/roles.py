@@ -44,7 +44,7 @@ EVALUATOR_GIVES_UP_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Place:
+class Seat:
     """How a role takes part from where it runs: this machine, or a virtual one.
 
     Attributes:
@@ -79,7 +79,7 @@ def workload_of(config: RunConfig) -> Workload:
     return load_workload(config.workload.name, config.workload_options())
 
 
-HERE = Place(_learner, _observer, workload_of, _at_once, open_tape)
+HERE = Seat(_learner, _observer, workload_of, _at_once, open_tape)
 """This machine."""
 
 
@@ -106,7 +106,7 @@ def run_learner(
 async def learn(
     config: RunConfig,
     index: int,
-    place: Place,
+    seat: Seat,
     termination: Termination,
     *,
     syncer: tuple[str, ...],
@@ -119,7 +119,7 @@ async def learn(
             f"index={index} is no learner of this run: 0 to {config.run.learners - 1}, or raise "
             "learners, or leave data.leases=true, so that there may be any number"
         )
-    workload = place.workload(config)
+    workload = seat.workload(config)
     model = workload.model()
     optimizer = workload.optimizer(model)
     for group in optimizer.param_groups:
@@ -130,7 +130,7 @@ async def learn(
     position = Position()
     parts = LeasedBatches(WorkloadParts(workload, config.data.parts))
     every_seconds = config.learner.checkpoint_every_seconds
-    async with await place.learner(
+    async with await seat.learner(
         model,
         syncer,
         token=token,
@@ -154,7 +154,7 @@ async def learn(
             next_batch = parts.of(learner).__anext__
         else:
             next_batch = in_turn(fixed_batches(config, workload, index, position))
-        training = Training(workload, model, optimizer, learner, place.pace)
+        training = Training(workload, model, optimizer, learner, seat.pace)
         await training.run(next_batch, termination)
     if termination.asked:
         raise KeyboardInterrupt
@@ -235,13 +235,13 @@ def run_evaluator(
 
 
 async def evaluate(
-    config: RunConfig, place: Place, *, syncer: tuple[str, ...], folder: Path, token: str | None
+    config: RunConfig, seat: Seat, *, syncer: tuple[str, ...], folder: Path, token: str | None
 ) -> None:
     """What the process of an evaluator does; see `run_evaluator`."""
-    workload = place.workload(config)
+    workload = seat.workload(config)
     model = workload.model()
-    with place.open_tape(folder, EVALUATOR, {"machine": "evaluator"}) as tape:
-        async with await place.observer(
+    with seat.open_tape(folder, EVALUATOR, {"machine": "evaluator"}) as tape:
+        async with await seat.observer(
             model,
             syncer,
             name=_evaluator_name(config),

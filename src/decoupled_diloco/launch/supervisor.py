@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.placement import Life, Placement
+from decoupled_diloco.launch.placement import PlacedProcess, Placement
 from decoupled_diloco.launch.spare import QUIET_SECONDS
 from decoupled_diloco.observe.samples import (
     EndRequested,
@@ -38,7 +38,7 @@ class Child:
 
     name: str
     arguments: list[str]
-    process: Life | None = None
+    process: PlacedProcess | None = None
     started_at: float = 0.0
     failures: int = 0
     restart_at: float | None = None
@@ -111,7 +111,7 @@ class Supervisor:
         may_be_needed = any(child.restarts for child in self.children.values())
         return may_be_needed and not self.stopping and now() - started > QUIET_SECONDS
 
-    def _ended(self, child: Child, life: Life, code: int) -> None:
+    def _ended(self, child: Child, life: PlacedProcess, code: int) -> None:
         self.placement.ended(life)
         child.process, child.code = None, code
         by_signal = -code if code < 0 else None

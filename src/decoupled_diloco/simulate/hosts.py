@@ -16,8 +16,7 @@ import torch
 
 from decoupled_diloco.errors import Error
 from decoupled_diloco.launch.processes import process_of
-from decoupled_diloco.launch.roles import Place as RolePlace
-from decoupled_diloco.launch.roles import evaluate, learn
+from decoupled_diloco.launch.roles import Seat, evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
 from decoupled_diloco.learner.checkpointer import Written
@@ -456,9 +455,9 @@ class ParticipantHost(Host):
         """What dials the syncer."""
         return VirtualClient(self.place, limits=self.system.limits)
 
-    def role_place(self, workload: Workload) -> RolePlace:
+    def seat(self, workload: Workload) -> Seat:
         """Where its role takes part from."""
-        return RolePlace(
+        return Seat(
             self._learner, self._observer, lambda config: workload, self._pace, self.open_tape
         )
 
@@ -499,7 +498,7 @@ class EvaluatorHost(ParticipantHost):
         system = self.system
         await evaluate(
             system.config,
-            self.role_place(system.workload(self)),
+            self.seat(system.workload(self)),
             syncer=system.addresses,
             folder=system.folder,
             token=None,
@@ -573,7 +572,7 @@ class LearnerHost(ParticipantHost):
         await learn(
             system.config,
             self.index,
-            self.role_place(system.workload(self)),
+            self.seat(system.workload(self)),
             self.termination,
             syncer=system.addresses,
             folder=system.folder,

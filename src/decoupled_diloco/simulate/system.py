@@ -63,23 +63,23 @@ class VirtualLife:
         self.pid = host.pid
 
     def poll(self) -> int | None:
-        """See `Life`."""
+        """See `PlacedProcess`."""
         return None if self.host.alive and self.host.pid == self.pid else self.host.code
 
     def send_signal(self, sig: int) -> None:
-        """See `Life`: SIGKILL or SIGTERM."""
+        """See `PlacedProcess`: SIGKILL or SIGTERM."""
         if sig == signal.SIGKILL:
             self.kill()
         elif self.poll() is None:
             self.host.terminate()
 
     def kill(self) -> None:
-        """See `Life`."""
+        """See `PlacedProcess`."""
         if self.poll() is None:
             self.host.kill()
 
     def wait(self) -> int:
-        """See `Life`: who was killed has ended at once."""
+        """See `PlacedProcess`: who was killed has ended at once."""
         code = self.poll()
         assert code is not None
         return code

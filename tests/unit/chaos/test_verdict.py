@@ -327,7 +327,7 @@ def test_who_is_told_to_end_hands_in_and_steps_no_more(folder: Path, share: floa
     def told(records: Records) -> Iterator[dict[str, Any]]:
         for record in records:
             if record["type"] == "ProcessEnded" and record["data"]["name"] == "learner-0":
-                asked = {**record, "type": "EndRequested", "at": 119.5}
+                asked = {**record, "type": "EndRequested", "at": 119.99}
                 yield {**asked, "data": {"names": ["learner-0"]}}
             yield record
 

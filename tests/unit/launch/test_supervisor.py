@@ -145,7 +145,7 @@ def test_who_is_taken_down_stays_down_and_has_not_failed(supervisor: Supervisor)
 def test_who_is_told_to_end_may_take_its_time(supervisor: Supervisor) -> None:
     text = "import signal, time; signal.signal(15, lambda *_: sys.exit(3)); print(1, flush=True)"
     supervisor.start("p", [f"import sys, {text[7:]}; time.sleep(60)"])
-    log = supervisor.folder / "logs" / "p.log"
+    log = supervisor.placement.folder / "logs" / "p.log"
     while not log.read_text():
         time.sleep(0.01)
     supervisor.take_down("p", signal.SIGTERM)

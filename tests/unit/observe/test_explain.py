@@ -150,9 +150,9 @@ def test_who_missed_the_window_and_by_how_much(folder, chronicle):
     for shard in (0, 1):
         tape = lines_of(folder / "tape" / f"shard-{shard}.jsonl")
         reports = [
-            (r["at"], r["data"]["learner"])
+            (r["at"], r["data"]["peer"])
             for r in tape
-            if r["type"] == "Said" and r["data"]["message"]["type"] == "StepReport"
+            if r["type"] == "Received" and r["data"]["message"]["type"] == "StepReport"
         ]
         ends = {r["data"]["round"]: r["at"] for r in tape if r["type"] == "RoundFinished"}
         for data in finished(folder, shard):
@@ -313,8 +313,8 @@ def test_a_step_says_who_set_the_clock(folder, chronicle):
     for tick in ticks[5:60:9]:
         cause = next(r for r in tape if r["kind"] == "event" and r["seq"] == tick["cause"])
         text = said(explain_step(chronicle, tick["data"]["clock"], 0))
-        assert f"by the report of {cause['data']['learner']}" in text
-        assert f"{cause['data']['learner']} reported it and set the clock" in text
+        assert f"by the report of {cause['data']['peer']}" in text
+        assert f"{cause['data']['peer']} reported it and set the clock" in text
         due = [d["round"] for d in finished(folder, 0) if d["tick"] == tick["data"]["clock"]]
         assert all(f"round {number} " in text for number in due)
 
@@ -333,8 +333,8 @@ def reports_in(record):
     data = record["data"]
     if record["type"] == "Reported":
         return data["reports"]
-    alone = record["type"] == "Said" and data["message"]["type"] == "StepReport"
-    return [(data["learner"], data["message"])] if alone else []
+    alone = record["type"] == "Received" and data["message"]["type"] == "StepReport"
+    return [(data["peer"], data["message"])] if alone else []
 
 
 def test_reports_that_came_at_once_are_each_heard(together):

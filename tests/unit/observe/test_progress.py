@@ -209,7 +209,7 @@ def test_on_a_terminal_lines_stand_above_the_display(run_folder):
 def test_a_tape_that_cannot_be_read_is_told_once_and_does_not_end_the_run(tmp_path):
     TapeWriter(tmp_path / "tape", "learner-0").close()
     path = tmp_path / "tape" / "learner-0.jsonl"
-    path.write_text(path.read_text().replace('"v":1', '"v":9'))
+    path.write_text(path.read_text().replace('"v":2', '"v":9'))
     out = console(width=200)
     with ProgressDisplay(tmp_path, console=out) as progress:
         progress.poll()

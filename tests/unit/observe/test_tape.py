@@ -97,7 +97,7 @@ def test_every_record_says_its_schema(tmp_path):
     with writer(tmp_path) as tape:
         tape.event(1.0, StepFinished(1))
     lines = (tmp_path / "learner-0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["v"] for line in lines] == [1, 1]
+    assert [json.loads(line)["v"] for line in lines] == [2, 2]
 
 
 def test_wall_time_comes_from_the_latest_start(tmp_path):
@@ -194,10 +194,10 @@ def test_newer_schema_is_refused_with_the_way_out(tmp_path):
     with writer(tmp_path):
         pass
     path = tmp_path / "learner-0.jsonl"
-    path.write_text(path.read_text().replace('"v":1', '"v":2'))
-    with pytest.raises(StorageError, match=r"schema 2, but this program reads up to 1: read it"):
+    path.write_text(path.read_text().replace('"v":2', '"v":3'))
+    with pytest.raises(StorageError, match=r"schema 3, but this program reads up to 2: read it"):
         list(TapeReader(tmp_path))
-    with pytest.raises(StorageError, match="schema 2"):
+    with pytest.raises(StorageError, match="schema 3"):
         Follower(path).poll()
 
 
@@ -362,8 +362,8 @@ def test_a_tape_that_ends_does_not_cost_the_recorder_an_effect(tmp_path, monkeyp
     told = []
     monkeypatch.setattr("decoupled_diloco.observe.writer.BUFFER_RECORDS_MAX", 2)
     recorder = Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape, told.append)
-    assert [type(e).__name__ for e in recorder.handle(1.0, Connected("shard-0"))] == ["Say"]
-    assert [type(e).__name__ for e in recorder.handle(2.0, Connected("shard-0"))] == ["Say"]
+    assert [type(e).__name__ for e in recorder.handle(1.0, Connected("shard-0"))] == ["Send"]
+    assert [type(e).__name__ for e in recorder.handle(2.0, Connected("shard-0"))] == ["Send"]
     assert len(told) == 1
     tape._ended = False
     Recorder(LearnerMachine(Options(), "learner-0", 1, "n"), tape).handle(3.0, Connected("shard-0"))
@@ -452,7 +452,7 @@ def machine(header):
 def test_recorder_gives_the_machines_effects_and_tapes_them(tmp_path):
     effects = record_learner(tmp_path)
     taped = [r.value() for r in TapeReader(tmp_path) if r.kind == "effect"]
-    assert [type(effect).__name__ for effect in effects] == ["Say", "Say", "Note"]
+    assert [type(effect).__name__ for effect in effects] == ["Send", "Send", "Note"]
     assert taped == effects
 
 
@@ -469,7 +469,7 @@ def test_replay_finds_what_differs(tmp_path):
     path = tmp_path / "learner-0.jsonl"
     path.write_text(path.read_text().replace("refuses for now", "refuses"))
     (difference,) = replay(TapeReader(tmp_path), machine)
-    assert difference.event == "Told"
+    assert difference.event == "Received"
     assert difference.taped["text"] == "shard 0 refuses: busy"
     assert difference.replayed["text"] == "shard 0 refuses for now: busy"
 

@@ -9,23 +9,23 @@ from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.syncer.downloads import Downloads
 from decoupled_diloco.syncer.fragments import PublishedCopy
 from decoupled_diloco.transport.base import Limits
-from decoupled_diloco.transport.bodies import Bodies
+from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
-from decoupled_diloco.transport.tokens import TokenRefusal
+from decoupled_diloco.transport.tokens import RequestRefusal
 
 NUMEL = 1000
 
 
-def gone(bodies: Bodies, url: str) -> bool:
+def gone(bodies: BodyBooks, url: str) -> bool:
     try:
         bodies.look_up(url.removeprefix("/bodies/"))
-    except TokenRefusal as refusal:
+    except RequestRefusal as refusal:
         return refusal.status == 410
     return False
 
 
 async def test_the_newest_whole_and_two_differences_are_kept() -> None:
-    bodies = Bodies(ReceivePool(1 << 20), Limits())
+    bodies = BodyBooks(ReceivePool(1 << 20), Limits())
     downloads = Downloads(bodies)
     wholes: list[str] = []
     differences: list[str] = []

@@ -19,7 +19,7 @@ from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.uploads import Uploads
 from decoupled_diloco.transport.base import Limits
-from decoupled_diloco.transport.bodies import Bodies
+from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
 
 N = 12
@@ -40,7 +40,7 @@ class Shard:
             weighting="tokens",
             outer=make_outer("sgd", 1.0, 0.0),
         )
-        self.bodies = Bodies(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
+        self.bodies = BodyBooks(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
         self.told: list[Any] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.intake = Uploads(
@@ -71,9 +71,8 @@ class Shard:
     async def put(self, learner: str, number: int = 1, nbytes: int = 4 * N) -> None:
         key = self.intake.url(f"/up/{learner}/{number}").removeprefix("/bodies/")
         stream = self.bodies.open(key, learner, (0, 4 * N), 4 * N, take_over=False)
-        await stream.prepare()
-        stream.write(self.body.numpy().tobytes()[:nbytes])
-        stream.close()
+        async with stream.receiving():
+            stream.write(self.body.numpy().tobytes()[:nbytes])
         await settle()
 
 

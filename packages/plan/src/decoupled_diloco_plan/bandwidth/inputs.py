@@ -179,11 +179,12 @@ def read_run(config: RunConfig) -> OfRun:
     Raises:
         ConfigError: the workload's model cannot be built.
     """
-    from decoupled_diloco.launch.roles import workload_of  # it imports torch
+    from decoupled_diloco.workloads import load_workload  # it imports torch
 
+    workload = load_workload(config.workload.name, config.workload_options())
     tensors = {
         name: each.numel()
-        for name, each in workload_of(config).model().named_parameters()
+        for name, each in workload.model().named_parameters()
         if each.requires_grad
     }
     blocks = {match[0] for name in tensors if (match := re.match(r".*?\.\d+\.", name))}
