@@ -196,7 +196,7 @@ def test_checkers_catch_a_core_that_is_broken(
 def test_checkers_catch_what_is_called_durable_too_early(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decoupled_diloco.protocol.learner.merged", broken_merged)
+    monkeypatch.setattr("decoupled_diloco.protocol.learner.leases.merged", broken_merged)
     system, _ = begin(A, B)
     with pytest.raises(AssertionError, match="has not merged step"):
         system.run(until=400.0)

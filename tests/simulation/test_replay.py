@@ -78,7 +78,7 @@ def test_an_order_that_the_machines_do_not_give_is_named(runs: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "event", ['"Fetched"', '"Connected","data":{"peer":"shard-0"', '"Welcome"']
+    "event", ['"Fetched"', '"Connected","data":{"peer":"shard-0"', '"Published"']
 )
 def test_a_tape_without_one_of_its_events_is_one_sentence(
     runs: Path, tmp_path: Path, event: str

@@ -55,7 +55,7 @@ class Seen:
         if isinstance(event, Merged):
             self.commits.append((self.system.now, who))
         if any(isinstance(effect, DenyShard) for effect in effects):
-            self.denied.append((event.shard, event.claim))
+            self.denied.append((event.greeting.shard, event.greeting.claim))
 
     def next_commit(self, who: str, after: float) -> float:
         return next(at for at, name in self.commits if name == who and at > after)

@@ -24,7 +24,7 @@ from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.simulate.crowd import Crowd
 from decoupled_diloco.simulate.scenario import Scenario
 from decoupled_diloco.simulate.script import Script
-from decoupled_diloco.simulate.simulation import Clockwatch, specs_of
+from decoupled_diloco.simulate.simulation import Clockwatch, say_goodbye, specs_of
 from decoupled_diloco.simulate.system import System
 
 MANY = 100
@@ -185,6 +185,8 @@ class ProtocolRun:
             StorageError: it cannot be written.
         """
         if isinstance(self.system, System):
+            if self.finished:
+                say_goodbye(self.system)
             self.system.close()
             self._files.cleanup()
         if self.folder is not None:

@@ -154,10 +154,7 @@ class Simulation:
             StorageError: they cannot be written.
         """
         system, config = self.system, self.scenario.config
-        there = system.participants.values()
-        system.run(
-            until=system.now + FAREWELL_SECONDS, stop=lambda: not any(p.alive for p in there)
-        )
+        say_goodbye(system)
         plan = plan_of(read_layout(self.folder), config)
         weights = assemble(self.folder, plan, config.syncer.shards)
         system.sample(WeightsSaved(RESULT))
@@ -173,6 +170,13 @@ class Simulation:
         """
         self.system.close()
         pack_tapes(self.folder)
+
+
+def say_goodbye(system: System) -> None:
+    """Lets learners and evaluator end of themselves, once the run is over."""
+    there = system.participants.values()
+    system.run(until=system.now + FAREWELL_SECONDS, stop=lambda: not any(p.alive for p in there))
+    system.run(until=system.now)  # the launcher sees the last one end
 
 
 def trained_in(scenario: Scenario) -> Callable[[ParticipantHost], Workload]:
