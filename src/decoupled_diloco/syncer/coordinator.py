@@ -86,6 +86,15 @@ _ANOTHER_RUN = "another run is at this address now"
 ShardLink = Callable[[say.ToShard | say.ShardAdmitted | say.JoinRefused], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ForProcess:
+    """An order for the process of a shard that had this link as it was given."""
+
+    shard: int
+    link: ShardLink | None
+    order: do.CoordinatorEffect
+
+
 class CoordinatorHost:
     """Runs a `CoordinatorMachine`.
 
@@ -136,7 +145,7 @@ class CoordinatorHost:
         self._recorder = Recorder(self.machine, self.tape)
         self._spawn = spawn
         self._relay = Relay(bodies, spawn)
-        self._orders: deque[do.CoordinatorEffect] = deque()
+        self._orders: deque[do.CoordinatorEffect | _ForProcess] = deque()
         self._writing = False
         self._timer: asyncio.TimerHandle | None = None
         self._shards: dict[int, ShardLink] = {}
@@ -181,6 +190,7 @@ class CoordinatorHost:
         try:
             while True:
                 message = decode(await channel.receive(), say.FROM_MEMBER)
+                self._heard_on(connection, join.learner)
                 self._handle(Received(join.learner, message, join.nonce))
         finally:
             self._leave(connection)
@@ -195,6 +205,13 @@ class CoordinatorHost:
         self._joining[connection] = (channel, join, layout)
         self._connections_of.setdefault(join.learner, []).append(connection)
 
+    def _heard_on(self, connection: int, learner: str) -> None:
+        """It is this connection that works: others may be dead and not found so yet."""
+        connections = self._connections_of[learner]
+        if connections[-1] != connection:
+            connections.remove(connection)
+            connections.append(connection)
+
     def _leave(self, connection: int) -> None:
         _, join, _ = self._joining.pop(connection)
         self._connections_of[join.learner].remove(connection)
@@ -202,7 +219,7 @@ class CoordinatorHost:
             del self._connections_of[join.learner]
 
     def _present(self, learner: str) -> list[tuple[Channel, say.Join]]:
-        """The connections of an id, oldest first; no other of thousands is looked at."""
+        """The connections of an id, the one that was heard last at the end; of nobody else's."""
         return [self._joining[each][:2] for each in self._connections_of.get(learner, ())]
 
     async def _has_a_live_process(self, join: say.Join) -> bool:
@@ -325,9 +342,19 @@ class CoordinatorHost:
                     self._shards[shard] = self._greeting
                 case do.DenyShard(reason=reason):
                     self._greeting(say.JoinRefused(reason, True))
-            self._orders.append(effect)
+            self._orders.append(self._addressed(effect))
         self._carry_out()
         self._arm()
+
+    def _addressed(self, effect: do.CoordinatorEffect) -> do.CoordinatorEffect | _ForProcess:
+        """An order for a shard is for the process that acts for it now, however long it waits."""
+        match effect:
+            case do.AdmitShard(shard):
+                return _ForProcess(shard, self._shards.get(shard), effect)
+            case do.Send(peer) if is_shard_peer(peer):
+                shard = shard_of(peer)
+                return _ForProcess(shard, self._shards.get(shard), effect)
+        return effect
 
     def _arm(self) -> None:
         """Wakes the machine at its deadline."""
@@ -403,8 +430,11 @@ class CoordinatorHost:
         self._gone.set()
         self._carry_out()
 
-    def _do(self, effect: do.CoordinatorEffect) -> None:
+    def _do(self, effect: do.CoordinatorEffect | _ForProcess) -> None:
         match effect:
+            case _ForProcess(shard, link, order):
+                if self._shards.get(shard) is link:  # else the newer process is told its own
+                    self._do(order)
             case do.Admit(connection, _, epoch):
                 admitted = say.Admitted(
                     epoch, self._settings, self._layout_text(), self._addresses, self._run

@@ -13,10 +13,13 @@ import pytest
 from torch import nn
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import public_text
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.data_leases.messages import DataReport
+from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.syncer import coordinator
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import FILE, JOINED
@@ -28,19 +31,22 @@ LAYOUT = json.dumps(layout_of(nn.Linear(4, 3)).to_json())
 
 
 class Line:
-    """The coordinator's end of a connection: notes what is sent, and hears nothing."""
+    """The coordinator's end of a connection: notes what is sent; hears what it is told to."""
 
     last_received = 0.0
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.said: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+
+    def speak(self, message: Any) -> None:
+        self.said.put_nowait(encode(message))
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
 
     async def receive(self) -> dict[str, object]:
-        await asyncio.Event().wait()
-        raise AssertionError("nobody speaks")
+        return await self.said.get()
 
     async def close(self, reason: str = "") -> None:
         self.sent.append(reason)
@@ -58,7 +64,7 @@ class Life:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tasks: list[asyncio.Task[None]] = []
-        config = RunConfig(
+        config = self.config = RunConfig(
             run={"name": "test", "folder": folder, "budget_steps": 10}, sync={"fragments": 1}
         )
         self.host = CoordinatorHost(
@@ -273,3 +279,36 @@ async def test_what_could_not_be_added_is_written_whole_once_there_is_room(
     await until(lambda: first.epoch and second.epoch)
     assert sorted({*life.whole, *life.lines}) == ["a", "b", "c"]
     assert "b" in life.whole
+
+
+async def test_an_order_that_waited_for_the_disk_is_not_for_a_newer_process(tmp_path: Path) -> None:
+    """A shard would act by the term that its earlier process has had."""
+    life = Life(tmp_path)
+    host, told = life.host, dict[str, list[Any]]()
+    settings = public_text(life.config)
+    host._writing = True  # a disk that takes its time
+    for nonce in ("first", "second"):
+        told[nonce] = []
+        host.shard_greeted(say.ShardHello(0, nonce, settings, 0), told[nonce].append)
+    host._writing = False
+    host._carry_out()
+    await until(lambda: bool(told["second"]))
+    terms = {
+        nonce: [m.term for m in messages if isinstance(m, say.ShardAdmitted)]
+        for nonce, messages in told.items()
+    }
+    assert terms == {"first": [], "second": [2]}
+    await life.crash()
+
+
+async def test_a_member_is_answered_where_it_was_heard_last(tmp_path: Path) -> None:
+    """Its other connections may be dead, and not found so yet."""
+    life = Life(tmp_path)
+    first = life.ask("a")
+    second = life.ask("a")
+    await until(lambda: first.epoch and second.epoch)
+    before = len(second.sent)
+    first.speak(DataReport(parts=4, want=1, leases=()))
+    await until(lambda: any(m.get("type") == "LeasesGiven" for m in first.sent))
+    assert len(second.sent) == before
+    await life.crash()
