@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio  # noqa: F401  # a break uses it
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.protocol import (
     asking,
+    learner_boundary,
     learner_copies,
     syncer,
     syncer_fill,
@@ -77,23 +77,23 @@ CORE = (
     ),
     Break(
         "what was sent and may have been merged is kept and sent again",
-        LearnerMachine,
-        "_mode",
+        learner_boundary,
+        "apply_mode",
         "if sent is not None:",
         "if sent is not None and not sent.lost:",
         Changes(options={"missed": "rebase"}),
     ),
     Break(
         "what was merged is carried over on top of the merge",
-        LearnerMachine,
-        "_mode",
+        learner_boundary,
+        "apply_mode",
         "mode: Mode = sent.taken.alignment",
         'mode: Mode = "rebase"',
     ),
     Break(
         "what is under way is kept as well, and sent again",
-        LearnerMachine,
-        "_mode",
+        learner_boundary,
+        "apply_mode",
         "if sent is not None:",
         "if sent is not None and sent.version is not None:",
         Changes(options={"missed": "rebase"}),
@@ -243,7 +243,7 @@ CORE = (
         "merge",
         "journal.append(fields, as_bytes(step.gradient).numpy().data)",
         "late = (fields, step.gradient.numpy().tobytes())\n"
-        "    asyncio.get_running_loop().call_later(5.0, journal.append, *late)",
+        "    __import__('asyncio').get_running_loop().call_later(5.0, journal.append, *late)",
     ),
     Break(
         "a shard acts on when its lease is over",

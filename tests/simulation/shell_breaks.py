@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decoupled_diloco.learner.background import Background
+from decoupled_diloco.learner.body_exchange import BodyExchange
 from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.joining import CoordinatorSession as Joining
@@ -10,6 +11,7 @@ from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
 from decoupled_diloco.syncer.downloads import Downloads
+from decoupled_diloco.syncer.merging import Merging
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.slices import Slices
@@ -21,13 +23,13 @@ LEARNERS = (
         "a learner does not notice that its connection is gone",
         Background,
         "_converse",
-        "self._told(fact.Unlinked(shard))",
+        "self._told(fact.Lost(shard_peer(shard)))",
         "pass",
     ),
     Break(
         "a copy that could not be fetched is told to nobody",
-        Background,
-        "_fetch",
+        BodyExchange,
+        "fetch",
         "self._told(fact.FetchFailed(fragment, effect.version, str(error)))",
         "pass",
     ),
@@ -85,14 +87,14 @@ SHARDS = (
     ),
     Break(
         "a merge that has failed is told to nobody",
-        Shard,
+        Merging,
         "_merge",
         "self._handle(fact.MergeFailed(number, fragment, str(error)))",
         "pass",
     ),
     Break(
         "everybody hears of a version before the disk has it",
-        Shard,
+        Merging,
         "_merge",
         "return disk.merge(fragment, effect.version, memory)",
         "return tensors.merge(fragment)",

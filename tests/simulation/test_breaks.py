@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoupled_diloco.simulate import crashes, fuzz
+from decoupled_diloco.simulate import crashes, worlds
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import Loss
-from decoupled_diloco.simulate.shrink import Changes
+from decoupled_diloco.simulate.shrink import Changes, signature
 from simulation.breaks import CORE, SHELLS, STORAGE, Break
 from unit.learner import test_exchange
 from unit.syncer import test_late_ticks
 
-SEEDS_MAX = 200
+SEEDS_MAX = 130
 """Most breaks are caught by one of the first ten seeds; a few need a rare coincidence."""
 
 
@@ -31,9 +31,9 @@ def names(breaks: tuple[Break, ...]) -> list[str]:
 def test_a_broken_core_is_caught(each: Break) -> None:
     with each.broken():
         seeds = range(SEEDS_MAX)
-        caught = next((seed for seed in seeds if fuzz.failure(seed, each.changes)), None)
+        caught = next((seed for seed in seeds if worlds.failure(seed, each.changes)), None)
     assert caught is not None, f"nobody notices that {each.what}"
-    assert fuzz.failure(caught, each.changes) is None, "the core itself holds"
+    assert worlds.failure(caught, each.changes) is None, "the core itself holds"
 
 
 def told_wrong(seed: int, folder: Path) -> bool:
@@ -94,33 +94,31 @@ SHRUNKEN = (
 def test_a_failing_world_shrinks_to_one_that_fails_alike(what: str) -> None:
     (each,) = (e for e in CORE if e.what == what)
     with each.broken():
-        seed = next(s for s in range(SEEDS_MAX) if fuzz.failure(s))
-        before = fuzz.failure(seed)
-        changes = fuzz.shrunken(seed)
+        seed = next(s for s in range(SEEDS_MAX) if worlds.failure(s))
+        before = worlds.failure(seed)
+        changes = worlds.shrunken(seed)
         assert before is not None
         assert changes is not None
         again = Changes.from_json(changes.to_json())
-        after = fuzz.failure(seed, again)
+        after = worlds.failure(seed, again)
         assert after is not None
-        assert fuzz.signature(after) == fuzz.signature(before)
-        whole, smaller = fuzz.draw(seed), fuzz.draw(seed, again)
-        assert len(changes.without_faults) >= len(whole.faults) / 2
-        assert len(smaller.learners) <= len(whole.learners)
-        assert fuzz.command(seed, again).endswith(f"--seed {seed} --with '{changes.to_json()}'")
-    assert fuzz.failure(seed, again) is None, "the shrunken world of the whole core holds"
+        assert signature(after) == signature(before)
+        assert changes != Changes()
+        assert worlds.command(seed, again).endswith(f"--seed {seed} --with '{changes.to_json()}'")
+    assert worlds.failure(seed, again) is None, "the shrunken world of the whole core holds"
 
 
 def test_a_world_that_holds_does_not_shrink() -> None:
-    assert fuzz.shrunken(3) is None
+    assert worlds.shrunken(3) is None
 
 
 def test_the_line_repeats_the_world_that_is_left() -> None:
     changes = Changes(
         without_faults=(0, 1), options={"quorum": 1}, learners={"jitter": 0.0}, faulty_seconds=9.5
     )
-    shown = fuzz.command(5, changes).removeprefix("python ")
+    shown = worlds.command(5, changes).removeprefix("python ")
     command = f"{sys.executable} {shown} --quiet"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert "quorum=1" in done.stdout
-    assert f"events={fuzz.run(5, changes=changes).events}" in done.stdout
-    assert fuzz.run(5, changes=changes).events != fuzz.run(5).events
+    assert f"events={worlds.run(5, changes=changes).events}" in done.stdout
+    assert worlds.run(5, changes=changes).events != worlds.run(5).events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import sha256
 
 import pytest
@@ -29,7 +30,11 @@ def test_a_world_holds(seed: int) -> None:
 def test_a_world_repeats_exactly() -> None:
     def digest(seed: int) -> str:
         seen = sha256()
-        worlds.run(seed, lambda *event: seen.update(repr(event).encode()))
+
+        def see(*event: object) -> None:
+            seen.update(re.sub(r"/\S*?/run/", "RUN/", repr(event)).encode())
+
+        worlds.run(seed, see)
         return seen.hexdigest()
 
     assert [digest(seed) for seed in range(3)] == [digest(seed) for seed in range(3)]

@@ -141,6 +141,7 @@ class ProtocolRun:
         self.script = Script(self.system, scenario)
         self._watch = Clockwatch(self.system, self.script, scenario)
         self._began = time.perf_counter()
+        self._closed = False
 
     @property
     def reason(self) -> str:
@@ -184,6 +185,9 @@ class ProtocolRun:
         Raises:
             StorageError: it cannot be written.
         """
+        if self._closed:
+            return
+        self._closed = True
         if isinstance(self.system, System):
             if self.finished:
                 say_goodbye(self.system)

@@ -312,3 +312,4 @@ async def test_a_member_is_answered_where_it_was_heard_last(tmp_path: Path) -> N
     await until(lambda: any(m.get("type") == "LeasesGiven" for m in first.sent))
     assert len(second.sent) == before
     await life.crash()
+    life.host._ledger.close()
