@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.simulate.bare import Bare, BareCoordinator, BareLearner, BareShard
+from decoupled_diloco.simulate.bare import Bare, BareCoordinator, BareShard
+from decoupled_diloco.simulate.bare_learner import BareLearner
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.network import Link, Network

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.simulate.choices import Choices
@@ -37,6 +37,67 @@ Content = dict[Path, bytes | None]
 
 SECTOR_BYTES = 512
 """What a disk writes whole."""
+
+
+class UnsyncedDisk(Disk):
+    """The machine's own; nobody waits for it: a killed process loses nothing that is written.
+
+    Args:
+        trouble: Raises what an operation on a path fails with, if it does.
+    """
+
+    def __init__(self, trouble: Callable[[Path, bool], None]) -> None:
+        self._trouble = trouble
+        self._handles: list[BinaryIO] = []
+
+    def close(self) -> None:
+        """Closes every file, as the end of a process does."""
+        for file in self._handles:
+            file.close()
+        self._handles.clear()
+
+    def open(self, path: Path) -> BinaryIO:
+        """See `Disk`."""
+        self._trouble(path, True)
+        file = super().open(path)
+        self._handles.append(file)
+        return file
+
+    def read(self, path: Path) -> bytes:
+        """See `Disk`."""
+        self._trouble(path, False)
+        return super().read(path)
+
+    def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
+        """See `Disk`."""
+        self._trouble(Path(file.name), True)
+        super().write(file, content)
+
+    def fill(self, path: Path, fill: Callable[[Path], None]) -> None:
+        """See `Disk`."""
+        self._trouble(path, True)
+        super().fill(path, fill)
+
+    def put(self, path: Path, content: bytes | memoryview) -> None:
+        """See `Disk`."""
+        self._trouble(path, True)
+        super().put(path, content)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See `Disk`."""
+        self._trouble(target, False)
+        super().rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """See `Disk`."""
+        self._trouble(target, False)
+        super().link(source, target)
+
+    def sync_file(self, file: Any) -> None:
+        """At once."""
+
+    def sync(self, path: Path) -> None:
+        """At once."""
 
 
 class CrashError(BaseException):

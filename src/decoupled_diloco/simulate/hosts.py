@@ -6,11 +6,10 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,10 +22,10 @@ from decoupled_diloco.learner.checkpointer import Written
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.merge import digest
-from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime.disk import Disk
-from decoupled_diloco.simulate.disk import SimulatedDisk, lose_power
+from decoupled_diloco.simulate.disk import SimulatedDisk, UnsyncedDisk, lose_power
+from decoupled_diloco.simulate.host_tape import HostTape
 from decoupled_diloco.simulate.network import Connection, Link, Way
 from decoupled_diloco.simulate.runtime import VirtualProcess
 from decoupled_diloco.simulate.spec import LearnerSpec
@@ -41,136 +40,6 @@ if TYPE_CHECKING:
 
 GOODBYE_SECONDS = 1.0
 """How long the background of a learner that has ended may take to say goodbye."""
-
-
-class UnsyncedDisk(Disk):
-    """The machine's own; nobody waits for it: a killed process loses nothing that is written.
-
-    Args:
-        trouble: Raises what an operation on a path fails with, if it does.
-    """
-
-    def __init__(self, trouble: Callable[[Path, bool], None]) -> None:
-        self._trouble = trouble
-        self._handles: list[BinaryIO] = []
-
-    def close(self) -> None:
-        """Closes every file, as the end of a process does."""
-        for file in self._handles:
-            file.close()
-        self._handles.clear()
-
-    def open(self, path: Path) -> BinaryIO:
-        """See `Disk`."""
-        self._trouble(path, True)
-        file = super().open(path)
-        self._handles.append(file)
-        return file
-
-    def read(self, path: Path) -> bytes:
-        """See `Disk`."""
-        self._trouble(path, False)
-        return super().read(path)
-
-    def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
-        """See `Disk`."""
-        self._trouble(Path(file.name), True)
-        super().write(file, content)
-
-    def fill(self, path: Path, fill: Callable[[Path], None]) -> None:
-        """See `Disk`."""
-        self._trouble(path, True)
-        super().fill(path, fill)
-
-    def put(self, path: Path, content: bytes | memoryview) -> None:
-        """See `Disk`."""
-        self._trouble(path, True)
-        super().put(path, content)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """See `Disk`."""
-        self._trouble(target, False)
-        super().rename(source, target)
-
-    def link(self, source: Path, target: Path) -> None:
-        """See `Disk`."""
-        self._trouble(target, False)
-        super().link(source, target)
-
-    def sync_file(self, file: Any) -> None:
-        """At once."""
-
-    def sync(self, path: Path) -> None:
-        """At once."""
-
-
-class HostTape(TapeWriter):
-    """A process's tape: whoever watches the run is told of every event and its effects, too.
-
-    Args:
-        tell: Told of each event.
-        file: Where it is written; ``None``: nowhere.
-        bytes_factor: See `System`.
-    """
-
-    def __init__(
-        self,
-        tell: Callable[[float, Any, Sequence[Any]], None],
-        file: TapeWriter | None,
-        bytes_factor: float,
-    ) -> None:
-        self._bytes_factor = bytes_factor
-        self._watcher = tell
-        self._file_tape = file
-        self._event: Any = None
-        self.dropped = 0
-
-    def event(self, now: float, event: Any) -> int:
-        """See `TapeWriter`."""
-        self._event = event
-        return 0 if self._file_tape is None else self._file_tape.event(now, event)
-
-    def effects(self, now: float, cause_seq: int, effects: Sequence[Any]) -> None:
-        """See `TapeWriter`."""
-        if self._file_tape is not None:
-            self._file_tape.effects(now, cause_seq, effects)
-        self._watcher(now, self._event, effects)
-
-    def sample(self, now: float, sample: Any) -> None:
-        """See `TapeWriter`."""
-        if self._file_tape is None:
-            return
-        if isinstance(sample, BytesMoved) and self._bytes_factor != 1.0:
-            sample = replace(
-                sample,
-                data_sent=round(self._bytes_factor * sample.data_sent),
-                data_received=round(self._bytes_factor * sample.data_received),
-            )
-        self._file_tape.sample(now, sample)
-
-    def make_text(self, records: int) -> bool:
-        """See `TapeWriter`."""
-        return self._file_tape is not None and self._file_tape.make_text(records)
-
-    @property
-    def waiting(self) -> bool:
-        """See `TapeWriter`."""
-        return self._file_tape is not None and self._file_tape.waiting
-
-    def flush(self) -> None:
-        """See `TapeWriter`."""
-        if self._file_tape is not None:
-            self._file_tape.flush()
-
-    def close(self) -> None:
-        """See `TapeWriter`."""
-        if self._file_tape is not None:
-            self._file_tape.close()
-
-    def lose(self) -> None:
-        """The process is gone: what it had not yet written is lost."""
-        if self._file_tape is not None:
-            self._file_tape.abandon()
 
 
 class Host(VirtualProcess):

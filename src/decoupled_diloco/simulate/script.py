@@ -1,4 +1,4 @@
-"""Carries out in a virtual world what a scenario says: at its time, at its step, or at random.
+"""Carries out in a virtual run what a scenario says: at its time, at its step, or at random.
 
 Several things may befall one process at once: it is there again only when nothing keeps it away
 any more, and as slow as all that slows it down together.

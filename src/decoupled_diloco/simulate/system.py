@@ -29,10 +29,10 @@ from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.drift import Drift
+from decoupled_diloco.simulate.host_tape import HostTape
 from decoupled_diloco.simulate.hosts import (
     EvaluatorHost,
     Host,
-    HostTape,
     LearnerHost,
     ParticipantHost,
     ShardHost,
