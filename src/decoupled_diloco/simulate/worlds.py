@@ -20,20 +20,28 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from decoupled_diloco.errors import StorageError
+from decoupled_diloco.launch.resume import go_back
+from decoupled_diloco.simulate.checkers import Checker
+from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.liveness import must_go_on, pace, transfer_seconds
 from decoupled_diloco.simulate.scene import Scene, draw, heal
 from decoupled_diloco.simulate.shrink import Changes, shrink, signature
+from decoupled_diloco.simulate.system import System
 
 COMMAND = "python -m decoupled_diloco.simulate.worlds --seed {seed}"
 
 SETTLE_SECONDS = 120.0
 """Leases, lost connections and backoff, once faults have ceased."""
+
+RESUMED = 0.3
+"""Share of the worlds with checkpoints of the whole run in which it goes on from the last one."""
 
 RAM = "/dev/shm"
 """Where a world's files are, if this machine has it: nothing of them need last."""
@@ -72,7 +80,8 @@ def run(
             verdict = "finished" if system.finished else "went on"
         finally:
             system.close()
-    return Report(seed, system.events, system.now, time.process_time() - started, verdict)
+        events = system.events + must_go_on_from_a_checkpoint(scene)
+    return Report(seed, events, system.now, time.process_time() - started, verdict)
 
 
 def must_hold(scene: Scene) -> None:
@@ -107,6 +116,36 @@ def must_end(scene: Scene) -> None:
     system.run(until=system.now + 60.0)
     scene.checker.check_end()
     scene.lineage.check_end()
+
+
+def must_go_on_from_a_checkpoint(scene: Scene) -> int:
+    """In some worlds the run goes back to its last checkpoint, and comes to its end once more.
+
+    Returns:
+        How many events that took.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    old, chosen = scene.system, Choices(f"{scene.seed}/resume").chance(RESUMED)
+    if not (chosen and scene.ends and old.options.checkpoint_every_seconds) or old.standbys:
+        return 0
+    try:
+        go_back(old.folder, old.config, "last")
+    except StorageError:
+        return 0  # there is none that is whole
+    system = System(
+        old.config, scene.learners, old.folder, seed=f"{scene.seed}/resumed", sizes=old.sizes
+    )
+    checker, again = Checker(system), replace(scene, system=system)
+    try:
+        system.run(until=patience(again), stop=lambda: system.finished)
+        assert system.finished, f"the resumed run is not over: {_state(again)}"
+        system.run(until=system.now + 60.0)
+        checker.check_end()
+    finally:
+        system.close()
+    return system.events
 
 
 def patience(scene: Scene) -> float:
