@@ -43,6 +43,7 @@ TITLES = {
     "large": "A shard with thousands of learners",
     "tape": "The tapes of a long run",
     "events": "Random worlds, every event checked",
+    "worlds": "A long run of random worlds",
     "goodput": "Goodput of a million chips, simulated",
     "goodput_real": "The goodput simulator against real runs",
     "plan": "The planner against the published tables",
