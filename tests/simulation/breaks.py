@@ -113,13 +113,6 @@ CORE = (
         "return False",
     ),
     Break(
-        "who is in arrears is asked for the first fragment, whichever waits longest",
-        asking,
-        "_urgency",
-        'member.heard_at.get(fragment, float("-inf"))',
-        "0.0",
-    ),
-    Break(
         "a pull that went with the connection is thought to be under way",
         syncer_rounds,
         "forget_asks",
@@ -133,14 +126,6 @@ CORE = (
         "begin_sweep",
         "if round.settled_at is None:",
         "if False:",
-    ),
-    Break(
-        "nobody is told that a round is given up",
-        LearnerMachine,
-        "_told",
-        "self.state.fragments[fragment].owed_at = None",
-        "return []",
-        Changes(mishaps={"corruption": 0.05}),
     ),
     Break(
         "a seed that connects anew is not asked again",
@@ -191,6 +176,7 @@ CORE = (
         "_progress",
         "round.awaited and (not round.delivery_over or waits_for_leaver(state, round))",
         "round.awaited",
+        Changes(endless=True),
     ),
     Break(
         "a merge that has failed is tried again at once",
@@ -215,13 +201,6 @@ CORE = (
         "member.step < 3:",
     ),
     Break(
-        "a body that is no longer waited for is still expected",
-        syncer_rounds,
-        "_fall_out",
-        "[Unexpect(ask.path, reason)]",
-        "[]",
-    ),
-    Break(
         "who has missed a version waits for one that fits",
         learner_copies,
         "_fetch",
@@ -229,13 +208,6 @@ CORE = (
         "whole = newest is None or view.fetch_whole\n"
         "    if newest is not None and not follows:\n"
         "        return []",
-    ),
-    Break(
-        "a closing round that lacks somebody is not tried again",
-        syncer_rounds,
-        "_swept",
-        "and entry.sweep_tries < SWEEP_TRIES_MAX",
-        "and False",
     ),
     Break(
         "a version is on the disk five seconds after everybody has heard of it",
@@ -251,7 +223,6 @@ CORE = (
         "holds",
         " and now < self.state.valid_until",
         "",
-        Changes(with_standbys=True),
     ),
     Break(
         "a claim that is not renewed is waited for",
@@ -259,7 +230,6 @@ CORE = (
         "_free",
         "asked_at < self._silent_at(standing)",
         "standing.number > 0",
-        Changes(with_standbys=True),
     ),
 )
 """Breaks of the machines, and of a shell's promise to the disk."""

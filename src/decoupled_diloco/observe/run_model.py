@@ -559,7 +559,8 @@ def _matters(record: Record) -> bool:
     if wanted is None:
         return True
     message = record.data.get("message")
-    return isinstance(message, dict) and message.get("type") in wanted
+    name = message.get("type") if isinstance(message, dict) else None
+    return isinstance(name, str) and name in wanted
 
 
 def _fewer(problems: list[str]) -> list[str]:

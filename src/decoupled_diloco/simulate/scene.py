@@ -141,7 +141,7 @@ def draw(
     choices = Choices(seed)
     count = choices.integer(1, 4)
     options = random_options(choices.fork("options"), count)
-    ends = choices.chance(0.96)
+    ends = choices.chance(0.96) and not changes.endless
     goes_on = not ends or choices.chance(GOES_ON)
     step = choices.log_uniform(0.5 if goes_on else 0.05, 2.0)
     options = replace(options, budget_steps=choices.integer(8, 24) if ends else ENDLESS_STEPS)

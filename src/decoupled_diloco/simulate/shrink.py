@@ -59,7 +59,7 @@ class Changes:
         learners: Other values of every learner's `LearnerSpec`.
         faulty_seconds: When faults cease.
         without_standbys: Shards have one process each.
-        with_standbys: Each shard has a standby.
+        endless: The budget is never spent, and it is looked whether everything goes on.
     """
 
     without_faults: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class Changes:
     learners: dict[str, Any] = field(default_factory=dict)
     faulty_seconds: float | None = None
     without_standbys: bool = False
-    with_standbys: bool = False
+    endless: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Changes:
