@@ -173,7 +173,7 @@ class BareCoordinator(Bare):
 
 
 @dataclass(slots=True)
-class Expected:
+class Awaited:
     """A body that is expected, and what has come of it."""
 
     learner: str
@@ -192,7 +192,7 @@ class BareShard(Bare):
         self.over = False
         self.bound: dict[str, Connection] = {}
         self.who: dict[int, tuple[str, int]] = {}
-        self.expected: dict[str, Expected] = {}
+        self.expected: dict[str, Awaited] = {}
         self.paths: dict[tuple[Any, ...], str] = {}
         self.inboxes: dict[float, list[tuple[Connection, say.StepReport]]] = {}
 
@@ -275,7 +275,7 @@ class BareShard(Bare):
             self.expected[path].announced = message
             self._join(path, self.expected[path])
 
-    def _join(self, path: str, expected: Expected) -> None:
+    def _join(self, path: str, expected: Awaited) -> None:
         announced, order = expected.announced, expected.order
         if announced is None or expected.body is None:
             return
@@ -337,7 +337,7 @@ class BareShard(Bare):
             case do.Expect(path, learner) | do.ExpectCopy(path, learner):
                 if learner in self.bound:
                     epoch = self.who[self.bound[learner].number][1]
-                    self.expected[path] = Expected(learner, epoch, effect)
+                    self.expected[path] = Awaited(learner, epoch, effect)
                     self.paths[_key(learner, effect)] = path
             case do.Unexpect(path):
                 self._no_longer_expected(path)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.bare import Bare, BareCoordinator, BareShard
 from decoupled_diloco.simulate.bare_learner import BareLearner
-from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.clockwork import Clockwork
-from decoupled_diloco.simulate.network import Link, Network
+from decoupled_diloco.simulate.network import Link
 from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.stage import Stage
 
 Recorder = Callable[[str, float, Any, Sequence[Any]], None]
 
 
-@dataclass
-class Crowd:
+class Crowd(Stage):
     """One run of bare machines.
 
-    Attributes:
+    Args:
         options: The settings of the method.
         specs: Learners and observers.
         seed: Every random choice follows from it.
@@ -29,40 +27,39 @@ class Crowd:
         inbox_seconds: How often a shard looks into its inbox for step reports; 0: each at once.
         checks: Assert every invariant of a machine after each of its events; that looks at all
             learners each time, so it is left out where there are thousands.
+        recorders: Told of every event that a machine has handled.
+
+    Attributes:
         finished: Whether every shard has ended.
     """
 
-    options: Options
-    specs: Iterable[LearnerSpec]
-    seed: int | str = 0
-    fragment_bytes: Sequence[float] = ()
-    inbox_seconds: float = 0.0
-    checks: bool = True
-    recorders: list[Recorder] = field(default_factory=list)
-    events: int = 0
-    finished: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        options: Options,
+        specs: Iterable[LearnerSpec],
+        seed: int | str = 0,
+        *,
+        fragment_bytes: Sequence[float] = (),
+        inbox_seconds: float = 0.0,
+        checks: bool = True,
+        recorders: Sequence[Recorder] = (),
+    ) -> None:
+        super().__init__(seed)
         # Nothing is kept of which a checkpoint of the run could be made.
-        self.options = replace(self.options, checkpoint_every_seconds=0.0)
-        self.fragment_bytes = self.fragment_bytes or [1000.0] * self.options.fragments
-        self.choices = Choices(self.seed)
-        self.clockwork = Clockwork()
-        self.network = Network(self.clockwork, self.choices.fork("network"))
+        self.options = replace(options, checkpoint_every_seconds=0.0)
+        self.fragment_bytes = fragment_bytes or [1000.0] * options.fragments
+        self.inbox_seconds, self.checks = inbox_seconds, checks
+        self.recorders = list(recorders)
+        self.finished = False
         self._shared_links: dict[str, Link] = {}
         self.coordinator = BareCoordinator(self)
-        self.shards = [BareShard(self, shard) for shard in range(self.options.shards)]
-        self.learners = {spec.name: BareLearner(self, spec) for spec in self.specs}
+        self.shards = [BareShard(self, shard) for shard in range(options.shards)]
+        self.learners = {spec.name: BareLearner(self, spec) for spec in specs}
         for process in (self.coordinator, *self.shards):
             self.clockwork.at(0.0, process.begin)
         for learner in self.learners.values():
             if learner.spec.joins_at < float("inf"):
                 self.clockwork.at(learner.spec.joins_at, self.restart, learner)
-
-    @property
-    def now(self) -> float:
-        """Virtual time in seconds."""
-        return self.clockwork.now
 
     @property
     def participants(self) -> dict[str, BareLearner]:
@@ -104,50 +101,5 @@ class Crowd:
         if learner.alive:
             learner.leave("its loop has ended")
 
-    def pause(self, host: Any) -> None:
-        """See `System`."""
-        if host.alive and not host.paused:
-            host.paused = True
-            self.network.paused(host)
-
-    def resume(self, host: Any) -> None:
-        """See `System`."""
-        host.wake()
-
-    def cut(self, a: Any, b: Any, *, back: bool = True) -> None:
-        """See `System`."""
-        self.network.cut(a, b, back=back)
-
-    def heal(self, a: Any, b: Any, *, back: bool = True) -> None:
-        """See `System`."""
-        self.network.heal(a, b, back=back)
-
-    def break_connections(self, a: Any, b: Any) -> None:
-        """See `System`."""
-        self.network.reset(a, b)
-
     def sample(self, sample: Any) -> None:
         """There is no tape."""
-
-    # ---- time
-
-    def run(
-        self,
-        *,
-        until: float | None = None,
-        events: int | None = None,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> str:
-        """See `System.run`."""
-        clockwork = self.clockwork
-        while not stop():
-            if events is not None and self.events >= events:
-                return "events"
-            instant = clockwork.next
-            if instant is None:
-                return "nothing left"
-            if until is not None and instant > until:
-                clockwork.now = max(clockwork.now, until)
-                return "until"
-            clockwork.step()
-        return "stop"

@@ -25,8 +25,6 @@ from decoupled_diloco.observe.open_files import open_files_allowed
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions_of_bits
 from decoupled_diloco.runtime import CURRENT
-from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.drift import Drift
 from decoupled_diloco.simulate.host_tape import HostTape
@@ -37,9 +35,10 @@ from decoupled_diloco.simulate.hosts import (
     ParticipantHost,
     ShardHost,
 )
-from decoupled_diloco.simulate.network import Link, Network
+from decoupled_diloco.simulate.network import Link
 from decoupled_diloco.simulate.runtime import WORK_SECONDS, VirtualProcess, VirtualRuntime
 from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.stage import Stage
 from decoupled_diloco.simulate.transport import Streets
 from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco.transport.base import Limits
@@ -111,7 +110,7 @@ class VirtualMachines:
         return self._hosts[name].last_words
 
 
-class System:
+class System(Stage):
     """One virtual run.
 
     Attributes:
@@ -149,11 +148,9 @@ class System:
         power: Loss | None = None,
         checks: bool = True,
     ) -> None:
+        super().__init__(seed)
         self.config = config
         self.folder = folder
-        self.choices = Choices(seed)
-        self.clockwork = Clockwork()
-        self.network = Network(self.clockwork, self.choices.fork("network"))
         self.streets = Streets(self.network, self.choices.fork("bodies"))
         self.sizes = list(sizes or [8] * config.sync.fragments)
         self.workload = workload or self._drift
@@ -163,9 +160,7 @@ class System:
         self.claim_seconds = WORK_SECONDS
         self.options = options_of(config)
         self.limits = Limits()
-        self.events = 0
         self.recorders: list[Recorder] = []
-        self.error: BaseException | None = None
         self.finished = False
         self.on_checkpoint: Callable[[str, int], None] = lambda who, steps: None
         self.on_step: Callable[[LearnerHost], None] = lambda learner: None
@@ -263,11 +258,6 @@ class System:
         self.tape.sample(self.now, sample)
 
     # ---- who there is
-
-    @property
-    def now(self) -> float:
-        """Virtual time in seconds."""
-        return self.clockwork.now
 
     @property
     def shard_processes(self) -> list[ShardHost]:
@@ -375,65 +365,6 @@ class System:
             child.held = False
             return
         self.launcher(self.supervisor.bring_back, host.name)
-
-    def pause(self, host: Host) -> None:
-        """SIGSTOP."""
-        if host.alive and not host.paused:
-            host.paused = True
-            self.network.paused(host)
-
-    def resume(self, host: Host) -> None:
-        """SIGCONT."""
-        host.wake()
-
-    def cut(self, a: Host, b: Host, *, back: bool = True) -> None:
-        """Nothing passes from one process to another, nor, if ``back``, the other way."""
-        self.network.cut(a, b, back=back)
-
-    def heal(self, a: Host, b: Host, *, back: bool = True) -> None:
-        """The one process hears the other again, and, if ``back``, the other the one."""
-        self.network.heal(a, b, back=back)
-
-    def break_connections(self, a: Host, b: Host) -> None:
-        """Connections between the two are lost with what is under way."""
-        self.network.reset(a, b)
-
-    # ---- time
-
-    def run(
-        self,
-        *,
-        until: float | None = None,
-        events: int | None = None,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> str:
-        """Lets time pass until one of the limits is reached.
-
-        Args:
-            until: Virtual instant, seconds.
-            events: Number of events that machines have handled, all in all.
-            stop: Looked at before everything that happens.
-
-        Returns:
-            Why it stopped: ``"until"``, ``"events"``, ``"stop"`` or ``"nothing left"``.
-
-        Raises:
-            AssertionError: Something does not hold.
-        """
-        clockwork = self.clockwork
-        while not stop():
-            if events is not None and self.events >= events:
-                return "events"
-            instant = clockwork.next
-            if instant is None:
-                return "nothing left"
-            if until is not None and instant > until:
-                clockwork.now = max(clockwork.now, until)
-                return "until"
-            clockwork.step()
-            if self.error is not None:
-                raise self.error
-        return "stop"
 
     def close(self) -> None:
         """Lets go of what the processes held, and ends the launcher's tape."""
