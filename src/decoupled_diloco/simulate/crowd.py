@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,7 @@ from decoupled_diloco.simulate.bare import Bare, BareCoordinator, BareShard
 from decoupled_diloco.simulate.bare_learner import BareLearner
 from decoupled_diloco.simulate.network import Link
 from decoupled_diloco.simulate.spec import LearnerSpec
-from decoupled_diloco.simulate.stage import Stage
-
-Recorder = Callable[[str, float, Any, Sequence[Any]], None]
+from decoupled_diloco.simulate.stage import Recorder, Stage
 
 
 class Crowd(Stage):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.network import Endpoint, Network
+
+Recorder = Callable[[str, float, Any, Sequence[Any]], None]
+"""Called as ``recorder(who, now, event, effects)`` for every event that a machine has handled."""
 
 
 class Stage:

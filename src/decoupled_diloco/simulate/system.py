@@ -38,7 +38,7 @@ from decoupled_diloco.simulate.hosts import (
 from decoupled_diloco.simulate.network import Link
 from decoupled_diloco.simulate.runtime import WORK_SECONDS, VirtualProcess, VirtualRuntime
 from decoupled_diloco.simulate.spec import LearnerSpec
-from decoupled_diloco.simulate.stage import Stage
+from decoupled_diloco.simulate.stage import Recorder, Stage
 from decoupled_diloco.simulate.transport import Streets
 from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco.transport.base import Limits
@@ -48,8 +48,6 @@ PORT = 7070
 
 LAUNCHER = "launcher"
 
-Recorder = Callable[[str, float, Any, Sequence[Any]], None]
-"""Called as ``recorder(who, now, event, effects)`` for every event that a machine has handled."""
 
 _T = TypeVar("_T")
 

@@ -25,7 +25,8 @@ from decoupled_diloco.merge import layout_of, tensors_of
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.simulate.hosts import ParticipantHost
 from decoupled_diloco.simulate.spec import LearnerSpec
-from decoupled_diloco.simulate.system import Recorder, System
+from decoupled_diloco.simulate.stage import Recorder
+from decoupled_diloco.simulate.system import System
 from decoupled_diloco.workloads import Workload
 from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.gpt import GptWorkload

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.liveness import must_go_on, pace, transfer_seconds
 from decoupled_diloco.simulate.scene import Scene, draw, heal
 from decoupled_diloco.simulate.shrink import Changes, shrink, signature
+from decoupled_diloco.simulate.stage import Recorder
 from decoupled_diloco.simulate.system import System
 
 COMMAND = "python -m decoupled_diloco.simulate.worlds --seed {seed}"
@@ -45,8 +46,6 @@ RESUMED = 0.3
 
 RAM = "/dev/shm"
 """Where a world's files are, if this machine has it: nothing of them need last."""
-
-Recorder = Callable[[str, float, Any, Sequence[Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
