@@ -20,7 +20,7 @@ from decoupled_diloco import Learner
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
 from decoupled_diloco.merge import Layout, digest, layout_of
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.protocol.wire import decode, encode
@@ -117,7 +117,7 @@ def test_all_shards_and_all_learners_are_gone_and_no_version_is_lost(make: Make)
     recovered = [
         r.value()
         for shard in range(2)
-        for r in read_tape(system.folder / "tape" / f"shard-{shard}.jsonl")
+        for r in TapeReader(system.folder / "tape" / f"shard-{shard}.jsonl")
         if r.type == "DiskRead"
     ]
     copies = {copy.fragment: copy for event in recovered for copy in event.copies}
@@ -153,7 +153,7 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(make: 
         system.wait_finished()
     refused = [
         p
-        for r in read_tape(system.folder / "tape" / "shard-0.jsonl")
+        for r in TapeReader(system.folder / "tape" / "shard-0.jsonl")
         if r.type == "RoundFinished"
         for p in r.data["participants"]
         if p["state"] == "refused" and "not finite" in p["reason"]
@@ -229,7 +229,7 @@ def test_a_copy_that_is_no_longer_offered_is_fetched_whole(make: Make) -> None:
         until(lambda: late.latest.version.counter > awaited.counter + 1, "it is withdrawn")
         Held.gate.set()
         until(lambda: late.held is not None and late.held > awaited, "it has caught up")
-    own = list(read_tape(system.folder / "tape" / "learner-1.jsonl"))
+    own = list(TapeReader(system.folder / "tape" / "learner-1.jsonl"))
     failed = [r for r in own if r.type == "FetchFailed"]
     assert "410" in failed[0].data["reason"]
     index = own.index(failed[0])

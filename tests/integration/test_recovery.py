@@ -22,7 +22,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import CheckpointFolder
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.run_model import read_run
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 from integration.system import (
     Model,
@@ -140,7 +140,7 @@ class Loop:
 
 def recovered(system: System, name: str = "learner-0") -> list[dict[str, Any]]:
     """How the lives of a learner began, by its tape."""
-    records = read_tape(system.folder / "tape" / f"{name}.jsonl")
+    records = TapeReader(system.folder / "tape" / f"{name}.jsonl")
     return [record.data for record in records if record.type == "Recovered"]
 
 
@@ -229,7 +229,7 @@ def test_what_the_run_has_moved_on_from_is_overwritten(
         second.learner.close()
     assert recovered(system)[1]["way"] == "checkpoint"
     assert recovered(system)[1]["overwritten"] == 4
-    tape = read_tape(system.folder / "tape" / "learner-0.jsonl")
+    tape = TapeReader(system.folder / "tape" / "learner-0.jsonl")
     modes = [r.data["mode"] for r in tape if r.life == 1 and r.type == "Apply"]
     assert modes[:4] == ["overwrite"] * 4, "never rebased: its first life's part may be in it"
     system.stop()
@@ -250,7 +250,7 @@ def test_checkpoints_are_taken_now_and_then_and_at_the_end(make: Make, tmp_path:
     assert newest.steps == 3
     assert newest.state["data"] == {"batches": 3}
     assert folder.problems == []
-    tape = read_tape(system.folder / "tape" / "learner-0.jsonl")
+    tape = TapeReader(system.folder / "tape" / "learner-0.jsonl")
     written = [r.data for r in tape if r.type == "CheckpointWritten"]
     assert [written[0]["step"], written[-1]["step"]] == [1, 3]
     assert all(w["problem"] == "" and w["nbytes"] > 0 for w in written)
@@ -308,7 +308,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(
     loop.steps(5)
     loop.learner.close()
     assert "no checkpoint of learner-0 this time" in caplog.text
-    tape = read_tape(system.folder / "tape" / "learner-0.jsonl")
+    tape = TapeReader(system.folder / "tape" / "learner-0.jsonl")
     problems = [r.data["problem"] for r in tape if r.type == "CheckpointWritten"]
     assert problems
     assert all("learner-0" in problem for problem in problems)
@@ -385,7 +385,7 @@ def test_who_goes_hands_in_what_it_has_and_the_others_take_part(make: Make, tmp_
 
 
 def _merged(system: System) -> list[dict[str, Any]]:
-    tapes = [read_tape(system.folder / "tape" / f"shard-{shard}.jsonl") for shard in range(2)]
+    tapes = [TapeReader(system.folder / "tape" / f"shard-{shard}.jsonl") for shard in range(2)]
     found = [r.data for tape in tapes for r in tape if r.type == "RoundFinished"]
     return [each for each in found if each["verdict"] == "merged"]
 
@@ -415,7 +415,7 @@ def test_who_hands_in_takes_part_in_a_cut(make: Make) -> None:
     learner._background.tell(CheckpointHeard(1))
     learner.hand_in(600.0)
     learner.close()
-    tape = read_tape(system.folder / "tape" / "learner-0.jsonl")
+    tape = TapeReader(system.folder / "tape" / "learner-0.jsonl")
     (part,) = [r.data for r in tape if r.type == "PartWritten"]
     assert (part["number"], part["problem"]) == (1, "it keeps no checkpoints")
 
@@ -530,7 +530,7 @@ def test_a_link_that_is_cut_while_a_donor_gives_costs_no_chunk_that_is_here(
     assert (how["way"], how["donor"], how["why"]) == ("donor", "learner-0", "from itself")
     assert cutting[0].cuts_left == 0, "the link was cut"
     cutting[0].close()
-    tape = read_tape(system.folder / "tape" / "learner-1.jsonl")
+    tape = TapeReader(system.folder / "tape" / "learner-1.jsonl")
     chunks = [r.data["chunk"] for r in tape if r.type == "ChunkArrived"]
     assert chunks == list(range(len(chunks))), "none is fetched that was here"
     assert len(chunks) > 4

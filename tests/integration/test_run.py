@@ -17,7 +17,7 @@ from torch import nn
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.roles import run_learner
-from decoupled_diloco.observe.tape import read_tape
+from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.storage.weights import load_weights, save_weights
 from decoupled_diloco.syncer.result import assemble, read_layout
 from integration.system import (
@@ -247,7 +247,7 @@ def test_a_pool_smaller_than_any_body_is_slow_and_not_stuck(make: Make) -> None:
         system.wait_finished()
     merged = [
         r
-        for r in read_tape(system.folder / "tape" / "shard-0.jsonl")
+        for r in TapeReader(system.folder / "tape" / "shard-0.jsonl")
         if r.type == "RoundFinished" and r.data["verdict"] == "merged"
     ]
     folded = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.launch.supervisor import COMMAND
+from decoupled_diloco.launch.placement import COMMAND
 from process.runs import config_of, local_run, records, send, wait, when
 from replay import assert_replays
 
