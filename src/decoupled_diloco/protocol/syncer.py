@@ -275,6 +275,7 @@ class SyncerMachine:
                 return [] if state.phase != "running" else self._sweep(now, "the budget is spent")
             case FinishOrdered():
                 self.state.finish_ordered = True
+                syncer_fill.all_are_swept(state, self.owned, now)
                 if state.phase != "finished" and state.stop_at is None:
                     state.stop_at = now + LINGER_SECONDS
                     state.stop_by = now + syncer_rounds.COPY_SECONDS

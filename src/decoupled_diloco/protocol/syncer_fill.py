@@ -117,6 +117,18 @@ def member_connected(
     return []
 
 
+def all_are_swept(state: SyncerState, owned: tuple[int, ...], now: float) -> None:
+    """The run is over but for this shard, which starts again: its disk has the last versions.
+
+    It does not wait for a learner to connect: they may all have seen the end, and gone.
+    """
+    fill = state.fill
+    restores = state.phase == "restoring" and fill is not None and fill.settle_at is None
+    if restores and all(fragment in state.durable for fragment in owned):
+        assert fill is not None
+        fill.settle_at = now + SETTLE_SECONDS
+
+
 def _ask_seed(state: SyncerState, owned: tuple[int, ...], member: Member) -> list[SyncerEffect]:
     effects: list[SyncerEffect] = []
     assert state.fill is not None

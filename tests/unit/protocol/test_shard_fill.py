@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Options, SyncerMachine, Version
-from decoupled_diloco.protocol.effects import Install, LoadWeights, Note, Send, Unexpect
+from decoupled_diloco.protocol.effects import Install, LoadWeights, Note, Send, Stop, Unexpect
 from decoupled_diloco.protocol.events import (
     Connected,
     CopyArrived,
     CopyCorrupt,
+    DiskRead,
+    DurableCopy,
     Heard,
     Lost,
     Received,
@@ -33,6 +35,7 @@ from decoupled_diloco.protocol.messages import (
     Swept,
 )
 from decoupled_diloco.protocol.peers import COORDINATOR
+from decoupled_diloco.protocol.syncer import LINGER_SECONDS
 from decoupled_diloco.protocol.syncer_fill import (
     FROM_THE_START_SECONDS,
     SEED_TRIES_MAX,
@@ -42,13 +45,14 @@ from decoupled_diloco.protocol.versions import Holding
 
 
 class FillBench:
-    """A shard of two fragments that has just been let in."""
+    """A shard of two fragments that has just been let in; ``begun=None``: it is about to be."""
 
-    def __init__(self, *, begun: bool) -> None:
+    def __init__(self, *, begun: bool | None) -> None:
         self.machine = SyncerMachine(Options(fragments=2, period=4), 0)
         self.effects: list[Any] = []
         self.now = 0.0
-        self.told(Received(COORDINATOR, ShardAdmitted(2, begun)))
+        if begun is not None:
+            self.told(Received(COORDINATOR, ShardAdmitted(2, begun)))
 
     def told(self, event: Any, at: float | None = None) -> None:
         self.now = self.now if at is None else at
@@ -330,6 +334,31 @@ def test_what_the_coordinator_may_not_have_heard_is_said_again() -> None:
     bench.told(Received(COORDINATOR, ShardAdmitted(2, True)))
     assert [effect for effect in bench.effects if isinstance(effect, Send)]
     assert bench.said(Swept) == [Swept()]
+
+
+def test_who_starts_again_when_all_have_seen_the_end_and_gone_ends_as_well() -> None:
+    """It died between its last word to the learners and its own end."""
+    bench = FillBench(begun=None)
+    bench.told(DiskRead(tuple(DurableCopy(p, Version(1, 5), f"last {p}") for p in (0, 1))))
+    bench.told(Received(COORDINATOR, ShardAdmitted(2, True)))
+    bench.told(Received(COORDINATOR, EndOrdered()))
+    bench.told(Tick(), 5.0)
+    assert bench.machine.state.phase == "restoring", "who holds something newer may still come"
+    bench.told(Received(COORDINATOR, FinishOrdered()))
+    bench.told(Tick(), 5.0 + SETTLE_SECONDS)
+    assert bench.machine.state.phase == "finished"
+    fragments = bench.machine.state.fragments.values()
+    assert [entry.digest for entry in fragments] == ["last 0", "last 1"]
+
+
+def test_who_has_lost_its_disk_does_not_end_with_other_weights() -> None:
+    bench = FillBench(begun=None)
+    bench.told(DiskRead((DurableCopy(0, Version(1, 5), "last 0"),)))
+    for order in (ShardAdmitted(2, True), EndOrdered(), FinishOrdered()):
+        bench.told(Received(COORDINATOR, order))
+    bench.told(Tick(), LINGER_SECONDS)
+    assert bench.machine.state.phase == "restoring"
+    assert bench.orders(Stop)
 
 
 def test_an_end_that_was_ordered_while_restoring_sweeps_afterwards() -> None:
