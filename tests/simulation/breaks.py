@@ -121,6 +121,28 @@ CORE = (
         Changes(mishaps={"slips": 0.02}),
     ),
     Break(
+        "who is in arrears is asked for the first fragment, whichever waits longest",
+        asking,
+        "_urgency",
+        'member.heard_at.get(fragment, float("-inf"))',
+        "0.0",
+        Changes(endless=True),
+    ),
+    Break(
+        "a body that is no longer waited for is still expected",
+        syncer_rounds,
+        "_fall_out",
+        "[Unexpect(ask.path, reason)]",
+        "[]",
+    ),
+    Break(
+        "a closing round that lacks somebody is not tried again",
+        syncer_rounds,
+        "_swept",
+        "and entry.sweep_tries < SWEEP_TRIES_MAX",
+        "and False",
+    ),
+    Break(
         "the closing sweep leaves open rounds as they are",
         syncer_rounds,
         "begin_sweep",
@@ -192,6 +214,14 @@ CORE = (
         'if self.options.wait == "never":\n        return []',
         'if self.options.wait == "never":\n'
         '        return [] if self.state.shards[0].linked else [Hold("a shard is gone")]',
+    ),
+    Break(
+        "nobody is told that a round is given up",
+        LearnerMachine,
+        "_told",
+        "self.state.fragments[fragment].owed_at = None",
+        "return []",
+        Changes(mishaps={"corruption": 0.05, "impatience": 1.0}),
     ),
     Break(
         "a lease is not renewed by what is heard",

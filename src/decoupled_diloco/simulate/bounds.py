@@ -18,7 +18,8 @@ L and observers O that the run has ever had, and its fragments P:
     shard        12·L + O + P·(12 + 16·L + 32)
     learner      8·P + 4·S
 
-whatever happens, and for however long.
+whatever happens, and for however long. And a shard's data plane waits only for bodies that its
+machine waits for.
 
 *Steps.* A learner that nothing befalls takes its next step within its longest step's time.
 """
@@ -33,7 +34,7 @@ from collections.abc import Set as AnySet
 from typing import Any
 
 from decoupled_diloco.protocol.data_leases.coordinator import HELD_MAX
-from decoupled_diloco.protocol.effects import Broadcast, Evict, Install
+from decoupled_diloco.protocol.effects import Broadcast, Evict, Install, Unexpect
 from decoupled_diloco.protocol.events import StepFinished
 from decoupled_diloco.protocol.gate import SAMPLES_MAX
 from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
@@ -76,7 +77,7 @@ class Bounds:
         """One event that a machine has handled."""
         self._events += 1
         if self._events % LOOK_EVERY == 0:
-            self._memory(who)
+            self._memory(who, effects)
         shard = self.shards.get(who)
         for effect in effects:
             kind = type(effect)
@@ -188,13 +189,14 @@ class Bounds:
 
     # ---- memory
 
-    def _memory(self, who: str) -> None:
+    def _memory(self, who: str, effects: Sequence[Any]) -> None:
         options, count = self.system.options, len(self.system.participants)
         shard = self.shards.get(who)
         if shard is not None and shard.machine is not None:
             owned = len(shard.machine.owned)
             allowed = owned * (12 + 16 * count + SAMPLES_MAX) + 13 * count
             state = shard.machine.state
+            _waits_for_nothing_else(shard, effects)
         elif who in self.system.participants:
             allowed = 8 * options.fragments + 4 * options.shards
             allowed += 3 * HELD_MAX if self.system.config.data.leases else 0
@@ -252,6 +254,22 @@ def _has_stopped(learner: LearnerHost) -> bool:
     """Whether its training loop has ended."""
     machine = learner.machine
     return machine is None or machine.state.ended or bool(machine.state.leaving)
+
+
+def _waits_for_nothing_else(shard: ShardHost, effects: Sequence[Any]) -> None:
+    """Whether every body that the data plane still waits for is one that the machine wants.
+
+    What the machine has just now said that it does not want is not heard yet.
+    """
+    assert shard.role is not None
+    state, uploads = shard.machine.state, shard.role.acting._uploads
+    wanted = {ask.path for entry in state.fragments.values() for ask in entry.asks.values()}
+    if state.fill is not None:
+        wanted |= {ask.path for ask in state.fill.asked.values()}
+    wanted |= {effect.path for effect in effects if type(effect) is Unexpect}
+    expected = {} if uploads is None else uploads._expected
+    left = [path for path, body in expected.items() if path not in wanted and body.task is None]
+    assert not left, f"{shard.name} waits for bodies that it does not want: {left}"
 
 
 def entries(state: Any) -> int:

@@ -25,8 +25,8 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.events import Began, BodyArrived, Merged, MergeFailed, Received
 from decoupled_diloco.protocol.learner_boundary import NOT_TAKEN
-from decoupled_diloco.protocol.messages import Published, Pull, ShardAdmitted
-from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
+from decoupled_diloco.protocol.messages import GivenUp, Published, Pull, ShardAdmitted
+from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS, SWEEP_TRIES_MAX
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.bounds import sees_the_end
 from decoupled_diloco.simulate.hosts import LearnerHost
@@ -51,6 +51,7 @@ class Checker:
         self.failed_at: dict[tuple[str, int, int], float] = {}
         self.heard: dict[int, set[str]] = defaultdict(set)
         self.rounds: list[RoundFinished] = []
+        self.closing_tries: dict[tuple[str, int, int], int] = defaultdict(int)
         self.pulls = self.pulls_answered_at_once = 0
         self.restarts = 0
         self.dropped: dict[tuple[str, int], int] = {}
@@ -67,6 +68,7 @@ class Checker:
                     self._fold(who, event, effect)
                 case RoundFinished():
                     self._round(effect)
+                    self._closing(who, effect, effects)
                 case Broadcast(Published() as message):
                     self._published(who, message)
                 case Install(fragment, version) if not self._is_replaced(who):
@@ -91,6 +93,10 @@ class Checker:
         if isinstance(event, Received) and isinstance(event.message, Pull):
             self.pulls += 1
             self.pulls_answered_at_once += any(isinstance(e, SendBody) for e in effects)
+        if isinstance(event, Received) and isinstance(event.message, GivenUp):
+            waits_for = self.system.participants[who].machine._owed()
+            text = f"{who} waits for fragment {event.message.fragment}, whose round is given up"
+            assert event.message.fragment not in waits_for, text
 
     def _is_later(self, who: str, event: Any) -> None:
         """Nobody is told of an epoch or a term that is older than one that was told before."""
@@ -169,6 +175,19 @@ class Checker:
         needed = 1 if "sweep" in finished.why else self.system.options.quorum
         assert len(folded) >= needed, f"too few: {finished}"
 
+    def _closing(self, who: str, finished: RoundFinished, effects: Sequence[Any]) -> None:
+        """Nobody's rest is given up before its closing round has failed so and so many times."""
+        states = {participant.state for participant in finished.participants}
+        has_failed = "refused" in states or (finished.verdict == "abandoned" and "folded" in states)
+        if "sweep" not in finished.why or not has_failed:
+            return
+        place = (who, self.shards[who].life, finished.fragment)
+        self.closing_tries[place] += 1
+        lost = any(type(e) is Note and _is_without(e.text, finished.fragment) for e in effects)
+        tries = self.closing_tries[place]
+        text = f"fragment {finished.fragment} is given up after {tries} closing rounds"
+        assert not lost or tries >= SWEEP_TRIES_MAX, text
+
     def _clock(self, who: str, clock: int) -> None:
         key = (who, self.shards[who].life)
         assert clock > self.clocks.get(key, clock - 1), "the clock goes forward"
@@ -222,9 +241,11 @@ class Checker:
     def _check_dropped(self, learner: str, fragment: int) -> None:
         """What no version has taken in the end: the shard has said of whom it lacks something."""
         dropped = self.dropped.get((learner, fragment))
-        said = any(
-            note.startswith(f"fragment {fragment} is without what") and learner in note
-            for note in self.notes
-        )
+        said = any(_is_without(note, fragment) and learner in note for note in self.notes)
         text = f"{dropped} tokens of {learner} are not in fragment {fragment}, and nobody says so"
         assert dropped is None or said, text
+
+
+def _is_without(note: str, fragment: int) -> bool:
+    """Whether a shard says by this that a fragment lacks something in the end."""
+    return note.startswith(f"fragment {fragment} is without what")
