@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from decoupled_diloco.protocol.options import Options
@@ -11,6 +12,11 @@ from decoupled_diloco.simulate.spec import LearnerSpec
 
 CONTRIBUTED = 0.5
 """Bytes of a contribution for each of a copy: bf16 and fp32."""
+
+BUDGET_STEPS_MIN = 6
+
+EVENTS_MAX = 1000.0
+"""Of a world with a budget, about, those of its faults and of leases aside."""
 
 
 def random_options(choices: Choices, learners: int) -> Options:
@@ -38,6 +44,13 @@ def random_options(choices: Choices, learners: int) -> Options:
         oversized=choices.fork("oversized").pick(["refuse", "clip"]),
         checkpoint_every_seconds=choices.fork("cuts").pick([0.0, 2.0, 5.0, 15.0]),
     )
+
+
+def random_budget(choices: Choices, options: Options, learners: int) -> int:
+    """Steps: fewer where much happens in each, so that one world costs about as much as another."""
+    events_a_step = learners * (2.0 + 9.0 * options.fragments / options.period)
+    most = max(BUDGET_STEPS_MIN, math.ceil(EVENTS_MAX / events_a_step))
+    return min(choices.integer(8, 24), most)
 
 
 def random_learners(choices: Choices, count: int, step_seconds: float) -> list[LearnerSpec]:

@@ -25,6 +25,7 @@ from decoupled_diloco.simulate.drawn import (
     CONTRIBUTED,
     Data,
     Standbys,
+    random_budget,
     random_data,
     random_learners,
     random_options,
@@ -53,7 +54,10 @@ FAULTY_STEPS = 25.0
 
 ENDLESS_STEPS = 10**9
 
-GOES_ON = 0.06
+ENDLESS = 0.02
+"""Share of the worlds whose budget cannot be spent."""
+
+GOES_ON = 0.04
 """Share of the worlds with an end in which it is looked before whether everything goes on."""
 
 WEIGHTS = "initial.safetensors"
@@ -141,10 +145,11 @@ def draw(
     choices = Choices(seed)
     count = choices.integer(1, 4)
     options = random_options(choices.fork("options"), count)
-    ends = choices.chance(0.96) and not changes.endless
+    ends = choices.chance(1.0 - ENDLESS) and not changes.endless
     goes_on = not ends or choices.chance(GOES_ON)
     step = choices.log_uniform(0.5 if goes_on else 0.05, 2.0)
-    options = replace(options, budget_steps=choices.integer(8, 24) if ends else ENDLESS_STEPS)
+    budget = random_budget(choices, options, count)
+    options = replace(options, budget_steps=budget if ends else ENDLESS_STEPS)
     options = replace(options, **changes.options)
     sizes = random_sizes(choices.fork("sizes"), options.fragments)
     drawn = random_learners(choices.fork("learners"), count, step)
