@@ -89,16 +89,21 @@ def random_sizes(choices: Choices, fragments: int) -> list[int]:
 
 
 def with_slow_links(
-    choices: Choices, learners: list[LearnerSpec], options: Options, sizes: list[int]
+    choices: Choices,
+    learners: list[LearnerSpec],
+    options: Options,
+    sizes: list[int],
+    *,
+    waited_for: bool,
 ) -> list[LearnerSpec]:
     """In a third of all worlds some uplinks and some downlinks are slow, each by itself.
 
-    So slow that all contributions to the model's fragments take up to sixty steps;
-    a third of that where others wait for them.
+    So slow that all contributions to the model's fragments take up to sixty steps; a third of that
+    where others wait for them, or the world does until they are heard (``waited_for``).
     """
     if not choices.chance(0.33):
         return learners
-    longest = 60.0 if options.wait == "never" else 20.0
+    longest = 20.0 if waited_for or options.wait != "never" else 60.0
     nbytes = 4 * CONTRIBUTED * sum(sizes)
 
     def rate(learner: LearnerSpec, otherwise: float) -> float:

@@ -153,7 +153,8 @@ def draw(
     options = replace(options, **changes.options)
     sizes = random_sizes(choices.fork("sizes"), options.fragments)
     drawn = random_learners(choices.fork("learners"), count, step)
-    drawn = with_slow_links(choices.fork("links"), drawn, options, sizes)
+    links = choices.fork("links")
+    drawn = with_slow_links(links, drawn, options, sizes, waited_for=goes_on)
     learners = [
         replace(spec, **changes.learners)
         for spec in drawn
