@@ -29,7 +29,8 @@ from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLeas
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
 from decoupled_diloco.transport.documents import Document
-from decoupled_diloco.transport.http import HttpClient, HttpServer
+from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.units import MIB
 
 logger = logging.getLogger(__name__)

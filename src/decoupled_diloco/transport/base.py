@@ -17,7 +17,10 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from decoupled_diloco.transport.bodies import BodyBooks
 
 PIECE_BYTES = 512 << 10
 """Bodies move between buffers in pieces of this size: on loopback the fastest of 128 KiB to 4 MiB,
@@ -171,66 +174,6 @@ class Channel(Protocol):
         """Send what waits in the outbox if the peer takes it at once, then close."""
 
 
-class ReceivedBody(Protocol):
-    """A received body, in a buffer of the pool."""
-
-    @property
-    def buffer(self) -> memoryview:
-        """Exactly the bytes that were sent."""
-
-    def release(self) -> None:
-        """Give the buffer back; `buffer` must not be used afterwards. Calling it twice is fine."""
-
-
-class ExpectedUpload(Protocol):
-    """A PUT that is expected: one principal, one size, once.
-
-    The caller of `expect` calls `cancel` when it does not want the body any more.
-
-    Attributes:
-        when_ended: Told once, soon after the end, whether the body has arrived: so that no task
-            need wait for each of thousands.
-    """
-
-    when_ended: Callable[[bool], object] | None
-
-    @property
-    def url(self) -> str:
-        """Relative URL to give to the uploader."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size expected."""
-
-    @property
-    def received(self) -> int:
-        """Bytes that have arrived so far."""
-
-    @property
-    def body(self) -> Awaitable[ReceivedBody]:
-        """Await it for the body. Raises TransportError if cancelled or the uploader went away."""
-
-    def cancel(self, reason: str = "") -> None:
-        """Refuse the PUT from now on; a body that arrived but was never taken is released."""
-
-
-class BodyStore(Protocol):
-    """Server side of the data plane."""
-
-    def offer(self, path: str, body: memoryview, digest: str) -> str:
-        """Make a body available to GET and return its relative URL; the same path is replaced.
-
-        Nothing is copied, and transfers in flight finish from the buffer they began with: the
-        memory must not be written to again. Offer a fresh buffer instead.
-        """
-
-    def withdraw(self, path: str) -> None:
-        """Stop offering; a GET that asks afterwards is answered 410."""
-
-    def expect(self, path: str, nbytes: int, principal: str) -> ExpectedUpload:
-        """Accept one PUT of exactly `nbytes` from `principal`; memory is taken when it begins."""
-
-
 class Server(Protocol):
     """Accepts control connections and serves bodies on one port."""
 
@@ -239,7 +182,7 @@ class Server(Protocol):
         """`scheme://host:port`, with the port really bound."""
 
     @property
-    def bodies(self) -> BodyStore:
+    def bodies(self) -> BodyBooks:
         """The data plane."""
 
     @property

@@ -26,7 +26,14 @@ from decoupled_diloco.transport.base import (
     TransferStats,
 )
 from decoupled_diloco.transport.channel import WebSocketChannel
-from decoupled_diloco.transport.http_server import CONTROL, KEEP_ALIVE_SECONDS, READ_BUFFER_BYTES
+from decoupled_diloco.transport.http_server import (
+    BBR,
+    CONTROL,
+    KEEP_ALIVE_SECONDS,
+    NEAR_RTT_SECONDS,
+    READ_BUFFER_BYTES,
+    ask_for_congestion,
+)
 from decoupled_diloco.transport.ranges import (
     Range,
     RangeSet,
@@ -35,10 +42,8 @@ from decoupled_diloco.transport.ranges import (
     write_content_range,
     write_range,
 )
-from decoupled_diloco.transport.sockets import BBR, NEAR_RTT_SECONDS, ask_for_congestion
-from decoupled_diloco.transport.stripes import StripeController
 from decoupled_diloco.transport.tokens import refusal_error
-from decoupled_diloco.transport.transfer import Slots, Transfer
+from decoupled_diloco.transport.transfer import Slots, StripeController, Transfer
 
 FIRST_PIECE_BYTES = 64 << 10
 """Pieces begin small and grow with the link's speed, so that on a slow link progress is seen."""

@@ -15,6 +15,7 @@ import asyncio
 import fcntl
 import json
 import logging
+import socket
 import sys
 import termios
 from collections.abc import Callable, Mapping
@@ -44,7 +45,6 @@ from decoupled_diloco.transport.ranges import (
     write_content_range,
     write_list,
 )
-from decoupled_diloco.transport.sockets import BBR, NEAR_RTT_SECONDS, ask_for_congestion
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens, check_role
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,11 @@ STOP_SECONDS = 0.3
 reading takes none, and must not keep the process."""
 KEEP_ALIVE_SECONDS = 300.0
 """Data connections outlive the pauses between syncs: a new one begins with slow start."""
+
+
+BBR = "bbr"
+NEAR_RTT_SECONDS = 0.002
+"""Below this BBR is not asked for: its pacing costs more than it gains on loopback or a LAN."""
 
 
 class HttpServer:
@@ -110,22 +115,12 @@ class HttpServer:
         self._open_queries = 0
         self._limits = limits or Limits()
         self._congestion = congestion
-        self._pool = ReceivePool(pool_bytes)
-        self._bodies = BodyBooks(self._pool, self._limits)
+        self.pool = ReceivePool(pool_bytes)
+        self.bodies = BodyBooks(self.pool, self._limits)
         self._channels: dict[str, list[WebSocketChannel]] = {}
         self._handlers: set[asyncio.Task[Any]] = set()
         self._web: web.Server | None = None
         self._listener: asyncio.Server | None = None
-
-    @property
-    def bodies(self) -> BodyBooks:
-        """The data plane."""
-        return self._bodies
-
-    @property
-    def pool(self) -> ReceivePool:
-        """The receive buffers."""
-        return self._pool
 
     @property
     def address(self) -> str:
@@ -163,7 +158,7 @@ class HttpServer:
             return
         self._listener.close()
         channels = [channel for some in self._channels.values() for channel in some]
-        self._bodies.stop("the server stops")
+        self.bodies.stop("the server stops")
         cut_off = asyncio.get_running_loop().call_later(STOP_SECONDS, self._cut_off)
         await asyncio.gather(*(channel.close("the server stops") for channel in channels))
         await asyncio.sleep(0)
@@ -317,7 +312,7 @@ class HttpServer:
 
     async def _put(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
         part, total = _part_of_put(request)
-        stream = self._bodies.open(
+        stream = self.bodies.open(
             key, principal, part, total, take_over="X-Take-Over" in request.headers
         )
         async with stream.receiving():
@@ -339,12 +334,12 @@ class HttpServer:
         stream.finish()
 
     async def _head(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
-        state = self._bodies.state(key, principal)
+        state = self.bodies.state(key, principal)
         headers = {"X-State": state.state, "X-Received": write_list(state.received)}
         return web.Response(status=204, headers=headers)
 
     async def _get(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
-        offer = self._bodies.look_up(key)
+        offer = self.bodies.look_up(key)
         start, stop = _part_of_get(request, offer)
         response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
         response.content_length = stop - start
@@ -354,7 +349,7 @@ class HttpServer:
         response.headers["X-Congestion"] = ask_for_congestion(
             request.transport, self._congestion if self._far(principal) else None
         )
-        download = self._bodies.fetch(key, principal, (start, stop))
+        download = self.bodies.fetch(key, principal, (start, stop))
 
         def sent(count: int) -> None:
             download.sent(count)
@@ -474,3 +469,33 @@ def _unsent(transport: asyncio.WriteTransport) -> int:
         )
     except OSError:
         return 0
+
+
+def ask_for_congestion(transport: asyncio.BaseTransport | None, wanted: str | None) -> str:
+    """Ask the kernel for a congestion control and return the one in use.
+
+    A kernel that does not offer it keeps its default; the caller reports what is in use.
+
+    Args:
+        transport: A connected TCP transport.
+        wanted: Name such as `bbr`; None keeps the kernel's default.
+    """
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    option = getattr(socket, "TCP_CONGESTION", None)
+    if sock is None or option is None:
+        return ""
+    try:
+        current = _name(sock.getsockopt(socket.IPPROTO_TCP, option, 16))
+    except OSError:
+        return ""
+    if wanted is None or current == wanted:
+        return current
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, option, wanted.encode())
+    except OSError:
+        return current
+    return wanted
+
+
+def _name(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode("ascii", "replace")

@@ -13,8 +13,7 @@ from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel, Limits, Stats, TransferStats
 from decoupled_diloco.transport.bodies import PREFIX
 from decoupled_diloco.transport.ranges import Range
-from decoupled_diloco.transport.stripes import StripeController
-from decoupled_diloco.transport.transfer import Slots, Transfer
+from decoupled_diloco.transport.transfer import Slots, StripeController, Transfer
 
 
 class Mover(Protocol):

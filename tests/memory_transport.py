@@ -1,6 +1,6 @@
 """The transport within one process: the same books and the same rules, without sockets.
 
-For running real shells side by side in one event loop. Faults are optional and seeded.
+For real shells side by side in one event loop. Faults are optional and seeded.
 """
 
 from __future__ import annotations
