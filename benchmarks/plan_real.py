@@ -28,11 +28,10 @@ from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.case import Case, Model, Setting, wire_format
 from decoupled_diloco_plan.bandwidth.inputs import read_run
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Model, Setting, wire_format
 from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

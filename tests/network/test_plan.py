@@ -9,11 +9,10 @@ from statistics import median
 import pytest
 
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.case import Case, Model, Setting
 from decoupled_diloco_plan.bandwidth.inputs import read_run
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Model, Setting
 from network.conftest import Saturated
 from network.runs import LEARNERS, merged, step_times
 from network.spaces import unavailable

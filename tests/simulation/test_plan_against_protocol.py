@@ -11,10 +11,9 @@ import pytest
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
-from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, Setting
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
 from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 PARAMETERS, LEARNERS, PERIOD, STEPS = 48_000_000, 4, 12, 120

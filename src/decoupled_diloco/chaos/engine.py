@@ -18,9 +18,8 @@ from dataclasses import replace
 from functools import partial
 
 from decoupled_diloco.chaos.brake import Brake, Guard
-from decoupled_diloco.chaos.disks import Disks
 from decoupled_diloco.chaos.proxy import Links, Wire
-from decoupled_diloco.chaos.shaping import Shaper
+from decoupled_diloco.chaos.spaces import Disks, Shaper
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.launch.supervisor import TERMINATE_SECONDS
 from decoupled_diloco.observe.samples import FaultEnded, FaultInjected

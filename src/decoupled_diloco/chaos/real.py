@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from decoupled_diloco.chaos import spaces
-from decoupled_diloco.chaos.disks import Disks
 from decoupled_diloco.chaos.engine import Engine
 from decoupled_diloco.chaos.proxy import Links
-from decoupled_diloco.chaos.shaping import Shaper
+from decoupled_diloco.chaos.spaces import Disks, Shaper
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.local import LocalRun, RunOutcome

@@ -17,7 +17,7 @@ from decoupled_diloco.cli.options import (
     make_console,
 )
 from decoupled_diloco.config.command_line import CommandOptions, command
-from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.config.files import find_shipped
 
 if TYPE_CHECKING:
     from decoupled_diloco.chaos.verdict import Verdict
@@ -129,8 +129,7 @@ def _carry_out(
 
 def _really(scenario: Scenario, console: SteadyConsole) -> tuple[int, bool, str]:
     from decoupled_diloco.chaos.real import RealRun, require_real
-    from decoupled_diloco.cli.beginning import tell_beginning
-    from decoupled_diloco.cli.outcome import tell_missed, tell_outcome
+    from decoupled_diloco.cli.outcome import tell_beginning, tell_missed, tell_outcome
     from decoupled_diloco.cli.train import carry_out
     from decoupled_diloco.simulate.scenario import dump_scenario
 

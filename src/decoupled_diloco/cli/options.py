@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from decoupled_diloco.config.shipped import Kind, find_shipped, shipped, title_of
+from decoupled_diloco.config.files import Kind, find_shipped, shipped, title_of
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.terminal import SteadyConsole

@@ -26,7 +26,7 @@ from decoupled_diloco.cli.options import (
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.config.command_line import CommandOptions, command, overrides, setting
-from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.config.files import find_shipped
 
 
 class TrainOptions(CommandOptions):

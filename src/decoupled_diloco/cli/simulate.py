@@ -23,7 +23,7 @@ from decoupled_diloco.cli.options import (
     make_console,
 )
 from decoupled_diloco.config.command_line import CommandOptions, command
-from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.config.files import find_shipped
 from decoupled_diloco.launch.termination import handling
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from decoupled_diloco.cli.beginning import tell_beginning
 from decoupled_diloco.cli.options import INTERRUPTED
-from decoupled_diloco.cli.outcome import tell_outcome, what_remains
+from decoupled_diloco.cli.outcome import tell_beginning, tell_outcome, what_remains
 from decoupled_diloco.cli.timing import import_intervals
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere

@@ -321,7 +321,7 @@ class LocalRun:
         return RunOutcome(True, "the budget is spent", weights)
 
     def _keep_the_rest(self, weights: Path) -> None:
-        from decoupled_diloco.launch.finished import keep_the_rest
+        from decoupled_diloco.launch.resume import keep_the_rest
 
         children = self.supervisor.children
         ended = [n for n in self.config.learner_ids if n in children and not children[n].running]

@@ -58,8 +58,8 @@ from decoupled_diloco.merge.outer import (
     TorchOuter,
     make_outer,
 )
+from decoupled_diloco.merge.plan import token_weight
 from decoupled_diloco.merge.published import contribution, publish, receive
-from decoupled_diloco.merge.weights import token_weight
 
 __all__ = [
     "DTYPES",

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco_plan.bandwidth.case import Case, demand
+from decoupled_diloco_plan.bandwidth.case import Case, Model, Setting, demand
 from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
-from decoupled_diloco_plan.bandwidth.published import SYSTEMS, schedule_of
+from decoupled_diloco_plan.bandwidth.published import SYSTEMS, schedule_of, utilization
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Model, Setting
-from decoupled_diloco_plan.bandwidth.timeline import utilization
 
 steps = st.floats(0.01, 30.0)
 

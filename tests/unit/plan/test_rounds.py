@@ -9,11 +9,10 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.case import Case, demand
+from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, Setting, demand
 from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Link, Network, Site, equal_sites
 from decoupled_diloco_plan.bandwidth.predict import predict
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
 from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 BF16 = Format("bf16", 16.0)

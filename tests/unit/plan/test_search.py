@@ -6,19 +6,19 @@ import pytest
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco_plan.bandwidth.case import Case
-from decoupled_diloco_plan.bandwidth.compare import TARGETS, needs, standings
-from decoupled_diloco_plan.bandwidth.network import Link, Network, Site, equal_sites
-from decoupled_diloco_plan.bandwidth.options import PlanOptions
-from decoupled_diloco_plan.bandwidth.search import propose
-from decoupled_diloco_plan.bandwidth.setting import (
+from decoupled_diloco_plan.bandwidth.case import (
+    Case,
     Format,
     Model,
     Setting,
     step_seconds_of,
     wire_format,
 )
-from decoupled_diloco_plan.bandwidth.wallclock import NETWORKS, Reach, wall_clock
+from decoupled_diloco_plan.bandwidth.compare import TARGETS, needs, standings
+from decoupled_diloco_plan.bandwidth.network import Link, Network, Site, equal_sites
+from decoupled_diloco_plan.bandwidth.options import PlanOptions
+from decoupled_diloco_plan.bandwidth.published import NETWORKS, Reach, wall_clock
+from decoupled_diloco_plan.bandwidth.search import propose
 
 MODEL = Model(12e9, 48, 1.0)
 BF16 = (wire_format("bf16"), wire_format("bf16"))

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.storage.sealed import load_sealed, load_texts, save_sealed
 from decoupled_diloco.storage.states import host_memory, on_host, pack, unpack
+from decoupled_diloco.storage.weights import load_sealed, load_texts, save_sealed
 
 DTYPES = (
     torch.float64,

@@ -5,6 +5,6 @@
 """
 
 from decoupled_diloco.launch.doctor.examine import Examined, any_left_behind, examine
-from decoupled_diloco.launch.doctor.findings import Finding, Level
+from decoupled_diloco.launch.doctor.machine import Finding, Level
 
 __all__ = ["Examined", "Finding", "Level", "any_left_behind", "examine"]

@@ -24,7 +24,7 @@ from decoupled_diloco.errors import ConfigError, Error
 from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.doctor import facts, machine
 from decoupled_diloco.launch.doctor import syncer as judge
-from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
+from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
 from decoupled_diloco.launch.folder import read_token
 from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.transport.reach import LookTrouble, Seen, listens, look

@@ -1,13 +1,13 @@
-"""Judges what this machine is like. Pure: facts in, findings out."""
+"""What a check finds, and judging what this machine is like. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
-from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
 from decoupled_diloco.observe.words import many
 from decoupled_diloco.units import GIB, MIB, format_bytes, format_count, format_duration
 
@@ -24,6 +24,40 @@ DISK_RATE_MIN = 20 * MIB
 SYNC_SECONDS_MAX = 0.2
 CLOCK_DRIFT_MAX = 0.02
 YEAR_MIN = 2025
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor.
+
+    Attributes:
+        check: What was looked at, in one or two words.
+        level: "error": a run cannot work like this; "warning": it can, and may disappoint.
+        text: What was found, with names and values.
+        advice: What to do about it; empty if all is well.
+    """
+
+    check: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def ok(check: str, text: str) -> Finding:
+    """All is well."""
+    return Finding(check, "ok", text)
+
+
+def warning(check: str, text: str, advice: str) -> Finding:
+    """A run works, and may disappoint."""
+    return Finding(check, "warning", text, advice)
+
+
+def error(check: str, text: str, advice: str) -> Finding:
+    """A run cannot work."""
+    return Finding(check, "error", text, advice)
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,12 @@ from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth import compare, published
-from decoupled_diloco_plan.bandwidth.case import Case
-from decoupled_diloco_plan.bandwidth.document import Plan, document
+from decoupled_diloco_plan.bandwidth.case import Case, Model, Setting, wire_format
+from decoupled_diloco_plan.bandwidth.document import Plan, document, print_plan, print_published
 from decoupled_diloco_plan.bandwidth.inputs import Inputs, read_inputs, size_of
 from decoupled_diloco_plan.bandwidth.network import SPREAD, slowest
 from decoupled_diloco_plan.bandwidth.options import METHODS, PARTITIONS, SOURCES, PlanOptions
 from decoupled_diloco_plan.bandwidth.search import PERIODS, Formats, Proposal, look, propose
-from decoupled_diloco_plan.bandwidth.setting import Model, Setting, wire_format
-from decoupled_diloco_plan.bandwidth.tables import print_plan, print_published
 from decoupled_diloco_plan.output import STDOUT, check_files, write_json
 
 THOUGHT_OF = "4bit"

@@ -14,9 +14,8 @@ from functools import cache
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case, demand
 from decoupled_diloco_plan.bandwidth.network import slowest
-from decoupled_diloco_plan.bandwidth.published import SYSTEMS, schedule_of
+from decoupled_diloco_plan.bandwidth.published import SYSTEMS, Schedule, schedule_of, utilization
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.timeline import Schedule, utilization
 
 GRADIENT_BITS = 16
 """The others reduce bf16, as the published tables do."""

@@ -12,10 +12,16 @@ from statistics import median
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.config.files import find_shipped
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.tape import TapeReader, tapes_in
 from decoupled_diloco.units import format_count, format_duration
+from decoupled_diloco_plan.bandwidth.case import (
+    Model,
+    assumed_layers,
+    assumed_step_seconds,
+    step_seconds_of,
+)
 from decoupled_diloco_plan.bandwidth.network import (
     HUB,
     SPREAD,
@@ -27,12 +33,6 @@ from decoupled_diloco_plan.bandwidth.network import (
 )
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prices
-from decoupled_diloco_plan.bandwidth.setting import (
-    Model,
-    assumed_layers,
-    assumed_step_seconds,
-    step_seconds_of,
-)
 
 
 @dataclass(frozen=True, slots=True)

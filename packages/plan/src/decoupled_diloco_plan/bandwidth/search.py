@@ -19,11 +19,10 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import codec_names
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.case import Case, demands
+from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, Setting, demands, wire_format
 from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Network
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prediction, Prices, predict
-from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting, wire_format
 from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 PERIODS = (24, 36, 48, 72, 96, 144, 192, 288, 384, 576, 768)

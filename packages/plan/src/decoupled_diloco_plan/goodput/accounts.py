@@ -11,8 +11,15 @@ from typing import Protocol
 
 import numpy as np
 
-from decoupled_diloco_plan.goodput.chance import Integers
-from decoupled_diloco_plan.goodput.life import DOWNSCALE, LOST, RESTART, RUN, SHORT, UPSCALE
+from decoupled_diloco_plan.goodput.life import (
+    DOWNSCALE,
+    LOST,
+    RESTART,
+    RUN,
+    SHORT,
+    UPSCALE,
+    Integers,
+)
 
 CAUSES = {
     "waiting": ("wait", "for others: a barrier, or a quorum that is not there"),

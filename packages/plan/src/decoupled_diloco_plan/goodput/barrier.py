@@ -11,7 +11,7 @@ import numpy as np
 from decoupled_diloco.protocol.clock import reached_at
 from decoupled_diloco.protocol.quorum import window_over
 from decoupled_diloco_plan.goodput.accounts import Account, stepping, working
-from decoupled_diloco_plan.goodput.chance import Integers
+from decoupled_diloco_plan.goodput.life import Integers
 from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
 
 JITTER_BLOCK = 1024

@@ -18,7 +18,6 @@ from decoupled_diloco_plan.checks import above
 from decoupled_diloco_plan.goodput import tables
 from decoupled_diloco_plan.goodput.calibrate import calibrated, residuals, rounded
 from decoupled_diloco_plan.goodput.options import GoodputOptions
-from decoupled_diloco_plan.goodput.scavenge import blocks_of
 from decoupled_diloco_plan.goodput.settings import (
     SYSTEMS,
     YEAR_SECONDS,
@@ -27,6 +26,7 @@ from decoupled_diloco_plan.goodput.settings import (
     Preemption,
     Stragglers,
     System,
+    blocks_of,
 )
 from decoupled_diloco_plan.goodput.study import Effort, Row, cells, study
 from decoupled_diloco_plan.output import STDOUT, check_files, write_json

@@ -17,8 +17,15 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from decoupled_diloco.units import format_count
 from decoupled_diloco_plan.goodput.accounts import runs_of, working
-from decoupled_diloco_plan.goodput.chance import Integers
-from decoupled_diloco_plan.goodput.life import DOWNSCALE, LOST, RESTART, RUN, SHORT, UPSCALE
+from decoupled_diloco_plan.goodput.life import (
+    DOWNSCALE,
+    LOST,
+    RESTART,
+    RUN,
+    SHORT,
+    UPSCALE,
+    Integers,
+)
 from decoupled_diloco_plan.goodput.settings import SECOND, Cluster
 from decoupled_diloco_plan.goodput.study import Row
 from decoupled_diloco_plan.goodput.systems import simulate

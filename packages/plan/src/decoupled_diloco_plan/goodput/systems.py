@@ -31,8 +31,17 @@ from decoupled_diloco_plan.goodput.accounts import (
     stepping,
 )
 from decoupled_diloco_plan.goodput.barrier import Barrier
-from decoupled_diloco_plan.goodput.chance import Integers, Repair, Slices, failures
-from decoupled_diloco_plan.goodput.life import RUN, UPSCALE, Habits, Life, Visits
+from decoupled_diloco_plan.goodput.life import (
+    RUN,
+    UPSCALE,
+    Habits,
+    Integers,
+    Life,
+    Repair,
+    Slices,
+    Visits,
+    failures,
+)
 from decoupled_diloco_plan.goodput.pace import pace_of
 from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
 
