@@ -51,7 +51,6 @@ class Brake:
 
     Args:
         pid: Its current number; ``None``: there is no process.
-        guard: Continues it if this process dies.
         step_seconds: How long an undisturbed step of it takes, so that a cycle has whole steps.
     """
 

@@ -33,15 +33,7 @@ RETRY_SECONDS = 0.05
 
 
 class Engine:
-    """The faults, joins and leaves of one scenario in one run.
-
-    Args:
-        run: Its processes; `poll` is called while it is waited for.
-        scenario: What happens.
-        links: The wires between its processes, if the scenario has any.
-        disks: The shards' disks.
-        shaper: The kernel's limits of the links, if the scenario has any.
-    """
+    """The faults, joins and leaves of one scenario in one run."""
 
     def __init__(
         self,

@@ -45,8 +45,6 @@ class Wire:
     """One process's way to one shard.
 
     Attributes:
-        process: Who dials.
-        port: The shard's port.
         delay_seconds: One way.
         jitter_seconds: Further delay of each piece, uniform between 0 and this.
         losses: Shares of what has to be sent again, of everything that strikes it.

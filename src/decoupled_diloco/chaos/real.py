@@ -21,9 +21,6 @@ HOST = "127.0.0.1"
 def require_real(scenario: Scenario) -> Scenario:
     """The scenario as real processes can carry it out.
 
-    Returns:
-        The same scenario; its run has the pace of the scenario's learners.
-
     Raises:
         ConfigError: it tells something that only the virtual world can do; the message says what,
             why, and the way out.
@@ -113,9 +110,6 @@ def paced_config(scenario: Scenario) -> RunConfig:
 
 class RealRun:
     """A scenario carried out on processes of this machine.
-
-    Args:
-        scenario: As `require_real` has checked it.
 
     Raises:
         ConfigError: See `LocalRun`.

@@ -88,7 +88,6 @@ class Disks:
     the end.
 
     Args:
-        run_folder: The run's folder.
         mounted: The shards whose disks are to be full at some time.
 
     Raises:
@@ -153,9 +152,7 @@ MTU_BYTES = 1_500
 class Shaper:
     """The rates of a scenario's links, on this namespace's loopback device.
 
-    Args:
-        scenario: Who is on which link.
-        host: The loopback address of a learner.
+    ``host`` gives the loopback address of a learner.
 
     Raises:
         Error: the kernel or `tc` refuses.

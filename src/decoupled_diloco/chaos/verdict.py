@@ -77,13 +77,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All checks of a run.
-
-    Attributes:
-        checks: In the order in which they are shown.
-        faults: How many faults of each kind were caused.
-        numbers: What was measured, as numbers.
-    """
+    """All checks of a run, in the order in which they are shown; how many faults of each kind."""
 
     checks: tuple[Check, ...]
     faults: dict[str, int] = field(default_factory=dict)
@@ -109,8 +103,6 @@ def judge(
     Args:
         folder: The run folder; no process writes to its tape any more.
         accepted_share: Share of the trained tokens that a fault-free run of the same recipe merges.
-        finished: Whether the run has ended as it should.
-        reason: Why, in words.
         accepted_min: Least accepted tokens over those of a fault-free run.
         participation_min: Least share of its eligible rounds that any learner may take part in.
 

@@ -25,12 +25,7 @@ def tell_beginning(
 ) -> None:
     """What runs, what an earlier run's folder is called now, and the short table of intervals.
 
-    Args:
-        config: The run.
-        folder: Where it writes.
-        moved_to: Where the earlier run in that folder is now.
-        console: Where to tell it.
-        here: Whether this command also starts the learners.
+    ``here``: whether this command also starts the learners.
     """
     console.say(in_words(config, here=here))
     if moved_to is not None:
@@ -66,12 +61,6 @@ def tell_outcome(
 ) -> None:
     """Writes the report of what is on the tape, and prints the summary.
 
-    Args:
-        folder: The run folder.
-        weights: What was trained, if it is written.
-        console: Where to print.
-        run: What the tape tells, if it has been read.
-
     Raises:
         StorageError: the report cannot be written.
     """
@@ -97,13 +86,7 @@ def tell_missed(missed: Iterable[Happening], console: SteadyConsole) -> None:
 
 
 def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str:
-    """What a run that did not finish has left, and what can be done with it.
-
-    Args:
-        folder: The run folder.
-        config: The run.
-        command: The command that goes on with it.
-    """
+    """What a run that did not finish has left, and what the command can do with it."""
     from decoupled_diloco.syncer.kept import kept_layout  # torch takes seconds
     from decoupled_diloco.syncer.result import RESULT, SHARES
 

@@ -66,11 +66,7 @@ def carry_out(
 ) -> RunOutcome:
     """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left.
 
-    Args:
-        run: The run.
-        config: Its settings.
-        console: Where to show it.
-        begun: Called once the processes are started.
+    ``begun`` is called once the processes are started.
     """
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:

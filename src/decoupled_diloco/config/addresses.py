@@ -26,7 +26,6 @@ def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
     """The shards' addresses in order, as learners are told: from the settings, or host and port.
 
     Args:
-        config: The run.
         ports: The ports that the shards really have, and then their standbys; default: those of
             the settings.
 

@@ -28,13 +28,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's TOML file, apply overrides, and check everything.
 
     Args:
-        path: The TOML file.
         overrides: `"table.key=value"` each, later ones win. Values are TOML; what is no TOML value
             is taken as text, so that quotes can be left out. An empty value takes the key out of
             the file: the default holds again.
-
-    Returns:
-        The frozen configuration, with every default filled in.
 
     Raises:
         ConfigError: The file cannot be read, or a setting does not fit.
@@ -139,15 +135,10 @@ def shipped(kind: Kind) -> dict[str, Path]:
 
 
 def find_shipped(kind: Kind, name: str) -> Path:
-    """The file that was meant on the command line.
+    """The file that was meant on the command line: a path, or a bare name such as ``quickstart``.
 
-    Args:
-        kind: Where a bare name is looked up.
-        name: A path, or a bare name such as ``quickstart``. A file of that name in the current
-            folder goes before a shipped one.
-
-    Returns:
-        A path; whether it can be read is for the reader to find out.
+    A file of that name in the current folder goes before a shipped one. Whether it can be read is
+    for the reader to find out.
 
     Raises:
         ConfigError: a bare name that is neither a file nor a shipped one.

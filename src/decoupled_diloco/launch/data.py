@@ -38,11 +38,6 @@ def require_data(workload: Workload, config: RunConfig) -> int:
 def require_batches(workload: Workload, name: str, parts: int) -> int:
     """Draws a batch of the first part and of the last; where parts differ, these are the extremes.
 
-    Args:
-        workload: Asked for the batches; it has no model of it.
-        name: The workload's name, for the message.
-        parts: Learners of the run, at least 1.
-
     Returns:
         Tokens of a batch.
 

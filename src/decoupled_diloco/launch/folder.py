@@ -46,11 +46,6 @@ class RunFolder:
         spare: Called with the folder of an earlier run while no other process may use it; raises if
             that run must not be moved aside.
 
-    Attributes:
-        path: See above.
-        moved_to: Where the earlier run is now, if there was one.
-        resumed: Whether the run in it goes on.
-
     Raises:
         ConfigError: another process is using it, or it is not empty and no run of ours.
         StorageError: it cannot be made.

@@ -61,9 +61,6 @@ class LocalRun:
     """Everything on this machine, supervised.
 
     Args:
-        config: The run.
-        learners: Whether to start learners and the evaluator, too.
-        resume: Go on with the run in its folder.
         cut: Go back to this consistent cut first: ``"last"`` or its number; only with ``resume``.
         anew: Whether a run in the folder that has not ended may be moved aside.
         dial: How a process of a name reaches these addresses of shards, if not directly: other
@@ -217,11 +214,7 @@ class LocalRun:
                 time.sleep(POLL_SECONDS)
 
     def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
-        """Watches until the run is finished or cannot go on.
-
-        Args:
-            on_poll: Called ten times a second, for displays.
-        """
+        """Watches until the run is finished or cannot go on, and calls `on_poll` now and then."""
         over_at: float | None = None
         while True:
             self.supervisor.poll()

@@ -77,7 +77,6 @@ class ThisMachine:
 
     Args:
         folder: The run folder; logs go to ``logs/<name>.log``.
-        descriptors: Open files that every process inherits.
         keep_spare: Whether one process is kept in reserve for what must be started again.
     """
 

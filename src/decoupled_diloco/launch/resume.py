@@ -43,13 +43,7 @@ GOING_BACK = "going-back"
 
 @dataclass(frozen=True)
 class RunStanding:
-    """How far a run has come, by what is in its folder.
-
-    Attributes:
-        phase: The coordinator's; ``None``: no learner has joined yet.
-        faults: How many of the run's faults have been.
-        weights: The result, if there is one.
-    """
+    """How far a run has come, by what is in its folder; no phase: no learner has joined."""
 
     phase: Phase | None
     faults: int
@@ -101,16 +95,9 @@ def require_over(folder: Path) -> None:
 
 
 def go_back(folder: Path, config: RunConfig, which: str) -> str:
-    """Puts a run back to a consistent cut; what is newer is set aside, not deleted.
+    """Puts a run back to a consistent cut, "last" or its number; what is newer is set aside.
 
-    Args:
-        folder: The run folder, which no other process uses.
-        config: The run.
-        which: ``"last"`` or the number of a cut. A last one that is torn or corrupt is named, and
-            the one before it is used.
-
-    Returns:
-        What was done, in words.
+    A last one that is torn or corrupt is named, and the one before it is used. Says what was done.
 
     Raises:
         ConfigError: ``which`` is neither.

@@ -48,11 +48,7 @@ class Seat:
     """How a role takes part from where it runs: this machine, or a virtual one.
 
     Attributes:
-        learner: Makes a `Learner`, from its arguments.
-        observer: Makes an `Observer`, from its arguments.
-        workload: Builds what a run trains.
         pace: Awaited in each step, before the model is touched; here steps take their own time.
-        open_tape: See `processes.open_tape`.
     """
 
     learner: Callable[..., Coroutine[Any, Any, Learner]]

@@ -23,12 +23,7 @@ def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
 
 
 def own_token(config: RunConfig, name: str, token_file: Path | None = None) -> str | None:
-    """What the process of this id shows.
-
-    Args:
-        config: The run.
-        name: Its id: a learner's, ``shard-1``, ``evaluator``.
-        token_file: Given by hand; goes before the settings.
+    """What the process of this id shows; a file given by hand goes before the settings.
 
     Raises:
         ConfigError: a file cannot be read, or has no secret for this id.

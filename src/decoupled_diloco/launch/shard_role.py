@@ -103,14 +103,7 @@ class ShardRole:
     """One process of a shard, on this machine or on a virtual one.
 
     Attributes:
-        config: The run.
-        shard: Which shard.
-        addresses: Where the shards are.
-        folder: The run folder.
         standby: Whether another process is meant to be first.
-        server: Makes the server, given what to run for each channel.
-        client: Makes what dials the coordinator.
-        open_tape: Makes a tape in the run folder.
         process: The shard, once it is this process's turn.
     """
 

@@ -65,12 +65,7 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """The children of this process.
-
-    Attributes:
-        placement: Where they are.
-        tape: The launcher's tape.
-    """
+    """The children of this process, and the launcher's tape."""
 
     placement: Placement
     tape: TapeWriter
@@ -147,9 +142,7 @@ class Supervisor:
     def take_down(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Ends a process on purpose and keeps it down until `bring_back`: it has not failed.
 
-        Args:
-            name: Which.
-            number: SIGKILL, or SIGTERM: it is told to end, and has the time that it takes.
+        Of SIGTERM it is told to end, and has the time that it takes.
         """
         child = self.children[name]
         child.held, child.restart_at = True, None

@@ -171,7 +171,6 @@ def intervals(
     """The table.
 
     Args:
-        options: The run's settings of the method.
         give_up_seconds: The learners' own setting: after so long alone they end.
         lease_seconds: A shard's setting, if the shards have standbys.
         run: What is measured; default: nothing yet.

@@ -52,9 +52,6 @@ class Codec(Protocol):
         Args:
             vector: [N], fp32, on the CPU.
             out: [B], uint8, writable; a new one if None.
-
-        Returns:
-            [B], uint8: `out`, or a tensor over the same memory.
         """
         ...
 
@@ -66,9 +63,6 @@ class Codec(Protocol):
             numel: N.
             out: [N], fp32, to fill; a new one if None.
 
-        Returns:
-            `out`.
-
         Raises:
             ProtocolError: The body's size is not `nbytes(numel)`.
         """
@@ -79,7 +73,6 @@ class RawCodec:
     """Every element in one floating-point dtype, rounded to nearest even.
 
     Args:
-        name: The codec's name.
         dtype: fp32 loses nothing; bf16 has a relative error of at most 2⁻⁸ (for normal numbers)
             and half the bytes.
 
@@ -131,10 +124,6 @@ class BuffersExact:
 
     Rounded, a table of frequencies would no longer be what the model was built with, and a
     variance that falls could come out below zero.
-
-    Args:
-        parameters: The codec of the first elements.
-        numel: How many these are.
     """
 
     group = None
@@ -227,8 +216,7 @@ def digest(body: Body) -> str:
 def as_bytes(body: Body) -> Tensor:
     """View bytes as a flat uint8 tensor over the same memory, without a copy.
 
-    Args:
-        body: See `Body`. The result of a read-only buffer must not be written to.
+    The result of a read-only buffer must not be written to.
     """
     if isinstance(body, Tensor):
         assert body.is_contiguous(), "bytes are read from contiguous tensors"

@@ -130,11 +130,7 @@ class Layout:
     def describe_difference(self, other: Layout) -> str | None:
         """Say in words what differs first, or None if the fingerprints are equal.
 
-        Args:
-            other: The layout compared with; called "theirs" in the answer, `self` is "ours".
-
-        Returns:
-            A sentence naming the first differing tensor and both values.
+        `self` is "ours" in the answer, the other one "theirs".
         """
         for index, (ours, theirs) in enumerate(zip(self.tensors, other.tensors, strict=False)):
             for field in ("name", "shape", "dtype", "role", "aliases"):
@@ -181,12 +177,6 @@ class Layout:
     def from_json(cls, data: object) -> Layout:
         """Read what `to_json` wrote, trusting nothing.
 
-        Args:
-            data: The parsed JSON, from a peer or a file.
-
-        Returns:
-            An equal layout.
-
         Raises:
             ProtocolError: A key is missing or unknown, a value has the wrong type or lies beyond
                 the bounds of this module, or a name occurs twice.
@@ -226,12 +216,6 @@ def layout_of(module: nn.Module) -> Layout:
     role is `"embedding"`. Behind them come the buffers that a state dict has, if they are of a
     floating dtype and finite (a mask of -inf has no mean); small ones of whole numbers are
     constants. Frozen parameters, other buffers and what has no elements are excluded.
-
-    Args:
-        module: Any module; on any device, the meta device included.
-
-    Returns:
-        The layout.
 
     Raises:
         ConfigError: Nothing is trainable, a trainable parameter has a dtype that is not supported,

@@ -58,11 +58,6 @@ class NesterovSGD:
         momentum: μ in [0, 1). With 0 no state is kept.
         nesterov: False gives heavy-ball momentum, `Θ ← Θ - η·b`.
 
-    Attributes:
-        lr: η.
-        momentum: μ.
-        nesterov: Whether the momentum looks ahead.
-
     Source:
         Decoupled DiLoCo, SGD with Nesterov momentum. It does not publish η and μ; our 0.7 and 0.5
         are gentler than DiLoCo's 0.7 and 0.9: merged gradients that are alike add up to η/(1-μ).
@@ -123,10 +118,6 @@ class BuffersBehind:
     A buffer's contribution is its value, so `Δ` is minus the mean: `Θ ← -Δ`. It follows the
     learners at once, without momentum, and stays between the least and the greatest of them, as a
     variance has to.
-
-    Args:
-        parameters: The optimizer of the first elements; None if there are none.
-        numel: How many these are.
     """
 
     def __init__(self, parameters: OuterOptimizer | None, numel: int) -> None:
@@ -151,12 +142,7 @@ class BuffersBehind:
 
 
 class TorchOuter:
-    """Any optimizer of `torch.optim`, on a flat fp32 parameter.
-
-    Args:
-        name: A class name of `torch.optim`, as `"AdamW"`.
-        numel: N.
-        **options: What that class takes, `lr` first of all.
+    """Any optimizer of `torch.optim`, as `"AdamW"`, on a flat fp32 parameter [N].
 
     Raises:
         ConfigError: There is no such optimizer, or it does not take these options.
@@ -235,9 +221,6 @@ def make_outer(
         momentum: μ in [0, 1). None means 0.5 for `"nesterov"`, 0 for `"sgd"`, and the class's own
             default otherwise.
         options: Further arguments of a `torch.optim` class.
-
-    Returns:
-        `factory(numel) -> OuterOptimizer`.
 
     Raises:
         ConfigError: The name is unknown (the nearest is named), a value is out of range, or the

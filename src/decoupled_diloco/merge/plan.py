@@ -35,13 +35,6 @@ def token_weight(tokens: float, steps: float) -> float:
     `w = tokens · (tokens / steps)`: `tokens` is how much was learnt from (quantity), and
     `tokens / steps`, the batch size, is how little noise each step had (quality).
 
-    Args:
-        tokens: Tokens trained on since the learner last received the fragment, >= 0.
-        steps: Inner steps in which it did so, >= 0.
-
-    Returns:
-        The weight, >= 0; 0 if the learner did nothing, which takes it out of the merge.
-
     Examples:
         >>> token_weight(tokens=800, steps=4)
         160000.0
@@ -63,11 +56,7 @@ class MergePlan:
     """What to merge, how, and in which wire formats.
 
     Attributes:
-        layout: What the model synchronises.
         fragments: P fragments; every synchronised element is in exactly one of them.
-        uplink: Codec of contributions.
-        downlink: Codec of published differences.
-        method: `"rda"` or `"mean"`.
         buffers: By the `"mean"`, or from `"one"` learner.
         weighting: `"tokens"`: quantity times quality; `"uniform"`: all the same.
         outer: Makes the outer optimizer of N parameters.

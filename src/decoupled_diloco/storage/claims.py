@@ -30,15 +30,9 @@ NUMBER_DIGITS = 8
 
 
 def create_once(path: Path, text: str, nonce: str) -> bool:
-    """Creates a file whole, and durably, unless it exists.
+    """Creates a file whole, and durably, unless it exists; returns whether it was this call.
 
-    Args:
-        path: The file; its folder is made if it does not exist.
-        text: All that is in it.
-        nonce: Of the process, for the name of the file in the making.
-
-    Returns:
-        Whether it was this call that created it.
+    ``nonce``: of the process, for the name of the file in the making.
 
     Raises:
         StorageError: It cannot be written.
@@ -94,9 +88,6 @@ class ClaimStore:
     Args:
         folder: Where they are, in the storage that all contenders share. Its parent must exist:
             whoever begins a run makes it, once.
-        nonce: Of this process.
-        lease_seconds: How long a claim of this process outlives its last renewal.
-        holder: What to call this process, for people.
     """
 
     def __init__(self, folder: Path, nonce: str, lease_seconds: float, holder: str) -> None:

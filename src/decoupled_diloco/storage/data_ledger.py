@@ -44,14 +44,9 @@ class DataLedger:
     """The ledger of a coordinator, open for writing.
 
     Args:
-        folder: The run folder; the file is made with the first entry.
         book: The leases as the coordinator's own state has them; where the file is gone, or behind,
             they are what counts.
-        entered: The last entries that led to them.
         claim: Number of this process's claim; 0: no other can act.
-
-    Attributes:
-        book: The leases that the ledger leads to.
 
     Raises:
         StorageError: It is there and cannot be read.

@@ -46,9 +46,6 @@ class Journal:
     Args:
         path: The file; made if it does not exist, and cut back to its last whole record.
 
-    Attributes:
-        nbytes: Size of the file.
-
     Raises:
         StorageError: The file cannot be opened or is no journal.
     """
@@ -72,10 +69,6 @@ class Journal:
 
     def append(self, fields: Mapping[str, Any], body: memoryview | bytes = b"") -> None:
         """Writes a record and waits until the disk has it.
-
-        Args:
-            fields: JSON values.
-            body: Any bytes.
 
         Raises:
             StorageError: It cannot be written; the record is not in the journal.
@@ -124,11 +117,7 @@ class Journal:
 class JournalReader:
     """The whole records of a journal, in order; what follows the last whole one is left out.
 
-    Args:
-        path: The file.
-
-    Attributes:
-        torn_bytes: What was left out; known when all records were read.
+    `torn_bytes` were left out; that is known when all records were read.
 
     Raises:
         StorageError: While iterating: the file cannot be read.

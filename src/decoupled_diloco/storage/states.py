@@ -38,9 +38,6 @@ def pack(state: Any) -> tuple[dict[str, Tensor], str]:
         state: dicts (keys: text or integers), lists, tuples, numbers, `None`, text, bytes, tensors
             of any dtype and device, NumPy arrays and scalars.
 
-    Returns:
-        Name to tensor, and the JSON text.
-
     Raises:
         ConfigError: Something in it is of another kind; the message names where it is.
 
@@ -59,10 +56,6 @@ def pack(state: Any) -> tuple[dict[str, Tensor], str]:
 def unpack(tensors: Mapping[str, Tensor], text: str) -> Any:
     """Put a state together again.
 
-    Args:
-        tensors: As from `pack`; the state refers to them.
-        text: As from `pack`.
-
     Raises:
         StorageError: The text is not one of `pack`, or a tensor is missing.
     """
@@ -80,7 +73,6 @@ def on_host(state: Any, memory: HostMemory | None = None) -> Any:
     """Copy a state: its tensors to the host, everything else by value.
 
     Args:
-        state: As for `pack`.
         memory: What an earlier copy lies in, and is written over: memory that is fresh costs
             several times as long. What does not fit is replaced. Default: all of it fresh.
 

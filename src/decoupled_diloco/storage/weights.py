@@ -37,11 +37,6 @@ def save_weights(
     Tied weights (names for the same memory) are written once, under the first name; the other
     names are kept in the metadata and come back by `load_weights`.
 
-    Args:
-        path: The file, replaced if it exists; its folder is made if it does not.
-        tensors: Name to tensor, any shape, dtype and device.
-        metadata: Text to keep along, for example the step.
-
     Raises:
         StorageError: The file cannot be written. A file that was there before is untouched.
     """
@@ -72,13 +67,7 @@ def save_weights(
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file, tied ones under each of their names.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Name to tensor, in memory of their own on the CPU. Tied names share one tensor.
+    """Read all tensors of a safetensors file to the CPU, tied ones under each of their names.
 
     Raises:
         StorageError: The file is missing, torn, or no safetensors file.
@@ -155,11 +144,6 @@ SEAL_KEY = "decoupled_diloco.seal"
 def save_sealed(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
     """Write tensors and texts to a safetensors file, all of it or nothing.
 
-    Args:
-        path: The file, replaced if it exists; its folder is made if it does not.
-        tensors: Name to contiguous tensor on the host.
-        texts: Name to text.
-
     Raises:
         StorageError: The file cannot be written. A file that was there before is untouched.
     """
@@ -180,9 +164,6 @@ def seal_of(path: Path) -> str:
 
 def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a file of `save_sealed`.
-
-    Returns:
-        Tensors, in memory of their own on the CPU, and texts.
 
     Raises:
         StorageError: The file is missing or torn, no safetensors file, or anything in it has

@@ -103,10 +103,7 @@ class TransferStats:
     """How one body was moved.
 
     Attributes:
-        nbytes: Size of the body.
         seconds: From the call to the last byte (GET) or the last acknowledgement (PUT).
-        stripes: Connections used in parallel.
-        retries: Ranges that were resumed after a failure.
         congestion: Congestion control of the sending sockets (`bbr`, `cubic`); empty if unknown.
         digest: What the sender gave with the body (GET); empty otherwise.
     """
@@ -216,7 +213,6 @@ class Client(Protocol):
 
         Args:
             url: What the control plane named: relative, or absolute to another host.
-            body: Contiguous bytes, unchanged until this returns.
             base: Address a relative URL belongs to; default: the one connected to last.
 
         Raises:

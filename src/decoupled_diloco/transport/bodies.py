@@ -152,8 +152,6 @@ class BodyBooks:
         """Begin to receive a range of an upload.
 
         Args:
-            key: The path.
-            principal: Who sends, as authorised.
             part: The range that the request will carry.
             total: Size of the whole body, as the sender understands it.
             take_over: The sender resumes: end older streams in the range, accept what overlaps.

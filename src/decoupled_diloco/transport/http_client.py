@@ -58,12 +58,10 @@ class HttpClient:
     Args:
         token: Shown as a bearer token, only to servers that this client has connected to and to
             `trusted`.
-        limits: Bounds and intervals.
         congestion: Congestion control asked for on sockets that send bodies over a long link;
             None keeps the kernel's default.
         trusted: Further addresses (`http://host:port`) that may see the token.
         principal: Whose requests they are where nothing was connected to before.
-        rng: Source of jitter; inject a seeded one to repeat a run.
     """
 
     def __init__(

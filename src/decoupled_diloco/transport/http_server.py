@@ -72,16 +72,7 @@ class HttpServer:
     """A `Server` over HTTP.
 
     Args:
-        host: Address to bind to.
-        port: Port, 0 for any.
-        tokens: Who may speak.
         on_channel: Run for each control connection; the channel closes when it returns.
-        health: What `/healthz` answers.
-        about: What `/run` answers to a peer with a token.
-        pool_bytes: Size of the receive pool.
-        limits: Bounds and intervals.
-        congestion: Congestion control asked for on sockets that send bodies over a long link;
-            None keeps the kernel's default.
         queries: Answers GETs with parameters at further paths, to a peer with any token.
 
     Raises:
@@ -472,13 +463,10 @@ def _unsent(transport: asyncio.WriteTransport) -> int:
 
 
 def ask_for_congestion(transport: asyncio.BaseTransport | None, wanted: str | None) -> str:
-    """Ask the kernel for a congestion control and return the one in use.
+    """Ask the kernel for a congestion control, such as `bbr`, and return the one in use.
 
-    A kernel that does not offer it keeps its default; the caller reports what is in use.
-
-    Args:
-        transport: A connected TCP transport.
-        wanted: Name such as `bbr`; None keeps the kernel's default.
+    A kernel that does not offer it keeps its default; the caller reports what is in use. None keeps
+    the default, too.
     """
     sock = transport.get_extra_info("socket") if transport is not None else None
     option = getattr(socket, "TCP_CONGESTION", None)

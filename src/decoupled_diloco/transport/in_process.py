@@ -29,13 +29,7 @@ class Mover(Protocol):
 
 
 class BodyClient(ABC):
-    """A `Client` but for how it dials and how a range of a body is moved.
-
-    Args:
-        token: Shown to every server.
-        limits: Bounds and intervals.
-        rng: Source of jitter; inject a seeded one to repeat a run.
-    """
+    """A `Client` but for how it dials and how a range of a body is moved."""
 
     scheme = ""
     """What the addresses of its servers begin with."""

@@ -79,18 +79,11 @@ class Seen:
     """What was seen of one server; `None` where the look did not get so far.
 
     Attributes:
-        address: What was dialled.
         ip: What its name stands for.
-        connect_seconds: How long TCP took.
-        health: What `/healthz` says.
         clock_ahead_seconds: Of the server's wall clock, plus or minus half a second.
         round_trips: Of requests on an open connection, seconds.
         run: What `/run` says: settings, addresses, layout.
         principal: The id that the token is for; empty if it is the run's shared one.
-        upgraded: Whether a WebSocket was opened.
-        up_bytes_per_second: To the server.
-        down_bytes_per_second: From the server.
-        trouble: What ended the look.
     """
 
     address: str

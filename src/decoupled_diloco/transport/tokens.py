@@ -42,10 +42,6 @@ class Tokens:
     Three kinds, strictest last: none at all (open; loopback only), one run token that every
     participant shares and under which any principal may be claimed, one token per principal.
 
-    Args:
-        run_token: The shared token.
-        principals: Token of each principal; the principal is bound by the token it shows.
-
     Raises:
         ConfigError: both kinds at once, an empty token, or one token for two principals.
     """

@@ -50,12 +50,7 @@ class StripeController:
     _started: bool = False
 
     def choose(self, nbytes: int, rtt: float | None) -> int:
-        """Return the number of connections for a body of `nbytes`.
-
-        Args:
-            nbytes: Size of the body.
-            rtt: Round trip in seconds, None if it is not known.
-        """
+        """Return the number of connections for a body; `rtt` is None if it is not known."""
         if nbytes < SMALL_BYTES:
             return 1
         if not self._started:
@@ -152,12 +147,10 @@ class Transfer:
     """One body on its way.
 
     Attributes:
-        nbytes: Size of the body.
         move: Moves a range. Raises TransportError if trying again may help; anything else is
             final.
         gaps: Finds what a failed attempt left out.
         retries_max: Attempts in a row that may fail without a byte of progress.
-        rng: Source of the jitter between attempts.
         slots: Bounds the connections of all transfers to this server.
     """
 

@@ -28,9 +28,7 @@ class InPasses(Protocol):
     def pass_batch(self, turn: int, index: int) -> Batch:
         """Batch number `index` of a pass; depends on nothing but the options and these two.
 
-        Args:
-            turn: Which pass, 0 and up; each is shuffled anew.
-            index: 0 to `pass_batches` - 1.
+        Each pass, `turn` 0 and up, is shuffled anew.
         """
         ...
 

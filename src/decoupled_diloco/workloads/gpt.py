@@ -195,9 +195,7 @@ class GptWorkload:
 class GPT(nn.Module):
     """A decoder-only transformer over bytes: pre-norm, rotary positions, ReLU² MLP, no biases.
 
-    Args:
-        options: Its size.
-        make_mlp: What follows the attention in each block; default: an MLP of 4 × width.
+    ``make_mlp`` makes what follows the attention in each block; default: an MLP of 4 × width.
     """
 
     def __init__(
@@ -220,14 +218,7 @@ class GPT(nn.Module):
             self.embedding.weight = self.head.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of the next byte.
-
-        Args:
-            ids: int64 [B, T], T at most the context.
-
-        Returns:
-            float [B, T, 256].
-        """
+        """Logits of the next byte: int64 [B, T], T at most the context, to float [B, T, 256]."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, (self.cos, self.sin))
@@ -242,16 +233,9 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> bytes:
-        """Continue a prompt byte by byte.
+        """Continue a prompt by `count` bytes; an empty one is the start of a file.
 
-        Args:
-            prompt: What to continue; empty: the start of a file.
-            count: Bytes to write.
-            temperature: 0: always the likeliest byte; 1: as the model says; more: wilder.
-            generator: Source of randomness, on the CPU.
-
-        Returns:
-            The `count` new bytes, without the prompt.
+        `temperature` 0: always the likeliest byte; 1: as the model says; more: wilder.
         """
         device = self.embedding.weight.device
         ids = torch.tensor([list(prompt or b"\0")], device=device)

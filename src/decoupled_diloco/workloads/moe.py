@@ -109,12 +109,6 @@ class MixtureOfExperts(nn.Module):
 
     The matrices are not stacked: merging by directions and norms treats each as one vector, and an
     expert that a learner has hardly used should not be weighed with the others.
-
-    Args:
-        width: W.
-        hidden: Hidden size of an expert.
-        experts: E.
-        experts_per_token: K, at most E.
     """
 
     def __init__(self, width: int, hidden: int, experts: int, experts_per_token: int) -> None:
@@ -137,14 +131,10 @@ class MixtureOfExperts(nn.Module):
 
 
 def route(logits: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, the likeliest first.
+    """Choose each token's experts by logits [N, E], the likeliest first.
 
-    Args:
-        logits: The router's, [N, E].
-        experts_per_token: K. Above 1 the weights are divided by their sum.
-
-    Returns:
-        Their weights, fp32 [N, K], and their numbers, int64 [N, K].
+    Gives their weights, fp32 [N, K], divided by their sum for K above 1, and their numbers, int64
+    [N, K].
     """
     weights, chosen = logits.float().softmax(-1).topk(experts_per_token, dim=-1)
     if experts_per_token > 1:
@@ -162,14 +152,7 @@ def expert_shares(logits: Tensor, experts_per_token: int) -> Tensor:
 def balancing_loss(logits: Tensor, experts_per_token: int) -> Tensor:
     """E · Σₑ fₑ · Pₑ: 1 for an even spread, up to E when one expert gets everything.
 
-    fₑ is an expert's share of the choices (no gradient), Pₑ its mean probability.
-
-    Args:
-        logits: The router's, [N, E].
-        experts_per_token: K.
-
-    Returns:
-        A scalar, fp32.
+    fₑ is an expert's share of the choices (no gradient), Pₑ its mean probability, of logits [N, E].
 
     Source:
         Switch Transformers (arXiv 2101.03961), Eq. 4; for K > 1 over all choices.

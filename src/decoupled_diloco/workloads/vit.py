@@ -75,13 +75,7 @@ class VitOptions(InnerOptions):
 
 @dataclass(frozen=True)
 class Digits:
-    """The images in two parts that share none.
-
-    Args:
-        train: For training.
-        held_out: For evaluation.
-        digest: SHA-256 over all of them in their order, in hex.
-    """
+    """The images in two parts that share none; SHA-256 over all of them in their order, in hex."""
 
     train: ImageBatch
     held_out: ImageBatch
@@ -209,14 +203,7 @@ class Vit(nn.Module):
         initialize(self, options.layers)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the digit.
-
-        Args:
-            images: float [B, 8, 8], from 0 to 1.
-
-        Returns:
-            float [B, 10].
-        """
+        """Logits of the digit: float [B, 8, 8], from 0 to 1, to float [B, 10]."""
         x = self.patch(patches_of(images, self.patch_side)) + self.positions
         for block in self.blocks:
             x = block(x)
@@ -274,14 +261,9 @@ def batch_at(
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Move each image down and to the right; what comes in is empty.
+    """Move each image [B, 8, 8] down and to the right; what comes in is empty.
 
-    Args:
-        images: [B, 8, 8].
-        shifts: int64 [B, 2], pixels from -7 to 7: down, right.
-
-    Returns:
-        [B, 8, 8].
+    `shifts`: int64 [B, 2], pixels from -7 to 7: down, right.
     """
     padded = F.pad(images, (SIDE, SIDE, SIDE, SIDE))
     rows = torch.arange(SIDE)[None, :] + SIDE - shifts[:, :1]

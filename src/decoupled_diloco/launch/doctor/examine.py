@@ -44,10 +44,7 @@ class Examined:
     """What to look at.
 
     Attributes:
-        config: The run, if there is a file.
         syncer: Addresses of shards; empty: the run is to be on this machine alone.
-        token: What a learner here would show.
-        started: `time.monotonic()` when the command was started.
     """
 
     config: RunConfig | None

@@ -32,14 +32,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The torch that is installed.
-
-    Attributes:
-        version: Its version.
-        cuda: The CUDA version that it was built with; `None`: without.
-        devices: Names of the CUDA devices that it can use.
-        nvidia: Whether the system has an NVIDIA device.
-    """
+    """The torch that is installed; ``cuda``: the version that it was built with."""
 
     version: str
     cuda: str | None
@@ -53,8 +46,6 @@ class DiskFacts:
 
     Attributes:
         folder: The nearest folder that exists already.
-        free_bytes: Room for this user.
-        bytes_per_second: Written and forced to disk.
         sync_seconds: Until 4 KiB are on disk, median.
     """
 
@@ -75,16 +66,7 @@ class ClockFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The run's model.
-
-    Attributes:
-        layout: Its trainable tensors.
-        model_bytes: Its parameters, as they are trained, with those that are frozen.
-        gradient_bytes: Gradients of what is trainable.
-        optimizer_bytes: States of the inner optimizer.
-        fragment_bytes: The largest contribution on the wire.
-        fragment_numel: Elements of the largest fragment.
-    """
+    """The run's model: its layout, bytes in a learner, the largest fragment on the wire."""
 
     layout: Layout
     model_bytes: int

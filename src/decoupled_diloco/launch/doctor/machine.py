@@ -33,9 +33,7 @@ class Finding:
     """One line of the doctor.
 
     Attributes:
-        check: What was looked at, in one or two words.
         level: "error": a run cannot work like this; "warning": it can, and may disappoint.
-        text: What was found, with names and values.
         advice: What to do about it; empty if all is well.
     """
 
@@ -140,8 +138,6 @@ def need_of(
     """What the processes on this machine take, without batches and activations.
 
     Args:
-        model: The run's model.
-        config: The run.
         process_bytes: Of a process that has only loaded Python and torch.
         learners: How many of them run here.
         everything: Shards, evaluator and the spare process are here too.

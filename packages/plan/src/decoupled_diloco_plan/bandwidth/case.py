@@ -30,13 +30,7 @@ _SAMPLE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What one learner trains, and how fast.
-
-    Attributes:
-        params: N, trainable parameters, greater than 0.
-        layers: L, at least 1.
-        step_seconds: length of one inner step of one learner, greater than 0.
-    """
+    """What one learner trains, and how fast."""
 
     params: float
     layers: int
@@ -136,12 +130,6 @@ def step_seconds_of(
     params: float, tokens_per_step: float, chips: float, flops_per_chip: float
 ) -> float:
     """A step's length by arithmetic: 6·N·B / (R·Q).
-
-    Args:
-        params: N.
-        tokens_per_step: B, of all learners together, greater than 0.
-        chips: R, of all learners together, greater than 0.
-        flops_per_chip: Q, what a chip really does, FLOP/s, greater than 0.
 
     Raises:
         ConfigError: a number is out of its range.

@@ -52,8 +52,6 @@ class Standing:
             share of its rounds that take place.
         step_seconds: wall-clock in which all learners together do as many steps as they are.
         gbit_per_second: mean, out of the busiest place.
-        period: H; 1 for data-parallel.
-        overlap: τ.
     """
 
     system: str

@@ -23,14 +23,9 @@ from decoupled_diloco_plan.bandwidth.search import PERIODS, Proposal
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was found.
+    """Everything that was found; `thought_of` with 4 bits each way, for which there is no codec.
 
-    Attributes:
-        inputs: what it starts from.
-        found: the setting, given or proposed, and what it comes to.
-        aim: the utilisation that was asked for; None if none was.
-        thought_of: what would be proposed with 4 bits each way, for which there is no codec; None
-            if that was not looked for, or brings nothing.
+    It is None if it was not looked for, or brings nothing.
     """
 
     inputs: Inputs

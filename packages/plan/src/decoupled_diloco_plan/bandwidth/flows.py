@@ -27,7 +27,6 @@ class Flow:
     """Some transfers that are alike.
 
     Attributes:
-        key: What it is for.
         links: Numbers of the links that it occupies; none: it is over at once.
         count: How many transfers there are.
         left: Bytes that each still has to move.
@@ -43,11 +42,7 @@ class Flow:
 
 @dataclass(slots=True)
 class Flows:
-    """All transfers that are under way.
-
-    Args:
-        capacities: Bytes a second of each link.
-    """
+    """All transfers that are under way, on links that carry so many bytes a second each."""
 
     capacities: Sequence[float]
     active: list[Flow] = field(default_factory=list)

@@ -51,14 +51,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place with learners.
-
-    Attributes:
-        name: Of the place.
-        learners: At least 1.
-        link: What joins it to the others.
-        step_seconds: An inner step of its learners, greater than 0; None: the model's.
-    """
+    """A place with learners; their inner step takes so long, or as long as the model's."""
 
     name: str
     learners: int

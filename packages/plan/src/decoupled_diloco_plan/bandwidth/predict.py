@@ -14,13 +14,9 @@ from decoupled_diloco_plan.checks import above, at_least
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the chips and the links cost.
+    """What a chip costs for an hour and 10⁹ bytes out of a place, in any currency.
 
-    Attributes:
-        chip_hour: of one chip for an hour, in any currency.
-        gigabyte: of 10⁹ bytes that leave a place.
-        chips: of all learners together, greater than 0.
-        tokens_per_step: of all learners together, greater than 0.
+    Chips and tokens of a step are those of all learners together, greater than 0.
     """
 
     chip_hour: float
@@ -33,12 +29,7 @@ class Prices:
         above(0, chips=self.chips, tokens_per_step=self.tokens_per_step)
 
     def per_million_tokens(self, step_seconds: float, step_bytes: float) -> float:
-        """Cost of a million tokens.
-
-        Args:
-            step_seconds: wall-clock of a step.
-            step_bytes: what leaves all places in it.
-        """
+        """Cost of a million tokens, where a step sends so many bytes out of all places."""
         compute = self.chips * self.chip_hour * step_seconds / 3600
         return 1e6 * (compute + self.gigabyte * step_bytes / 1e9) / self.tokens_per_step
 

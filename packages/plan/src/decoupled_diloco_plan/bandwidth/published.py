@@ -41,10 +41,7 @@ class Schedule:
     """Which layers are reduced when.
 
     Attributes:
-        layers: L, at least 1.
-        period: H in steps, at least 1.
         due: layers whose reduction starts in a phase of the period, by phase.
-        overlap: τ in steps.
     """
 
     layers: int
@@ -61,12 +58,7 @@ def whole(layers: int, period: int) -> Schedule:
 def strided(layers: int, period: int, fragment_layers: int, overlap: int) -> Schedule:
     """Fragments of a few layers each, far from one another: Streaming DiLoCo.
 
-    Args:
-        layers: L.
-        period: H.
-        fragment_layers: layers of one fragment; fragment p of P has the layers p, p + P, p + 2P …,
-            and is due in the phase ⌊p·H/P⌋.
-        overlap: τ.
+    Fragment p of P has the layers p, p + P, p + 2P …, and is due in the phase ⌊p·H/P⌋.
     """
     fragments = max(1, -(-layers // fragment_layers))
     due: dict[int, list[int]] = {}
@@ -92,13 +84,9 @@ def utilization(
     """Share of the time in which compute goes on.
 
     Args:
-        schedule: What is reduced when.
         step_seconds: Length of a step without waiting, greater than 0.
         layer_seconds: How long one layer's reduction occupies the link, 0 and up.
         latency_seconds: From the end of a reduction on the link until its result is everywhere.
-
-    Returns:
-        Compute over wall-clock in the steady state, 0 to 1.
 
     Source:
         Streaming DiLoCo (arXiv 2501.18512), the simulation of compute utilisation.
@@ -181,11 +169,9 @@ class PublishedRow:
     """One cell: the smallest bandwidth of the grid that reaches a utilisation.
 
     Attributes:
-        system: One of `SYSTEMS`.
         period: H; 1 for data-parallel.
         utilization: The target, 0 to 1.
         gbit_per_second: The bandwidth; None if the grid's largest one does not reach the target.
-        source: Whose volume was taken.
         volume: Share of N · bits that a reduction moves.
     """
 
@@ -215,14 +201,7 @@ def rows(
     source: Source | None = None,
     targets: Sequence[float] = TARGETS,
 ) -> list[PublishedRow]:
-    """The rows of the tables for one model.
-
-    Args:
-        model: its size, depth and step.
-        period: H in steps, at least 1.
-        systems: Names in `SYSTEMS`.
-        source: Whose volume to take; None: that of the paper whose table has this H.
-        targets: Compute utilisations, each above 0 and at most 1.
+    """The rows of the tables for one model; by default from the paper whose table has this H.
 
     Raises:
         ConfigError: A number is out of its range, or a system is unknown.
@@ -308,17 +287,6 @@ def wall_clock(
     within: Reach = NETWORKS["high"],
 ) -> WallClock:
     """T_comp = 6ND/(RQ); T_intra = (2N/W₀·(1 - M/R) + ε₀)·T; T_inter = (2N/W₁·(1 - 1/R) + ε₁)·T/H.
-
-    Args:
-        params: N.
-        tokens: D, the whole budget.
-        tokens_per_step: B, of all learners together; T = D/B.
-        chips: R, of all learners together.
-        flops_per_chip: Q, FLOP/s of a chip.
-        learners: M; 1 for data-parallel, whose chips all reduce over the slow network.
-        period: H; 1 for data-parallel.
-        between: W₁ and ε₁, between the sites.
-        within: W₀ and ε₀, within a learner.
 
     Raises:
         ConfigError: a number is out of its range.

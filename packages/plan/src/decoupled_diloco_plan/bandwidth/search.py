@@ -83,12 +83,9 @@ def propose(
     """The first setting that reaches the aim.
 
     Args:
-        model: what is trained.
-        network: the sites, and the place of the shards if that is given.
         given: the aim, and what is fixed; what is None is open.
         formats: wire formats up and down to try, the most exact first; None: as given, else every
             codec of 16 bits or fewer.
-        prices: for the cost of tokens.
 
     Raises:
         ConfigError: the aim is no share, or what is fixed could be no run's.

@@ -124,9 +124,7 @@ class _Site:
 class World:
     """One simulation.
 
-    Args:
-        case: of what.
-        more: so many periods are measured; None: as few steps as the pattern of dues has.
+    `more`: so many periods are measured; None: as few steps as the pattern of dues has.
     """
 
     def __init__(self, case: Case, more: int | None = None) -> None:

@@ -115,10 +115,6 @@ class Barrier:
     def close(self, account: Account, end: int) -> list[Integers]:
         """Books every learner; in the round that has not ended, what it ran so far was useful.
 
-        Args:
-            account: of the run.
-            end: of the run.
-
         Returns:
             For each learner the intervals in which it waited in that round.
         """

@@ -118,14 +118,7 @@ def calibrated(
     iterations: int = ITERATIONS,
     failures: int = FAILURES,
 ) -> Constants:
-    """The constants, from the cells marked for calibration alone.
-
-    Args:
-        tell: is told of each iteration.
-        start: where the search begins, seconds, in the order of `NAMES`.
-        iterations: how many.
-        failures: in the simulation of each cell.
-    """
+    """The constants, from the cells marked for calibration alone."""
     cells = [cell for cell in CELLS if cell.calibrate]
     found = np.log(np.array(start))
     misses = _misses(found, cells, failures)

@@ -46,12 +46,9 @@ Failures = Iterator[tuple[list[int], list[int], list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """The exponentiated Weibull distribution: F(x) = (1 − exp(−(x/σ)^k))^a.
+    """The exponentiated Weibull distribution: F(x) = (1 − exp(−(x/σ)^k))^a, with σ from its mean.
 
-    Args:
-        mean_seconds: its mean, from which σ follows.
-        power: a; at 1 it is Weibull's.
-        tail: k; below 1 the tail is heavier than an exponential one.
+    At power a = 1 it is Weibull's; with a tail k below 1 heavier than an exponential one.
 
     Source: Mudholkar and Srivastava, 1993.
     """

@@ -41,12 +41,8 @@ def pace_of(cluster: Cluster, seed: int, ticks: int = TICKS) -> Pace:
     """Steps every learner through so many ticks.
 
     A learner may not go on from step i before round i − `slack_steps` is over. One that steps by
-    itself between two ticks has something to report, and takes part if its report comes in time.
-
-    Args:
-        cluster: its slowdowns, jitter, quorum, slack and grace count; its chips do not.
-        seed: of the lengths of steps.
-        ticks: how many.
+    itself between two ticks has something to report, and takes part if its report comes in time. Of
+    the cluster slowdowns, jitter, quorum, slack and grace count; its chips do not.
     """
     rng = np.random.default_rng((seed, 7))
     mean = np.asarray(cluster.slowdowns or (1.0,) * cluster.learners)
@@ -83,10 +79,8 @@ def pace_of(cluster: Cluster, seed: int, ticks: int = TICKS) -> Pace:
 def _reports(finished: np.ndarray, first: np.ndarray, after: float) -> np.ndarray:
     """For each learner when it first finished a step after this instant.
 
-    Args:
-        finished: when each step was, shape (steps, learners).
-        first: for each learner such a step at an earlier instant; moved on.
-        after: the instant.
+    `finished`: when each step was, shape (steps, learners); `first`: for each learner such a step
+    at an earlier instant, which is moved on.
     """
     learners, last = np.arange(len(first)), len(finished) - 1
     while (behind := (first < last) & (finished[first, learners] <= after)).any():

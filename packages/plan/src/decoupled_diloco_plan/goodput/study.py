@@ -194,14 +194,7 @@ def cells(
 ) -> Iterator[Cluster]:
     """The cells of a table: systems of one learner once for each number of chips.
 
-    Args:
-        systems: in the order of the table.
-        chips: of the whole cluster.
-        learners: for systems of several.
-        quorum: of the decoupled system; the others have none.
-        slowdowns: for each learner of systems of several.
-        scavenged: for a number of chips the terms of those that come in addition.
-        common: what all of them share, as fields of `Cluster`.
+    Learners, slowdowns and quorum are for systems that have them; the rest all of them share.
     """
     chips, learners = tuple(chips), tuple(learners)
     for system in systems:

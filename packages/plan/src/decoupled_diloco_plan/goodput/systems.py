@@ -87,15 +87,10 @@ def simulate(
     """One run.
 
     Args:
-        cluster: what is simulated.
         seconds: how long, after a warm-up that is not counted.
-        seed: the same seed gives the same run.
         watch: is given, window by window, for each learner its spans, and the intervals in which
             it waited for others as far as they are known, shape (n, 2); at the end what is left of
             the latter. What learners of unequal speed wait is a share, without instants.
-
-    Returns:
-        Its account, which is complete: `Account.check` holds.
     """
     warm_up = microseconds(WARM_UP_REPAIRS * cluster.constants.repair_seconds)
     begin = 0 if cluster.preemptions else warm_up
