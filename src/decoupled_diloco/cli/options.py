@@ -78,8 +78,7 @@ Sets = Annotated[
 ]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the run's secret.")]
 SyncerAddresses = Annotated[
-    str,
-    typer.Option("--syncer", metavar="URL[,URL…]", help="Where the shards are."),
+    str, typer.Option("--syncer", metavar="URL[,URL…]", help="Where the shards are.")
 ]
 RunSource = Annotated[
     str,

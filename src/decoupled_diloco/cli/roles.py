@@ -76,8 +76,7 @@ class SyncerOptions(TrainOptions):
     """Stand by for this shard, until it is needed."""
 
     addresses: Annotated[
-        tuple[str, ...],
-        setting(SyncerSettings, "addresses", metavar="URL[,URL…]", parser=listed),
+        tuple[str, ...], setting(SyncerSettings, "addresses", metavar="URL[,URL…]", parser=listed)
     ] = ()
     token_file: Annotated[Path | None, setting(SyncerSettings, "token_file")] = None
     stop_with_parent: StopWithParent = False

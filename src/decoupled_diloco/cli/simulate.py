@@ -50,8 +50,7 @@ class SimulateOptions(CommandOptions):
     """The scenario's TOML file, or the name of a shipped one."""
 
     run: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", parser=find_recipe, autocompletion=complete_recipe),
+        Path | None, typer.Option(metavar="RUN", parser=find_recipe, autocompletion=complete_recipe)
     ] = None
     """Another run than the scenario's: a TOML file, or a shipped recipe's name."""
 

@@ -52,11 +52,7 @@ class RunFolder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        resume: bool = False,
-        spare: Callable[[Path], None] = lambda path: None,
+        self, path: Path, *, resume: bool = False, spare: Callable[[Path], None] = lambda path: None
     ) -> None:
         self.path = path
         self._place = _without_links(path)

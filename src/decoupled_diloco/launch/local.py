@@ -19,12 +19,7 @@ from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
 from decoupled_diloco.launch.placement import ThisMachine
-from decoupled_diloco.launch.processes import (
-    EVALUATOR,
-    open_tape,
-    process_of,
-    reopen_claims,
-)
+from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of, reopen_claims
 from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.following import FollowedRun

@@ -23,11 +23,7 @@ from decoupled_diloco.launch.termination import SignalledTermination, Terminatio
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
 from decoupled_diloco.learner.observer import Observer
-from decoupled_diloco.observe.samples import (
-    CorpusDescribed,
-    SampleGenerated,
-    evaluation_of,
-)
+from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import blocking, now, runtime
 from decoupled_diloco.workloads import Batch, Workload, load_workload

@@ -242,9 +242,7 @@ def layout_of(module: nn.Module) -> Layout:
     return Layout((*tensors, *buffers), (*excluded, *local), constants)
 
 
-def _buffers_of(
-    module: nn.Module,
-) -> tuple[list[TensorSpec], tuple[Constant, ...], list[str]]:
+def _buffers_of(module: nn.Module) -> tuple[list[TensorSpec], tuple[Constant, ...], list[str]]:
     """Buffers to be merged, those that are kept as they are, and those that stay local."""
     saved = module.state_dict(keep_vars=True).keys()
     merged: list[TensorSpec] = []

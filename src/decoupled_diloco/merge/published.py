@@ -25,11 +25,7 @@ from decoupled_diloco.merge.layout import Layout
 
 
 def contribution(
-    fragment: Fragment,
-    layout: Layout,
-    theta: Tensor,
-    published: Tensor,
-    out: Tensor | None = None,
+    fragment: Fragment, layout: Layout, theta: Tensor, published: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Give what a learner's training changed: `d = θ - cast(Θ̂, dtype of θ)`, in fp32.
 

@@ -53,11 +53,7 @@ class DataLedger:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        book: LeaseBook,
-        entered: Sequence[LedgerEntry] = (),
-        claim: int = 0,
+        self, folder: Path, book: LeaseBook, entered: Sequence[LedgerEntry] = (), claim: int = 0
     ) -> None:
         before = ledger_files(folder)
         newest = before[-1] if before else folder / FILE

@@ -28,9 +28,7 @@ ALIASES_KEY = "decoupled_diloco.aliases"
 
 
 def save_weights(
-    path: str | Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write tensors to a safetensors file, all of it or nothing.
 

@@ -452,8 +452,7 @@ class Stream:
         """
         if self.position < self.stop:
             raise RequestRefusal(
-                400,
-                f"{self._upload.url}: truncated at byte {self.position} of {self.stop}",
+                400, f"{self._upload.url}: truncated at byte {self.position} of {self.stop}"
             )
 
     def close(self) -> None:

@@ -17,14 +17,7 @@ from yarl import URL
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.runtime import now, runtime
-from decoupled_diloco.transport.base import (
-    PIECE_BYTES,
-    Limits,
-    Peer,
-    Silence,
-    Stats,
-    TransferStats,
-)
+from decoupled_diloco.transport.base import PIECE_BYTES, Limits, Peer, Silence, Stats, TransferStats
 from decoupled_diloco.transport.channel import WebSocketChannel
 from decoupled_diloco.transport.http_server import (
     BBR,

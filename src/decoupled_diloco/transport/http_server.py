@@ -25,14 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from decoupled_diloco.errors import TransportError
-from decoupled_diloco.transport.base import (
-    PIECE_BYTES,
-    Health,
-    Limits,
-    OnChannel,
-    Peer,
-    Stats,
-)
+from decoupled_diloco.transport.base import PIECE_BYTES, Health, Limits, OnChannel, Peer, Stats
 from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Offer, Stream
 from decoupled_diloco.transport.channel import NOTHING_MORE, WebSocketChannel, handle
 from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query

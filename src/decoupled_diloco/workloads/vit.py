@@ -190,12 +190,7 @@ class Vit(nn.Module):
         self.patch = nn.Linear(options.patch_side**2, options.width, bias=False)
         self.positions = nn.Parameter(torch.empty(patches, options.width))
         self.blocks = nn.ModuleList(
-            Block(
-                options.width,
-                options.heads,
-                MLP(options.width, 4 * options.width),
-                causal=False,
-            )
+            Block(options.width, options.heads, MLP(options.width, 4 * options.width), causal=False)
             for _ in range(options.layers)
         )
         self.norm = nn.RMSNorm(options.width)

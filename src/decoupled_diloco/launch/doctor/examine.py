@@ -84,9 +84,7 @@ def examine(case: Examined) -> Iterator[Finding]:
         yield from _here(config)
 
 
-def _model(
-    config: RunConfig,
-) -> tuple[Workload | None, facts.ModelFacts | None, Finding]:
+def _model(config: RunConfig) -> tuple[Workload | None, facts.ModelFacts | None, Finding]:
     def look() -> tuple[Workload, facts.ModelFacts]:
         workload = facts.workload_of(config)
         return workload, facts.model_facts(config, workload)

@@ -69,10 +69,7 @@ NAMES = (
     "upscale_window_seconds",
     "restart_seconds",
 )
-MATTER = {
-    "data-parallel": ("step_seconds", "restart_seconds"),
-    "elastic": NAMES[:4],
-}
+MATTER = {"data-parallel": ("step_seconds", "restart_seconds"), "elastic": NAMES[:4]}
 """For each system the constants on which it depends."""
 
 START = (5.0, 15.0, 15.0, 60.0, 80.0)

@@ -22,14 +22,7 @@ from fractions import Fraction
 import numpy as np
 
 from decoupled_diloco.protocol.clock import stands
-from decoupled_diloco_plan.goodput.accounts import (
-    Account,
-    Feed,
-    enter,
-    overlap,
-    runs_of,
-    stepping,
-)
+from decoupled_diloco_plan.goodput.accounts import Account, Feed, enter, overlap, runs_of, stepping
 from decoupled_diloco_plan.goodput.barrier import Barrier
 from decoupled_diloco_plan.goodput.life import (
     RUN,
@@ -176,11 +169,7 @@ class _Books:
         return np.asarray(np.stack([edges[:-1], edges[1:]], axis=1)[still])
 
     def _learner(
-        self,
-        m: int,
-        runs: Integers,
-        halted: Integers,
-        slow: tuple[Integers, Integers],
+        self, m: int, runs: Integers, halted: Integers, slow: tuple[Integers, Integers]
     ) -> None:
         """Takes from one learner's runs what was not useful after all."""
         account, chips = self._account, runs[:, 3]
