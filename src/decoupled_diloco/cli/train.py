@@ -41,24 +41,19 @@ class RunHere(Protocol):
     @property
     def path(self) -> Path:
         """Its folder."""
-        ...
 
     @property
     def followed(self) -> FollowedRun:
         """What its tape tells while it goes on."""
-        ...
 
     def start(self) -> None:
         """Starts all processes."""
-        ...
 
     def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
         """Returns when it is over."""
-        ...
 
     def close(self) -> None:
         """Ends what still runs."""
-        ...
 
 
 def carry_out(

@@ -26,23 +26,18 @@ class PlacedProcess(Protocol):
     @property
     def pid(self) -> int:
         """Its number."""
-        ...
 
     def poll(self) -> int | None:
         """Its exit code, or the negative number of the signal that ended it; ``None``: it lives."""
-        ...
 
     def send_signal(self, sig: int) -> None:
         """Sends a signal; nothing happens if it has ended."""
-        ...
 
     def kill(self) -> None:
         """SIGKILL."""
-        ...
 
     def wait(self) -> int:
         """Waits until it has ended; its exit code."""
-        ...
 
 
 class Placement(Protocol):
@@ -50,23 +45,18 @@ class Placement(Protocol):
 
     def start(self, name: str, arguments: list[str]) -> PlacedProcess:
         """Starts ``ddiloco ARGUMENTS`` under a name."""
-        ...
 
     def ended(self, life: PlacedProcess) -> None:
         """A process has ended: what was kept for it is let go."""
-        ...
 
     def prepare(self, arguments: list[list[str]]) -> None:
         """Nothing was started for a while: time to get ready to start one of these again."""
-        ...
 
     def close(self) -> None:
         """Nothing will be started any more."""
-        ...
 
     def last_words(self, name: str) -> str:
         """The last line that a process wrote to its log."""
-        ...
 
 
 class ThisMachine:

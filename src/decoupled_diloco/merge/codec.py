@@ -31,7 +31,6 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """Its name in configurations and on the wire."""
-        ...
 
     @property
     def group(self) -> int | None:
@@ -40,11 +39,9 @@ class Codec(Protocol):
         The body of a vector is the bodies of its parts, one after the other, if each part but the
         last holds whole groups. 1 if every element stands alone; None if bodies cannot be cut.
         """
-        ...
 
     def nbytes(self, numel: int) -> int:
         """Give B, the bytes of a body of N elements."""
-        ...
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
         """Encode a vector.
@@ -53,7 +50,6 @@ class Codec(Protocol):
             vector: [N], fp32, on the CPU.
             out: [B], uint8, writable; a new one if None.
         """
-        ...
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
         """Decode a body.
@@ -66,7 +62,6 @@ class Codec(Protocol):
         Raises:
             ProtocolError: The body's size is not `nbytes(numel)`.
         """
-        ...
 
 
 class RawCodec:

@@ -35,15 +35,12 @@ class OuterOptimizer(Protocol):
             master: Θ [N], fp32, contiguous.
             gradient: Δ [N], fp32; not changed.
         """
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Give the state as tensors, as safetensors wants it; empty before the first step."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave."""
-        ...
 
 
 OuterFactory = Callable[[int], OuterOptimizer]

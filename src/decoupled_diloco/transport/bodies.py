@@ -45,14 +45,6 @@ class Offer:
     taken: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class UploadState:
-    """What a client that resumes a PUT needs to know."""
-
-    state: str
-    received: list[Range]
-
-
 class BodyBooks:
     """What a server offers and expects, and what its connections need of it."""
 
@@ -175,17 +167,17 @@ class BodyBooks:
             )
         return upload._open(start, stop, take_over)
 
-    def state(self, key: str, principal: str) -> UploadState:
-        """Tell how far an upload is.
+    def state(self, key: str, principal: str) -> tuple[str, list[Range]]:
+        """Tell a client that resumes a PUT how far it is: its state, and what has arrived.
 
         Raises:
             RequestRefusal: as for `open`.
         """
         upload = self._uploads.get(key)
         if upload is None and self._gone.get(("PUT", key)) == ARRIVED:
-            return UploadState("arrived", [])
+            return "arrived", []
         upload = self._upload(key, principal)
-        return UploadState(upload._phase(), upload._covered().ranges)
+        return upload._phase(), upload._covered().ranges
 
     def stop(self, reason: str) -> None:
         """End all uploads and offers."""

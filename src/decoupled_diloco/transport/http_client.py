@@ -79,8 +79,7 @@ class HttpClient:
         self._channels: dict[URL, set[WebSocketChannel]] = {}
         self._controllers: dict[tuple[URL, str], StripeController] = {}
         self._slots: dict[URL, Slots] = {}
-        self._control: aiohttp.ClientSession | None = None
-        self._data: aiohttp.ClientSession | None = None
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
         """See `Client.connect`."""
@@ -149,10 +148,8 @@ class HttpClient:
         """See `Client.close`."""
         channels = [channel for some in self._channels.values() for channel in some]
         await asyncio.gather(*(channel.close("the client closes") for channel in channels))
-        for session in (self._control, self._data):
-            if session is not None:
-                await session.close()
-        self._control = self._data = None
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
 
     def rtt(self, target: URL) -> float | None:
         """Return the round trip to a server in seconds, if a channel to it has measured it."""
@@ -188,30 +185,23 @@ class HttpClient:
         slots = self._slots.setdefault(
             target.origin(), Slots(self._limits.streams_per_principal // 2)
         )
-        return Transfer(nbytes, mover.move, mover.gaps, self._limits.retries, self._rng, slots)
+        return Transfer(nbytes, mover, self._limits.retries, self._rng, slots)
 
     def _controller(self, target: URL, method: str) -> StripeController:
         return self._controllers.setdefault((target.origin(), method), StripeController())
 
     def _session(self, plane: str) -> aiohttp.ClientSession:
         """Return the session of a plane; made late, because it belongs to the running loop."""
-        if plane == "control":
-            if self._control is None:
-                self._control = self._new_session()
-            return self._control
-        if self._data is None:
-            self._data = self._new_session()
-        return self._data
-
-    def _new_session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS / 2),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None),
-            auto_decompress=False,
-            read_bufsize=READ_BUFFER_BYTES,
-            headers={"Accept-Encoding": "identity"},
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        if plane not in self._sessions:
+            self._sessions[plane] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS / 2),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None),
+                auto_decompress=False,
+                read_bufsize=READ_BUFFER_BYTES,
+                headers={"Accept-Encoding": "identity"},
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._sessions[plane]
 
     @asynccontextmanager
     async def request(

@@ -318,8 +318,8 @@ class HttpServer:
         stream.finish()
 
     async def _head(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
-        state = self.bodies.state(key, principal)
-        headers = {"X-State": state.state, "X-Received": write_list(state.received)}
+        state, received = self.bodies.state(key, principal)
+        headers = {"X-State": state, "X-Received": write_list(received)}
         return web.Response(status=204, headers=headers)
 
     async def _get(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:

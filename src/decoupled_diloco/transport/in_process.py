@@ -12,20 +12,13 @@ from yarl import URL
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel, Limits, Stats, TransferStats
 from decoupled_diloco.transport.bodies import PREFIX
-from decoupled_diloco.transport.ranges import Range
-from decoupled_diloco.transport.transfer import Slots, StripeController, Transfer
+from decoupled_diloco.transport.transfer import Mover, Slots, StripeController, Transfer
 
 
-class Mover(Protocol):
-    """Moves the ranges of one body; see `Transfer`."""
+class DigestedMover(Mover, Protocol):
+    """Also knows the digest of a body that it fetches."""
 
     digest: str
-
-    async def move(self, start: int, stop: int, resumed: bool) -> None:
-        """Moves a range."""
-
-    async def gaps(self, start: int, stop: int) -> list[Range]:
-        """What is missing of a range."""
 
 
 class BodyClient(ABC):
@@ -50,11 +43,11 @@ class BodyClient(ABC):
         self._channels: set[Channel] = set()
 
     @abstractmethod
-    def putting(self, address: str, key: str, body: memoryview) -> Mover:
+    def putting(self, address: str, key: str, body: memoryview) -> DigestedMover:
         """What writes a body into a server's books."""
 
     @abstractmethod
-    def getting(self, address: str, key: str, out: memoryview) -> Mover:
+    def getting(self, address: str, key: str, out: memoryview) -> DigestedMover:
         """What reads an offer of a server."""
 
     def identity(self, address: str) -> tuple[str, str | None]:
@@ -93,8 +86,8 @@ class BodyClient(ABC):
         assert base or self._base, f"connect first, or give a base for the relative url {url!r}"
         return base or self._base, key
 
-    async def _run(self, mover: Mover, nbytes: int) -> TransferStats:
+    async def _run(self, mover: DigestedMover, nbytes: int) -> TransferStats:
         retries = self._limits.retries
-        transfer = Transfer(nbytes, mover.move, mover.gaps, retries, self._rng, Slots(0))
+        transfer = Transfer(nbytes, mover, retries, self._rng, Slots(0))
         count, seconds = await transfer.run(StripeController(), 0.0)
         return TransferStats(nbytes, seconds, count, transfer.retries, self.scheme, mover.digest)

@@ -91,41 +91,34 @@ class Tokens:
                 f"principal {principal[:140]!r} is not a name: use 1 to 128 letters, digits, "
                 "'.', '_', ':', '@' or '-'",
             )
+        bound = self.recognize(authorization)
+        if bound not in (None, principal):
+            raise RequestRefusal(
+                403,
+                f"this token belongs to {bound!r}, not to {principal!r}: use your own token",
+                {"X-Principal": bound or ""},  # Its owner may know.
+            )
+        return principal
+
+    def recognize(self, authorization: str | None) -> str | None:
+        """Let a peer in that holds any of the tokens; whose it is, if it is not the run's.
+
+        Raises:
+            RequestRefusal: 401 without a good token.
+        """
         if self.open:
-            return principal
+            return None
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise RequestRefusal(401, _NO_TOKEN)
         if self._run_token is not None:
             if not _same(token, self._run_token):
                 raise RequestRefusal(401, _STRANGER)
-            return principal
+            return None
         bound = self._bound(token)
         if bound is None:
             raise RequestRefusal(401, "the token is not known to this run: check the token file")
-        if bound != principal:
-            raise RequestRefusal(
-                403,
-                f"this token belongs to {bound!r}, not to {principal!r}: use your own token",
-                {"X-Principal": bound},  # Its owner may know.
-            )
-        return principal
-
-    def recognize(self, authorization: str | None) -> None:
-        """Let a peer in that holds any of the tokens, under any name.
-
-        Raises:
-            RequestRefusal: 401 without a good token.
-        """
-        if self.open:
-            return
-        scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token:
-            raise RequestRefusal(401, "this server wants a token: pass --token-file")
-        run_token = self._run_token
-        good = _same(token, run_token) if run_token is not None else self._bound(token) is not None
-        if not good:
-            raise RequestRefusal(401, "the token is not this run's: check --token-file")
+        return bound
 
     def _bound(self, token: str) -> str | None:
         """Compare with every token, so that the time tells nothing."""

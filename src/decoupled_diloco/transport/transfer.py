@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.runtime import now
@@ -118,10 +118,18 @@ def _ceiling(rtt: float | None) -> int:
 RANGE_BYTES_MIN = 128 << 10
 """The last ranges are this small, so that no connection is left alone with much to do."""
 
-MoveRange = Callable[[int, int, bool], Awaitable[None]]
-"""Moves the bytes from start to stop; True if this resumes an earlier attempt."""
-FindGaps = Callable[[int, int], Awaitable[list[Range]]]
-"""Returns what is missing between start and stop."""
+
+class Mover(Protocol):
+    """Moves the ranges of one body."""
+
+    async def move(self, start: int, stop: int, resumed: bool) -> None:
+        """Move the bytes from start to stop; `resumed`: after an earlier attempt.
+
+        Raises TransportError if trying again may help; anything else is final.
+        """
+
+    async def gaps(self, start: int, stop: int) -> list[Range]:
+        """Find what a failed attempt left out between start and stop."""
 
 
 @dataclass
@@ -147,16 +155,12 @@ class Transfer:
     """One body on its way.
 
     Attributes:
-        move: Moves a range. Raises TransportError if trying again may help; anything else is
-            final.
-        gaps: Finds what a failed attempt left out.
         retries_max: Attempts in a row that may fail without a byte of progress.
         slots: Bounds the connections of all transfers to this server.
     """
 
     nbytes: int
-    move: MoveRange
-    gaps: FindGaps
+    mover: Mover
     retries_max: int
     rng: random.Random
     slots: Slots
@@ -192,9 +196,9 @@ class Transfer:
             before = _size(missing)
             try:
                 if resumed:
-                    missing = await self.gaps(start, stop)
+                    missing = await self.mover.gaps(start, stop)
                 for left, right in missing:
-                    await self.move(left, right, resumed)
+                    await self.mover.move(left, right, resumed)
                 return
             except TransportError as error:
                 failures += 1
