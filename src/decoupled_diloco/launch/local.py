@@ -110,12 +110,12 @@ class LocalRun:
         self.supervisor = Supervisor(self.placement, self._tape)
         if self.went_back:
             self.tell(WentBack(self.went_back))
-        self._followed = FollowedRun(self.path)
+        self.followed = FollowedRun(self.path)
         self._faults = sorted(config.faults, key=lambda fault: fault.at)
         if self.standing is not None:
             del self._faults[: self.standing.faults]
         self.model: RunModel | None = None
-        self._clock = 0
+        self.global_step = 0
         self.addresses: tuple[str, ...] = ()
         self._listen_on: list[int] = []
 
@@ -253,9 +253,9 @@ class LocalRun:
         return [child for name, child in self.supervisor.children.items() if name in names]
 
     def _follow(self) -> None:
-        self._followed.poll()
-        self._clock = max(self._clock, self._followed.run.global_step)
-        while self._faults and self.used_budget() >= self._faults[0].at and self._clock > 0:
+        self.followed.poll()
+        self.global_step = max(self.global_step, self.followed.run.global_step)
+        while self._faults and self.used_budget() >= self._faults[0].at and self.global_step > 0:
             fault = self._faults.pop(0)
             if self.supervisor.kill(fault.kill, restart=fault.restart):
                 self.tell(FaultInjected("kill", fault.kill, (fault.kill,)))
@@ -269,16 +269,6 @@ class LocalRun:
             for number, port in enumerate(self._listen_on)
         }
 
-    @property
-    def followed(self) -> FollowedRun:
-        """What its tape tells while it goes on."""
-        return self._followed
-
-    @property
-    def global_step(self) -> int:
-        """The run's global step, as far as its tape tells."""
-        return self._clock
-
     def tell(self, sample: Sample) -> None:
         """Puts something that the launcher knows on the tape."""
         self._tape.sample(time.monotonic(), sample)
@@ -289,9 +279,9 @@ class LocalRun:
         run = self.config.run
         shares = [0.0]
         if run.budget_steps:
-            shares.append(self._clock / run.budget_steps)
+            shares.append(self.global_step / run.budget_steps)
         if run.budget_tokens:
-            shares.append(self._followed.run.tokens / run.budget_tokens)
+            shares.append(self.followed.run.tokens / run.budget_tokens)
         return min(1.0, max(shares))
 
     def _finish(self, on_poll: Callable[[], None]) -> RunOutcome:
