@@ -1,4 +1,4 @@
-"""One case: a model on chips, a setting of the method with its wire formats, and a network.
+"""One case: a model on chips, the method with its wire formats, and a network.
 
 And what all of its rounds would ask of the links.
 """
@@ -54,40 +54,6 @@ class Format:
     bits: float
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The method, as far as links and time feel it."""
-
-    options: Options = field(default_factory=Options)
-    up: Format = field(default_factory=lambda: wire_format("bf16"))
-    down: Format = field(default_factory=lambda: wire_format("bf16"))
-
-    def check(self, learners: int) -> None:
-        """Refuses what no run could be.
-
-        Raises:
-            ConfigError: it says which number, its limit and the way out.
-        """
-        o = self.options
-        at_least(1, fragments=o.fragments, period=o.period, quorum=o.quorum, shards=o.shards)
-        at_least(0, overlap=o.overlap)
-        if not 0 <= o.grace_margin < 1:
-            raise ConfigError(f"grace_margin={o.grace_margin:g} is out of range: 0 to below 1")
-        if o.quorum > learners:
-            raise ConfigError(
-                f"quorum={o.quorum} exceeds learners={learners}: lower the quorum or plan more "
-                "learners"
-            )
-        if o.overlap >= o.period:
-            raise ConfigError(
-                f"overlap={o.overlap} is not below period={o.period}: lower it or raise the period"
-            )
-        if o.shards > o.fragments:
-            raise ConfigError(
-                f"shards={o.shards} exceeds fragments={o.fragments}: a shard needs a fragment"
-            )
-
-
 def wire_format(text: str) -> Format:
     """A codec of the project by its name, or a number of bits.
 
@@ -129,7 +95,7 @@ def assumed_layers(params: float) -> int:
 def step_seconds_of(
     params: float, tokens_per_step: float, chips: float, flops_per_chip: float
 ) -> float:
-    """A step's length by arithmetic: 6·N·B / (R·Q).
+    """A step's length by arithmetic, 6·N·B / (R·Q): N parameters, B tokens, R chips of Q FLOP/s.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -146,33 +112,50 @@ class Case:
     """What is simulated.
 
     Attributes:
-        model: what is trained.
-        setting: how; with `wait="at_overlap"` learners stop for what is late.
-        network: where, and over which links.
+        options: the method's numbers; with `wait="at_overlap"` learners stop for what is late.
+        up: how an element travels to the syncer.
+        down: how it travels back.
         link_share: share of a link's rate that bodies fill, above 0, at most 1.
         step_overhead: share of a step that the exchange costs the training loop.
         handling_seconds: what processes take for a body besides moving and merging it.
 
     Raises:
-        ConfigError: no run could be so.
+        ConfigError: no run could be so; it says which number, its limit and the way out.
     """
 
     model: Model
-    setting: Setting
+    options: Options
     network: Network
+    up: Format = field(default_factory=lambda: wire_format("bf16"))
+    down: Format = field(default_factory=lambda: wire_format("bf16"))
     link_share: float = measured.LINK_SHARE
     step_overhead: float = measured.STEP_OVERHEAD
     handling_seconds: float = measured.HANDLING_SECONDS
 
     def __post_init__(self) -> None:
-        self.setting.check(self.network.learners)
+        self._check_method(self.network.learners)
         if not 0 < self.link_share <= 1:
             raise ConfigError(f"link_share={self.link_share:g} is out of range: above 0, at most 1")
 
-    @property
-    def options(self) -> Options:
-        """The method's numbers."""
-        return self.setting.options
+    def _check_method(self, learners: int) -> None:
+        o = self.options
+        at_least(1, fragments=o.fragments, period=o.period, quorum=o.quorum, shards=o.shards)
+        at_least(0, overlap=o.overlap)
+        if not 0 <= o.grace_margin < 1:
+            raise ConfigError(f"grace_margin={o.grace_margin:g} is out of range: 0 to below 1")
+        if o.quorum > learners:
+            raise ConfigError(
+                f"quorum={o.quorum} exceeds learners={learners}: lower the quorum or plan more "
+                "learners"
+            )
+        if o.overlap >= o.period:
+            raise ConfigError(
+                f"overlap={o.overlap} is not below period={o.period}: lower it or raise the period"
+            )
+        if o.shards > o.fragments:
+            raise ConfigError(
+                f"shards={o.shards} exceeds fragments={o.fragments}: a shard needs a fragment"
+            )
 
     @property
     def fragment_params(self) -> float:
@@ -196,9 +179,7 @@ class Case:
 
     def with_options(self, **changed: Any) -> Case:
         """The same with other numbers of the method."""
-        return replace(
-            self, setting=replace(self.setting, options=replace(self.options, **changed))
-        )
+        return replace(self, options=replace(self.options, **changed))
 
 
 def demands(case: Case) -> dict[tuple[str, str], float]:
@@ -206,7 +187,7 @@ def demands(case: Case) -> dict[tuple[str, str], float]:
 
     Above 1 some do not fit.
     """
-    o, network, setting = case.options, case.network, case.setting
+    o, network = case.options, case.network
     moved: dict[tuple[int, str], float] = {}
     for shard, host in enumerate(case.hosts):
         numel = len(o.owned(shard)) * case.model.params / o.fragments
@@ -215,10 +196,10 @@ def demands(case: Case) -> dict[tuple[str, str], float]:
             if site == host:
                 continue
             for place, direction, bits in (
-                (site, "up", setting.up.bits),
-                (host, "down", setting.up.bits),
-                (host, "up", setting.down.bits),
-                (site, "down", setting.down.bits),
+                (site, "up", case.up.bits),
+                (host, "down", case.up.bits),
+                (host, "up", case.down.bits),
+                (site, "down", case.down.bits),
             ):
                 nbytes = there.learners * numel * bits / 8
                 moved[place, direction] = moved.get((place, direction), 0.0) + nbytes

@@ -11,7 +11,7 @@ from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth import compare, published
-from decoupled_diloco_plan.bandwidth.case import Case, Model, Setting, wire_format
+from decoupled_diloco_plan.bandwidth.case import Case, Model, wire_format
 from decoupled_diloco_plan.bandwidth.document import Plan, document, print_plan, print_published
 from decoupled_diloco_plan.bandwidth.inputs import Inputs, read_inputs, size_of
 from decoupled_diloco_plan.bandwidth.network import SPREAD, slowest
@@ -93,8 +93,10 @@ def make_plan(options: PlanOptions) -> Plan:
 
 def _look(inputs: Inputs) -> Proposal:
     """What was given, and the paper's numbers where nothing was."""
-    share = inputs.options.link_share
-    return look(Case(inputs.model, _setting(inputs), inputs.network, share), inputs.prices)
+    given = inputs.options
+    formats = wire_format(given.up or "bf16"), wire_format(given.down or "bf16")
+    case = Case(inputs.model, _options(inputs), inputs.network, *formats, given.link_share)
+    return look(case, inputs.prices)
 
 
 def _propose(inputs: Inputs, formats: Formats | None = None) -> Proposal:
@@ -113,7 +115,7 @@ def _thought_of(inputs: Inputs, found: Proposal) -> Proposal | None:
     return other if better else None
 
 
-def _setting(inputs: Inputs) -> Setting:
+def _options(inputs: Inputs) -> Options:
     given, network = inputs.options, inputs.network
     period = DEFAULT_PERIOD if given.period is None else given.period
     fragments = min(period, DEFAULT_FRAGMENTS) if given.fragments is None else given.fragments
@@ -122,7 +124,7 @@ def _setting(inputs: Inputs) -> Setting:
     if shards is None:
         spread = len(network.sites) if network.syncer == SPREAD else 1
         shards = max(1, min(spread, fragments))
-    options = Options(
+    return Options(
         fragments=fragments,
         period=period,
         overlap=overlap,
@@ -133,7 +135,6 @@ def _setting(inputs: Inputs) -> Setting:
         apply=given.apply,  # type: ignore[arg-type]
         alignment=given.alignment,  # type: ignore[arg-type]
     )
-    return Setting(options, wire_format(given.up or "bf16"), wire_format(given.down or "bf16"))
 
 
 def _check_partition(inputs: Inputs, fragments: int) -> None:

@@ -153,10 +153,10 @@ def _setting(case: Case) -> dict[str, Any]:
         "learners": case.network.learners,
         **_options(case, numbers),
         "syncer": case.network.syncer,
-        "uplink_format": case.setting.up.name,
-        "downlink_format": case.setting.down.name,
-        "uplink_bits": case.setting.up.bits,
-        "downlink_bits": case.setting.down.bits,
+        "uplink_format": case.up.name,
+        "downlink_format": case.down.name,
+        "uplink_bits": case.up.bits,
+        "downlink_bits": case.down.bits,
     }
 
 
@@ -268,7 +268,7 @@ def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     where = {"spread": "divided among the sites", "hub": "at the hub"}
     yield "period H, fragments P, overlap τ", f"{o.period}, {o.fragments}, {o.overlap}"
     yield "learners M, minimum quorum K", f"{network.learners}, {o.quorum}"
-    up, down = plan.case.setting.up, plan.case.setting.down
+    up, down = plan.case.up, plan.case.down
     yield "wire format up, down", f"{up.name} ({up.bits:g} bit), {down.name} ({down.bits:g} bit)"
     yield "shards", f"{o.shards}, {where.get(network.syncer, 'at ' + network.syncer)}"
     if plan.aim is not None:

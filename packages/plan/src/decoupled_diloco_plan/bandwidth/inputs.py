@@ -150,13 +150,11 @@ def _given_or(*values: int | None) -> int:
 
 def _settings_of(config: RunConfig) -> Mapping[str, Any]:
     """What a run's file says, by the names of the options."""
-    found, sync = read_run(config), config.sync
+    sync = config.sync
     same = ("quorum", "period", "fragments", "overlap", "grace_margin", "partition")
     return {
         **{name: getattr(sync, name) for name in (*same, "wait", "apply", "alignment")},
-        "params": float(found.params),
-        "layers": found.layers,
-        "step_seconds": found.step_seconds,
+        **model_of(config),
         "learners": config.run.learners,
         "shards": config.syncer.shards,
         "up": sync.uplink_codec,
@@ -164,16 +162,7 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class OfRun:
-    """What a run's file says of a plan; the step only where its workload has one of its own."""
-
-    params: int
-    layers: int | None
-    step_seconds: float | None
-
-
-def read_run(config: RunConfig) -> OfRun:
+def model_of(config: RunConfig) -> dict[str, Any]:
     """The size of a run's model, and its step if it is paced.
 
     Raises:
@@ -190,7 +179,8 @@ def read_run(config: RunConfig) -> OfRun:
     blocks = {match[0] for name in tensors if (match := re.match(r".*?\.\d+\.", name))}
     pace = config.workload.options.get("step_seconds") if config.workload.name == "paced" else None
     step = max(pace) if isinstance(pace, list | tuple) else pace
-    return OfRun(sum(tensors.values()), len(blocks) or None, step)
+    size = float(sum(tensors.values()))
+    return {"params": size, "layers": len(blocks) or None, "step_seconds": step}
 
 
 def _taped(run: str, folder: Path) -> float:

@@ -96,8 +96,8 @@ def predict(case: Case, prices: Prices | None = None) -> Prediction:
     return Prediction(
         rounds=rounds,
         grace=_grace(case, rounds),
-        up_bytes=each * case.setting.up.bits,
-        down_bytes=each * case.setting.down.bits,
+        up_bytes=each * case.up.bits,
+        down_bytes=each * case.down.bits,
         discarded=min(1.0, rounds.delay_steps / period) if o.alignment == "overwrite" else 0.0,
         age_steps=period + rounds.delay_steps,
         memory_bytes=_memory(case),
@@ -123,7 +123,7 @@ def _grace(case: Case, rounds: Rounds) -> Grace:
 def _memory(case: Case) -> float:
     """Memory of the shard with the most fragments."""
     o, fragment = case.options, case.fragment_params
-    bodies = case.network.learners * o.open_rounds_max * fragment * case.setting.up.bits / 8
+    bodies = case.network.learners * o.open_rounds_max * fragment * case.up.bits / 8
     largest = -(-o.fragments // o.shards)
     return measured.SYNCER_BYTES * fragment * largest + bodies
 

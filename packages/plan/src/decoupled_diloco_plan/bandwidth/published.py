@@ -284,9 +284,11 @@ def wall_clock(
     learners: int,
     period: int,
     between: Reach,
-    within: Reach = NETWORKS["high"],
 ) -> WallClock:
     """T_comp = 6ND/(RQ); T_intra = (2N/W₀·(1 - M/R) + ε₀)·T; T_inter = (2N/W₁·(1 - 1/R) + ε₁)·T/H.
+
+    N params, D tokens, T = D/B steps of B tokens, R chips of Q FLOP/s, M learners, H period (both 1
+    for data-parallel), W₁ and ε₁ between the sites; within a learner the network is the high one.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -296,7 +298,7 @@ def wall_clock(
     if learners > chips:
         raise ConfigError(f"learners={learners} exceeds chips={chips:g}: a learner needs a chip")
     steps = tokens / tokens_per_step
-    reduction = 2 * params * BITS / 8
+    reduction, within = 2 * params * BITS / 8, NETWORKS["high"]
     inside = reduction / within.bandwidth * (1 - learners / chips) + within.latency_seconds
     across = reduction / between.bandwidth * (1 - 1 / chips) + between.latency_seconds
     return WallClock(

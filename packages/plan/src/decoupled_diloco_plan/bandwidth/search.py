@@ -19,7 +19,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import codec_names
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, Setting, demands, wire_format
+from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, demands, wire_format
 from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Network
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prediction, Prices, predict
@@ -209,7 +209,7 @@ def _least(given: PlanOptions, case: Case) -> Case:
 def _is_last(given: PlanOptions, formats: Formats, case: Case) -> bool:
     """Whether no settings with less traffic are to come: then it is looked at in any case."""
     longest = case.options.period == (given.period or PERIODS[-1])
-    return longest and (case.setting.up, case.setting.down) == formats[-1]
+    return longest and (case.up, case.down) == formats[-1]
 
 
 def _rank(found: Proposal) -> tuple[float, float]:
@@ -233,7 +233,7 @@ def _candidates(
                     shards=given.shards or _shards(model, placed, period, fragments),
                     grace_margin=given.grace_margin,
                 )
-                yield Case(model, Setting(options, up, down), placed, given.link_share)
+                yield Case(model, options, placed, up, down, given.link_share)
 
 
 def _fragments(model: Model, given: PlanOptions, formats: Formats, period: int) -> int:

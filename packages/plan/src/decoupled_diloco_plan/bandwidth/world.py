@@ -380,7 +380,7 @@ class World:
             self._land(landed, round, site)
             return
         away, towards = (here, host) if up else (host, here)
-        bits = (self.case.setting.up if up else self.case.setting.down).bits
+        bits = (self.case.up if up else self.case.down).bits
         nbytes = self.case.fragment_params * bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
         links = (2 * away, 2 * towards + 1)
         self.flows.start(Flow((landed, round, site), links, site.learners, nbytes))

@@ -148,11 +148,10 @@ class Habits:
 class Visits:
     """Slices that leave by themselves, not because a chip fails.
 
-    ``first``: those from here on are scavenged; they stay and stay away as ``stay`` and ``away``
-    draw. ``heap`` has (instant, slice, how long it is away; −1: drawn).
+    Scavenged ones stay and stay away as ``stay`` and ``away`` draw. ``heap`` has (instant, slice,
+    how long it is away; −1: drawn).
     """
 
-    first: int = NEVER
     stay: Callable[[], int] = lambda: NEVER
     away: Callable[[], int] = lambda: 0
     heap: list[tuple[int, int, int]] = field(default_factory=list)

@@ -37,8 +37,8 @@ class Pace:
     """For each learner the share of the rounds that it was in."""
 
 
-def pace_of(cluster: Cluster, seed: int, ticks: int = TICKS) -> Pace:
-    """Steps every learner through so many ticks.
+def pace_of(cluster: Cluster, seed: int) -> Pace:
+    """Steps every learner through `TICKS` ticks.
 
     A learner may not go on from step i before round i − `slack_steps` is over. One that steps by
     itself between two ticks has something to report, and takes part if its report comes in time. Of
@@ -47,11 +47,11 @@ def pace_of(cluster: Cluster, seed: int, ticks: int = TICKS) -> Pace:
     rng = np.random.default_rng((seed, 7))
     mean = np.asarray(cluster.slowdowns or (1.0,) * cluster.learners)
     learners = len(mean)
-    timing, closed = Timing(), np.zeros(ticks)
+    timing, closed = Timing(), np.zeros(TICKS)
     now, busy = np.zeros(learners), np.zeros(learners)
     present, before = np.zeros(learners), 0.0
-    finished, first = np.zeros((ticks, learners)), np.zeros(learners, np.int64)
-    for tick in range(ticks):
+    finished, first = np.zeros((TICKS, learners)), np.zeros(learners, np.int64)
+    for tick in range(TICKS):
         jitter = 1 + cluster.jitter * rng.standard_normal(learners)
         length = mean * np.maximum(jitter, SHORTEST)
         held_until = closed[tick - 1 - cluster.slack_steps] if tick > cluster.slack_steps else 0.0
@@ -71,8 +71,8 @@ def pace_of(cluster: Cluster, seed: int, ticks: int = TICKS) -> Pace:
         before = opened
     return Pace(
         useful=tuple((busy / now).tolist()),
-        against_fastest=float(ticks * mean.min() / closed[-1]),
-        took_part=tuple((present / ticks).tolist()),
+        against_fastest=float(TICKS * mean.min() / closed[-1]),
+        took_part=tuple((present / TICKS).tolist()),
     )
 
 
