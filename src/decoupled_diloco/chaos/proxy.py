@@ -189,7 +189,6 @@ class Links:
         self._cut(list(wires), up, down, 1)
 
     def heal(self, wires: Iterable[Wire], *, up: bool, down: bool) -> None:
-        """Takes one cut of each back."""
         self._cut(list(wires), up, down, -1)
 
     def _cut(self, wires: list[Wire], up: bool, down: bool, change: int) -> None:
@@ -212,7 +211,6 @@ class Links:
         self._do(break_all)
 
     def close(self) -> None:
-        """Ends all connections and the thread."""
         if self._thread.is_alive():
             self._wait(self._end())
             self._loop.call_soon_threadsafe(self._loop.stop)

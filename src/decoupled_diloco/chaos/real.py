@@ -137,7 +137,6 @@ class RealRun:
         self.engine = Engine(self.local, scenario, self._links, self._disks, shaper)
 
     def start(self) -> None:
-        """Starts every process; see `LocalRun.start`."""
         self.local.start()
         if self._links is not None:
             for name, group in self.scenario.members.items():

@@ -109,7 +109,6 @@ class Disks:
         self._resize(name, str(max(used, stat.f_frsize)))
 
     def free(self, name: str) -> None:
-        """Gives a shard's disk space again."""
         self._resize(name, "50%")
 
     def lose(self, name: str) -> None:

@@ -85,7 +85,6 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether every promise was kept."""
         return all(check.kept for check in self.checks)
 
 

@@ -63,7 +63,6 @@ class ChaosOptions(CommandOptions):
     has few."""
 
     def scenario(self) -> Scenario:
-        """The scenario with its run."""
         from decoupled_diloco.simulate.scenario import load_scenario
 
         if len(self.told) > 2:

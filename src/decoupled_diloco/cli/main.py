@@ -73,7 +73,6 @@ class Commands(typer.Typer):
         super().__init__(cls=Group, context_settings=short, **arguments)
 
     def command(self, name: str | None = None, **arguments: Any) -> Callable[[_F], _F]:
-        """As that of `Typer`."""
         return super().command(name, cls=Command, **arguments)
 
 

@@ -97,14 +97,12 @@ def listed(text: str) -> tuple[str, ...]:
 
 
 def make_console() -> SteadyConsole:
-    """The console of a command."""
     from decoupled_diloco.observe.terminal import SteadyConsole
 
     return SteadyConsole()
 
 
 def exit_with(code: int) -> NoReturn:
-    """Ends the command."""
     raise typer.Exit(code)
 
 

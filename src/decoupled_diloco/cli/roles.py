@@ -38,7 +38,6 @@ class TrainOptions(CommandOptions):
     cut: CutToGoBackTo = ""
 
     def config(self, *more: str) -> RunConfig:
-        """The settings of a new run, or of one that goes on in its folder."""
         settings = [*(self.settings or ()), *more]
         if self.cut and not self.resume:
             fail("--cut says where to go back to: give --resume and the folder of the run, too")
@@ -159,7 +158,6 @@ class DialOptions(CommandOptions):
     stop_with_parent: StopWithParent = False
 
     def config(self) -> RunConfig:
-        """The run's settings."""
         return load_config(self.run, self.settings or ())
 
     def addresses(self, config: RunConfig) -> tuple[str, ...]:

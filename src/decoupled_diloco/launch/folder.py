@@ -130,7 +130,6 @@ class RunFolder:
         return path
 
     def release(self) -> None:
-        """Lets others use it."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -250,15 +249,12 @@ class Position:
         self.batches = 0
 
     def advance(self) -> None:
-        """One more."""
         self.batches += 1
 
     def state_dict(self) -> dict[str, int]:
-        """See `Stateful`."""
         return {"batches": self.batches}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """See `Stateful`."""
         self.batches = state_dict["batches"]
 
 

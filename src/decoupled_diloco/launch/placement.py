@@ -79,7 +79,6 @@ class ThisMachine:
         self.spare = Spare(self._start_spare) if keep_spare else None
 
     def start(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
-        """See `Placement`."""
         path = self.folder / "logs" / f"{name}.log"
         with path.open("ab") as log, interrupts_deferred():
             spare = self.spare.take(arguments, path) if self.spare else None
@@ -101,7 +100,6 @@ class ThisMachine:
         )
 
     def ended(self, life: PlacedProcess) -> None:
-        """See `Placement`."""
         assert isinstance(life, subprocess.Popen)
         if life.stdin is not None:
             life.stdin.close()
@@ -118,12 +116,10 @@ class ThisMachine:
             return self._launch(arguments, subprocess.PIPE, errors)
 
     def close(self) -> None:
-        """See `Placement`."""
         if self.spare is not None:
             self.spare.end()
 
     def last_words(self, name: str) -> str:
-        """See `Placement`."""
         log = self.folder / "logs" / f"{name}.log"
         lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         return lines[-1] if lines else "it wrote nothing to its log"

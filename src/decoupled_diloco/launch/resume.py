@@ -51,7 +51,6 @@ class RunStanding:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do."""
         return self.phase == "finished" and self.weights is not None
 
 

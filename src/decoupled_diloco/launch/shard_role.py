@@ -121,7 +121,6 @@ class ShardRole:
 
     @property
     def name(self) -> str:
-        """What the process is called."""
         return process_of(self.shard, standby=self.standby)
 
     @property

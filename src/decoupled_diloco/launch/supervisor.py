@@ -48,7 +48,6 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether it has a live process."""
         return self.process is not None
 
     @property
@@ -59,7 +58,6 @@ class Child:
 
     @property
     def done(self) -> bool:
-        """Whether it ended well."""
         return not self.running and self.restart_at is None and self.code == 0
 
 
@@ -122,7 +120,6 @@ class Supervisor:
         self._sample(RestartScheduled(child.name, delay))
 
     def last_words(self, name: str) -> str:
-        """The last line that a child wrote to its log."""
         return self.placement.last_words(name)
 
     def retire(self) -> None:

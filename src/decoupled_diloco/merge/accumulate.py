@@ -308,7 +308,6 @@ class Contribution:
 
     @property
     def complete(self) -> bool:
-        """Whether every element has arrived."""
         return sum(part.numel() for _, part in self.parts) == self.numel
 
     @property

@@ -81,7 +81,6 @@ class RawCodec:
 
     @property
     def name(self) -> str:
-        """Its name in configurations and on the wire."""
         return self._name
 
     @property
@@ -90,11 +89,9 @@ class RawCodec:
         return 1
 
     def nbytes(self, numel: int) -> int:
-        """Give B = N · bytes per element."""
         return numel * self._dtype.itemsize
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
-        """Encode a vector; see `Codec.encode`."""
         size = self.nbytes(vector.numel())
         body = room_for(size, out)
         if _is_aligned(body, self._dtype):
@@ -104,7 +101,6 @@ class RawCodec:
         return body
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
-        """Decode a body; see `Codec.decode`."""
         source = as_bytes(body)
         check_size(source, self, numel)
         if not _is_aligned(source, self._dtype):
@@ -130,22 +126,18 @@ class BuffersExact:
 
     @property
     def name(self) -> str:
-        """The name of the parameters' codec."""
         return self._parameters.name
 
     def nbytes(self, numel: int) -> int:
-        """Give B; see `Codec.nbytes`."""
         return self._parameters.nbytes(self._numel) + self._buffers.nbytes(numel - self._numel)
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
-        """Encode a vector; see `Codec.encode`."""
         body, cut = room_for(self.nbytes(vector.numel()), out), self._parameters.nbytes(self._numel)
         self._parameters.encode(vector[: self._numel], body[:cut])
         self._buffers.encode(vector[self._numel :], body[cut:])
         return body
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
-        """Decode a body; see `Codec.decode`."""
         source, cut = as_bytes(body), self._parameters.nbytes(self._numel)
         check_size(source, self, numel)
         if out is None:

@@ -41,7 +41,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 
@@ -54,7 +53,6 @@ class Fragment:
 
     @cached_property
     def numel(self) -> int:
-        """N, the number of elements."""
         return sum(piece.numel for piece in self.pieces)
 
 

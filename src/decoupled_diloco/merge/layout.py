@@ -81,7 +81,6 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -101,7 +100,6 @@ class Constant:
     values: Annotated[tuple[Whole, ...], Field(max_length=CONSTANT_NUMEL_MAX)]
 
     def tensor(self) -> Tensor:
-        """The values as they are in the model."""
         return torch.tensor(self.values, dtype=WHOLE_DTYPES[self.dtype]).reshape(self.shape)
 
 
@@ -134,7 +132,6 @@ class Layout:
 
     @cached_property
     def numel(self) -> int:
-        """Number of synchronised elements."""
         return sum(spec.numel for spec in self.tensors)
 
     def without_buffers(self) -> Layout:

@@ -133,7 +133,6 @@ class BuffersBehind:
         return {} if self._parameters is None else self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave."""
         if self._parameters is not None:
             self._parameters.load_state_dict(state)
 

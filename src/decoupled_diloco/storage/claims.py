@@ -67,7 +67,6 @@ def newest_number(folder: Path) -> int:
 
 
 def numbered(folder: Path, number: int) -> Path:
-    """The file with a number."""
     return folder / f"{number:0{NUMBER_DIGITS}d}.json"
 
 

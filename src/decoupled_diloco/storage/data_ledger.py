@@ -84,7 +84,6 @@ class DataLedger:
         self.book = copied(book)
 
     def close(self) -> None:
-        """Closes the file."""
         if self._journal is not None:
             self._journal.close()
 

@@ -104,7 +104,6 @@ class Journal:
         self._failed = False
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def _undo(self) -> None:

@@ -180,7 +180,6 @@ class BodyBooks:
         return upload._phase(), upload._covered().ranges
 
     def stop(self, reason: str) -> None:
-        """End all uploads and offers."""
         for upload in list(self._uploads.values()):
             upload._end(f"ended: {reason}", status=503)
         self._offers.clear()
@@ -271,7 +270,6 @@ class BodyUpload:
 
     @property
     def received(self) -> int:
-        """Bytes that have arrived so far."""
         return self._done.nbytes + sum(stream.position - stream.start for stream in self._streams)
 
     @property

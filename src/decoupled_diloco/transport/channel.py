@@ -52,13 +52,11 @@ class Mailbox:
         return len(self._queue) >= self._messages_max or self.nbytes >= self._bytes_max
 
     def put(self, text: str) -> None:
-        """Append a message."""
         self._queue.append(text)
         self.nbytes += len(text)
         self.changed.set()
 
     def pop(self) -> str:
-        """Remove the oldest message."""
         text = self._queue.popleft()
         self.nbytes -= len(text)
         self.changed.set()
@@ -144,7 +142,6 @@ class WebSocketChannel:
         self.last_received = now()
 
     def send(self, message: dict[str, object] | Encoded) -> None:
-        """See `Channel.send`."""
         text = encode(message, self._limits)
         if self.closed:
             return
@@ -157,7 +154,6 @@ class WebSocketChannel:
         self._outbox.put(text)
 
     async def receive(self) -> dict[str, object]:
-        """See `Channel.receive`."""
         while not self._inbox:
             if self.closed:
                 raise TransportError(f"channel closed: {self.reason}")
@@ -169,12 +165,10 @@ class WebSocketChannel:
             raise TransportError(f"channel closed: {self.reason}") from None
 
     async def close(self, reason: str = "") -> None:
-        """See `Channel.close`."""
         self.shut(reason or "closed by this side")
         await self.wait_closed()
 
     async def wait_closed(self) -> None:
-        """Return when the socket is released."""
         if self._main is not None and asyncio.current_task() is not self._main:
             await asyncio.wait([self._main])
 

@@ -82,7 +82,6 @@ class HttpClient:
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
-        """See `Client.connect`."""
         origin = _origin(address)
         self._base = origin
         self._principals[origin] = principal
@@ -118,7 +117,6 @@ class HttpClient:
         return channel
 
     async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.put`."""
         target = self._resolve(url, base)
         view = body.cast("B")
         put = _Put(self, target, view)
@@ -127,7 +125,6 @@ class HttpClient:
         return TransferStats(len(view), seconds, count, transfer.retries, put.congestion)
 
     async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.get`."""
         target = self._resolve(url, base)
         view = out.cast("B")
         for _ in range(REPLACED_MAX):
@@ -145,7 +142,6 @@ class HttpClient:
         raise ProtocolError(f"{target} was replaced {REPLACED_MAX} times while it was fetched")
 
     async def close(self) -> None:
-        """See `Client.close`."""
         channels = [channel for some in self._channels.values() for channel in some]
         await asyncio.gather(*(channel.close("the client closes") for channel in channels))
         while self._sessions:
@@ -224,12 +220,10 @@ class HttpClient:
             raise TransportError(f"{method} {target} failed: {_in_words(error)}") from error
 
     def heard(self, target: URL) -> None:
-        """Note that bytes came from a server."""
         for channel in self._channels.get(target.origin(), ()):
             channel.heard()
 
     def watch(self, target: URL) -> _StallWatch:
-        """Return a watch for one request to a server."""
         return _StallWatch(
             max(self._limits.stall_seconds, STALL_RTTS * (self.rtt(target) or 0.0)), target
         )

@@ -108,12 +108,10 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """`http://host:port`."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
     async def start(self) -> None:
-        """See `Server.start`."""
         self._web = web.Server(
             self._handle,
             handler_cancellation=True,
@@ -137,7 +135,6 @@ class HttpServer:
         self._port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """See `Server.stop`."""
         if self._listener is None or self._web is None:
             return
         self._listener.close()
@@ -366,7 +363,6 @@ class _WriteGuard:
         self._handle = asyncio.get_running_loop().call_later(seconds, self._check)
 
     def cancel(self) -> None:
-        """Stop watching."""
         self._handle.cancel()
 
     def _check(self) -> None:

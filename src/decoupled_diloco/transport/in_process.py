@@ -56,17 +56,14 @@ class BodyClient(ABC):
         return principal, self._token
 
     async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.put`."""
         view = body.cast("B")
         return await self._run(self.putting(*self._resolve(url, base), view), len(view))
 
     async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.get`."""
         view = out.cast("B")
         return await self._run(self.getting(*self._resolve(url, base), view), len(view))
 
     async def close(self) -> None:
-        """See `Client.close`."""
         for channel in self._channels:
             channel.shut("the client closes")
         await asyncio.sleep(0)

@@ -50,7 +50,6 @@ class ReceivePool:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a buffer."""
         return len(self._waiting)
 
     async def acquire(self, nbytes: int) -> PoolBody:

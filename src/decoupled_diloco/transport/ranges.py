@@ -28,7 +28,6 @@ class RangeSet:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in the set."""
         return sum(stop - start for start, stop in self.ranges)
 
     def add(self, start: int, stop: int) -> None:

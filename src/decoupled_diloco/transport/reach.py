@@ -173,7 +173,6 @@ class _Look:
             self._headers["Authorization"] = f"Bearer {token}"
 
     async def go(self) -> None:
-        """Takes every step."""
         await self._step("health", self._health)
         await self._step("round trip", self._round_trips)
         await self._step("run", self._run)

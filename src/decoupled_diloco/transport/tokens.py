@@ -63,7 +63,6 @@ class Tokens:
 
     @property
     def open(self) -> bool:
-        """Whether anyone may speak."""
         return self._run_token is None and self._principals is None
 
     def check_bind(self, host: str) -> None:

@@ -77,7 +77,6 @@ class ModelFacts:
 
 
 def torch_facts() -> TorchFacts:
-    """Looks at torch."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = tuple(torch.cuda.get_device_name(device) for device in range(count))
     return TorchFacts(torch.__version__, torch.version.cuda, names, Path("/dev/nvidia0").exists())

@@ -44,17 +44,14 @@ class Finding:
 
 
 def ok(check: str, text: str) -> Finding:
-    """All is well."""
     return Finding(check, "ok", text)
 
 
 def warning(check: str, text: str, advice: str) -> Finding:
-    """A run works, and may disappoint."""
     return Finding(check, "warning", text, advice)
 
 
 def error(check: str, text: str, advice: str) -> Finding:
-    """A run cannot work."""
     return Finding(check, "error", text, advice)
 
 
@@ -70,13 +67,11 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """All of them."""
         others = self.syncer_bytes + self.evaluator_bytes + self.spare_bytes
         return self.learners * self.learner_bytes + others
 
 
 def judge_python(version: tuple[int, ...]) -> Finding:
-    """Python itself."""
     text = ".".join(map(str, version[:3]))
     if version < PYTHON_MIN:
         return error("python", text, "install Python 3.11 or later")

@@ -159,7 +159,6 @@ class Case:
 
     @property
     def fragment_params(self) -> float:
-        """Parameters of one fragment."""
         return self.model.params / self.options.fragments
 
     @property

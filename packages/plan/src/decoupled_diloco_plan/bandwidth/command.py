@@ -31,7 +31,6 @@ OF_PUBLISHED = (*OF_MODEL, "period")
 
 
 def run(options: PlanOptions) -> None:
-    """Plans, and tells it."""
     _known("--method", options.method, METHODS)
     check_files(options.json_to, options.plot)
     if options.method == "published":

@@ -40,12 +40,10 @@ class Plan:
 
     @property
     def prediction(self) -> Prediction:
-        """What it comes to."""
         return self.found.prediction
 
     @cached_property
     def standings(self) -> list[Standing]:
-        """All systems on the same links."""
         return compare.standings(self.case)
 
     def clocks(self) -> dict[str, tuple[float, WallClock | None]]:

@@ -101,7 +101,6 @@ def _step_seconds(options: PlanOptions, params: float) -> tuple[float, str]:
 
 
 def _prices(options: PlanOptions) -> Prices | None:
-    """The prices, if there are any."""
     if options.price_chip_hour is None and options.price_gb is None:
         return None
     if options.chips is None or options.tokens_per_step is None:
@@ -130,7 +129,6 @@ def _network(options: PlanOptions) -> Network:
 
 
 def _of_sites(options: PlanOptions, place: str, hub: Link | None) -> Network:
-    """Sites that were given one by one."""
     for name, value in (("sites", options.sites), ("link", options.link)):
         if value is not None:
             raise ConfigError(f"--site says what --{name} says: give one of them")

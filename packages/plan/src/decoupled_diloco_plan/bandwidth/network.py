@@ -122,7 +122,6 @@ class Network:
         return links if self.hub is None else (*links, self.hub)
 
     def names(self) -> tuple[str, ...]:
-        """The names of `places`."""
         return (*(site.name for site in self.sites), *((HUB,) if self.hub else ()))
 
     def capacity(self, place: int, *, up: bool) -> float:
@@ -132,7 +131,6 @@ class Network:
         return (link.up if up else link.down) * (self.sites[place].learners if own else 1)
 
     def host(self, shard: int, shards: int) -> int:
-        """The place of a shard."""
         if self.syncer == HUB:
             return len(self.sites)
         if self.syncer == SPREAD:

@@ -68,7 +68,6 @@ class Prediction:
 
     @property
     def utilization(self) -> float:
-        """See `Rounds.utilization`."""
         return self.rounds.utilization
 
     @property

@@ -124,7 +124,6 @@ def enter(account: Account, spans: Integers) -> None:
 
 
 def runs_of(spans: Integers) -> Integers:
-    """The spans in which a learner runs."""
     runs: Integers = spans[spans[:, 2] == RUN]
     return runs
 

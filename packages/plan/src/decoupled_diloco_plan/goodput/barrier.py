@@ -30,7 +30,6 @@ class _Runs:
     work: list[int] = field(default_factory=lambda: [0])
 
     def add(self, runs: Integers) -> None:
-        """Takes more runs in."""
         lengths = runs[:, 1] - runs[:, 0]
         self.starts += runs[:, 0].tolist()
         self.chips += runs[:, 3].tolist()

@@ -98,7 +98,6 @@ class Residual:
         return self.goodput - self.cell.goodput
 
     def as_json(self) -> dict[str, Any]:
-        """The cell of a file."""
         return {
             "system": self.cell.system,
             "chips": self.cell.chips,

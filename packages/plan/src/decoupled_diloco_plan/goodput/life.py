@@ -95,11 +95,9 @@ class Slices:
     count: int
 
     def size(self, which: int) -> int:
-        """Chips of one slice."""
         return self.chips // self.count + (which < self.chips % self.count)
 
     def sizes(self) -> list[int]:
-        """Chips of each slice."""
         return [self.size(which) for which in range(self.count)]
 
     def holding(self, chips: Integers) -> Integers:

@@ -284,7 +284,6 @@ class Cluster:
 
 
 def microseconds(seconds: float) -> int:
-    """Seconds as whole microseconds."""
     return round(seconds * SECOND)
 
 

@@ -108,7 +108,6 @@ class Row:
         return published(cluster) if plain == cluster else None
 
     def as_json(self, tokens_per_chip_second: float) -> dict[str, Any]:
-        """The row of a file."""
         cluster, interval = self.cluster, self.interval
         return {
             "system": cluster.system,

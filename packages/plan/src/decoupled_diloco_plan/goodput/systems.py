@@ -221,7 +221,6 @@ def _lives(cluster: Cluster, seed: int) -> list[Life | Guest]:
 
 
 def _blocks(cluster: Cluster) -> tuple[int, ...]:
-    """Chips of every scavenged block."""
     terms = cluster.scavenged
     return () if terms is None else tuple(Slices(terms.chips, terms.blocks).sizes())
 
@@ -241,7 +240,6 @@ def _life(cluster: Cluster, m: int, seed: int, blocks: tuple[int, ...]) -> Life:
 
 
 def habits_of(cluster: Cluster, slices: int) -> Habits:
-    """How a learner of so many slices answers."""
     constants = cluster.constants
     elastic = Habits(
         step=microseconds(constants.step_seconds),
