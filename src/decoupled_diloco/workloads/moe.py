@@ -63,13 +63,11 @@ class MoeWorkload(GptWorkload):
 
     name: ClassVar[str] = "moe"
 
-    def __init__(self, options: MoeOptions) -> None:
-        super().__init__(options)
-        self._options = options
+    options: MoeOptions
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         """Mean cross-entropy of the next byte, nats, plus the weighted auxiliary losses."""
-        options = self._options
+        options = self.options
         with recorded_logits(model) as logits:
             loss = cross_entropy(model, batch)
         balance = [balancing_loss(each, options.experts_per_token) for each in logits]
@@ -78,7 +76,7 @@ class MoeWorkload(GptWorkload):
         return loss + options.router_z_weight * torch.stack(z).mean()
 
     def _build(self) -> GPT:
-        options = self._options
+        options = self.options
         return GPT(
             options,
             partial(
@@ -94,7 +92,7 @@ class MoeWorkload(GptWorkload):
         """Loss without the auxiliary ones, and how the tokens of a batch spread over experts."""
         with recorded_logits(model) as logits:
             metrics = super()._metrics(model, batch)
-        experts, chosen = self._options.experts, self._options.experts_per_token
+        experts, chosen = self.options.experts, self.options.experts_per_token
         loads = torch.stack([expert_shares(each, chosen) * experts for each in logits])
         entropies = [entropy(each) / math.log(experts) for each in logits]
         return metrics | {

@@ -10,7 +10,6 @@ Shapes: `B` images, `T` patches of an image, `W` width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -23,13 +22,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.workloads.inner import (
-    InnerOptions,
-    check_heads,
-    evaluating,
-    make_optimizer,
-    rate_factor,
-)
+from decoupled_diloco.workloads.inner import BuiltIn, InnerOptions, check_heads, evaluating
 from decoupled_diloco.workloads.text import pass_order, region
 from decoupled_diloco.workloads.transformer import MLP, Block, initialize
 
@@ -82,12 +75,14 @@ class Digits:
     digest: str
 
 
-class VitWorkload:
+class VitWorkload(BuiltIn):
     """The built-in workload "vit"; see `decoupled_diloco.workloads.Workload` for the methods.
 
     Raises:
         ConfigError: scikit-learn is not installed.
     """
+
+    options: VitOptions
 
     def __init__(self, options: VitOptions) -> None:
         if find_spec("sklearn") is None:
@@ -103,26 +98,11 @@ class VitWorkload:
         """The images, read when they are first needed."""
         return load_digits(self.options.seed)
 
-    def model(self) -> Vit:
-        """A new model, its weights drawn from the seed; the global generator is left alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.options.seed)
-            return Vit(self.options)
+    def _build(self) -> Vit:
+        return Vit(self.options)
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW or plain SGD; weight decay on matrices only."""
-        return make_optimizer(self.options, model)
-
-    def batches(self, part: int, parts: int, start: int = 0) -> Iterator[ImageBatch]:
-        """The endless batches of one learner, from its own share of the images.
-
-        Raises:
-            ConfigError: The share is smaller than a batch.
-        """
-        step = start
-        while True:
-            yield batch_at(self.digits.train, part, parts, step, self.options)
-            step += 1
+    def _batch(self, part: int, parts: int, step: int) -> ImageBatch:
+        return batch_at(self.digits.train, part, parts, step, self.options)
 
     def pass_batches(self) -> int:
         """Batches of a pass in which every training image comes once."""
@@ -147,10 +127,6 @@ class VitWorkload:
     def tokens(self, batch: ImageBatch) -> int:
         """Images."""
         return len(batch[1])
-
-    def schedule(self, step: int) -> float:
-        """Linear warm-up to 1, then a cosine to 0.1 at `total_steps`, then constant."""
-        return rate_factor(self.options, step)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Mean loss and accuracy (0 to 1) on all held-out images."""
