@@ -184,21 +184,20 @@ class Links:
             if process in (None, name) and port in (None, to)
         ]
 
-    def cut(self, wires: Iterable[Wire], *, up: bool, down: bool) -> None:
-        """Nothing passes any more in these directions; silently."""
-        self._cut(list(wires), up, down, 1)
+    def cut(self, wires: Iterable[Wire], *, up: bool, down: bool, change: int = 1) -> None:
+        """Nothing passes any more in these directions; silently. A change of -1 takes it back."""
+        cut = list(wires)
 
-    def heal(self, wires: Iterable[Wire], *, up: bool, down: bool) -> None:
-        self._cut(list(wires), up, down, -1)
-
-    def _cut(self, wires: list[Wire], up: bool, down: bool, change: int) -> None:
         def turn() -> None:
-            for wire in wires:
+            for wire in cut:
                 wire.cuts["up"] += change * up
                 wire.cuts["down"] += change * down
                 wire.changed.set()
 
         self._do(turn)
+
+    def heal(self, wires: Iterable[Wire], *, up: bool, down: bool) -> None:
+        self.cut(wires, up=up, down=down, change=-1)
 
     def break_connections(self, wires: Iterable[Wire]) -> None:
         """Connections are lost with what is under way; new ones can be made at once."""

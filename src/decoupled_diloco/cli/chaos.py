@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.options import (
-    INTERRUPTED,
     Sets,
     complete_recipe,
     complete_scenario,
@@ -18,6 +17,7 @@ from decoupled_diloco.cli.options import (
 )
 from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.files import find_shipped
+from decoupled_diloco.launch.termination import INTERRUPTED
 
 if TYPE_CHECKING:
     from decoupled_diloco.chaos.verdict import Verdict

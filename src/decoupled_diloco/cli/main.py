@@ -20,7 +20,7 @@ from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
 from decoupled_diloco.cli.ledger import ledger
-from decoupled_diloco.cli.options import INTERRUPTED, fail
+from decoupled_diloco.cli.options import fail
 from decoupled_diloco.cli.recipes import recipes, scenarios
 from decoupled_diloco.cli.replay import replay
 from decoupled_diloco.cli.report import report
@@ -31,6 +31,7 @@ from decoupled_diloco.cli.tape import tape
 from decoupled_diloco.cli.timing import timing
 from decoupled_diloco.cli.watch import watch
 from decoupled_diloco.errors import Error
+from decoupled_diloco.launch.termination import INTERRUPTED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

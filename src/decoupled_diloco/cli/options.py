@@ -14,8 +14,6 @@ from decoupled_diloco.config.files import Kind, find_shipped, shipped, title_of
 if TYPE_CHECKING:
     from decoupled_diloco.observe.terminal import SteadyConsole
 
-INTERRUPTED = 130
-
 TITLE_WIDTH_MAX = 60
 """Characters of a recipe's title beside its name: a shell shows one line for each."""
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.options import (
-    INTERRUPTED,
     Sets,
     complete_recipe,
     complete_scenario,
@@ -24,7 +23,7 @@ from decoupled_diloco.cli.options import (
 )
 from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.files import find_shipped
-from decoupled_diloco.launch.termination import handling
+from decoupled_diloco.launch.termination import INTERRUPTED, handling
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.terminal import SteadyConsole

@@ -86,7 +86,10 @@ class LocalRun:
         self._told = tuple if dial is None else everywhere
         self._absent = frozenset(absent)
         if learners:
-            _require_workload(config)
+            from decoupled_diloco.launch.data import require_data
+            from decoupled_diloco.workloads import load_workload
+
+            require_data(load_workload(config.workload.name, config.workload_options()), config)
         self._with_learners = learners
         self._require_syncer()  # before there is a folder, or an earlier run is moved aside
         self.folder = RunFolder(
@@ -322,14 +325,6 @@ class LocalRun:
             logger.error("%s", error)
         finally:
             self.folder.release()
-
-
-def _require_workload(config: RunConfig) -> None:
-    """Builds the learners' workload, and looks for their data, before anything is started."""
-    from decoupled_diloco.launch.data import require_data
-    from decoupled_diloco.workloads import load_workload
-
-    require_data(load_workload(config.workload.name, config.workload_options()), config)
 
 
 def _require_over(folder: Path) -> None:

@@ -19,7 +19,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape
-from decoupled_diloco.launch.termination import SignalledTermination, Termination
+from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
 from decoupled_diloco.learner.observer import Observer
@@ -221,7 +221,7 @@ def run_evaluator(
         Error: the run refuses the observer.
     """
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     os.nice(EVALUATOR_NICENESS)
     blocking(evaluate(config, HERE, syncer=syncer, folder=folder, token=token))
 
@@ -292,7 +292,3 @@ def _evaluate(
 ) -> None:
     tape.sample(now(), evaluation_of(global_step, workload.evaluate(model)))
     tape.flush()
-
-
-def _interrupt(signal_number: int, frame: object) -> None:
-    raise KeyboardInterrupt
