@@ -53,18 +53,12 @@ class Constants:
     """Length of a step. An interruption takes effect between steps."""
 
     downscale_seconds: float = 15.9
-    """How long a learner stands when slices leave it."""
-
     upscale_seconds: float = 13.7
-    """How long a learner stands when slices join it."""
-
     upscale_window_seconds: float = 72.3
     """From a slice's return to the upscale that takes it in. Slices that return meanwhile share
     it."""
 
     restart_seconds: float = 82.1
-    """How long data-parallel training that is not elastic stands; then it is whole again."""
-
     slice_chips: int = 256
     """Chips that leave together when one of them fails: a pod of one interconnect."""
 
@@ -86,16 +80,14 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """Chips that are slow for a while; a learner steps at the pace of its slowest chip."""
+    """Chips that are slow for a while; a learner steps at the pace of its slowest chip.
+
+    In such a spell a step takes (1 + slowdown) times as long.
+    """
 
     interval_seconds: float
-    """Mean time between two such spells of one chip."""
-
     seconds: float = 600.0
-    """Length of a spell."""
-
     slowdown: float = 0.2
-    """A step takes (1 + slowdown) times as long."""
 
     def __post_init__(self) -> None:
         above(0, interval_seconds=self.interval_seconds, seconds=self.seconds)
@@ -111,19 +103,12 @@ class Scavenged:
     """
 
     chips: int
-    """Chips of all blocks together."""
-
     blocks: int
-    """How many blocks they are."""
-
     stay_seconds: float = 600.0
-    """Mean time until a block is preempted."""
-
     away_seconds: float = 0.0
     """Mean time that it stays away; 0: another one takes its place at once."""
 
     join_seconds: float = 1.0
-    """A learner that has come fetches the weights before its first step."""
 
     def __post_init__(self) -> None:
         at_least(1, scavenged_chips=self.chips, scavenged_blocks=self.blocks)
@@ -158,7 +143,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """One cell of a table: which system on which chips.
+    """One cell of a table: which system on which chips; `GoodputOptions` tells what fields mean.
 
     Raises:
         ConfigError: It cannot be; the message names value, limit and way out.
@@ -168,37 +153,23 @@ class Cluster:
     chips: int
     learners: int = 1
     mtbi_seconds: float = YEAR_SECONDS
-    """Mean time between interruptions of one chip."""
-
     constants: Constants = field(default_factory=Constants)
     quorum: int = 1
     """K: with fewer learners stepping, the syncer's clock stands, and steps are not useful."""
 
     period: int = 24
-    """H: a barrier waits for everybody after so many steps."""
-
     minimum_share: float = 0.0
-    """A learner with less than this share of its slices waits for more."""
-
     checkpoint_seconds: float = 0.0
     """Data-parallel: useful time between two checkpoints; 0: in the memory of others, each step."""
 
     sudden: bool = False
-    """Whether an interruption takes effect at once, so that the step under way is lost."""
-
     slowdowns: tuple[float, ...] = ()
-    """For each learner how many times as long its step takes; none: 1 for all."""
-
     jitter: float = 0.0
-    """Standard deviation of a learner's step, as a share of its length."""
-
     slack_steps: int = 0
     """Steps that a learner goes on before a round that it waits for is over: what transfers leave
     of the overlap τ. Only a quorum above 1 makes anybody wait."""
 
     grace: bool = True
-    """Whether a round stays open for slow learners as long as the slack allows."""
-
     stragglers: Stragglers | None = None
     scavenged: Scavenged | None = None
     preemptions: tuple[Preemption, ...] = ()
