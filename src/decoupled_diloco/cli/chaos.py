@@ -128,7 +128,7 @@ def _carry_out(
 
 def _really(scenario: Scenario, console: SteadyConsole) -> tuple[int, bool, str]:
     from decoupled_diloco.chaos.real import RealRun, require_real
-    from decoupled_diloco.cli.outcome import tell_beginning, tell_missed, tell_outcome
+    from decoupled_diloco.cli.telling import tell_beginning, tell_missed, tell_outcome
     from decoupled_diloco.cli.train import carry_out
     from decoupled_diloco.simulate.scenario import dump_scenario
 

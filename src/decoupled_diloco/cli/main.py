@@ -87,28 +87,14 @@ app = Commands(
     "anything else.",
 )
 
-
-app.command()(train)
-app.command()(syncer)
-app.command()(learner)
-app.command()(evaluator)
-app.command()(recipes)
-app.command()(scenarios)
-app.command()(simulate)
+for each in (train, syncer, learner, evaluator, recipes, scenarios, simulate):
+    app.command()(each)
 add_command(app, "plan")
-app.command()(chaos)
-app.command()(export)
-app.command()(doctor)
-app.command()(status)
-app.command()(watch)
-app.command()(timing)
-app.command()(explain)
-app.command()(report)
-app.command()(tape)
-app.command()(replay)
+for each in (chaos, export, doctor, status, watch, timing, explain, report, tape, replay):
+    app.command()(each)
 add_command(app, "goodput")
-app.command()(ledger)
-app.command()(checkpoint)
+for each in (ledger, checkpoint):
+    app.command()(each)
 
 
 @app.command(hidden=True)

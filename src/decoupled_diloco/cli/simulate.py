@@ -108,7 +108,7 @@ def spare_a_real_run(folder: Path | None, option: str) -> None:
 
 def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
     """Simulates with tensors; returns the exit code."""
-    from decoupled_diloco.cli.outcome import tell_outcome
+    from decoupled_diloco.cli.telling import tell_outcome
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.observe.progress import ProgressDisplay
     from decoupled_diloco.simulate.simulation import Simulation, trained_in
@@ -249,7 +249,7 @@ def _noticing_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _tell_end(virtual: float, real: float, script: Script, console: SteadyConsole) -> None:
-    from decoupled_diloco.cli.outcome import tell_missed
+    from decoupled_diloco.cli.telling import tell_missed
     from decoupled_diloco.units import format_duration
 
     tell_missed(script.missed, console)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from decoupled_diloco.cli.outcome import tell_beginning, tell_outcome, what_remains
+from decoupled_diloco.cli.telling import tell_beginning, tell_outcome, what_remains
 from decoupled_diloco.cli.timing import import_intervals
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere

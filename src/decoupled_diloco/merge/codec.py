@@ -75,18 +75,11 @@ class RawCodec:
         Decoupled DiLoCo: outer gradients in bf16 train as well as in fp32.
     """
 
+    group = 1
+
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self._name = name
+        self.name = name
         self._dtype = dtype
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def group(self) -> int:
-        """1: every element stands alone."""
-        return 1
 
     def nbytes(self, numel: int) -> int:
         return numel * self._dtype.itemsize
@@ -123,10 +116,7 @@ class BuffersExact:
         self._parameters = parameters
         self._numel = numel
         self._buffers = codec("fp32")
-
-    @property
-    def name(self) -> str:
-        return self._parameters.name
+        self.name = parameters.name
 
     def nbytes(self, numel: int) -> int:
         return self._parameters.nbytes(self._numel) + self._buffers.nbytes(numel - self._numel)

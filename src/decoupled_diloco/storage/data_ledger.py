@@ -22,7 +22,7 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
 from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.journal import Journal, read_journal
+from decoupled_diloco.storage.journal import Journal, JournalReader
 
 FILE = "data.ledger"
 
@@ -99,7 +99,7 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry | Basis]:
     Raises:
         StorageError: It cannot be read, or is not of this version.
     """
-    for record in read_journal(path):
+    for record in JournalReader(path):
         try:
             if "basis" in record.fields:
                 last = (wire.decode(e, LEDGER_ENTRIES) for e in record.fields["entered"])

@@ -138,15 +138,6 @@ class JournalReader:
             raise StorageError(f"{self.path} cannot be read: {error.strerror}") from error
 
 
-def read_journal(path: Path) -> Iterator[JournalRecord]:
-    """The whole records of a journal, in order; see `JournalReader`.
-
-    Raises:
-        StorageError: The file cannot be read.
-    """
-    return iter(JournalReader(path))
-
-
 def _whole_bytes(path: Path) -> int:
     with runtime().disk.reading(path) as file:
         end = 0

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -70,17 +71,11 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         StorageError: The file is missing, torn, or no safetensors file.
     """
-    path = Path(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            # Cloned, because the tensors of safetensors live in the mapped file.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            aliases = _parse_aliases(file.metadata() or {})
+    with _opened(path) as file:
+        # Cloned, because the tensors of safetensors live in the mapped file.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        aliases = _parse_aliases(file.metadata() or {})
         return tensors | {name: tensors[kept] for name, kept in aliases.items()}
-    except FileNotFoundError:
-        raise StorageError(f"{path} does not exist") from None
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
 
 
 def load_metadata(path: str | Path) -> dict[str, str]:
@@ -89,16 +84,21 @@ def load_metadata(path: str | Path) -> dict[str, str]:
     Raises:
         StorageError: The file is missing, torn, or no safetensors file.
     """
-    path = Path(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            texts = dict(file.metadata() or {})
-    except FileNotFoundError:
-        raise StorageError(f"{path} does not exist") from None
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
+    with _opened(path) as file:
+        texts = dict(file.metadata() or {})
     texts.pop(ALIASES_KEY, None)
     return texts
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise StorageError(f"{path} does not exist") from None
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
 
 
 def _drop_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -175,17 +175,6 @@ def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         names = sorted(wrong) or sorted(digests.keys() ^ tensors.keys())
         raise StorageError(f"{path} is corrupt: {names[0]} is not what was written")
     return tensors, texts
-
-
-def load_texts(path: Path) -> dict[str, str]:
-    """Read the texts of a file of `save_sealed`, checked, without its tensors.
-
-    Raises:
-        StorageError: See `load_sealed`.
-    """
-    texts = _checked(path)
-    del texts[DIGESTS_KEY]
-    return texts
 
 
 def _checked(path: Path) -> dict[str, str]:

@@ -110,13 +110,11 @@ class VitWorkload(BuiltIn):
 
     def pass_batch(self, turn: int, index: int) -> ImageBatch:
         """One batch of a pass, its images moved a little; the last one may be smaller."""
-        options, (images, labels) = self.options, self.digits.train
-        order = pass_order(len(labels), options.seed, turn)
+        options = self.options
+        order = pass_order(len(self.digits.train[1]), options.seed, turn)
         chosen = torch.from_numpy(order[index * options.batch_size :][: options.batch_size])
         rng = np.random.default_rng([options.seed, turn, index, 1])
-        reach = options.shift_pixels_max
-        shifts = rng.integers(-reach, reach + 1, size=(len(chosen), 2))
-        return shifted(images[chosen], torch.from_numpy(shifts)), labels[chosen]
+        return _moved(self.digits.train, chosen, rng, options.shift_pixels_max)
 
     def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
         """Mean cross-entropy of the digit, nats."""
@@ -215,8 +213,7 @@ def batch_at(
     Raises:
         ConfigError: The share is smaller than a batch.
     """
-    images, labels = train
-    mine = region(len(labels), part, parts)
+    mine = region(len(train[1]), part, parts)
     if len(mine) < options.batch_size:
         raise ConfigError(
             f"part {part} of {parts} has {len(mine)} images, fewer than "
@@ -226,8 +223,12 @@ def batch_at(
     chosen = mine.start + torch.from_numpy(
         rng.choice(len(mine), size=options.batch_size, replace=False)
     )
-    reach = options.shift_pixels_max
-    shifts = rng.integers(-reach, reach + 1, size=(options.batch_size, 2))
+    return _moved(train, chosen, rng, options.shift_pixels_max)
+
+
+def _moved(train: ImageBatch, chosen: Tensor, rng: np.random.Generator, reach: int) -> ImageBatch:
+    images, labels = train
+    shifts = rng.integers(-reach, reach + 1, size=(len(chosen), 2))
     return shifted(images[chosen], torch.from_numpy(shifts)), labels[chosen]
 
 
