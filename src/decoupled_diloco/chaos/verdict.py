@@ -198,19 +198,22 @@ class _Judge:
 
     def survivors(self) -> None:
         """No learner loses a step because of a fault that struck another process."""
-        lost: dict[str, int] = {}
-        details = []
+        lost = dict.fromkeys(self.run.trained, 0)
+        details, longest = [], 0.0
         for name, learner in self.run.trained.items():
             median = learner.step_seconds_median
-            own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * (median or 0.0))
-            lost[name] = 0
-            for begin, end in self._gaps(learner) if median else ():
-                if median and end - begin > GAP_MEDIANS * median and not _overlaps(own, begin, end):
+            if not median:
+                continue
+            own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * median)
+            for begin, end in self._gaps(learner):
+                if end - begin > GAP_MEDIANS * median and not _overlaps(own, begin, end):
                     steps = round((end - begin) / median) - 1
                     lost[name] += steps
                     told = f"{name}: {steps} steps from {begin:.1f} s to {end:.1f} s"
                     details.append(told + self._struck_near(begin, end))
-        longest = self._longest_gap()
+            between = [gap for life in learner.lives for gap in pairwise(life.steps_at)]
+            undisturbed = [(b - a) / median for a, b in between if not _overlaps(own, a, b)]
+            longest = max([longest, *undisturbed])
         self.numbers |= {"lost_steps": lost, "longest_gap_medians": longest}
         total = sum(lost.values())
         self._say(
@@ -234,18 +237,6 @@ class _Judge:
                 end = min([end, *(max(at, last) for at in told if at >= life.started_at)])
                 if end > last:
                     yield last, end
-
-    def _longest_gap(self) -> float:
-        """The longest gap of any undisturbed learner, in median steps of that learner."""
-        longest = 0.0
-        for name, learner in self.run.trained.items():
-            median = learner.step_seconds_median
-            own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * (median or 0.0))
-            for life in learner.lives if median else ():
-                for begin, end in pairwise(life.steps_at):
-                    if median and not _overlaps(own, begin, end):
-                        longest = max(longest, (end - begin) / median)
-        return longest
 
     def _struck_near(self, begin: float, end: float) -> str:
         near = [s for s in self.run.faults if begin - 5.0 <= s.begin <= end]

@@ -462,9 +462,10 @@ def ask_for_congestion(transport: asyncio.BaseTransport | None, wanted: str | No
     if sock is None or option is None:
         return ""
     try:
-        current = _name(sock.getsockopt(socket.IPPROTO_TCP, option, 16))
+        raw = sock.getsockopt(socket.IPPROTO_TCP, option, 16)
     except OSError:
         return ""
+    current = str(raw.split(b"\0", 1)[0].decode("ascii", "replace"))
     if wanted is None or current == wanted:
         return current
     try:
@@ -472,7 +473,3 @@ def ask_for_congestion(transport: asyncio.BaseTransport | None, wanted: str | No
     except OSError:
         return current
     return wanted
-
-
-def _name(raw: bytes) -> str:
-    return raw.split(b"\0", 1)[0].decode("ascii", "replace")

@@ -110,12 +110,9 @@ def _simulate(clusters: Sequence[Cluster], effort: Effort, rows: list[Row]) -> N
     """Adds the rows one by one, so that a user who stops it has those that are done."""
     with _progress() as tell:
         for cluster in clusters:
-            tell(f"row {len(rows) + 1} of {len(clusters)}: {_told(cluster)}")
+            what = f"{cluster.name}, {format_count(cluster.chips)} chips"
+            tell(f"row {len(rows) + 1} of {len(clusters)}: {what}")
             rows.append(study(cluster, effort))
-
-
-def _told(cluster: Cluster) -> str:
-    return f"{cluster.name}, {format_count(cluster.chips)} chips"
 
 
 @contextmanager
