@@ -159,11 +159,7 @@ class Links:
         self._thread.start()
 
     def dial(self, process: str, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        """What a process dials instead of these addresses, from now on.
-
-        Raises:
-            TransportError: nothing can listen there.
-        """
+        """What a process dials instead of these addresses, from now on."""
         return tuple(
             BETWEEN.join(self._wait(self._open(process, one)) for one in alternatives(address))
             for address in addresses

@@ -109,12 +109,7 @@ def paced_config(scenario: Scenario) -> RunConfig:
 
 
 class RealRun:
-    """A scenario carried out on processes of this machine.
-
-    Raises:
-        ConfigError: See `LocalRun`.
-        Error: this system refuses a namespace.
-    """
+    """A scenario carried out on processes of this machine."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario

@@ -40,31 +40,19 @@ def unavailable(*tools: str) -> str:
 
 
 def own_mounts() -> None:
-    """From now on what this process mounts is seen by it and its children only.
-
-    Raises:
-        Error: the system refuses.
-    """
+    """From now on what this process mounts is seen by it and its children only."""
     _unshare(_MOUNTS, "mounts")
     command("mount", "--make-rprivate", "/")
 
 
 def own_network() -> None:
-    """From now on this process and its children have a loopback network of their own.
-
-    Raises:
-        Error: the system refuses.
-    """
+    """From now on this process and its children have a loopback network of their own."""
     _unshare(_NETWORK, "network")
     command("ip", "link", "set", "lo", "up")
 
 
 def command(*words: str) -> None:
-    """Runs one of the system's commands.
-
-    Raises:
-        Error: it fails.
-    """
+    """Runs one of the system's commands."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Error(f"{' '.join(words)}: {done.stderr.strip() or f'code {done.returncode}'}")
@@ -89,9 +77,6 @@ class Disks:
 
     Args:
         mounted: The shards whose disks are to be full at some time.
-
-    Raises:
-        Error: it cannot be mounted.
     """
 
     def __init__(self, run_folder: Path, mounted: Iterable[str] = ()) -> None:
@@ -118,11 +103,7 @@ class Disks:
             path.unlink()
 
     def close(self) -> None:
-        """Moves the files to the run folder, once no process uses them any more.
-
-        Raises:
-            Error: a disk is still in use.
-        """
+        """Moves the files to the run folder, once no process uses them any more."""
         while self._mounted:
             name, *rest = self._mounted
             path = self._folder / name
@@ -152,9 +133,6 @@ class Shaper:
     """The rates of a scenario's links, on this namespace's loopback device.
 
     ``host`` gives the loopback address of a learner.
-
-    Raises:
-        Error: the kernel or `tc` refuses.
     """
 
     def __init__(self, scenario: Scenario, host: Callable[[str], str]) -> None:

@@ -127,11 +127,7 @@ def judge(
 
 
 def save_verdict(folder: Path, verdict: Verdict) -> Path:
-    """Writes ``RUN/chaos.json``.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Writes ``RUN/chaos.json``."""
     document = {
         "kept": verdict.kept,
         "faults": verdict.faults,

@@ -39,11 +39,7 @@ def status(
 
 
 def source_of(text: str, token_file: Path | None, *, detail: bool = False) -> Source:
-    """The source that a command line names, with its secret.
-
-    Raises:
-        Error: There is nothing there, or the secret cannot be read.
-    """
+    """The source that a command line names, with its secret."""
     from decoupled_diloco.launch.folder import read_token
     from decoupled_diloco.observe.sources import open_source
 

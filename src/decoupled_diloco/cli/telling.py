@@ -59,11 +59,7 @@ def in_words(config: RunConfig, *, here: bool = True) -> str:
 def tell_outcome(
     folder: Path, weights: Path | None, console: SteadyConsole, run: RunModel | None = None
 ) -> None:
-    """Writes the report of what is on the tape, and prints the summary.
-
-    Raises:
-        StorageError: the report cannot be written.
-    """
+    """Writes the report of what is on the tape, and prints the summary."""
     from decoupled_diloco.observe.report import write_report  # numpy and jinja2, at the end only
     from decoupled_diloco.observe.summary import print_summary
 

@@ -259,11 +259,7 @@ class Position:
 
 
 def write_addresses(run: Path, addresses: Sequence[str]) -> None:
-    """Keeps where the shards listen, in order: with port 0 nothing else tells.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Keeps where the shards listen, in order: with port 0 nothing else tells."""
     write_text(run / ADDRESSES, "\n".join(addresses) + "\n")
 
 

@@ -342,11 +342,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _ports(config: RunConfig) -> list[int]:
-    """One port a shard, and then one a standby: those of the settings, or free ones.
-
-    Raises:
-        TransportError: one of the settings is taken.
-    """
+    """One port a shard, and then one a standby: those of the settings, or free ones."""
     first, count = config.syncer.port, config.syncer.shards * (1 + config.syncer.standbys)
     wanted = [first + shard if first else 0 for shard in range(count)]
     family = socket.AF_INET6 if ":" in config.syncer.host else socket.AF_INET

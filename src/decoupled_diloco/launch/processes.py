@@ -43,9 +43,6 @@ def open_tape(
     Args:
         file: Name of the file; default: ``who``. Two processes that act for one shard in turns
             have a file each.
-
-    Raises:
-        StorageError: it cannot be opened.
     """
     path = folder / "tape" / f"{file or who}.jsonl"
     return TapeWriter(path, who, header, on_failure=lambda error: logger.error("%s", error))

@@ -215,11 +215,7 @@ class Training:
 def run_evaluator(
     config: RunConfig, *, syncer: tuple[str, ...], folder: Path, token: str | None
 ) -> None:
-    """Scores the published weights on held-out data until the run is over.
-
-    Raises:
-        Error: the run refuses the observer.
-    """
+    """Scores the published weights on held-out data until the run is over."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, interrupt)
     os.nice(EVALUATOR_NICENESS)

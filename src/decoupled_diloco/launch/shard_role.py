@@ -138,11 +138,7 @@ class ShardRole:
         return files
 
     async def run(self) -> bool:
-        """Serves; returns whether the run is over.
-
-        Raises:
-            Error: see `run_shard`.
-        """
+        """Serves; returns whether the run is over."""
         try:
             return await (self._take_turn() if self.config.syncer.standbys else self._serve())
         finally:

@@ -312,11 +312,7 @@ class Contribution:
 
     @property
     def norms(self) -> tuple[float, ...]:
-        """The S segment norms; 0 for mean segments, which need none.
-
-        Raises:
-            MergeError: Parts are missing.
-        """
+        """The S segment norms; 0 for mean segments, which need none."""
         if not self.complete:
             arrived = sum(part.numel() for _, part in self.parts)
             raise MergeError(
@@ -354,9 +350,6 @@ def merge(
     Args:
         vectors: M >= 1 vectors [N], fp32.
         weights: M weights, > 0 and finite.
-
-    Raises:
-        MergeError: See `Accumulator.add` and `Accumulator.result`.
 
     Examples:
         >>> rda = [Segment(0, 2, "rda")]

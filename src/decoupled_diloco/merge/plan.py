@@ -142,11 +142,7 @@ class MergePlan:
 
 
 def values_of(body: Body, numel: int) -> Tensor:
-    """A whole fragment's body as fp32 [N] in memory of its own.
-
-    Raises:
-        ProtocolError: the size does not fit.
-    """
+    """A whole fragment's body as fp32 [N] in memory of its own."""
     octets = as_bytes(body)
     if octets.numel() != 4 * numel:
         raise ProtocolError(f"the body has {octets.numel()} bytes, {4 * numel} are needed")

@@ -126,11 +126,7 @@ class ClaimStore:
         return NewestLease(number, nonce, renewals, lease_seconds, condition)
 
     def claim(self, number: int) -> bool:
-        """Makes a claim, unless it exists; returns whether it is ours.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Makes a claim, unless it exists; returns whether it is ours."""
         self._require_storage()
         facts = {"nonce": self.nonce, "lease_seconds": self.lease_seconds, "holder": self.holder}
         return create_once(numbered(self.folder, number), json.dumps(facts), self.nonce)
@@ -154,11 +150,7 @@ class ClaimStore:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def reopen(self) -> None:
-        """Takes back that the run is over; for when nobody acts, and it is to go on.
-
-        Raises:
-            StorageError: The storage cannot be read or written.
-        """
+        """Takes back that the run is over; for when nobody acts, and it is to go on."""
         standing = self.look()
         if standing.condition == "finished":
             self.renew(standing.number, standing.renewals, "released")

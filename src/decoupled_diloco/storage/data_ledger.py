@@ -74,11 +74,7 @@ class DataLedger:
         self._append({"entries": [wire.encode(entry) for entry in entries]})
 
     def go_back(self, book: LeaseBook, entered: Sequence[LedgerEntry] = ()) -> None:
-        """The run goes on from this state of its leases, an earlier one or one that was lost.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """The run goes on from this state of its leases, an earlier one or one that was lost."""
         last = [wire.encode(entry) for entry in entered]
         self._append({"basis": _BOOK.dump_python(book, mode="json"), "entered": last})
         self.book = copied(book)

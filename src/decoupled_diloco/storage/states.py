@@ -75,9 +75,6 @@ def on_host(state: Any, memory: HostMemory | None = None) -> Any:
     Args:
         memory: What an earlier copy lies in, and is written over: memory that is fresh costs
             several times as long. What does not fit is replaced. Default: all of it fresh.
-
-    Raises:
-        ConfigError: See `pack`.
     """
     tensors, text = pack(state)
     memory = {} if memory is None else memory
@@ -90,11 +87,7 @@ def on_host(state: Any, memory: HostMemory | None = None) -> Any:
 
 
 def host_memory(state: Any) -> Callable[[], HostMemory]:
-    """What makes memory for copies of a state ready; to be called in another thread.
-
-    Raises:
-        ConfigError: See `pack`.
-    """
+    """What makes memory for copies of a state ready; to be called in another thread."""
     tensors, _ = pack(state)
     kinds = {name: (t.shape, t.dtype, t.is_cuda) for name, t in tensors.items()}
 

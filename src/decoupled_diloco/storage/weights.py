@@ -140,11 +140,7 @@ SEAL_KEY = "decoupled_diloco.seal"
 
 
 def save_sealed(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Write tensors and texts to a safetensors file, all of it or nothing.
-
-    Raises:
-        StorageError: The file cannot be written. A file that was there before is untouched.
-    """
+    """Write tensors and texts to a safetensors file, all of it or nothing."""
     digests = json.dumps({name: digest(tensor) for name, tensor in sorted(tensors.items())})
     entries = dict(texts) | {DIGESTS_KEY: digests}
     save_weights(path, tensors, entries | {SEAL_KEY: _seal(entries)})

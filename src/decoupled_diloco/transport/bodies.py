@@ -168,11 +168,7 @@ class BodyBooks:
         return upload._open(start, stop, take_over)
 
     def state(self, key: str, principal: str) -> tuple[str, list[Range]]:
-        """Tell a client that resumes a PUT how far it is: its state, and what has arrived.
-
-        Raises:
-            RequestRefusal: as for `open`.
-        """
+        """Tell a client that resumes a PUT how far it is: its state, and what has arrived."""
         upload = self._uploads.get(key)
         if upload is None and self._gone.get(("PUT", key)) == ARRIVED:
             return "arrived", []

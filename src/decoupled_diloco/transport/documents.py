@@ -83,11 +83,7 @@ def fetch(address: str, path: str, query: Mapping[str, str], token: str | None) 
 
 
 def read_object(document: Document, where: str) -> dict[str, Any]:
-    """A document that is a JSON object.
-
-    Raises:
-        ProtocolError: It is not.
-    """
+    """A document that is a JSON object."""
     try:
         value = json.loads(document.body)
     except ValueError:

@@ -158,11 +158,7 @@ def bearer(token: str | None) -> str | None:
 
 
 def check_role(role: str) -> None:
-    """Refuse a role that does not exist.
-
-    Raises:
-        RequestRefusal: 400.
-    """
+    """Refuse a role that does not exist."""
     if role not in ROLES:
         raise RequestRefusal(400, f"role {role[:40]!r} is unknown: use one of {', '.join(ROLES)}")
 

@@ -155,9 +155,6 @@ def pass_batch_at(
     """Batch number `index` of a pass in which every window of the text comes once.
 
     int64 [B, T + 1]; the last one of a pass may be smaller.
-
-    Raises:
-        ConfigError: The text is smaller than one window.
     """
     order = pass_order(windows_of(text, context), seed, turn)
     mine = order[index * batch_size : (index + 1) * batch_size]
@@ -165,11 +162,7 @@ def pass_batch_at(
 
 
 def held_out_batches(text: Tensor, *, count: int, batch_size: int, context: int) -> list[Tensor]:
-    """`count` batches of windows spread evenly over a text, int64 [B, T + 1] each, always the same.
-
-    Raises:
-        ConfigError: The text is smaller than one window.
-    """
+    """`count` batches of windows spread evenly over a text, int64 [B, T + 1] each, always the same."""
     starts = len(text) - context
     if starts < 1:
         raise ConfigError(

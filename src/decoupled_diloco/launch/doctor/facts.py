@@ -112,11 +112,7 @@ def process_bytes() -> int:
 
 
 def disk_facts(folder: Path) -> DiskFacts:
-    """Writes a file where the run folder will be, and removes it.
-
-    Raises:
-        StorageError: nothing can be written there.
-    """
+    """Writes a file where the run folder will be, and removes it."""
     folder = folder.absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -168,20 +164,12 @@ def port_problem(host: str, port: int) -> str:
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """The run's workload.
-
-    Raises:
-        ConfigError: it cannot be built.
-    """
+    """The run's workload."""
     return load_workload(config.workload.name, config.workload_options())
 
 
 def model_facts(config: RunConfig, workload: Workload) -> ModelFacts:
-    """Builds the run's model, without memory if it is large, and asks what it needs.
-
-    Raises:
-        ConfigError: the model cannot be built, or not be cut into fragments.
-    """
+    """Builds the run's model, without memory if it is large, and asks what it needs."""
     model = _model(workload)
     layout = layout_of(model)
     plan = plan_of(layout, config)

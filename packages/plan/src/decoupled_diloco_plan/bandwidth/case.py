@@ -97,9 +97,6 @@ def step_seconds_of(
 ) -> float:
     """A step's length by arithmetic, 6·N·B / (R·Q): N parameters, B tokens, R chips of Q FLOP/s.
 
-    Raises:
-        ConfigError: a number is out of its range.
-
     Source:
         Scaling Laws for DiLoCo (arXiv 2503.09799), its wall-clock model.
     """

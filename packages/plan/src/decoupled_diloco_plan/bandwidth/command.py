@@ -78,11 +78,7 @@ def _own(options: PlanOptions) -> None:
 
 
 def make_plan(options: PlanOptions) -> Plan:
-    """The plan of what was given on the command line.
-
-    Raises:
-        ConfigError: it lacks something, or could be no run's.
-    """
+    """The plan of what was given on the command line."""
     inputs = read_inputs(options)
     aim = inputs.options.utilization
     found = _look(inputs) if aim is None else _propose(inputs)

@@ -161,11 +161,7 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
 
 
 def model_of(config: RunConfig) -> dict[str, Any]:
-    """The size of a run's model, and its step if it is paced.
-
-    Raises:
-        ConfigError: the workload's model cannot be built.
-    """
+    """The size of a run's model, and its step if it is paced."""
     from decoupled_diloco.workloads import load_workload  # it imports torch
 
     workload = load_workload(config.workload.name, config.workload_options())

@@ -148,14 +148,7 @@ class Network:
 
 
 def parse_link(text: str, *, latency_seconds: float = 0.0, shared: bool = True) -> Link:
-    """A link from UP, or UP/DOWN.
-
-    Raises:
-        ConfigError: it is no bandwidth.
-
-    >>> parse_link("2Gbit/1Gbit").down
-    125000000.0
-    """
+    """A link from UP, or UP/DOWN."""
     up, down = _split_rates(text)
     try:
         return Link(
@@ -173,14 +166,7 @@ def _split_rates(text: str) -> tuple[str, str]:
 
 
 def parse_site(text: str) -> Site:
-    """A site from NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME].
-
-    Raises:
-        ConfigError: it is not of that form.
-
-    >>> parse_site("oslo:2:5Gbit/1Gbit:20ms:step=1.2s").step_seconds
-    1.2
-    """
+    """A site from NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]."""
     name, *rest = text.split(":")
     steps = [each.removeprefix("step=") for each in rest if each.startswith("step=")]
     fields = [each for each in rest if each not in ("own", "shared") and "=" not in each]
@@ -200,11 +186,7 @@ def parse_site(text: str) -> Site:
 
 
 def equal_sites(count: int, learners: int, link: Link) -> tuple[Site, ...]:
-    """Sites that are alike, with learners divided among them.
-
-    Raises:
-        ConfigError: there are fewer learners than sites.
-    """
+    """Sites that are alike, with learners divided among them."""
     at_least(1, sites=count)
     if learners < count:
         raise ConfigError(

@@ -55,9 +55,6 @@ def save_curves(
 
     Points are bandwidth, bytes a second, and utilisation; a given bandwidth is marked, and the line
     `error_of` gets the measured error as a band.
-
-    Raises:
-        StorageError: the file cannot be written.
     """
     with rc_context(STYLE):
         figure = Figure(figsize=(8.4, 4.6), layout="constrained")

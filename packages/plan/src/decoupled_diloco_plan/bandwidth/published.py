@@ -201,11 +201,7 @@ def rows(
     source: Source | None = None,
     targets: Sequence[float] = TARGETS,
 ) -> list[PublishedRow]:
-    """The rows of the tables for one model; by default from the paper whose table has this H.
-
-    Raises:
-        ConfigError: A number is out of its range, or a system is unknown.
-    """
+    """The rows of the tables for one model; by default from the paper whose table has this H."""
     at_least(1, period=period)
     for target in targets:
         if not 0 < target <= 1:
@@ -289,9 +285,6 @@ def wall_clock(
 
     N params, D tokens, T = D/B steps of B tokens, R chips of Q FLOP/s, M learners, H period (both 1
     for data-parallel), W₁ and ε₁ between the sites; within a learner the network is the high one.
-
-    Raises:
-        ConfigError: a number is out of its range.
     """
     above(0, params=params, tokens=tokens, tokens_per_step=tokens_per_step)
     above(0, chips=chips, flops=flops_per_chip)
