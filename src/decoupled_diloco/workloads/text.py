@@ -162,7 +162,7 @@ def pass_batch_at(
 
 
 def held_out_batches(text: Tensor, *, count: int, batch_size: int, context: int) -> list[Tensor]:
-    """`count` batches of windows spread evenly over a text, int64 [B, T + 1] each, always the same."""
+    """`count` batches of windows spread evenly over a text: int64 [B, T + 1], always the same."""
     starts = len(text) - context
     if starts < 1:
         raise ConfigError(
