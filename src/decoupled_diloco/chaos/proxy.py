@@ -42,24 +42,17 @@ NETWORK = "127.77"
 
 @dataclass(eq=False)
 class Wire:
-    """One process's way to one shard.
-
-    Attributes:
-        delay_seconds: One way.
-        jitter_seconds: Further delay of each piece, uniform between 0 and this.
-        losses: Shares of what has to be sent again, of everything that strikes it.
-        corruptions: Shares of what is spoilt.
-        cuts: How many cuts silence a direction.
-    """
+    """One process's way to one shard."""
 
     process: str
     port: int
     choices: Choices
-    delay_seconds: float = 0.0
-    jitter_seconds: float = 0.0
+    delay_seconds: float = 0.0  # one way
+    jitter_seconds: float = 0.0  # further delay of each piece, uniform between 0 and this
+    # shares of what has to be sent again, of everything that strikes it
     losses: list[float] = field(default_factory=list)
-    corruptions: list[float] = field(default_factory=list)
-    cuts: Counter[Way] = field(default_factory=Counter)
+    corruptions: list[float] = field(default_factory=list)  # shares of what is spoilt
+    cuts: Counter[Way] = field(default_factory=Counter)  # how many cuts silence a direction
     pipes: set[Pipe] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -25,18 +25,14 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_run` has written.
-
-    Args:
-        format: As asked for; "plain": tensors alone, because the learners trained another model
-            than the workload's.
-        global_step: The step of the weights, or None if not known.
-    """
+    """What `export_run` has written."""
 
     folder: Path
+    # as asked for; "plain": tensors alone, because the learners trained another model than the
+    # workload's
     format: Format | Literal["plain"]
     run: str
-    global_step: int | None
+    global_step: int | None  # the step of the weights, or None if not known
     files: tuple[Path, ...]
 
 

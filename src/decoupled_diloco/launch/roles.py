@@ -41,15 +41,12 @@ EVALUATOR_GIVES_UP_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Seat:
-    """How a role takes part from where it runs: this machine, or a virtual one.
-
-    Attributes:
-        pace: Awaited in each step, before the model is touched; here steps take their own time.
-    """
+    """How a role takes part from where it runs: this machine, or a virtual one."""
 
     learner: Callable[..., Coroutine[Any, Any, Learner]]
     observer: Callable[..., Coroutine[Any, Any, Observer]]
     workload: Callable[[RunConfig], Workload]
+    # awaited in each step, before the model is touched; here steps take their own time
     pace: Callable[[], Coroutine[Any, Any, None]]
     open_tape: Callable[[Path, str, Mapping[str, Any]], TapeWriter]
 

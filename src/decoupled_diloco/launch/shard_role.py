@@ -100,22 +100,17 @@ def run_shard(
 
 @dataclass
 class ShardRole:
-    """One process of a shard, on this machine or on a virtual one.
-
-    Attributes:
-        standby: Whether another process is meant to be first.
-        process: The shard, once it is this process's turn.
-    """
+    """One process of a shard, on this machine or on a virtual one."""
 
     config: RunConfig
     shard: int
     addresses: tuple[str, ...]
     folder: Path
-    standby: bool
+    standby: bool  # whether another process is meant to be first
     server: Callable[[OnChannel], Server]
     client: Callable[[], Client]
     open_tape: OpenTape
-    process: Shard | None = None
+    process: Shard | None = None  # the shard, once it is this process's turn
     shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
 

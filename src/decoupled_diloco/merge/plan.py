@@ -53,23 +53,17 @@ def token_weight(tokens: float, steps: float) -> float:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What to merge, how, and in which wire formats.
-
-    Attributes:
-        fragments: P fragments; every synchronised element is in exactly one of them.
-        buffers: By the `"mean"`, or from `"one"` learner.
-        weighting: `"tokens"`: quantity times quality; `"uniform"`: all the same.
-        outer: Makes the outer optimizer of N parameters.
-    """
+    """What to merge, how, and in which wire formats."""
 
     layout: Layout
+    # P fragments; every synchronised element is in exactly one of them
     fragments: tuple[Fragment, ...]
     uplink: Codec
     downlink: Codec
     method: MergeMethod
-    weighting: str
-    outer: Callable[[int], OuterOptimizer]
-    buffers: Buffers = "mean"
+    weighting: str  # `"tokens"`: quantity times quality; `"uniform"`: all the same
+    outer: Callable[[int], OuterOptimizer]  # makes the outer optimizer of N parameters
+    buffers: Buffers = "mean"  # by the `"mean"`, or from `"one"` learner
 
     @classmethod
     def make(

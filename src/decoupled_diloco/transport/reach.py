@@ -76,24 +76,17 @@ class LookTrouble(Exception):
 
 @dataclass
 class Seen:
-    """What was seen of one server; `None` where the look did not get so far.
-
-    Attributes:
-        ip: What its name stands for.
-        clock_ahead_seconds: Of the server's wall clock, plus or minus half a second.
-        round_trips: Of requests on an open connection, seconds.
-        run: What `/run` says: settings, addresses, layout.
-        principal: The id that the token is for; empty if it is the run's shared one.
-    """
+    """What was seen of one server; `None` where the look did not get so far."""
 
     address: str
-    ip: str | None = None
+    ip: str | None = None  # what its name stands for
     connect_seconds: float | None = None
     health: Mapping[str, Any] | None = None
+    # of the server's wall clock, plus or minus half a second
     clock_ahead_seconds: float | None = None
-    round_trips: tuple[float, ...] = ()
-    run: Mapping[str, Any] | None = None
-    principal: str = ""
+    round_trips: tuple[float, ...] = ()  # of requests on an open connection, seconds
+    run: Mapping[str, Any] | None = None  # what `/run` says: settings, addresses, layout
+    principal: str = ""  # the id that the token is for; empty if it is the run's shared one
     upgraded: bool = False
     up_bytes_per_second: float | None = None
     down_bytes_per_second: float | None = None

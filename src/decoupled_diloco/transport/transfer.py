@@ -152,18 +152,13 @@ class Slots:
 
 @dataclass
 class Transfer:
-    """One body on its way.
-
-    Attributes:
-        retries_max: Attempts in a row that may fail without a byte of progress.
-        slots: Bounds the connections of all transfers to this server.
-    """
+    """One body on its way."""
 
     nbytes: int
     mover: Mover
-    retries_max: int
+    retries_max: int  # attempts in a row that may fail without a byte of progress
     rng: random.Random
-    slots: Slots
+    slots: Slots  # bounds the connections of all transfers to this server
     retries: int = field(default=0)
 
     async def run(self, controller: StripeController, rtt: float | None) -> tuple[int, float]:

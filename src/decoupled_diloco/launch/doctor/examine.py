@@ -41,14 +41,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Examined:
-    """What to look at.
-
-    Attributes:
-        syncer: Addresses of shards; empty: the run is to be on this machine alone.
-    """
+    """What to look at."""
 
     config: RunConfig | None
-    syncer: tuple[str, ...]
+    syncer: tuple[str, ...]  # addresses of shards; empty: the run is to be on this machine alone
     token: str | None
     started: float
 

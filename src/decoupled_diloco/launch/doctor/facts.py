@@ -42,17 +42,12 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The disk that the run folder is on.
+    """The disk that the run folder is on."""
 
-    Attributes:
-        folder: The nearest folder that exists already.
-        sync_seconds: Until 4 KiB are on disk, median.
-    """
-
-    folder: Path
+    folder: Path  # the nearest folder that exists already
     free_bytes: int
     bytes_per_second: float
-    sync_seconds: float
+    sync_seconds: float  # until 4 KiB are on disk, median
 
 
 @dataclass(frozen=True)

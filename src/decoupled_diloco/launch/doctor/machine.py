@@ -30,17 +30,12 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor.
-
-    Attributes:
-        level: "error": a run cannot work like this; "warning": it can, and may disappoint.
-        advice: What to do about it; empty if all is well.
-    """
+    """One line of the doctor."""
 
     check: str
-    level: Level
+    level: Level  # "error": a run cannot work like this; "warning": it can, and may disappoint
     text: str
-    advice: str = ""
+    advice: str = ""  # what to do about it; empty if all is well
 
 
 def ok(check: str, text: str) -> Finding:

@@ -43,15 +43,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How an element travels.
+    """How an element travels."""
 
-    Attributes:
-        name: a codec of the project, or "5bit" for one that is only thought of.
-        bits: of one element, scales and all else included.
-    """
-
-    name: str
-    bits: float
+    name: str  # a codec of the project, or "5bit" for one that is only thought of
+    bits: float  # of one element, scales and all else included
 
 
 def wire_format(text: str) -> Format:
@@ -108,25 +103,22 @@ def step_seconds_of(
 class Case:
     """What is simulated.
 
-    Attributes:
-        options: the method's numbers; with `wait="at_overlap"` learners stop for what is late.
-        up: how an element travels to the syncer.
-        down: how it travels back.
-        link_share: share of a link's rate that bodies fill, above 0, at most 1.
-        step_overhead: share of a step that the exchange costs the training loop.
-        handling_seconds: what processes take for a body besides moving and merging it.
-
     Raises:
         ConfigError: no run could be so; it says which number, its limit and the way out.
     """
 
     model: Model
+    # the method's numbers; with `wait="at_overlap"` learners stop for what is late
     options: Options
     network: Network
+    # how an element travels to the syncer
     up: Format = field(default_factory=lambda: wire_format("bf16"))
-    down: Format = field(default_factory=lambda: wire_format("bf16"))
+    down: Format = field(default_factory=lambda: wire_format("bf16"))  # how it travels back
+    # share of a link's rate that bodies fill, above 0, at most 1
     link_share: float = measured.LINK_SHARE
+    # share of a step that the exchange costs the training loop
     step_overhead: float = measured.STEP_OVERHEAD
+    # what processes take for a body besides moving and merging it
     handling_seconds: float = measured.HANDLING_SECONDS
 
     def __post_init__(self) -> None:

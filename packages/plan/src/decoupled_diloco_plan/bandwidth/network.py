@@ -18,20 +18,13 @@ SPREAD, HUB = "spread", "hub"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins a place to all others.
+    """What joins a place to all others."""
 
-    Attributes:
-        up: Bandwidth away from the place, bytes a second, greater than 0.
-        down: Bandwidth towards it, bytes a second, greater than 0.
-        latency_seconds: One way, to the middle of the network: two places are the sum of both
-            apart.
-        shared: Whether all learners of the place share it; False: each has one like it.
-    """
-
-    up: float
-    down: float
+    up: float  # bandwidth away from the place, bytes a second, greater than 0
+    down: float  # bandwidth towards it, bytes a second, greater than 0
+    # one way, to the middle of the network: two places are the sum of both apart
     latency_seconds: float = 0.0
-    shared: bool = True
+    shared: bool = True  # whether all learners of the place share it; False: each has one like it
 
     def __post_init__(self) -> None:
         for name, rate in (("up", self.up), ("down", self.down)):
@@ -66,17 +59,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The sites, and where the shards are.
+    """The sites, and where the shards are."""
 
-    Attributes:
-        sites: At least one.
-        syncer: `SPREAD`, `HUB`, or the name of a site.
-        hub: The hub's link, if the syncer is there.
-    """
-
-    sites: tuple[Site, ...]
-    syncer: str = SPREAD
-    hub: Link | None = None
+    sites: tuple[Site, ...]  # at least one
+    syncer: str = SPREAD  # `SPREAD`, `HUB`, or the name of a site
+    hub: Link | None = None  # the hub's link, if the syncer is there
 
     def __post_init__(self) -> None:
         names = [site.name for site in self.sites]

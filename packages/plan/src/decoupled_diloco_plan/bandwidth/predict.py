@@ -36,35 +36,22 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a setting comes to on a network.
+    """What a setting comes to on a network."""
 
-    Attributes:
-        rounds: the steady state.
-        grace: slack and grace window of a round, by the protocol's own formula.
-        up_bytes: what a learner sends in one step, mean.
-        down_bytes: what it receives.
-        discarded: share of the trained tokens that overwriting throws away.
-        age_steps: steps since a fragment's values left their learners, just before the next apply.
-        memory_bytes: of one shard: its fragments, and bodies on their way.
-        cores: that all shards keep busy.
-        join_seconds: for a new learner to fetch the whole published copy, where it takes longest.
-        cost: of a million tokens; None without prices.
-        error: of the utilisation, as it was measured for such learners; 0 to 1.
-        traffic_error: of the traffic, as a share of it.
-    """
-
-    rounds: Rounds
-    grace: Grace
-    up_bytes: float
-    down_bytes: float
-    discarded: float
+    rounds: Rounds  # the steady state
+    grace: Grace  # slack and grace window of a round, by the protocol's own formula
+    up_bytes: float  # what a learner sends in one step, mean
+    down_bytes: float  # what it receives
+    discarded: float  # share of the trained tokens that overwriting throws away
+    # steps since a fragment's values left their learners, just before the next apply
     age_steps: float
-    memory_bytes: float
-    cores: float
+    memory_bytes: float  # of one shard: its fragments, and bodies on their way
+    cores: float  # that all shards keep busy
+    # for a new learner to fetch the whole published copy, where it takes longest
     join_seconds: float
-    cost: float | None
-    error: float
-    traffic_error: float
+    cost: float | None  # of a million tokens; None without prices
+    error: float  # of the utilisation, as it was measured for such learners; 0 to 1
+    traffic_error: float  # of the traffic, as a share of it
 
     @property
     def utilization(self) -> float:

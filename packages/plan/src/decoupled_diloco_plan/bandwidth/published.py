@@ -38,14 +38,11 @@ PERIODS = 6
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Which layers are reduced when.
-
-    Attributes:
-        due: layers whose reduction starts in a phase of the period, by phase.
-    """
+    """Which layers are reduced when."""
 
     layers: int
     period: int
+    # layers whose reduction starts in a phase of the period, by phase
     due: Mapping[int, Sequence[int]]
     overlap: int = 0
 
@@ -166,21 +163,15 @@ SYSTEMS = {
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One cell: the smallest bandwidth of the grid that reaches a utilisation.
-
-    Attributes:
-        period: H; 1 for data-parallel.
-        utilization: The target, 0 to 1.
-        gbit_per_second: The bandwidth; None if the grid's largest one does not reach the target.
-        volume: Share of N · bits that a reduction moves.
-    """
+    """One cell: the smallest bandwidth of the grid that reaches a utilisation."""
 
     system: str
-    period: int
-    utilization: float
+    period: int  # H; 1 for data-parallel
+    utilization: float  # the target, 0 to 1
+    # the bandwidth; None if the grid's largest one does not reach the target
     gbit_per_second: float | None
     source: Source
-    volume: float
+    volume: float  # share of N · bits that a reduction moves
 
 
 def source_of(system: str, period: int) -> Source:

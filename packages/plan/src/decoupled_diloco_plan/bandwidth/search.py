@@ -50,19 +50,12 @@ Formats = list[tuple[Format, Format]]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        case: the first that reaches the aim, or the best of those that were tried.
-        prediction: what it comes to.
-        binds: what keeps it from more, in words; empty if the first that was tried is enough.
-        reached: whether it reaches the aim.
-    """
-
-    case: Case
-    prediction: Prediction
-    binds: str
-    reached: bool
+    case: Case  # the first that reaches the aim, or the best of those that were tried
+    prediction: Prediction  # what it comes to
+    binds: str  # what keeps it from more, in words; empty if the first that was tried is enough
+    reached: bool  # whether it reaches the aim
 
 
 def look(case: Case, prices: Prices | None = None, aim: float = 0.0) -> Proposal:

@@ -49,17 +49,10 @@ class Account:
     allocated: int = 0
     useful: int = 0
     badput: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
-    tokens: int = 0
-    """Useful chip-time at the pace of a learner whose slowdown is 1."""
-
-    wall: int = 0
-    """Microseconds."""
-
-    up: int = 0
-    """Microseconds in which at least one learner steps; who waits for others does not."""
-
-    rounds: int = 0
-    """Rounds of a barrier."""
+    tokens: int = 0  # useful chip-time at the pace of a learner whose slowdown is 1
+    wall: int = 0  # microseconds
+    up: int = 0  # microseconds in which at least one learner steps; who waits for others does not
+    rounds: int = 0  # rounds of a barrier
 
     @property
     def goodput(self) -> float:

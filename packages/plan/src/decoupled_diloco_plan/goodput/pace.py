@@ -27,14 +27,10 @@ SHORTEST = 0.2
 class Pace:
     """What unequal speeds come to."""
 
-    useful: tuple[float, ...]
-    """For each learner the share of its time in steps; the rest it waits."""
-
+    useful: tuple[float, ...]  # for each learner the share of its time in steps; the rest it waits
+    # Ticks of the clock for each step that the fastest learner makes if it never waits.
     against_fastest: float
-    """Ticks of the clock for each step that the fastest learner makes if it never waits."""
-
-    took_part: tuple[float, ...]
-    """For each learner the share of the rounds that it was in."""
+    took_part: tuple[float, ...]  # for each learner the share of the rounds that it was in
 
 
 def pace_of(cluster: Cluster, seed: int) -> Pace:

@@ -49,27 +49,19 @@ class Constants:
     chosen beforehand, as operators tell of such machines, and are not fitted.
     """
 
-    step_seconds: float = 4.76
-    """Length of a step. An interruption takes effect between steps."""
-
+    step_seconds: float = 4.76  # length of a step. An interruption takes effect between steps.
     downscale_seconds: float = 15.9
     upscale_seconds: float = 13.7
+    # From a slice's return to the upscale that takes it in. Slices that return meanwhile share it.
     upscale_window_seconds: float = 72.3
-    """From a slice's return to the upscale that takes it in. Slices that return meanwhile share
-    it."""
-
     restart_seconds: float = 82.1
+    # Chips that leave together when one of them fails: a pod of one interconnect.
     slice_chips: int = 256
-    """Chips that leave together when one of them fails: a pod of one interconnect."""
-
+    # Mean time until a slice is back: most often it is replaced by a healthy one.
     repair_seconds: float = 600.0
-    """Mean time until a slice is back: most often it is replaced by a healthy one."""
-
+    # First shape of the exponentiated Weibull distribution: above 1, no repair takes no time.
     repair_power: float = 2.0
-    """First shape of the exponentiated Weibull distribution: above 1, no repair takes no time."""
-
-    repair_tail: float = 0.6
-    """Its second shape, Weibull's own: below 1, the tail is heavy."""
+    repair_tail: float = 0.6  # its second shape, Weibull's own: below 1, the tail is heavy
 
     def __post_init__(self) -> None:
         at_least(STEP_SECONDS_MIN, step_seconds=self.step_seconds)
@@ -105,9 +97,8 @@ class Scavenged:
     chips: int
     blocks: int
     stay_seconds: float = 600.0
+    # Mean time that it stays away; 0: another one takes its place at once.
     away_seconds: float = 0.0
-    """Mean time that it stays away; 0: another one takes its place at once."""
-
     join_seconds: float = 1.0
 
     def __post_init__(self) -> None:
@@ -154,21 +145,18 @@ class Cluster:
     learners: int = 1
     mtbi_seconds: float = YEAR_SECONDS
     constants: Constants = field(default_factory=Constants)
+    # K: with fewer learners stepping, the syncer's clock stands, and steps are not useful.
     quorum: int = 1
-    """K: with fewer learners stepping, the syncer's clock stands, and steps are not useful."""
-
     period: int = 24
     minimum_share: float = 0.0
+    # Data-parallel: useful time between two checkpoints; 0: in the memory of others, each step.
     checkpoint_seconds: float = 0.0
-    """Data-parallel: useful time between two checkpoints; 0: in the memory of others, each step."""
-
     sudden: bool = False
     slowdowns: tuple[float, ...] = ()
     jitter: float = 0.0
+    # Steps that a learner goes on before a round that it waits for is over: what transfers leave of
+    # the overlap τ. Only a quorum above 1 makes anybody wait.
     slack_steps: int = 0
-    """Steps that a learner goes on before a round that it waits for is over: what transfers leave
-    of the overlap τ. Only a quorum above 1 makes anybody wait."""
-
     grace: bool = True
     stragglers: Stragglers | None = None
     scavenged: Scavenged | None = None
