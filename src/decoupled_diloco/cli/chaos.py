@@ -99,9 +99,14 @@ def chaos(options: ChaosOptions) -> None:
     if code == INTERRUPTED:
         console.print("no verdict: interrupted")
         exit_with(code)
+    from decoupled_diloco.chaos.verdict import judge, save_verdict
+
     folder = Path(scenario.config.run.folder)
     share = _share(scenario, None) if share is None else share
-    verdict = _judge(folder, share, options.limits(), finished, reason)
+    verdict = judge(
+        folder, accepted_share=share, finished=finished, reason=reason, **options.limits()
+    )
+    save_verdict(folder, verdict)
     _show(folder, verdict, console)
     exit_with(0 if verdict.kept else 1)
 
@@ -149,16 +154,6 @@ def _share(scenario: Scenario, reference: Path | None) -> float:
     from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share
 
     return fault_free_share(scenario) if reference is None else accepted_share_of(reference)
-
-
-def _judge(
-    folder: Path, share: float, limits: dict[str, float], finished: bool, reason: str
-) -> Verdict:
-    from decoupled_diloco.chaos.verdict import judge, save_verdict
-
-    verdict = judge(folder, accepted_share=share, finished=finished, reason=reason, **limits)
-    save_verdict(folder, verdict)
-    return verdict
 
 
 def _show(folder: Path, verdict: Verdict, console: SteadyConsole) -> None:

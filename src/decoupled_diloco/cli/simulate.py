@@ -143,6 +143,7 @@ def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
 def simulate_protocol(scenario: Scenario, tape: Path | None, console: SteadyConsole) -> int:
     """Simulates without tensors; returns the exit code."""
     from decoupled_diloco.launch.folder import RunFolder
+    from decoupled_diloco.observe.terminal import named_values
     from decoupled_diloco.simulate.protocol_run import ProtocolRun
 
     # With thousands of learners, looking for cycles as often as usual costs a quarter of the time.
@@ -159,7 +160,8 @@ def simulate_protocol(scenario: Scenario, tape: Path | None, console: SteadyCons
             _follow(run, interrupted, console)
         finally:
             run.close()
-    _summarise(run, console)
+    console.print()
+    console.print(named_values(_rows(run)))
     _tell_end(run.system.now, run.real_seconds, run.script, console)
     if not run.finished:
         _tell_unfinished(run.reason, console)
@@ -254,13 +256,6 @@ def _tell_end(virtual: float, real: float, script: Script, console: SteadyConsol
 
     tell_missed(script.missed, console)
     console.print(f"\n{format_duration(virtual)} of virtual time in {format_duration(real)}")
-
-
-def _summarise(run: ProtocolRun, console: SteadyConsole) -> None:
-    from decoupled_diloco.observe.terminal import named_values
-
-    console.print()
-    console.print(named_values(_rows(run)))
 
 
 def _rows(run: ProtocolRun) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """What every transport offers: a control plane of small ordered messages, a data plane of bodies.
 
 The transport decides nothing about the protocol: control messages are dictionaries that JSON can
-carry, bodies are opaque bytes. `memory` (one process) and `http` (aiohttp) implement the same
-interface and pass the same contract tests.
+carry, bodies are opaque bytes. HTTP (aiohttp), the virtual world's transport, and the one within a
+process that tests use implement the same interface.
 
 Nothing here asks a user for a timeout. Two derived intervals decide what is lost, both counted
 in time during which this process really ran, so that a paused process does not give up its peers
