@@ -31,7 +31,8 @@ from typing import Any
 
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.channel import WebSocketChannel
-from decoupled_diloco.transport.http import HttpClient, HttpServer
+from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
 
 TOKEN = "benchmark"

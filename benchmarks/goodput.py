@@ -16,15 +16,18 @@ from typing import Any
 
 from evidence import RESULTS, keep
 
+from decoupled_diloco_plan.goodput.calibrate import CHIPS
 from decoupled_diloco_plan.goodput.pace import pace_of
 from decoupled_diloco_plan.goodput.picture import plot_goodput, plot_timeline
-from decoupled_diloco_plan.goodput.published import CHIPS
-from decoupled_diloco_plan.goodput.scavenge import (
+from decoupled_diloco_plan.goodput.settings import (
     BLOCK_CHIPS,
     PREEMPTED_A_DAY,
+    SYSTEMS,
+    YEAR_SECONDS,
+    Cluster,
+    Constants,
     stay_of,
 )
-from decoupled_diloco_plan.goodput.settings import SYSTEMS, YEAR_SECONDS, Cluster, Constants
 from decoupled_diloco_plan.goodput.study import Effort, Row, cells, study
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -25,8 +25,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.observe.accounts import account_for
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco_plan.goodput.accounts import Account, Feed, enter
-from decoupled_diloco_plan.goodput.chance import Slices
-from decoupled_diloco_plan.goodput.life import NEVER, Habits, Life
+from decoupled_diloco_plan.goodput.life import NEVER, Habits, Life, Slices
 from decoupled_diloco_plan.goodput.settings import microseconds
 
 ESTIMATE = (

@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import gc
 import json
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from evidence import keep, spread
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape
@@ -40,7 +42,7 @@ from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.storage.weights import save_weights
 from decoupled_diloco.syncer.shard import Shard
-from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
+from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 ESTIMATE = (
     "a handler of one learner's message: 20 to 50 microseconds, whatever M. One of all: some 8 "

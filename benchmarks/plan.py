@@ -16,12 +16,12 @@ from typing import Any
 from evidence import RESULTS, keep
 
 from decoupled_diloco_plan.bandwidth import compare, published
+from decoupled_diloco_plan.bandwidth.case import Model
 from decoupled_diloco_plan.bandwidth.network import Link, Network, equal_sites
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.bandwidth.plots import save_curves
+from decoupled_diloco_plan.bandwidth.published import utilization
 from decoupled_diloco_plan.bandwidth.search import propose
-from decoupled_diloco_plan.bandwidth.setting import Model
-from decoupled_diloco_plan.bandwidth.timeline import utilization
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from unit.plan.published_cells import CELLS, MODELS

@@ -28,11 +28,10 @@ from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco_plan.bandwidth.case import Case
-from decoupled_diloco_plan.bandwidth.inputs import read_run
+from decoupled_diloco_plan.bandwidth.case import Case, Model, wire_format
+from decoupled_diloco_plan.bandwidth.inputs import model_of
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Model, Setting, wire_format
 from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -89,10 +88,11 @@ def config_of(system: str, step_seconds: float, folder: Path, steps: int) -> Run
 
 
 def predicted(config: RunConfig, mbit: float, handling_seconds: float) -> Rounds:
-    found, sync = read_run(config), config.sync
+    found, sync = model_of(config), config.sync
+    model = Model(found["params"], found["layers"] or 1, found["step_seconds"])
     rate = mbit * 1e6 / 8
-    bodies = LEARNERS * 2 * found.params / sync.fragments / rate
-    busy = bodies * sync.fragments / sync.period / (found.step_seconds or 1.0)
+    bodies = LEARNERS * 2 * model.params / sync.fragments / rate
+    busy = bodies * sync.fragments / sync.period / model.step_seconds
     latency = min(1.0, busy) * min(QUEUE_SECONDS, bodies)
     network = Network(
         (Site("near", LEARNERS, Link(rate, rate, latency)),), HUB, Link(math.inf, math.inf)
@@ -104,10 +104,8 @@ def predicted(config: RunConfig, mbit: float, handling_seconds: float) -> Rounds
         quorum=sync.quorum,
         wait=sync.wait,
     )
-    setting = Setting(options, wire_format(sync.uplink_codec), wire_format(sync.downlink_codec))
-    assert found.step_seconds is not None
-    model = Model(found.params, found.layers or 1, found.step_seconds)
-    return simulate(Case(model, setting, network, handling_seconds=handling_seconds))
+    formats = wire_format(sync.uplink_codec), wire_format(sync.downlink_codec)
+    return simulate(Case(model, options, network, *formats, handling_seconds=handling_seconds))
 
 
 def counters() -> tuple[float, int, int]:

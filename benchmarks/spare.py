@@ -25,7 +25,7 @@ from typing import Any
 from evidence import keep, spread
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.config.files import find_shipped
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.observe.tape import Follower
 

@@ -20,7 +20,8 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.syncer.shard import Shard
-from decoupled_diloco.transport.http import HttpClient, HttpServer
+from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
 
 PATIENCE_SECONDS = 20.0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.transport.base import Limits
-from decoupled_diloco.transport.http import HttpClient
+from decoupled_diloco.transport.http_client import HttpClient
 from integration.system import System, Trainer, training, until
 
 Make = Callable[..., System]

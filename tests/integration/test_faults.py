@@ -25,7 +25,7 @@ from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.transport.base import TransferStats
-from decoupled_diloco.transport.http import HttpClient
+from decoupled_diloco.transport.http_client import HttpClient
 from integration.system import Model, System, Trainer, equal, parameters, training, until
 
 Make = Callable[..., System]

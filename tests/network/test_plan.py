@@ -9,11 +9,10 @@ from statistics import median
 import pytest
 
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.case import Case, Model
 from decoupled_diloco_plan.bandwidth.inputs import read_run
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Model, Setting
 from network.conftest import Saturated
 from network.runs import LEARNERS, merged, step_times
 from network.spaces import unavailable
@@ -45,6 +44,6 @@ def test_the_rounds_that_a_slow_link_bears(saturated: Saturated) -> None:
     near = Site("near", LEARNERS, Link(rate, rate, 0.2))
     network = Network((near,), HUB, Link(math.inf, math.inf))
     model = Model(found.params, found.layers or 1, pace)
-    plan = simulate(Case(model, Setting(Options(fragments=8, period=8, overlap=2)), network))
+    plan = simulate(Case(model, Options(fragments=8, period=8, overlap=2), network))
     assert 0.2 < plan.kept < 0.4, "the link bears about a third of it"
     assert plan.kept - 0.12 <= kept <= 2 * plan.kept

@@ -19,7 +19,7 @@ from torch import Tensor
 from decoupled_diloco.errors import AccessError, ConfigError
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.storage.weights import load_weights
-from decoupled_diloco.transport.http import HttpClient
+from decoupled_diloco.transport.http_client import HttpClient
 from process.runs import (
     command,
     config_file,

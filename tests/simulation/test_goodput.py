@@ -7,8 +7,15 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from decoupled_diloco_plan.goodput.calibrate import NAMES, calibrated, residuals, rounded
-from decoupled_diloco_plan.goodput.published import CELLS, CHIPS, Cell
+from decoupled_diloco_plan.goodput.calibrate import (
+    CELLS,
+    CHIPS,
+    NAMES,
+    Cell,
+    calibrated,
+    residuals,
+    rounded,
+)
 from decoupled_diloco_plan.goodput.settings import Cluster, Constants, System
 from decoupled_diloco_plan.goodput.systems import simulate
 from simulation.scavenging import SCAVENGED, relative_time

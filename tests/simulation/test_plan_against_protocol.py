@@ -11,10 +11,9 @@ import pytest
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
-from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.case import Case, Model
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
 from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 PARAMETERS, LEARNERS, PERIOD, STEPS = 48_000_000, 4, 12, 120
@@ -105,10 +104,9 @@ def planned(
     link = Link(rate, rate, latency, shared)
     sites = tuple(Site(f"all at {step}", LEARNERS // len(steps), link, step) for step in steps)
     network = Network(sites, HUB, Link(math.inf, math.inf, 0.0005))
-    bf16 = Format("bf16", 16.0)
     case = Case(
         Model(PARAMETERS, 4, 1.0),
-        Setting(options, bf16, bf16),
+        options,
         network,
         link_share=1.0,
         step_overhead=0.0,

@@ -243,8 +243,8 @@ OF_REAL_MACHINES = {
     "learner/parts.py": "names a learner after its host and process",
     "transport/documents.py": "a command reads a running syncer's tapes",
     "transport/http_client.py": "real sockets",
+    "transport/http_server.py": "real sockets",
     "transport/reach.py": "the doctor looks at real sockets",
-    "transport/sockets.py": "real sockets",
 }
 """Files that no virtual machine runs, and what they are for."""
 

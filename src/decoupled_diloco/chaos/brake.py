@@ -40,7 +40,6 @@ class Guard:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Ends the guard, which continues the processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -51,7 +50,6 @@ class Brake:
 
     Args:
         pid: Its current number; ``None``: there is no process.
-        guard: Continues it if this process dies.
         step_seconds: How long an undisturbed step of it takes, so that a cycle has whole steps.
     """
 
@@ -74,7 +72,6 @@ class Brake:
         self._changed.set()
 
     def resume(self, number: int) -> None:
-        """Undoes one `pause`."""
         self._pauses.pop(number, None)
         self._changed.set()
 
@@ -84,12 +81,10 @@ class Brake:
         self._changed.set()
 
     def quicken(self, factor: float) -> None:
-        """Undoes one `slow`."""
         self._factors.remove(factor)
         self._changed.set()
 
     def close(self) -> None:
-        """Continues the process, and ends the thread."""
         self._ends.set()
         self._changed.set()
         self._thread.join()

@@ -18,9 +18,8 @@ from dataclasses import replace
 from functools import partial
 
 from decoupled_diloco.chaos.brake import Brake, Guard
-from decoupled_diloco.chaos.disks import Disks
 from decoupled_diloco.chaos.proxy import Links, Wire
-from decoupled_diloco.chaos.shaping import Shaper
+from decoupled_diloco.chaos.spaces import Disks, Shaper
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.launch.supervisor import TERMINATE_SECONDS
 from decoupled_diloco.observe.samples import FaultEnded, FaultInjected
@@ -34,15 +33,7 @@ RETRY_SECONDS = 0.05
 
 
 class Engine:
-    """The faults, joins and leaves of one scenario in one run.
-
-    Args:
-        run: Its processes; `poll` is called while it is waited for.
-        scenario: What happens.
-        links: The wires between its processes, if the scenario has any.
-        disks: The shards' disks.
-        shaper: The kernel's limits of the links, if the scenario has any.
-    """
+    """The faults, joins and leaves of one scenario in one run."""
 
     def __init__(
         self,

@@ -42,26 +42,17 @@ NETWORK = "127.77"
 
 @dataclass(eq=False)
 class Wire:
-    """One process's way to one shard.
-
-    Attributes:
-        process: Who dials.
-        port: The shard's port.
-        delay_seconds: One way.
-        jitter_seconds: Further delay of each piece, uniform between 0 and this.
-        losses: Shares of what has to be sent again, of everything that strikes it.
-        corruptions: Shares of what is spoilt.
-        cuts: How many cuts silence a direction.
-    """
+    """One process's way to one shard."""
 
     process: str
     port: int
     choices: Choices
-    delay_seconds: float = 0.0
-    jitter_seconds: float = 0.0
+    delay_seconds: float = 0.0  # one way
+    jitter_seconds: float = 0.0  # further delay of each piece, uniform between 0 and this
+    # shares of what has to be sent again, of everything that strikes it
     losses: list[float] = field(default_factory=list)
-    corruptions: list[float] = field(default_factory=list)
-    cuts: Counter[Way] = field(default_factory=Counter)
+    corruptions: list[float] = field(default_factory=list)  # shares of what is spoilt
+    cuts: Counter[Way] = field(default_factory=Counter)  # how many cuts silence a direction
     pipes: set[Pipe] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -161,11 +152,7 @@ class Links:
         self._thread.start()
 
     def dial(self, process: str, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        """What a process dials instead of these addresses, from now on.
-
-        Raises:
-            TransportError: nothing can listen there.
-        """
+        """What a process dials instead of these addresses, from now on."""
         return tuple(
             BETWEEN.join(self._wait(self._open(process, one)) for one in alternatives(address))
             for address in addresses
@@ -186,22 +173,20 @@ class Links:
             if process in (None, name) and port in (None, to)
         ]
 
-    def cut(self, wires: Iterable[Wire], *, up: bool, down: bool) -> None:
-        """Nothing passes any more in these directions; silently."""
-        self._cut(list(wires), up, down, 1)
+    def cut(self, wires: Iterable[Wire], *, up: bool, down: bool, change: int = 1) -> None:
+        """Nothing passes any more in these directions; silently. A change of -1 takes it back."""
+        cut = list(wires)
 
-    def heal(self, wires: Iterable[Wire], *, up: bool, down: bool) -> None:
-        """Takes one cut of each back."""
-        self._cut(list(wires), up, down, -1)
-
-    def _cut(self, wires: list[Wire], up: bool, down: bool, change: int) -> None:
         def turn() -> None:
-            for wire in wires:
+            for wire in cut:
                 wire.cuts["up"] += change * up
                 wire.cuts["down"] += change * down
                 wire.changed.set()
 
         self._do(turn)
+
+    def heal(self, wires: Iterable[Wire], *, up: bool, down: bool) -> None:
+        self.cut(wires, up=up, down=down, change=-1)
 
     def break_connections(self, wires: Iterable[Wire]) -> None:
         """Connections are lost with what is under way; new ones can be made at once."""
@@ -214,7 +199,6 @@ class Links:
         self._do(break_all)
 
     def close(self) -> None:
-        """Ends all connections and the thread."""
         if self._thread.is_alive():
             self._wait(self._end())
             self._loop.call_soon_threadsafe(self._loop.stop)

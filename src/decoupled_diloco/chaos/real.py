@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from decoupled_diloco.chaos import spaces
-from decoupled_diloco.chaos.disks import Disks
 from decoupled_diloco.chaos.engine import Engine
 from decoupled_diloco.chaos.proxy import Links
-from decoupled_diloco.chaos.shaping import Shaper
+from decoupled_diloco.chaos.spaces import Disks, Shaper
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.local import LocalRun, RunOutcome
@@ -21,9 +20,6 @@ HOST = "127.0.0.1"
 
 def require_real(scenario: Scenario) -> Scenario:
     """The scenario as real processes can carry it out.
-
-    Returns:
-        The same scenario; its run has the pace of the scenario's learners.
 
     Raises:
         ConfigError: it tells something that only the virtual world can do; the message says what,
@@ -113,15 +109,7 @@ def paced_config(scenario: Scenario) -> RunConfig:
 
 
 class RealRun:
-    """A scenario carried out on processes of this machine.
-
-    Args:
-        scenario: As `require_real` has checked it.
-
-    Raises:
-        ConfigError: See `LocalRun`.
-        Error: this system refuses a namespace.
-    """
+    """A scenario carried out on processes of this machine."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -144,7 +132,6 @@ class RealRun:
         self.engine = Engine(self.local, scenario, self._links, self._disks, shaper)
 
     def start(self) -> None:
-        """Starts every process; see `LocalRun.start`."""
         self.local.start()
         if self._links is not None:
             for name, group in self.scenario.members.items():

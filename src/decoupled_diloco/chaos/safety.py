@@ -33,8 +33,6 @@ class SafetyChecker:
 
     Attributes:
         membership: For each shard and learner: when the shard counted on it and was connected.
-        merges: How many rounds were merged, by fragment.
-        contributions: How many contributions are in them.
         broken: What must not be, in words.
     """
 

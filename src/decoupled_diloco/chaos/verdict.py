@@ -77,13 +77,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All checks of a run.
-
-    Attributes:
-        checks: In the order in which they are shown.
-        faults: How many faults of each kind were caused.
-        numbers: What was measured, as numbers.
-    """
+    """All checks of a run, in the order in which they are shown; how many faults of each kind."""
 
     checks: tuple[Check, ...]
     faults: dict[str, int] = field(default_factory=dict)
@@ -91,7 +85,6 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether every promise was kept."""
         return all(check.kept for check in self.checks)
 
 
@@ -109,8 +102,6 @@ def judge(
     Args:
         folder: The run folder; no process writes to its tape any more.
         accepted_share: Share of the trained tokens that a fault-free run of the same recipe merges.
-        finished: Whether the run has ended as it should.
-        reason: Why, in words.
         accepted_min: Least accepted tokens over those of a fault-free run.
         participation_min: Least share of its eligible rounds that any learner may take part in.
 
@@ -136,11 +127,7 @@ def judge(
 
 
 def save_verdict(folder: Path, verdict: Verdict) -> Path:
-    """Writes ``RUN/chaos.json``.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Writes ``RUN/chaos.json``."""
     document = {
         "kept": verdict.kept,
         "faults": verdict.faults,
@@ -207,19 +194,22 @@ class _Judge:
 
     def survivors(self) -> None:
         """No learner loses a step because of a fault that struck another process."""
-        lost: dict[str, int] = {}
-        details = []
+        lost = dict.fromkeys(self.run.trained, 0)
+        details, longest = [], 0.0
         for name, learner in self.run.trained.items():
             median = learner.step_seconds_median
-            own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * (median or 0.0))
-            lost[name] = 0
-            for begin, end in self._gaps(learner) if median else ():
-                if median and end - begin > GAP_MEDIANS * median and not _overlaps(own, begin, end):
+            if not median:
+                continue
+            own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * median)
+            for begin, end in self._gaps(learner):
+                if end - begin > GAP_MEDIANS * median and not _overlaps(own, begin, end):
                     steps = round((end - begin) / median) - 1
                     lost[name] += steps
                     told = f"{name}: {steps} steps from {begin:.1f} s to {end:.1f} s"
                     details.append(told + self._struck_near(begin, end))
-        longest = self._longest_gap()
+            between = [gap for life in learner.lives for gap in pairwise(life.steps_at)]
+            undisturbed = [(b - a) / median for a, b in between if not _overlaps(own, a, b)]
+            longest = max([longest, *undisturbed])
         self.numbers |= {"lost_steps": lost, "longest_gap_medians": longest}
         total = sum(lost.values())
         self._say(
@@ -243,18 +233,6 @@ class _Judge:
                 end = min([end, *(max(at, last) for at in told if at >= life.started_at)])
                 if end > last:
                     yield last, end
-
-    def _longest_gap(self) -> float:
-        """The longest gap of any undisturbed learner, in median steps of that learner."""
-        longest = 0.0
-        for name, learner in self.run.trained.items():
-            median = learner.step_seconds_median
-            own = self._disturbances(name, STEP_FAULTS, GAP_MEDIANS * (median or 0.0))
-            for life in learner.lives if median else ():
-                for begin, end in pairwise(life.steps_at):
-                    if median and not _overlaps(own, begin, end):
-                        longest = max(longest, (end - begin) / median)
-        return longest
 
     def _struck_near(self, begin: float, end: float) -> str:
         near = [s for s in self.run.faults if begin - 5.0 <= s.begin <= end]

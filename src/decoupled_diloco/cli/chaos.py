@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.options import (
-    INTERRUPTED,
     Sets,
     complete_recipe,
     complete_scenario,
@@ -17,7 +16,8 @@ from decoupled_diloco.cli.options import (
     make_console,
 )
 from decoupled_diloco.config.command_line import CommandOptions, command
-from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.config.files import find_shipped
+from decoupled_diloco.launch.termination import INTERRUPTED
 
 if TYPE_CHECKING:
     from decoupled_diloco.chaos.verdict import Verdict
@@ -63,7 +63,6 @@ class ChaosOptions(CommandOptions):
     has few."""
 
     def scenario(self) -> Scenario:
-        """The scenario with its run."""
         from decoupled_diloco.simulate.scenario import load_scenario
 
         if len(self.told) > 2:
@@ -100,9 +99,14 @@ def chaos(options: ChaosOptions) -> None:
     if code == INTERRUPTED:
         console.print("no verdict: interrupted")
         exit_with(code)
+    from decoupled_diloco.chaos.verdict import judge, save_verdict
+
     folder = Path(scenario.config.run.folder)
     share = _share(scenario, None) if share is None else share
-    verdict = _judge(folder, share, options.limits(), finished, reason)
+    verdict = judge(
+        folder, accepted_share=share, finished=finished, reason=reason, **options.limits()
+    )
+    save_verdict(folder, verdict)
     _show(folder, verdict, console)
     exit_with(0 if verdict.kept else 1)
 
@@ -129,8 +133,7 @@ def _carry_out(
 
 def _really(scenario: Scenario, console: SteadyConsole) -> tuple[int, bool, str]:
     from decoupled_diloco.chaos.real import RealRun, require_real
-    from decoupled_diloco.cli.beginning import tell_beginning
-    from decoupled_diloco.cli.outcome import tell_missed, tell_outcome
+    from decoupled_diloco.cli.telling import tell_beginning, tell_missed, tell_outcome
     from decoupled_diloco.cli.train import carry_out
     from decoupled_diloco.simulate.scenario import dump_scenario
 
@@ -151,16 +154,6 @@ def _share(scenario: Scenario, reference: Path | None) -> float:
     from decoupled_diloco.chaos.reference import accepted_share_of, fault_free_share
 
     return fault_free_share(scenario) if reference is None else accepted_share_of(reference)
-
-
-def _judge(
-    folder: Path, share: float, limits: dict[str, float], finished: bool, reason: str
-) -> Verdict:
-    from decoupled_diloco.chaos.verdict import judge, save_verdict
-
-    verdict = judge(folder, accepted_share=share, finished=finished, reason=reason, **limits)
-    save_verdict(folder, verdict)
-    return verdict
 
 
 def _show(folder: Path, verdict: Verdict, console: SteadyConsole) -> None:

@@ -20,13 +20,7 @@ ASK_SECONDS = 0.3
 def take_checkpoint(address: str, token: str | None, timeout_seconds: float) -> CheckpointAnswer:
     """Has a running syncer take a checkpoint of the run, and waits until it is complete.
 
-    Args:
-        address: Of any shard, ``http://host:port``.
-        token: The run's secret; ``None``: it has none.
-        timeout_seconds: How long to wait, seconds, greater than 0.
-
-    Returns:
-        A complete checkpoint, one that was refused or given up, or one that is still open.
+    It may also be refused, given up, or still open after the time.
 
     Raises:
         AccessError: The syncer refuses the token.

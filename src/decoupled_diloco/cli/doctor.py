@@ -30,7 +30,7 @@ from decoupled_diloco.cli.options import (
 
 if TYPE_CHECKING:
     from decoupled_diloco.config import RunConfig
-    from decoupled_diloco.launch.doctor import Finding
+    from decoupled_diloco.launch.doctor.machine import Finding
     from decoupled_diloco.observe.terminal import SteadyConsole
 
 LEVEL_WIDTH = 9
@@ -65,7 +65,7 @@ def doctor(
     addresses = listed(syncer)
     if not all(map(_is_url, addresses)):
         fail(f"--syncer {syncer!r} is not a URL: write it as http://host:port")
-    from decoupled_diloco.launch.doctor import Examined, any_left_behind, examine
+    from decoupled_diloco.launch.doctor.examine import Examined, any_left_behind, examine
 
     case = Examined(config, addresses, _token(config, addresses, token_file), started)
     findings = examine(case)

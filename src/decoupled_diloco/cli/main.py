@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from decoupled_diloco import __version__
 from decoupled_diloco.cli.added import add_command
@@ -17,7 +20,7 @@ from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
 from decoupled_diloco.cli.ledger import ledger
-from decoupled_diloco.cli.options import INTERRUPTED, fail
+from decoupled_diloco.cli.options import fail
 from decoupled_diloco.cli.recipes import recipes, scenarios
 from decoupled_diloco.cli.replay import replay
 from decoupled_diloco.cli.report import report
@@ -26,9 +29,53 @@ from decoupled_diloco.cli.simulate import simulate
 from decoupled_diloco.cli.status import status
 from decoupled_diloco.cli.tape import tape
 from decoupled_diloco.cli.timing import timing
-from decoupled_diloco.cli.usage import Commands
 from decoupled_diloco.cli.watch import watch
 from decoupled_diloco.errors import Error
+from decoupled_diloco.launch.termination import INTERRUPTED
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class _PlainFlags:
+    """Help that says nothing of the type of flags; newer versions of typer write ``<bool>``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters, flags without a name for what they take."""
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in found:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return found
+
+
+class Group(_PlainFlags, TyperGroup):
+    """The command that has the others."""
+
+
+class Command(_PlainFlags, TyperCommand):
+    """A command whose usage says `RUN`, and `[NAME]` for what may be left out.
+
+    Newer versions of typer put braces around the one, and brackets around the other's brackets.
+    """
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What follows the command's name."""
+        pieces = super().collect_usage_pieces(ctx)
+        return [
+            re.sub(r"^(?:\{(.*)\}(?:\.{3})?|\[(\[.*\])\])$", r"\1\2", piece) for piece in pieces
+        ]
+
+
+class Commands(typer.Typer):
+    """A `Typer` all of whose commands are of class `Command`, with `-h` for `--help`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        short = {"help_option_names": ["-h", "--help"]}
+        super().__init__(cls=Group, context_settings=short, **arguments)
+
+    def command(self, name: str | None = None, **arguments: Any) -> Callable[[_F], _F]:
+        return super().command(name, cls=Command, **arguments)
+
 
 app = Commands(
     name="ddiloco",
@@ -40,28 +87,14 @@ app = Commands(
     "anything else.",
 )
 
-
-app.command()(train)
-app.command()(syncer)
-app.command()(learner)
-app.command()(evaluator)
-app.command()(recipes)
-app.command()(scenarios)
-app.command()(simulate)
+for each in (train, syncer, learner, evaluator, recipes, scenarios, simulate):
+    app.command()(each)
 add_command(app, "plan")
-app.command()(chaos)
-app.command()(export)
-app.command()(doctor)
-app.command()(status)
-app.command()(watch)
-app.command()(timing)
-app.command()(explain)
-app.command()(report)
-app.command()(tape)
-app.command()(replay)
+for each in (chaos, export, doctor, status, watch, timing, explain, report, tape, replay):
+    app.command()(each)
 add_command(app, "goodput")
-app.command()(ledger)
-app.command()(checkpoint)
+for each in (ledger, checkpoint):
+    app.command()(each)
 
 
 @app.command(hidden=True)

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from decoupled_diloco.config.shipped import Kind, find_shipped, shipped, title_of
+from decoupled_diloco.config.files import Kind, find_shipped, shipped, title_of
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.terminal import SteadyConsole
-
-INTERRUPTED = 130
 
 TITLE_WIDTH_MAX = 60
 """Characters of a recipe's title beside its name: a shell shows one line for each."""
@@ -78,8 +76,7 @@ Sets = Annotated[
 ]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the run's secret.")]
 SyncerAddresses = Annotated[
-    str,
-    typer.Option("--syncer", metavar="URL[,URL…]", help="Where the shards are."),
+    str, typer.Option("--syncer", metavar="URL[,URL…]", help="Where the shards are.")
 ]
 RunSource = Annotated[
     str,
@@ -98,14 +95,12 @@ def listed(text: str) -> tuple[str, ...]:
 
 
 def make_console() -> SteadyConsole:
-    """The console of a command."""
     from decoupled_diloco.observe.terminal import SteadyConsole
 
     return SteadyConsole()
 
 
 def exit_with(code: int) -> NoReturn:
-    """Ends the command."""
     raise typer.Exit(code)
 
 

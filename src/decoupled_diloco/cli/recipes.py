@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from decoupled_diloco.cli.options import complete_recipe, complete_scenario, make_console
-from decoupled_diloco.config.shipped import Kind, find_shipped, shipped, title_of
+from decoupled_diloco.config.files import Kind, find_shipped, shipped, title_of
 from decoupled_diloco.errors import ConfigError
 
 

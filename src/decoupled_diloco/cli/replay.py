@@ -26,8 +26,7 @@ TEXT_MAX = 300
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or a tape.")],
     until: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="SECONDS", help="Only the run's first seconds."),
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Only the run's first seconds.")
     ] = None,
     diff: Annotated[
         Path | None, typer.Option(metavar="OTHER", help="Where this run and another one part.")

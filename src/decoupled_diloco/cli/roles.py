@@ -26,7 +26,7 @@ from decoupled_diloco.cli.options import (
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.config.command_line import CommandOptions, command, overrides, setting
-from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.config.files import find_shipped
 
 
 class TrainOptions(CommandOptions):
@@ -38,7 +38,6 @@ class TrainOptions(CommandOptions):
     cut: CutToGoBackTo = ""
 
     def config(self, *more: str) -> RunConfig:
-        """The settings of a new run, or of one that goes on in its folder."""
         settings = [*(self.settings or ()), *more]
         if self.cut and not self.resume:
             fail("--cut says where to go back to: give --resume and the folder of the run, too")
@@ -76,8 +75,7 @@ class SyncerOptions(TrainOptions):
     """Stand by for this shard, until it is needed."""
 
     addresses: Annotated[
-        tuple[str, ...],
-        setting(SyncerSettings, "addresses", metavar="URL[,URL…]", parser=listed),
+        tuple[str, ...], setting(SyncerSettings, "addresses", metavar="URL[,URL…]", parser=listed)
     ] = ()
     token_file: Annotated[Path | None, setting(SyncerSettings, "token_file")] = None
     stop_with_parent: StopWithParent = False
@@ -160,7 +158,6 @@ class DialOptions(CommandOptions):
     stop_with_parent: StopWithParent = False
 
     def config(self) -> RunConfig:
-        """The run's settings."""
         return load_config(self.run, self.settings or ())
 
     def addresses(self, config: RunConfig) -> tuple[str, ...]:

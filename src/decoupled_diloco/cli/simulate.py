@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.options import (
-    INTERRUPTED,
     Sets,
     complete_recipe,
     complete_scenario,
@@ -23,8 +22,8 @@ from decoupled_diloco.cli.options import (
     make_console,
 )
 from decoupled_diloco.config.command_line import CommandOptions, command
-from decoupled_diloco.config.shipped import find_shipped
-from decoupled_diloco.launch.termination import handling
+from decoupled_diloco.config.files import find_shipped
+from decoupled_diloco.launch.termination import INTERRUPTED, handling
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.terminal import SteadyConsole
@@ -50,8 +49,7 @@ class SimulateOptions(CommandOptions):
     """The scenario's TOML file, or the name of a shipped one."""
 
     run: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", parser=find_recipe, autocompletion=complete_recipe),
+        Path | None, typer.Option(metavar="RUN", parser=find_recipe, autocompletion=complete_recipe)
     ] = None
     """Another run than the scenario's: a TOML file, or a shipped recipe's name."""
 
@@ -110,7 +108,7 @@ def spare_a_real_run(folder: Path | None, option: str) -> None:
 
 def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
     """Simulates with tensors; returns the exit code."""
-    from decoupled_diloco.cli.outcome import tell_outcome
+    from decoupled_diloco.cli.telling import tell_outcome
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.observe.progress import ProgressDisplay
     from decoupled_diloco.simulate.simulation import Simulation, trained_in
@@ -145,6 +143,7 @@ def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
 def simulate_protocol(scenario: Scenario, tape: Path | None, console: SteadyConsole) -> int:
     """Simulates without tensors; returns the exit code."""
     from decoupled_diloco.launch.folder import RunFolder
+    from decoupled_diloco.observe.terminal import named_values
     from decoupled_diloco.simulate.protocol_run import ProtocolRun
 
     # With thousands of learners, looking for cycles as often as usual costs a quarter of the time.
@@ -161,7 +160,8 @@ def simulate_protocol(scenario: Scenario, tape: Path | None, console: SteadyCons
             _follow(run, interrupted, console)
         finally:
             run.close()
-    _summarise(run, console)
+    console.print()
+    console.print(named_values(_rows(run)))
     _tell_end(run.system.now, run.real_seconds, run.script, console)
     if not run.finished:
         _tell_unfinished(run.reason, console)
@@ -251,18 +251,11 @@ def _noticing_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _tell_end(virtual: float, real: float, script: Script, console: SteadyConsole) -> None:
-    from decoupled_diloco.cli.outcome import tell_missed
+    from decoupled_diloco.cli.telling import tell_missed
     from decoupled_diloco.units import format_duration
 
     tell_missed(script.missed, console)
     console.print(f"\n{format_duration(virtual)} of virtual time in {format_duration(real)}")
-
-
-def _summarise(run: ProtocolRun, console: SteadyConsole) -> None:
-    from decoupled_diloco.observe.terminal import named_values
-
-    console.print()
-    console.print(named_values(_rows(run)))
 
 
 def _rows(run: ProtocolRun) -> list[tuple[str, str]]:

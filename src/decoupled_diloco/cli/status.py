@@ -39,11 +39,7 @@ def status(
 
 
 def source_of(text: str, token_file: Path | None, *, detail: bool = False) -> Source:
-    """The source that a command line names, with its secret.
-
-    Raises:
-        Error: There is nothing there, or the secret cannot be read.
-    """
+    """The source that a command line names, with its secret."""
     from decoupled_diloco.launch.folder import read_token
     from decoupled_diloco.observe.sources import open_source
 
@@ -53,11 +49,8 @@ def source_of(text: str, token_file: Path | None, *, detail: bool = False) -> So
 def newest_run(example: str) -> str:
     """The run folder in runs/ that was begun last; says which it is.
 
-    Args:
-        example: A command that names a run, for the message where there is none.
-
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none; shows a command that names a run, as ``example`` does.
     """
     begun = {path.parent: path.stat().st_mtime for path in Path("runs").glob("*/run.toml")}
     if not begun:

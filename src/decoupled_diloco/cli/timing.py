@@ -33,7 +33,7 @@ def timing(
     """Every interval, window, lease and deadline, and what it is derived from: none is set."""
     from decoupled_diloco.cli.status import source_of
     from decoupled_diloco.config import load_config
-    from decoupled_diloco.config.shipped import find_shipped
+    from decoupled_diloco.config.files import find_shipped
     from decoupled_diloco.launch.timing import intervals
     from decoupled_diloco.observe.explain import options_in
     from decoupled_diloco.observe.run_model import RunModel

@@ -5,19 +5,19 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from decoupled_diloco.cli.beginning import tell_beginning
-from decoupled_diloco.cli.options import INTERRUPTED
-from decoupled_diloco.cli.outcome import tell_outcome, what_remains
+from decoupled_diloco.cli.telling import tell_beginning, tell_outcome, what_remains
 from decoupled_diloco.cli.timing import import_intervals
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, RunOutcome
-from decoupled_diloco.launch.termination import handling, interrupt
-from decoupled_diloco.observe.following import FollowedRun
+from decoupled_diloco.launch.termination import INTERRUPTED, handling, interrupt
 from decoupled_diloco.observe.progress import ProgressDisplay
 from decoupled_diloco.observe.terminal import SteadyConsole
+
+if TYPE_CHECKING:
+    from decoupled_diloco.chaos.real import RealRun
 
 
 def train_locally(
@@ -36,42 +36,15 @@ def train_locally(
     return _code(outcome)
 
 
-class RunHere(Protocol):
-    """A run on this machine: of `LocalRun`, or of one that meets with faults."""
-
-    @property
-    def path(self) -> Path:
-        """Its folder."""
-        ...
-
-    @property
-    def followed(self) -> FollowedRun:
-        """What its tape tells while it goes on."""
-        ...
-
-    def start(self) -> None:
-        """Starts all processes."""
-        ...
-
-    def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
-        """Returns when it is over."""
-        ...
-
-    def close(self) -> None:
-        """Ends what still runs."""
-        ...
-
-
 def carry_out(
-    run: RunHere, config: RunConfig, console: SteadyConsole, begun: Callable[[], None] | None = None
+    run: LocalRun | RealRun,
+    config: RunConfig,
+    console: SteadyConsole,
+    begun: Callable[[], None] | None = None,
 ) -> RunOutcome:
     """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left.
 
-    Args:
-        run: The run.
-        config: Its settings.
-        console: Where to show it.
-        begun: Called once the processes are started.
+    ``begun`` is called once the processes are started.
     """
     budget = (config.run.budget_steps, config.run.budget_tokens)
     try:

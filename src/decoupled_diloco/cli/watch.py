@@ -86,7 +86,6 @@ class Reader(threading.Thread):
         self._look()  # what is wrong from the start is told at once
 
     def run(self) -> None:
-        """Looks until it is stopped."""
         while not self.stopping.wait(self._every):
             try:
                 self._look()

@@ -2,9 +2,6 @@
 
 from decoupled_diloco.config.files import dump_config, load_config
 from decoupled_diloco.config.run import (
-    DataSettings,
-    FaultSettings,
-    LearnerSettings,
     OuterSettings,
     RunConfig,
     RunSettings,
@@ -15,9 +12,6 @@ from decoupled_diloco.config.run import (
 from decoupled_diloco.config.settings import Settings, suggestion
 
 __all__ = [
-    "DataSettings",
-    "FaultSettings",
-    "LearnerSettings",
     "OuterSettings",
     "RunConfig",
     "RunSettings",

@@ -26,7 +26,6 @@ def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
     """The shards' addresses in order, as learners are told: from the settings, or host and port.
 
     Args:
-        config: The run.
         ports: The ports that the shards really have, and then their standbys; default: those of
             the settings.
 
@@ -74,10 +73,7 @@ def reached_by(address: str, dialled: str) -> str:
     >>> reached_by("http://10.0.0.1:7071", "http://syncer:7070")
     'http://10.0.0.1:7071'
     """
-    host = urlsplit(dialled).hostname or ""
-    return _each(
-        address, lambda one: one if _wildcard_version(one) is None else _with_host(one, host)
-    )
+    return _in_place_of_a_wildcard(address, lambda version: urlsplit(dialled).hostname or "")
 
 
 def on_this_machine(address: str) -> str:
@@ -86,14 +82,7 @@ def on_this_machine(address: str) -> str:
     >>> on_this_machine("http://[::]:7070"), on_this_machine("http://0.0.0.0:7070")
     ('http://[::1]:7070', 'http://127.0.0.1:7070')
     """
-
-    def local(one: str) -> str:
-        version = _wildcard_version(one)
-        if version is None:
-            return one
-        return _with_host(one, "127.0.0.1" if version == 4 else "::1")
-
-    return _each(address, local)
+    return _in_place_of_a_wildcard(address, lambda v: "127.0.0.1" if v == 4 else "::1")
 
 
 def everywhere(addresses: Sequence[str]) -> tuple[str, ...]:
@@ -107,26 +96,32 @@ def everywhere(addresses: Sequence[str]) -> tuple[str, ...]:
 
 def from_elsewhere(address: str) -> str:
     """The address to show to people: one of this machine in the place of a wildcard."""
-    return _each(address, _one_from_elsewhere)
+    return _in_place_of_a_wildcard(address, _host_of_this_machine)
 
 
 def _each(address: str, change: Callable[[str], str]) -> str:
     return BETWEEN.join(map(change, alternatives(address)))
 
 
-def _one_from_elsewhere(address: str) -> str:
-    version = _wildcard_version(address)
-    if version is None:
-        return address
-    family, far = (
-        (socket.AF_INET, "192.0.2.1") if version == 4 else (socket.AF_INET6, "2001:db8::1")
-    )
+def _in_place_of_a_wildcard(address: str, host: Callable[[int], str]) -> str:
+    """The address with a host for version 4 or 6 where its own means all interfaces."""
+
+    def changed(one: str) -> str:
+        version = _wildcard_version(one)
+        return one if version is None else _with_host(one, host(version))
+
+    return _each(address, changed)
+
+
+def _host_of_this_machine(version: int) -> str:
+    v4, v6 = (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")
+    family, far = v4 if version == 4 else v6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far, 9))  # Sends nothing; the kernel chooses the address to send from.
-            return _with_host(address, str(probe.getsockname()[0]))
+            return str(probe.getsockname()[0])
     except OSError:
-        return _with_host(address, socket.gethostname())
+        return socket.gethostname()
 
 
 def _with_host(address: str, host: str) -> str:

@@ -78,15 +78,11 @@ def difference_of(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 def difference_of_work(ours: RunConfig, theirs: RunConfig) -> str:
     """The first difference in what all learners must have alike: number, data and workload."""
-    return difference_of(*(_work(config.public()) for config in (ours, theirs)))
-
-
-def _work(public: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "learners": public["run"]["learners"],
-        "data": public["data"],
-        "workload": public["workload"],
-    }
+    mine, other = (
+        {"learners": c.run.learners, **{name: c.public()[name] for name in ("data", "workload")}}
+        for c in (ours, theirs)
+    )
+    return difference_of(mine, other)
 
 
 def _shown(value: Any) -> str:

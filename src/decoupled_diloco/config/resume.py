@@ -44,9 +44,7 @@ def identity_of(config: RunConfig) -> str:
 def load_resumed(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The settings with which a run goes on in its folder.
 
-    Args:
-        folder: The run folder.
-        overrides: As for `load_config`; the method, the model and the learners cannot change.
+    The method, the model and the learners cannot change.
 
     Raises:
         ConfigError: It is no run folder, or something was changed that cannot be.

@@ -25,8 +25,6 @@ def export_folder(out: Path, facts: dict[str, Any], *, force: bool) -> Iterator[
     """A folder to fill; what is in it at the end is moved to `out`, with the facts beside it.
 
     Args:
-        out: Where the export goes; made if it does not exist.
-        facts: Plain JSON values for `FACTS`.
         force: Whether `out` may have something in it. What an earlier export wrote there is
             replaced; other files stay, and none of them is written over.
 

@@ -69,12 +69,9 @@ def require_huggingface(workload: Workload, model: nn.Module) -> None:
 
 
 def write_huggingface(workload: Workload, model: nn.Module, folder: Path) -> None:
-    """Writes weights, configuration and tokenizer.
+    """Writes weights, configuration and tokenizer into an empty folder.
 
-    Args:
-        workload: What the model is of; its attribute `tokenizer`, if there is one, is written too.
-        model: With the weights to write.
-        folder: Empty.
+    A workload's attribute `tokenizer`, if there is one, is written too.
 
     Raises:
         ConfigError: transformers has no layout for it.

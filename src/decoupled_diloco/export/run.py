@@ -25,21 +25,14 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_run` has written.
-
-    Args:
-        folder: Where.
-        format: As asked for; "plain": tensors alone, because the learners trained another model
-            than the workload's.
-        run: The run's name.
-        global_step: The step of the weights, or None if not known.
-        files: All files.
-    """
+    """What `export_run` has written."""
 
     folder: Path
+    # as asked for; "plain": tensors alone, because the learners trained another model than the
+    # workload's
     format: Format | Literal["plain"]
     run: str
-    global_step: int | None
+    global_step: int | None  # the step of the weights, or None if not known
     files: tuple[Path, ...]
 
 
@@ -57,11 +50,9 @@ def export_run(
     `ddiloco train`.
 
     Args:
-        run: The run folder.
         out: The folder to write; default: `export` in the run folder.
         format: "native": loads back by `load_exported`; "huggingface": by transformers.
         weights: A safetensors file with other weights of the same model.
-        force: Write although `out` has something in it.
 
     Raises:
         ConfigError: It is no run folder, given weights do not fit, `out` is not empty, or
@@ -109,12 +100,6 @@ def load_exported(folder: str | Path) -> nn.Module:
 
     A workload of one's own must be where `load_workload` finds it: installed, or in the folder
     where the program was started. Relative paths in its options hold from there, too.
-
-    Args:
-        folder: What `ddiloco export` has written.
-
-    Returns:
-        The model, on the CPU.
 
     Raises:
         StorageError: It holds no export, or the files cannot be read.

@@ -27,14 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """Weights, and what is known of them.
-
-    Args:
-        source: The file or folder that they are from.
-        tensors: By the model's names.
-        versions: The version of each fragment; empty if not known.
-        global_step: The run's step, or None if not known.
-    """
+    """Weights, where from, the fragments' versions (or none) and the run's step, if known."""
 
     source: Path
     tensors: dict[str, Tensor]
@@ -45,10 +38,7 @@ class Found:
 def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Found:
     """The newest weights of a run: its result, what its shards have handed in, or what they keep.
 
-    Args:
-        run: The run folder.
-        config: Its configuration.
-        given: A safetensors file to take instead.
+    ``given``: a safetensors file to take instead.
 
     Raises:
         StorageError: There are none, or they cannot be read.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError, Error
@@ -12,7 +12,9 @@ from decoupled_diloco.workloads.parts import WorkloadParts
 
 
 def require_data(workload: Workload, config: RunConfig) -> int:
-    """Draws the first batch, and the first one of the last part: of what is lent out, or is fixed.
+    """Draws a batch of the first part and of the last: of what is lent out, or is fixed.
+
+    Where parts differ, these are the extremes.
 
     Returns:
         Tokens of a batch.
@@ -22,7 +24,7 @@ def require_data(workload: Workload, config: RunConfig) -> int:
     """
     name, learners = config.workload.name, config.run.learners
     if not config.data.leases:
-        return require_batches(workload, name, learners)
+        return _first_tokens(workload, name, learners, lambda n: workload.batches(n, learners))
     if isinstance(workload, Placed):
         workload.take_place(0, learners)
     try:
@@ -35,30 +37,13 @@ def require_data(workload: Workload, config: RunConfig) -> int:
     return _first_tokens(workload, name, data.parts, lambda part: data.open(part, 0, 0))
 
 
-def require_batches(workload: Workload, name: str, parts: int) -> int:
-    """Draws a batch of the first part and of the last; where parts differ, these are the extremes.
-
-    Args:
-        workload: Asked for the batches; it has no model of it.
-        name: The workload's name, for the message.
-        parts: Learners of the run, at least 1.
-
-    Returns:
-        Tokens of a batch.
-
-    Raises:
-        ConfigError: A part has no batch; says why.
-    """
-    return _first_tokens(workload, name, parts, lambda part: iter(workload.batches(part, parts)))
-
-
 def _first_tokens(
-    workload: Workload, name: str, parts: int, batches: Callable[[int], Iterator[Batch]]
+    workload: Workload, name: str, parts: int, batches: Callable[[int], Iterable[Batch]]
 ) -> int:
     tokens = 0
     for part in sorted({0, parts - 1}):
         try:
-            tokens = max(tokens, workload.tokens(next(batches(part))))
+            tokens = max(tokens, workload.tokens(next(iter(batches(part)))))
         except Error:
             raise
         except StopIteration:

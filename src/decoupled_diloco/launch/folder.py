@@ -17,7 +17,6 @@ import secrets
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from decoupled_diloco.config import RunConfig, dump_config
@@ -46,22 +45,13 @@ class RunFolder:
         spare: Called with the folder of an earlier run while no other process may use it; raises if
             that run must not be moved aside.
 
-    Attributes:
-        path: See above.
-        moved_to: Where the earlier run is now, if there was one.
-        resumed: Whether the run in it goes on.
-
     Raises:
         ConfigError: another process is using it, or it is not empty and no run of ours.
         StorageError: it cannot be made.
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        resume: bool = False,
-        spare: Callable[[Path], None] = lambda path: None,
+        self, path: Path, *, resume: bool = False, spare: Callable[[Path], None] = lambda path: None
     ) -> None:
         self.path = path
         self._place = _without_links(path)
@@ -140,7 +130,6 @@ class RunFolder:
         return path
 
     def release(self) -> None:
-        """Lets others use it."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -148,12 +137,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -265,24 +249,17 @@ class Position:
         self.batches = 0
 
     def advance(self) -> None:
-        """One more."""
         self.batches += 1
 
     def state_dict(self) -> dict[str, int]:
-        """See `Stateful`."""
         return {"batches": self.batches}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """See `Stateful`."""
         self.batches = state_dict["batches"]
 
 
 def write_addresses(run: Path, addresses: Sequence[str]) -> None:
-    """Keeps where the shards listen, in order: with port 0 nothing else tells.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Keeps where the shards listen, in order: with port 0 nothing else tells."""
     write_text(run / ADDRESSES, "\n".join(addresses) + "\n")
 
 

@@ -19,12 +19,7 @@ from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
 from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
 from decoupled_diloco.launch.placement import ThisMachine
-from decoupled_diloco.launch.processes import (
-    EVALUATOR,
-    open_tape,
-    process_of,
-    reopen_claims,
-)
+from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of, reopen_claims
 from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.following import FollowedRun
@@ -61,9 +56,6 @@ class LocalRun:
     """Everything on this machine, supervised.
 
     Args:
-        config: The run.
-        learners: Whether to start learners and the evaluator, too.
-        resume: Go on with the run in its folder.
         cut: Go back to this consistent cut first: ``"last"`` or its number; only with ``resume``.
         anew: Whether a run in the folder that has not ended may be moved aside.
         dial: How a process of a name reaches these addresses of shards, if not directly: other
@@ -94,7 +86,10 @@ class LocalRun:
         self._told = tuple if dial is None else everywhere
         self._absent = frozenset(absent)
         if learners:
-            _require_workload(config)
+            from decoupled_diloco.launch.data import require_data
+            from decoupled_diloco.workloads import load_workload
+
+            require_data(load_workload(config.workload.name, config.workload_options()), config)
         self._with_learners = learners
         self._require_syncer()  # before there is a folder, or an earlier run is moved aside
         self.folder = RunFolder(
@@ -118,12 +113,12 @@ class LocalRun:
         self.supervisor = Supervisor(self.placement, self._tape)
         if self.went_back:
             self.tell(WentBack(self.went_back))
-        self._followed = FollowedRun(self.path)
+        self.followed = FollowedRun(self.path)
         self._faults = sorted(config.faults, key=lambda fault: fault.at)
         if self.standing is not None:
             del self._faults[: self.standing.faults]
         self.model: RunModel | None = None
-        self._clock = 0
+        self.global_step = 0
         self.addresses: tuple[str, ...] = ()
         self._listen_on: list[int] = []
 
@@ -217,11 +212,7 @@ class LocalRun:
                 time.sleep(POLL_SECONDS)
 
     def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
-        """Watches until the run is finished or cannot go on.
-
-        Args:
-            on_poll: Called ten times a second, for displays.
-        """
+        """Watches until the run is finished or cannot go on, and calls `on_poll` now and then."""
         over_at: float | None = None
         while True:
             self.supervisor.poll()
@@ -265,9 +256,9 @@ class LocalRun:
         return [child for name, child in self.supervisor.children.items() if name in names]
 
     def _follow(self) -> None:
-        self._followed.poll()
-        self._clock = max(self._clock, self._followed.run.global_step)
-        while self._faults and self.used_budget() >= self._faults[0].at and self._clock > 0:
+        self.followed.poll()
+        self.global_step = max(self.global_step, self.followed.run.global_step)
+        while self._faults and self.used_budget() >= self._faults[0].at and self.global_step > 0:
             fault = self._faults.pop(0)
             if self.supervisor.kill(fault.kill, restart=fault.restart):
                 self.tell(FaultInjected("kill", fault.kill, (fault.kill,)))
@@ -281,16 +272,6 @@ class LocalRun:
             for number, port in enumerate(self._listen_on)
         }
 
-    @property
-    def followed(self) -> FollowedRun:
-        """What its tape tells while it goes on."""
-        return self._followed
-
-    @property
-    def global_step(self) -> int:
-        """The run's global step, as far as its tape tells."""
-        return self._clock
-
     def tell(self, sample: Sample) -> None:
         """Puts something that the launcher knows on the tape."""
         self._tape.sample(time.monotonic(), sample)
@@ -301,9 +282,9 @@ class LocalRun:
         run = self.config.run
         shares = [0.0]
         if run.budget_steps:
-            shares.append(self._clock / run.budget_steps)
+            shares.append(self.global_step / run.budget_steps)
         if run.budget_tokens:
-            shares.append(self._followed.run.tokens / run.budget_tokens)
+            shares.append(self.followed.run.tokens / run.budget_tokens)
         return min(1.0, max(shares))
 
     def _finish(self, on_poll: Callable[[], None]) -> RunOutcome:
@@ -321,7 +302,7 @@ class LocalRun:
         return RunOutcome(True, "the budget is spent", weights)
 
     def _keep_the_rest(self, weights: Path) -> None:
-        from decoupled_diloco.launch.finished import keep_the_rest
+        from decoupled_diloco.launch.resume import keep_the_rest
 
         children = self.supervisor.children
         ended = [n for n in self.config.learner_ids if n in children and not children[n].running]
@@ -346,14 +327,6 @@ class LocalRun:
             self.folder.release()
 
 
-def _require_workload(config: RunConfig) -> None:
-    """Builds the learners' workload, and looks for their data, before anything is started."""
-    from decoupled_diloco.launch.data import require_data
-    from decoupled_diloco.workloads import load_workload
-
-    require_data(load_workload(config.workload.name, config.workload_options()), config)
-
-
 def _require_over(folder: Path) -> None:
     from decoupled_diloco.launch.resume import require_over
 
@@ -369,11 +342,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _ports(config: RunConfig) -> list[int]:
-    """One port a shard, and then one a standby: those of the settings, or free ones.
-
-    Raises:
-        TransportError: one of the settings is taken.
-    """
+    """One port a shard, and then one a standby: those of the settings, or free ones."""
     first, count = config.syncer.port, config.syncer.shards * (1 + config.syncer.standbys)
     wanted = [first + shard if first else 0 for shard in range(count)]
     family = socket.AF_INET6 if ":" in config.syncer.host else socket.AF_INET

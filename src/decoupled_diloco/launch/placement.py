@@ -26,23 +26,18 @@ class PlacedProcess(Protocol):
     @property
     def pid(self) -> int:
         """Its number."""
-        ...
 
     def poll(self) -> int | None:
         """Its exit code, or the negative number of the signal that ended it; ``None``: it lives."""
-        ...
 
     def send_signal(self, sig: int) -> None:
         """Sends a signal; nothing happens if it has ended."""
-        ...
 
     def kill(self) -> None:
         """SIGKILL."""
-        ...
 
     def wait(self) -> int:
         """Waits until it has ended; its exit code."""
-        ...
 
 
 class Placement(Protocol):
@@ -50,23 +45,18 @@ class Placement(Protocol):
 
     def start(self, name: str, arguments: list[str]) -> PlacedProcess:
         """Starts ``ddiloco ARGUMENTS`` under a name."""
-        ...
 
     def ended(self, life: PlacedProcess) -> None:
         """A process has ended: what was kept for it is let go."""
-        ...
 
     def prepare(self, arguments: list[list[str]]) -> None:
         """Nothing was started for a while: time to get ready to start one of these again."""
-        ...
 
     def close(self) -> None:
         """Nothing will be started any more."""
-        ...
 
     def last_words(self, name: str) -> str:
         """The last line that a process wrote to its log."""
-        ...
 
 
 class ThisMachine:
@@ -77,7 +67,6 @@ class ThisMachine:
 
     Args:
         folder: The run folder; logs go to ``logs/<name>.log``.
-        descriptors: Open files that every process inherits.
         keep_spare: Whether one process is kept in reserve for what must be started again.
     """
 
@@ -90,7 +79,6 @@ class ThisMachine:
         self.spare = Spare(self._start_spare) if keep_spare else None
 
     def start(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
-        """See `Placement`."""
         path = self.folder / "logs" / f"{name}.log"
         with path.open("ab") as log, interrupts_deferred():
             spare = self.spare.take(arguments, path) if self.spare else None
@@ -112,7 +100,6 @@ class ThisMachine:
         )
 
     def ended(self, life: PlacedProcess) -> None:
-        """See `Placement`."""
         assert isinstance(life, subprocess.Popen)
         if life.stdin is not None:
             life.stdin.close()
@@ -129,12 +116,10 @@ class ThisMachine:
             return self._launch(arguments, subprocess.PIPE, errors)
 
     def close(self) -> None:
-        """See `Placement`."""
         if self.spare is not None:
             self.spare.end()
 
     def last_words(self, name: str) -> str:
-        """See `Placement`."""
         log = self.folder / "logs" / f"{name}.log"
         lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         return lines[-1] if lines else "it wrote nothing to its log"

@@ -41,14 +41,8 @@ def open_tape(
     """A process's tape in a run folder; a full disk ends it, and nothing else.
 
     Args:
-        folder: The run folder.
-        who: Whose records they are.
-        header: See `TapeWriter`.
         file: Name of the file; default: ``who``. Two processes that act for one shard in turns
             have a file each.
-
-    Raises:
-        StorageError: it cannot be opened.
     """
     path = folder / "tape" / f"{file or who}.jsonl"
     return TapeWriter(path, who, header, on_failure=lambda error: logger.error("%s", error))

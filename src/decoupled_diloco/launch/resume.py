@@ -8,19 +8,26 @@ after any restart, and tapes are appended to.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.learner.checkpoint import LearnerCheckpoint, run_checkpoint_of
+from decoupled_diloco.learner.checkpoint import (
+    CheckpointFolder,
+    LearnerCheckpoint,
+    run_checkpoint_of,
+)
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.coordinator import Phase
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.syncer.checkpoints import Manifest, checkpoint_folders, read_manifest
 from decoupled_diloco.syncer.coordinator_disk import FILE, newest_state
 from decoupled_diloco.syncer.coordinator_document import document_at_checkpoint, read_state
@@ -36,13 +43,7 @@ GOING_BACK = "going-back"
 
 @dataclass(frozen=True)
 class RunStanding:
-    """How far a run has come, by what is in its folder.
-
-    Attributes:
-        phase: The coordinator's; ``None``: no learner has joined yet.
-        faults: How many of the run's faults have been.
-        weights: The result, if there is one.
-    """
+    """How far a run has come, by what is in its folder; no phase: no learner has joined."""
 
     phase: Phase | None
     faults: int
@@ -50,7 +51,6 @@ class RunStanding:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do."""
         return self.phase == "finished" and self.weights is not None
 
 
@@ -94,16 +94,9 @@ def require_over(folder: Path) -> None:
 
 
 def go_back(folder: Path, config: RunConfig, which: str) -> str:
-    """Puts a run back to a consistent cut; what is newer is set aside, not deleted.
+    """Puts a run back to a consistent cut, "last" or its number; what is newer is set aside.
 
-    Args:
-        folder: The run folder, which no other process uses.
-        config: The run.
-        which: ``"last"`` or the number of a cut. A last one that is torn or corrupt is named, and
-            the one before it is used.
-
-    Returns:
-        What was done, in words.
+    A last one that is torn or corrupt is named, and the one before it is used. Says what was done.
 
     Raises:
         ConfigError: ``which`` is neither.
@@ -205,3 +198,25 @@ def _free(path: Path) -> Path:
     while (free := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     return free
+
+
+logger = logging.getLogger(__name__)
+
+
+def keep_the_rest(run: Path, learners: Iterable[str], weights: Path) -> None:
+    """Leaves of each learner's ordinary checkpoints the newest, without what the weights have.
+
+    The weights are in the result, so a learner's own checkpoint need not have them twice more: what
+    it needs to train on, should the budget be raised, is its inner optimizer and its user's
+    objects. With AdamW that is half of a checkpoint, and no second one is kept, as nothing is being
+    written any more. ``learners``: those whose processes have ended.
+    """
+    try:
+        names = load_weights(weights).keys()
+        for learner in learners:
+            folder = CheckpointFolder(run / LEARNERS / learner, keep=1)
+            newest = folder.newest()
+            if newest is not None and newest.fragments:
+                folder.save(newest.rest(names))
+    except StorageError as error:
+        logger.warning("%s: the learners' checkpoints stay as they are", error)

@@ -19,15 +19,11 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape
-from decoupled_diloco.launch.termination import SignalledTermination, Termination
+from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
 from decoupled_diloco.learner.observer import Observer
-from decoupled_diloco.observe.samples import (
-    CorpusDescribed,
-    SampleGenerated,
-    evaluation_of,
-)
+from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import blocking, now, runtime
 from decoupled_diloco.workloads import Batch, Workload, load_workload
@@ -45,19 +41,12 @@ EVALUATOR_GIVES_UP_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Seat:
-    """How a role takes part from where it runs: this machine, or a virtual one.
-
-    Attributes:
-        learner: Makes a `Learner`, from its arguments.
-        observer: Makes an `Observer`, from its arguments.
-        workload: Builds what a run trains.
-        pace: Awaited in each step, before the model is touched; here steps take their own time.
-        open_tape: See `processes.open_tape`.
-    """
+    """How a role takes part from where it runs: this machine, or a virtual one."""
 
     learner: Callable[..., Coroutine[Any, Any, Learner]]
     observer: Callable[..., Coroutine[Any, Any, Observer]]
     workload: Callable[[RunConfig], Workload]
+    # awaited in each step, before the model is touched; here steps take their own time
     pace: Callable[[], Coroutine[Any, Any, None]]
     open_tape: Callable[[Path, str, Mapping[str, Any]], TapeWriter]
 
@@ -223,13 +212,9 @@ class Training:
 def run_evaluator(
     config: RunConfig, *, syncer: tuple[str, ...], folder: Path, token: str | None
 ) -> None:
-    """Scores the published weights on held-out data until the run is over.
-
-    Raises:
-        Error: the run refuses the observer.
-    """
+    """Scores the published weights on held-out data until the run is over."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     os.nice(EVALUATOR_NICENESS)
     blocking(evaluate(config, HERE, syncer=syncer, folder=folder, token=token))
 
@@ -300,7 +285,3 @@ def _evaluate(
 ) -> None:
     tape.sample(now(), evaluation_of(global_step, workload.evaluate(model)))
     tape.flush()
-
-
-def _interrupt(signal_number: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -13,22 +13,13 @@ from decoupled_diloco.transport.tokens import Tokens
 
 
 def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
-    """What a shard accepts: the secret of each id if the settings name them, or the run's one.
-
-    Raises:
-        ConfigError: the file of the ids' secrets is no good.
-    """
+    """What a shard accepts: the secret of each id if the settings name them, or the run's one."""
     path = config.syncer.principals_file
     return Tokens(token) if path is None else Tokens(principals=read_principals(path))
 
 
 def own_token(config: RunConfig, name: str, token_file: Path | None = None) -> str | None:
-    """What the process of this id shows.
-
-    Args:
-        config: The run.
-        name: Its id: a learner's, ``shard-1``, ``evaluator``.
-        token_file: Given by hand; goes before the settings.
+    """What the process of this id shows; a file given by hand goes before the settings.
 
     Raises:
         ConfigError: a file cannot be read, or has no secret for this id.
@@ -42,11 +33,7 @@ def own_token(config: RunConfig, name: str, token_file: Path | None = None) -> s
 
 
 def require_principals(path: Path, principals: Mapping[str, str], names: Iterable[str]) -> None:
-    """Checks that all of these ids have a secret.
-
-    Raises:
-        ConfigError: one has none.
-    """
+    """Checks that all of these ids have a secret."""
     for name in names:
         if name not in principals:
             raise ConfigError(

@@ -29,7 +29,8 @@ from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLeas
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
 from decoupled_diloco.transport.documents import Document
-from decoupled_diloco.transport.http import HttpClient, HttpServer
+from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -99,35 +100,22 @@ def run_shard(
 
 @dataclass
 class ShardRole:
-    """One process of a shard, on this machine or on a virtual one.
-
-    Attributes:
-        config: The run.
-        shard: Which shard.
-        addresses: Where the shards are.
-        folder: The run folder.
-        standby: Whether another process is meant to be first.
-        server: Makes the server, given what to run for each channel.
-        client: Makes what dials the coordinator.
-        open_tape: Makes a tape in the run folder.
-        process: The shard, once it is this process's turn.
-    """
+    """One process of a shard, on this machine or on a virtual one."""
 
     config: RunConfig
     shard: int
     addresses: tuple[str, ...]
     folder: Path
-    standby: bool
+    standby: bool  # whether another process is meant to be first
     server: Callable[[OnChannel], Server]
     client: Callable[[], Client]
     open_tape: OpenTape
-    process: Shard | None = None
+    process: Shard | None = None  # the shard, once it is this process's turn
     shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """What the process is called."""
         return process_of(self.shard, standby=self.standby)
 
     @property
@@ -145,11 +133,7 @@ class ShardRole:
         return files
 
     async def run(self) -> bool:
-        """Serves; returns whether the run is over.
-
-        Raises:
-            Error: see `run_shard`.
-        """
+        """Serves; returns whether the run is over."""
         try:
             return await (self._take_turn() if self.config.syncer.standbys else self._serve())
         finally:

@@ -48,8 +48,7 @@ DEATHS_MAX = 3
 class Spare:
     """The one process in reserve of a launcher.
 
-    Args:
-        start: Starts one; its standard input and output are pipes.
+    ``start`` begins one, whose standard input and output are pipes.
     """
 
     def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:

@@ -48,7 +48,6 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether it has a live process."""
         return self.process is not None
 
     @property
@@ -59,18 +58,12 @@ class Child:
 
     @property
     def done(self) -> bool:
-        """Whether it ended well."""
         return not self.running and self.restart_at is None and self.code == 0
 
 
 @dataclass
 class Supervisor:
-    """The children of this process.
-
-    Attributes:
-        placement: Where they are.
-        tape: The launcher's tape.
-    """
+    """The children of this process, and the launcher's tape."""
 
     placement: Placement
     tape: TapeWriter
@@ -127,7 +120,6 @@ class Supervisor:
         self._sample(RestartScheduled(child.name, delay))
 
     def last_words(self, name: str) -> str:
-        """The last line that a child wrote to its log."""
         return self.placement.last_words(name)
 
     def retire(self) -> None:
@@ -147,9 +139,7 @@ class Supervisor:
     def take_down(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Ends a process on purpose and keeps it down until `bring_back`: it has not failed.
 
-        Args:
-            name: Which.
-            number: SIGKILL, or SIGTERM: it is told to end, and has the time that it takes.
+        Of SIGTERM it is told to end, and has the time that it takes.
         """
         child = self.children[name]
         child.held, child.restart_at = True, None

@@ -41,8 +41,7 @@ class Termination:
     def at_boundary(self, stop_waiting: Callable[[], None] = lambda: None) -> None:
         """Training begins: from here on there may be something to hand in.
 
-        Args:
-            stop_waiting: Ends a wait of the training loop; called by who tells it to go.
+        ``stop_waiting`` ends a wait of the training loop; called by who tells it to go.
         """
         self._stop_waiting = stop_waiting
         self._begun = True

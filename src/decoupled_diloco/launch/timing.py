@@ -145,20 +145,12 @@ def name_of(module: ModuleType) -> str:
 class Interval(NamedTuple):
     """One row."""
 
-    group: str
-    """What it belongs to."""
-
-    name: str
-    """What it is."""
-
-    rule: str
-    """What it is derived from: a formula with its constants, or a constant."""
-
-    value: str
-    """What it is now; where only a run can tell, what is known before."""
-
+    group: str  # what it belongs to
+    name: str  # what it is
+    rule: str  # what it is derived from: a formula with its constants, or a constant
+    value: str  # what it is now; where only a run can tell, what is known before
+    # What it means in plain words, for the start of a run; empty: not shown there.
     essential: str = ""
-    """What it means in plain words, for the start of a run; empty: not shown there."""
 
 
 def intervals(
@@ -171,7 +163,6 @@ def intervals(
     """The table.
 
     Args:
-        options: The run's settings of the method.
         give_up_seconds: The learners' own setting: after so long alone they end.
         lease_seconds: A shard's setting, if the shards have standbys.
         run: What is measured; default: nothing yet.

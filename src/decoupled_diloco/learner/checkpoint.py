@@ -29,8 +29,8 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.sealed import load_sealed, save_sealed
 from decoupled_diloco.storage.states import pack, unpack
+from decoupled_diloco.storage.weights import load_sealed, save_sealed
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from decoupled_diloco.observe.samples import CheckpointWritten, Sample
 from decoupled_diloco.protocol.effects import Recovered
 from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.runtime import now, runtime
-from decoupled_diloco.storage.sealed import seal_of
 from decoupled_diloco.storage.states import HostMemory, host_memory, on_host, pack
+from decoupled_diloco.storage.weights import seal_of
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from decoupled_diloco.protocol.events import Paused
 from decoupled_diloco.protocol.peers import name_problem
 from decoupled_diloco.runtime import blocking, now, runtime
 from decoupled_diloco.transport.base import Client
-from decoupled_diloco.transport.http import HttpClient
+from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.tokens import read_secret
 
 

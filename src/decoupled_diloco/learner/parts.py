@@ -20,7 +20,7 @@ from decoupled_diloco.learner.transfers import StateTransfers
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel
-from decoupled_diloco.transport.http import HttpServer
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
 
 logger = logging.getLogger(__name__)

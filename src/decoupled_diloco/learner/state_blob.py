@@ -19,7 +19,7 @@ from torch import Tensor
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import digest
 from decoupled_diloco.storage.states import pack, unpack
-from decoupled_diloco.transport.chunks import chunk_sizes
+from decoupled_diloco.transport.ranges import chunk_sizes
 
 ALIGNMENT = 16
 

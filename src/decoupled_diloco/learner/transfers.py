@@ -40,7 +40,7 @@ from decoupled_diloco.protocol.transfer.events import (
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Client, Server
 from decoupled_diloco.transport.bodies import body_url
-from decoupled_diloco.transport.http import HttpClient
+from decoupled_diloco.transport.http_client import HttpClient
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ Shapes:
 """
 
 from decoupled_diloco.merge.accumulate import EPSILON, Accumulator, Contribution, merge
-from decoupled_diloco.merge.blocks import is_finite, norm_of
+from decoupled_diloco.merge.blocks import is_finite
 from decoupled_diloco.merge.codec import (
     Body,
     Codec,
@@ -28,14 +28,10 @@ from decoupled_diloco.merge.codec import (
 )
 from decoupled_diloco.merge.fragments import (
     Fragment,
-    MergeMethod,
     Piece,
     Segment,
-    SegmentMerge,
-    Strategy,
     cast_like,
     gather,
-    merges_elementwise,
     offsets,
     parameters_numel,
     partition,
@@ -46,20 +42,18 @@ from decoupled_diloco.merge.layout import (
     DTYPES,
     Constant,
     Layout,
-    Role,
     TensorSpec,
     layout_of,
     tensors_of,
 )
 from decoupled_diloco.merge.outer import (
     NesterovSGD,
-    OuterFactory,
     OuterOptimizer,
     TorchOuter,
     make_outer,
 )
+from decoupled_diloco.merge.plan import token_weight
 from decoupled_diloco.merge.published import contribution, publish, receive
-from decoupled_diloco.merge.weights import token_weight
 
 __all__ = [
     "DTYPES",
@@ -71,16 +65,11 @@ __all__ = [
     "Contribution",
     "Fragment",
     "Layout",
-    "MergeMethod",
     "NesterovSGD",
-    "OuterFactory",
     "OuterOptimizer",
     "Piece",
     "RawCodec",
-    "Role",
     "Segment",
-    "SegmentMerge",
-    "Strategy",
     "TensorSpec",
     "TorchOuter",
     "as_bytes",
@@ -94,8 +83,6 @@ __all__ = [
     "layout_of",
     "make_outer",
     "merge",
-    "merges_elementwise",
-    "norm_of",
     "offsets",
     "parameters_numel",
     "partition",

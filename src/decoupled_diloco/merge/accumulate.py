@@ -102,11 +102,7 @@ class Accumulator:
         self._fold([(0, vector)], weight, norms)
 
     def add_contribution(self, contribution: Contribution, weight: float) -> None:
-        """Fold in a contribution that arrived in parts.
-
-        Args:
-            contribution: Complete, over the same segments.
-            weight: w > 0, finite.
+        """Fold in a complete contribution that arrived in parts, over the same segments.
 
         Raises:
             MergeError: Parts are missing, or the weight is not positive and finite.
@@ -140,9 +136,6 @@ class Accumulator:
 
         Args:
             out: [N], fp32, to fill; a new one if None.
-
-        Returns:
-            `out`.
 
         Raises:
             MergeError: Nothing was folded in, or the result is not finite.
@@ -266,10 +259,6 @@ class Contribution:
     summed first, and `Accumulator.add_contribution` folds the slices in afterwards. The slices are
     kept by reference until then.
 
-    Args:
-        numel: N, the elements of the fragment.
-        segments: Cover `0 … N-1` without gaps, in order.
-
     Attributes:
         parts: (start, slice) pairs received, in order of arrival.
     """
@@ -319,16 +308,11 @@ class Contribution:
 
     @property
     def complete(self) -> bool:
-        """Whether every element has arrived."""
         return sum(part.numel() for _, part in self.parts) == self.numel
 
     @property
     def norms(self) -> tuple[float, ...]:
-        """The S segment norms; 0 for mean segments, which need none.
-
-        Raises:
-            MergeError: Parts are missing.
-        """
+        """The S segment norms; 0 for mean segments, which need none."""
         if not self.complete:
             arrived = sum(part.numel() for _, part in self.parts)
             raise MergeError(
@@ -366,14 +350,6 @@ def merge(
     Args:
         vectors: M >= 1 vectors [N], fp32.
         weights: M weights, > 0 and finite.
-        segments: Cover `0 … N-1` without gaps, in order.
-        epsilon: See `Accumulator`.
-
-    Returns:
-        The merged vector [N], fp32.
-
-    Raises:
-        MergeError: See `Accumulator.add` and `Accumulator.result`.
 
     Examples:
         >>> rda = [Segment(0, 2, "rda")]

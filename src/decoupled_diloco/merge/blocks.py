@@ -26,9 +26,6 @@ def is_finite(vector: Tensor) -> bool:
 
     A sum with a NaN or an infinity in it is never finite; only if the sum is not, which may be an
     overflow, are the elements looked at one by one.
-
-    Args:
-        vector: Any shape and floating dtype.
     """
     flat = vector.detach().reshape(-1)
     if math.isfinite(float(flat.sum())):

@@ -31,7 +31,6 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """Its name in configurations and on the wire."""
-        ...
 
     @property
     def group(self) -> int | None:
@@ -40,11 +39,9 @@ class Codec(Protocol):
         The body of a vector is the bodies of its parts, one after the other, if each part but the
         last holds whole groups. 1 if every element stands alone; None if bodies cannot be cut.
         """
-        ...
 
     def nbytes(self, numel: int) -> int:
         """Give B, the bytes of a body of N elements."""
-        ...
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
         """Encode a vector.
@@ -52,11 +49,7 @@ class Codec(Protocol):
         Args:
             vector: [N], fp32, on the CPU.
             out: [B], uint8, writable; a new one if None.
-
-        Returns:
-            [B], uint8: `out`, or a tensor over the same memory.
         """
-        ...
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
         """Decode a body.
@@ -66,20 +59,15 @@ class Codec(Protocol):
             numel: N.
             out: [N], fp32, to fill; a new one if None.
 
-        Returns:
-            `out`.
-
         Raises:
             ProtocolError: The body's size is not `nbytes(numel)`.
         """
-        ...
 
 
 class RawCodec:
     """Every element in one floating-point dtype, rounded to nearest even.
 
     Args:
-        name: The codec's name.
         dtype: fp32 loses nothing; bf16 has a relative error of at most 2⁻⁸ (for normal numbers)
             and half the bytes.
 
@@ -87,26 +75,16 @@ class RawCodec:
         Decoupled DiLoCo: outer gradients in bf16 train as well as in fp32.
     """
 
+    group = 1
+
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self._name = name
+        self.name = name
         self._dtype = dtype
 
-    @property
-    def name(self) -> str:
-        """Its name in configurations and on the wire."""
-        return self._name
-
-    @property
-    def group(self) -> int:
-        """1: every element stands alone."""
-        return 1
-
     def nbytes(self, numel: int) -> int:
-        """Give B = N · bytes per element."""
         return numel * self._dtype.itemsize
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
-        """Encode a vector; see `Codec.encode`."""
         size = self.nbytes(vector.numel())
         body = room_for(size, out)
         if _is_aligned(body, self._dtype):
@@ -116,7 +94,6 @@ class RawCodec:
         return body
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
-        """Decode a body; see `Codec.decode`."""
         source = as_bytes(body)
         check_size(source, self, numel)
         if not _is_aligned(source, self._dtype):
@@ -131,10 +108,6 @@ class BuffersExact:
 
     Rounded, a table of frequencies would no longer be what the model was built with, and a
     variance that falls could come out below zero.
-
-    Args:
-        parameters: The codec of the first elements.
-        numel: How many these are.
     """
 
     group = None
@@ -143,25 +116,18 @@ class BuffersExact:
         self._parameters = parameters
         self._numel = numel
         self._buffers = codec("fp32")
-
-    @property
-    def name(self) -> str:
-        """The name of the parameters' codec."""
-        return self._parameters.name
+        self.name = parameters.name
 
     def nbytes(self, numel: int) -> int:
-        """Give B; see `Codec.nbytes`."""
         return self._parameters.nbytes(self._numel) + self._buffers.nbytes(numel - self._numel)
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
-        """Encode a vector; see `Codec.encode`."""
         body, cut = room_for(self.nbytes(vector.numel()), out), self._parameters.nbytes(self._numel)
         self._parameters.encode(vector[: self._numel], body[:cut])
         self._buffers.encode(vector[self._numel :], body[cut:])
         return body
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
-        """Decode a body; see `Codec.decode`."""
         source, cut = as_bytes(body), self._parameters.nbytes(self._numel)
         check_size(source, self, numel)
         if out is None:
@@ -227,8 +193,7 @@ def digest(body: Body) -> str:
 def as_bytes(body: Body) -> Tensor:
     """View bytes as a flat uint8 tensor over the same memory, without a copy.
 
-    Args:
-        body: See `Body`. The result of a read-only buffer must not be written to.
+    The result of a read-only buffer must not be written to.
     """
     if isinstance(body, Tensor):
         assert body.is_contiguous(), "bytes are read from contiguous tensors"

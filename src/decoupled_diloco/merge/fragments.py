@@ -41,7 +41,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 
@@ -54,7 +53,6 @@ class Fragment:
 
     @cached_property
     def numel(self) -> int:
-        """N, the number of elements."""
         return sum(piece.numel for piece in self.pieces)
 
 
@@ -94,15 +92,9 @@ def partition(
       outside any layer are grouped by the module that owns them.
 
     Args:
-        layout: What to cut.
-        fragments: P >= 1.
-        strategy: See above.
         splittable: For `"balanced"`: which tensors merge element-wise and may be cut anywhere: the
             embedding by default, True for all (right for a plain mean), or a function of the
             tensor. False forbids cutting altogether, even of a tensor larger than a fair share.
-
-    Returns:
-        P fragments, none empty; pieces in layout order.
 
     Raises:
         ConfigError: P < 1, or P is more than can be cut.
@@ -131,13 +123,6 @@ def partition(
 
 def offsets(fragments: int, period: int) -> tuple[int, ...]:
     """Spread the fragments' due steps evenly over the sync period: `t_p = floor(p · H / P)`.
-
-    Args:
-        fragments: P >= 1.
-        period: H >= 1, steps between two syncs of one fragment.
-
-    Returns:
-        P offsets in `0 … H-1`; distinct if P <= H.
 
     Examples:
         >>> offsets(fragments=4, period=6)
@@ -291,15 +276,10 @@ def segments(
     """Say which element ranges of the flat fragment are merged how.
 
     Args:
-        fragment: A fragment of `layout`.
-        layout: The layout.
         method: `"rda"`: every piece is a vector of its own, merged by RDA, but embeddings by plain
             mean. `"mean"`: one mean over everything. Buffers, which come last, are a segment of
             their own either way.
         buffers: Merged by the `"mean"` of their values, or taken from `"one"` learner.
-
-    Returns:
-        Segments that follow each other and cover `0 … N-1`.
 
     Source:
         Decoupled DiLoCo: the embedding by plain weighted mean, all else by RDA.
@@ -328,12 +308,8 @@ def gather(fragment: Fragment, tensors: Sequence[Tensor], out: Tensor | None = N
     """Copy a fragment's pieces into one flat vector.
 
     Args:
-        fragment: What to copy.
         tensors: The tensors of the layout, in its order; any floating dtype, device and strides.
         out: Vector [N] to fill, any floating dtype and device; a new fp32 one on the CPU if None.
-
-    Returns:
-        `out`. In fp32 it holds bf16, fp16 and fp32 values exactly.
     """
     if out is None:
         out = torch.empty(fragment.numel, dtype=torch.float32)
@@ -349,7 +325,6 @@ def scatter(fragment: Fragment, flat: Tensor, tensors: Sequence[Tensor]) -> None
     """Copy a flat vector back into the tensors, in place, rounding to each tensor's dtype.
 
     Args:
-        fragment: Where the elements belong.
         flat: Vector [N], any floating dtype and device.
         tensors: The tensors of the layout, in its order; may be leaves that require gradients.
     """
@@ -373,13 +348,8 @@ def cast_like(
     This is what `gather` reads after `scatter` wrote `flat`, without touching a model.
 
     Args:
-        fragment: A fragment of `layout`.
-        layout: Names each tensor's dtype.
         flat: Vector [N], fp32.
         out: Vector [N], fp32, to fill; may be `flat` itself; a new one if None.
-
-    Returns:
-        `out`.
     """
     assert flat.shape == (fragment.numel,), f"flat has shape {tuple(flat.shape)}"
     if out is None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
@@ -46,6 +48,15 @@ NAME_LENGTH_MAX = 1024
 DIMENSIONS_MAX = 16
 NUMEL_MAX = 2**48
 
+Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)]
+Names = Annotated[tuple[Name, ...], Field(max_length=TENSORS_MAX)]
+Size = Annotated[int, Strict(), Field(ge=1, le=NUMEL_MAX)]
+Whole = Annotated[int, Strict()]
+
+
+def _one_of(names: Iterable[str]) -> Any:
+    return Field(pattern=f"^({'|'.join(names)})$")
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -60,15 +71,16 @@ class TensorSpec:
         aliases: The other names of a tied weight.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: Name
+    shape: Annotated[tuple[Size, ...], Field(max_length=DIMENSIONS_MAX)]
+    dtype: Annotated[str, _one_of(DTYPES)]
     role: Role
-    aliases: tuple[str, ...] = ()
+    aliases: Names = ()
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -80,13 +92,14 @@ class Constant:
     run are all that the model wants to load.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    values: tuple[int, ...]
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: Name
+    shape: Annotated[tuple[Whole, ...], Field(max_length=DIMENSIONS_MAX)]
+    dtype: Annotated[str, _one_of(WHOLE_DTYPES)]
+    values: Annotated[tuple[Whole, ...], Field(max_length=CONSTANT_NUMEL_MAX)]
 
     def tensor(self) -> Tensor:
-        """The values as they are in the model."""
         return torch.tensor(self.values, dtype=WHOLE_DTYPES[self.dtype]).reshape(self.shape)
 
 
@@ -101,9 +114,11 @@ class Layout:
         constants: Small buffers of whole numbers, as the first learner had them.
     """
 
-    tensors: tuple[TensorSpec, ...]
-    excluded: tuple[str, ...] = ()
-    constants: tuple[Constant, ...] = ()
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=TENSORS_MAX)]
+    excluded: Names = ()
+    constants: Annotated[tuple[Constant, ...], Field(max_length=TENSORS_MAX)] = ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -117,7 +132,6 @@ class Layout:
 
     @cached_property
     def numel(self) -> int:
-        """Number of synchronised elements."""
         return sum(spec.numel for spec in self.tensors)
 
     def without_buffers(self) -> Layout:
@@ -130,11 +144,7 @@ class Layout:
     def describe_difference(self, other: Layout) -> str | None:
         """Say in words what differs first, or None if the fingerprints are equal.
 
-        Args:
-            other: The layout compared with; called "theirs" in the answer, `self` is "ours".
-
-        Returns:
-            A sentence naming the first differing tensor and both values.
+        `self` is "ours" in the answer, the other one "theirs".
         """
         for index, (ours, theirs) in enumerate(zip(self.tensors, other.tensors, strict=False)):
             for field in ("name", "shape", "dtype", "role", "aliases"):
@@ -154,68 +164,50 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Give a plain dictionary that `json.dumps` takes; `from_json` is the way back."""
-        return {
-            "tensors": [
-                {
-                    "name": spec.name,
-                    "shape": list(spec.shape),
-                    "dtype": spec.dtype,
-                    "role": spec.role,
-                    "aliases": list(spec.aliases),
-                }
-                for spec in self.tensors
-            ],
-            "excluded": list(self.excluded),
-            "constants": [
-                {
-                    "name": constant.name,
-                    "shape": list(constant.shape),
-                    "dtype": constant.dtype,
-                    "values": list(constant.values),
-                }
-                for constant in self.constants
-            ],
-        }
+        return cast("dict[str, Any]", _LAYOUT.dump_python(self, mode="json"))
 
     @classmethod
     def from_json(cls, data: object) -> Layout:
         """Read what `to_json` wrote, trusting nothing.
 
-        Args:
-            data: The parsed JSON, from a peer or a file.
-
-        Returns:
-            An equal layout.
-
         Raises:
             ProtocolError: A key is missing or unknown, a value has the wrong type or lies beyond
                 the bounds of this module, or a name occurs twice.
         """
-        fields = _fields(data, "layout", {"tensors", "excluded", "constants"})
-        tensors = tuple(
-            _tensor_spec(item, f"layout.tensors[{index}]")
-            for index, item in enumerate(_list(fields["tensors"], "layout.tensors", TENSORS_MAX))
-        )
-        _require(len(tensors) >= 1, "layout.tensors is empty: at least one tensor is needed")
-        roles = [spec.role == "buffer" for spec in tensors]
-        _require(roles == sorted(roles), "layout.tensors has a parameter behind a buffer")
-        constants = tuple(
-            _constant(item, f"layout.constants[{index}]")
-            for index, item in enumerate(
-                _list(fields["constants"], "layout.constants", TENSORS_MAX)
-            )
-        )
-        layout = cls(tensors, _names(fields["excluded"], "layout.excluded"), constants)
-        _require(
-            layout.numel <= NUMEL_MAX,
-            f"layout has {layout.numel} elements, more than the limit of {NUMEL_MAX}",
-        )
-        seen: set[str] = set()
-        names = [n for spec in tensors for n in (spec.name, *spec.aliases)]
-        for name in names + [constant.name for constant in constants]:
-            _require(name not in seen, f"layout names tensor '{name}' twice")
-            seen.add(name)
+        try:
+            layout = _LAYOUT.validate_python(data)
+            for constant in layout.constants:
+                constant.tensor()
+        except ValidationError as error:
+            raise ProtocolError(_explained(error)) from None
+        except (RuntimeError, OverflowError, ValueError) as error:
+            raise ProtocolError(f"a constant of the layout is none: {error!s:.100}") from None
+        problem = layout._contradiction()
+        if problem:
+            raise ProtocolError(problem)
         return layout
+
+    def _contradiction(self) -> str:
+        """What in it cannot be beside the rest; empty if all can."""
+        roles = [spec.role == "buffer" for spec in self.tensors]
+        if roles != sorted(roles):
+            return "layout.tensors has a parameter behind a buffer"
+        if self.numel > NUMEL_MAX:
+            return f"layout has {self.numel} elements, more than the limit of {NUMEL_MAX}"
+        names = Counter(name for spec in self.tensors for name in (spec.name, *spec.aliases))
+        names.update(constant.name for constant in self.constants)
+        twice = [name for name, count in names.items() if count > 1]
+        return f"layout names tensor '{twice[0]}' twice" if twice else ""
+
+
+_LAYOUT = TypeAdapter(Layout)
+
+
+def _explained(error: ValidationError) -> str:
+    """The first thing that is wrong with a layout, and where."""
+    first = error.errors(include_url=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    return f"layout{where} is {first['input']!r:.40}: {first['msg']}"
 
 
 def layout_of(module: nn.Module) -> Layout:
@@ -226,12 +218,6 @@ def layout_of(module: nn.Module) -> Layout:
     role is `"embedding"`. Behind them come the buffers that a state dict has, if they are of a
     floating dtype and finite (a mask of -inf has no mean); small ones of whole numbers are
     constants. Frozen parameters, other buffers and what has no elements are excluded.
-
-    Args:
-        module: Any module; on any device, the meta device included.
-
-    Returns:
-        The layout.
 
     Raises:
         ConfigError: Nothing is trainable, a trainable parameter has a dtype that is not supported,
@@ -258,9 +244,7 @@ def layout_of(module: nn.Module) -> Layout:
     return Layout((*tensors, *buffers), (*excluded, *local), constants)
 
 
-def _buffers_of(
-    module: nn.Module,
-) -> tuple[list[TensorSpec], tuple[Constant, ...], list[str]]:
+def _buffers_of(module: nn.Module) -> tuple[list[TensorSpec], tuple[Constant, ...], list[str]]:
     """Buffers to be merged, those that are kept as they are, and those that stay local."""
     saved = module.state_dict(keep_vars=True).keys()
     merged: list[TensorSpec] = []
@@ -361,90 +345,4 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
     raise ConfigError(
         f"parameter '{name}' has dtype {str(dtype).removeprefix('torch.')}, supported are "
         f"{', '.join(DTYPES)}: convert or freeze it"
-    )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ProtocolError(message)
-
-
-def _fields(data: object, where: str, keys: set[str]) -> Mapping[str, object]:
-    _require(isinstance(data, dict), f"{where} is a {type(data).__name__}, not an object")
-    fields = cast("dict[object, object]", data)
-    _require(
-        fields.keys() == keys,
-        f"{where} has keys {sorted(map(str, fields))!s:.80}, expected exactly {sorted(keys)}",
-    )
-    return cast("dict[str, object]", data)
-
-
-def _list(data: object, where: str, length_max: int) -> list[object]:
-    _require(isinstance(data, list), f"{where} is a {type(data).__name__}, not a list")
-    items = cast("list[object]", data)
-    _require(len(items) <= length_max, f"{where} has {len(items)} items, the limit is {length_max}")
-    return items
-
-
-def _name(data: object, where: str) -> str:
-    _require(isinstance(data, str), f"{where} is a {type(data).__name__}, not a string")
-    name = cast("str", data)
-    _require(
-        1 <= len(name) <= NAME_LENGTH_MAX,
-        f"{where} has {len(name)} characters, allowed are 1 to {NAME_LENGTH_MAX}",
-    )
-    return name
-
-
-def _names(data: object, where: str) -> tuple[str, ...]:
-    return tuple(
-        _name(item, f"{where}[{i}]") for i, item in enumerate(_list(data, where, TENSORS_MAX))
-    )
-
-
-def _constant(data: object, where: str) -> Constant:
-    fields = _fields(data, where, {"name", "shape", "dtype", "values"})
-    shape = _list(fields["shape"], f"{where}.shape", DIMENSIONS_MAX)
-    values = _list(fields["values"], f"{where}.values", CONSTANT_NUMEL_MAX)
-    dtype = fields["dtype"]
-    _require(
-        isinstance(dtype, str) and dtype in WHOLE_DTYPES,
-        f"{where}.dtype is {dtype!r:.40}, supported are {', '.join(WHOLE_DTYPES)}",
-    )
-    whole = [v for v in (*shape, *values) if isinstance(v, int) and not isinstance(v, bool)]
-    _require(len(whole) == len(shape) + len(values), f"{where} has what is no whole number")
-    constant = Constant(
-        _name(fields["name"], f"{where}.name"),
-        tuple(cast("list[int]", shape)),
-        cast("str", dtype),
-        tuple(cast("list[int]", values)),
-    )
-    try:
-        constant.tensor()
-    except (RuntimeError, OverflowError, ValueError) as error:
-        raise ProtocolError(f"{where} is no tensor: {error!s:.100}") from None
-    return constant
-
-
-def _tensor_spec(data: object, where: str) -> TensorSpec:
-    fields = _fields(data, where, {"name", "shape", "dtype", "role", "aliases"})
-    shape = _list(fields["shape"], f"{where}.shape", DIMENSIONS_MAX)
-    for size in shape:
-        is_size = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= NUMEL_MAX
-        _require(is_size, f"{where}.shape has {size!r:.40}, allowed are 1 to {NUMEL_MAX}")
-    dtype, role = fields["dtype"], fields["role"]
-    _require(
-        isinstance(dtype, str) and dtype in DTYPES,
-        f"{where}.dtype is {dtype!r:.40}, supported are {', '.join(DTYPES)}",
-    )
-    _require(
-        isinstance(role, str) and role in get_args(Role),
-        f"{where}.role is {role!r:.40}, allowed are {', '.join(get_args(Role))}",
-    )
-    return TensorSpec(
-        name=_name(fields["name"], f"{where}.name"),
-        shape=tuple(cast("list[int]", shape)),
-        dtype=cast("str", dtype),
-        role=cast("Role", role),
-        aliases=_names(fields["aliases"], f"{where}.aliases"),
     )

@@ -35,15 +35,12 @@ class OuterOptimizer(Protocol):
             master: Θ [N], fp32, contiguous.
             gradient: Δ [N], fp32; not changed.
         """
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Give the state as tensors, as safetensors wants it; empty before the first step."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave."""
-        ...
 
 
 OuterFactory = Callable[[int], OuterOptimizer]
@@ -57,11 +54,6 @@ class NesterovSGD:
         lr: η > 0.
         momentum: μ in [0, 1). With 0 no state is kept.
         nesterov: False gives heavy-ball momentum, `Θ ← Θ - η·b`.
-
-    Attributes:
-        lr: η.
-        momentum: μ.
-        nesterov: Whether the momentum looks ahead.
 
     Source:
         Decoupled DiLoCo, SGD with Nesterov momentum. It does not publish η and μ; our 0.7 and 0.5
@@ -123,10 +115,6 @@ class BuffersBehind:
     A buffer's contribution is its value, so `Δ` is minus the mean: `Θ ← -Δ`. It follows the
     learners at once, without momentum, and stays between the least and the greatest of them, as a
     variance has to.
-
-    Args:
-        parameters: The optimizer of the first elements; None if there are none.
-        numel: How many these are.
     """
 
     def __init__(self, parameters: OuterOptimizer | None, numel: int) -> None:
@@ -145,18 +133,12 @@ class BuffersBehind:
         return {} if self._parameters is None else self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave."""
         if self._parameters is not None:
             self._parameters.load_state_dict(state)
 
 
 class TorchOuter:
-    """Any optimizer of `torch.optim`, on a flat fp32 parameter.
-
-    Args:
-        name: A class name of `torch.optim`, as `"AdamW"`.
-        numel: N.
-        **options: What that class takes, `lr` first of all.
+    """Any optimizer of `torch.optim`, as `"AdamW"`, on a flat fp32 parameter [N].
 
     Raises:
         ConfigError: There is no such optimizer, or it does not take these options.
@@ -235,9 +217,6 @@ def make_outer(
         momentum: μ in [0, 1). None means 0.5 for `"nesterov"`, 0 for `"sgd"`, and the class's own
             default otherwise.
         options: Further arguments of a `torch.optim` class.
-
-    Returns:
-        `factory(numel) -> OuterOptimizer`.
 
     Raises:
         ConfigError: The name is unknown (the nearest is named), a value is out of range, or the

@@ -27,32 +27,43 @@ from decoupled_diloco.merge.fragments import (
 )
 from decoupled_diloco.merge.layout import Layout
 from decoupled_diloco.merge.outer import BuffersBehind, OuterOptimizer
-from decoupled_diloco.merge.weights import token_weight
+
+
+def token_weight(tokens: float, steps: float) -> float:
+    """Weight a contribution by quantity times quality of its training.
+
+    `w = tokens · (tokens / steps)`: `tokens` is how much was learnt from (quantity), and
+    `tokens / steps`, the batch size, is how little noise each step had (quality).
+
+    Examples:
+        >>> token_weight(tokens=800, steps=4)
+        160000.0
+        >>> token_weight(tokens=0, steps=0)
+        0.0
+
+    Source:
+        Decoupled DiLoCo (arXiv 2604.21428), Algorithm 2. The paper leaves `steps = 0` undefined.
+    """
+    assert tokens >= 0, f"tokens={tokens} is negative"
+    assert steps >= 0, f"steps={steps} is negative"
+    if tokens == 0 or steps == 0:
+        return 0.0
+    return float(tokens) * (tokens / steps)
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What to merge, how, and in which wire formats.
-
-    Attributes:
-        layout: What the model synchronises.
-        fragments: P fragments; every synchronised element is in exactly one of them.
-        uplink: Codec of contributions.
-        downlink: Codec of published differences.
-        method: `"rda"` or `"mean"`.
-        buffers: By the `"mean"`, or from `"one"` learner.
-        weighting: `"tokens"`: quantity times quality; `"uniform"`: all the same.
-        outer: Makes the outer optimizer of N parameters.
-    """
+    """What to merge, how, and in which wire formats."""
 
     layout: Layout
+    # P fragments; every synchronised element is in exactly one of them
     fragments: tuple[Fragment, ...]
     uplink: Codec
     downlink: Codec
     method: MergeMethod
-    weighting: str
-    outer: Callable[[int], OuterOptimizer]
-    buffers: Buffers = "mean"
+    weighting: str  # `"tokens"`: quantity times quality; `"uniform"`: all the same
+    outer: Callable[[int], OuterOptimizer]  # makes the outer optimizer of N parameters
+    buffers: Buffers = "mean"  # by the `"mean"`, or from `"one"` learner
 
     @classmethod
     def make(
@@ -125,11 +136,7 @@ class MergePlan:
 
 
 def values_of(body: Body, numel: int) -> Tensor:
-    """A whole fragment's body as fp32 [N] in memory of its own.
-
-    Raises:
-        ProtocolError: the size does not fit.
-    """
+    """A whole fragment's body as fp32 [N] in memory of its own."""
     octets = as_bytes(body)
     if octets.numel() != 4 * numel:
         raise ProtocolError(f"the body has {octets.numel()} bytes, {4 * numel} are needed")

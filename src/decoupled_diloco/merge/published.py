@@ -25,11 +25,7 @@ from decoupled_diloco.merge.layout import Layout
 
 
 def contribution(
-    fragment: Fragment,
-    layout: Layout,
-    theta: Tensor,
-    published: Tensor,
-    out: Tensor | None = None,
+    fragment: Fragment, layout: Layout, theta: Tensor, published: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Give what a learner's training changed: `d = θ - cast(Θ̂, dtype of θ)`, in fp32.
 
@@ -38,14 +34,9 @@ def contribution(
     values themselves: changes that are counted from different versions do not add up to a mean.
 
     Args:
-        fragment: A fragment of `layout`.
-        layout: Names each tensor's dtype.
         theta: θ [N], fp32, as `gather` gives it.
         published: Θ̂ [N], fp32: the version that the learner started from.
         out: [N], fp32, to fill; may be `theta` itself; a new one if None.
-
-    Returns:
-        `out`.
 
     Source:
         Decoupled DiLoCo, Appendix D.2, takes the difference on the syncer from parameters that were
@@ -78,11 +69,7 @@ def publish(
     Args:
         master: Θ [N], fp32; not changed.
         published: Θ̂ [N], fp32; changed in place.
-        codec: What the receivers decode with.
         out: [B], uint8, for the body; a new one if None.
-
-    Returns:
-        The body [B], uint8.
 
     Raises:
         MergeError: The difference is not finite, or leaves the codec's range; the published copy
@@ -108,8 +95,6 @@ def receive(published: Tensor, body: Body, codec: Codec) -> None:
 
     Args:
         published: Θ̂ [N], fp32, of the version that the body was encoded against.
-        body: What `publish` returned.
-        codec: The codec it was encoded with.
 
     Raises:
         ProtocolError: The body's size does not fit; nothing has changed.

@@ -210,8 +210,8 @@ class Put:
             except RequestRefusal as refusal:
                 request.reply(refusal)
 
-        state = await _ask(self._client, self._address, self._key, serve)
-        return [] if state.state == "arrived" else RangeSet(state.received).missing(start, stop)
+        state, received = await _ask(self._client, self._address, self._key, serve)
+        return [] if state == "arrived" else RangeSet(received).missing(start, stop)
 
 
 class Get:

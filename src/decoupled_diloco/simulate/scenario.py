@@ -22,8 +22,7 @@ from typing import Any
 import tomli_w
 
 from decoupled_diloco.config import RunConfig, dump_config, suggestion
-from decoupled_diloco.config.files import override_key, read_run_tables, read_tables
-from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.config.files import find_shipped, override_key, read_run_tables, read_tables
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.scenario_file import (

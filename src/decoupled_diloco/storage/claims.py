@@ -30,15 +30,9 @@ NUMBER_DIGITS = 8
 
 
 def create_once(path: Path, text: str, nonce: str) -> bool:
-    """Creates a file whole, and durably, unless it exists.
+    """Creates a file whole, and durably, unless it exists; returns whether it was this call.
 
-    Args:
-        path: The file; its folder is made if it does not exist.
-        text: All that is in it.
-        nonce: Of the process, for the name of the file in the making.
-
-    Returns:
-        Whether it was this call that created it.
+    ``nonce``: of the process, for the name of the file in the making.
 
     Raises:
         StorageError: It cannot be written.
@@ -73,7 +67,6 @@ def newest_number(folder: Path) -> int:
 
 
 def numbered(folder: Path, number: int) -> Path:
-    """The file with a number."""
     return folder / f"{number:0{NUMBER_DIGITS}d}.json"
 
 
@@ -94,9 +87,6 @@ class ClaimStore:
     Args:
         folder: Where they are, in the storage that all contenders share. Its parent must exist:
             whoever begins a run makes it, once.
-        nonce: Of this process.
-        lease_seconds: How long a claim of this process outlives its last renewal.
-        holder: What to call this process, for people.
     """
 
     def __init__(self, folder: Path, nonce: str, lease_seconds: float, holder: str) -> None:
@@ -136,11 +126,7 @@ class ClaimStore:
         return NewestLease(number, nonce, renewals, lease_seconds, condition)
 
     def claim(self, number: int) -> bool:
-        """Makes a claim, unless it exists; returns whether it is ours.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Makes a claim, unless it exists; returns whether it is ours."""
         self._require_storage()
         facts = {"nonce": self.nonce, "lease_seconds": self.lease_seconds, "holder": self.holder}
         return create_once(numbered(self.folder, number), json.dumps(facts), self.nonce)
@@ -164,11 +150,7 @@ class ClaimStore:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def reopen(self) -> None:
-        """Takes back that the run is over; for when nobody acts, and it is to go on.
-
-        Raises:
-            StorageError: The storage cannot be read or written.
-        """
+        """Takes back that the run is over; for when nobody acts, and it is to go on."""
         standing = self.look()
         if standing.condition == "finished":
             self.renew(standing.number, standing.renewals, "released")

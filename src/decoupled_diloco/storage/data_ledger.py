@@ -22,7 +22,7 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
 from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.journal import Journal, read_journal
+from decoupled_diloco.storage.journal import Journal, JournalReader
 
 FILE = "data.ledger"
 
@@ -44,25 +44,16 @@ class DataLedger:
     """The ledger of a coordinator, open for writing.
 
     Args:
-        folder: The run folder; the file is made with the first entry.
         book: The leases as the coordinator's own state has them; where the file is gone, or behind,
             they are what counts.
-        entered: The last entries that led to them.
         claim: Number of this process's claim; 0: no other can act.
-
-    Attributes:
-        book: The leases that the ledger leads to.
 
     Raises:
         StorageError: It is there and cannot be read.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        book: LeaseBook,
-        entered: Sequence[LedgerEntry] = (),
-        claim: int = 0,
+        self, folder: Path, book: LeaseBook, entered: Sequence[LedgerEntry] = (), claim: int = 0
     ) -> None:
         before = ledger_files(folder)
         newest = before[-1] if before else folder / FILE
@@ -83,17 +74,12 @@ class DataLedger:
         self._append({"entries": [wire.encode(entry) for entry in entries]})
 
     def go_back(self, book: LeaseBook, entered: Sequence[LedgerEntry] = ()) -> None:
-        """The run goes on from this state of its leases, an earlier one or one that was lost.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """The run goes on from this state of its leases, an earlier one or one that was lost."""
         last = [wire.encode(entry) for entry in entered]
         self._append({"basis": _BOOK.dump_python(book, mode="json"), "entered": last})
         self.book = copied(book)
 
     def close(self) -> None:
-        """Closes the file."""
         if self._journal is not None:
             self._journal.close()
 
@@ -109,7 +95,7 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry | Basis]:
     Raises:
         StorageError: It cannot be read, or is not of this version.
     """
-    for record in read_journal(path):
+    for record in JournalReader(path):
         try:
             if "basis" in record.fields:
                 last = (wire.decode(e, LEDGER_ENTRIES) for e in record.fields["entered"])

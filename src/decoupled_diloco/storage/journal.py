@@ -46,9 +46,6 @@ class Journal:
     Args:
         path: The file; made if it does not exist, and cut back to its last whole record.
 
-    Attributes:
-        nbytes: Size of the file.
-
     Raises:
         StorageError: The file cannot be opened or is no journal.
     """
@@ -72,10 +69,6 @@ class Journal:
 
     def append(self, fields: Mapping[str, Any], body: memoryview | bytes = b"") -> None:
         """Writes a record and waits until the disk has it.
-
-        Args:
-            fields: JSON values.
-            body: Any bytes.
 
         Raises:
             StorageError: It cannot be written; the record is not in the journal.
@@ -111,7 +104,6 @@ class Journal:
         self._failed = False
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def _undo(self) -> None:
@@ -124,11 +116,7 @@ class Journal:
 class JournalReader:
     """The whole records of a journal, in order; what follows the last whole one is left out.
 
-    Args:
-        path: The file.
-
-    Attributes:
-        torn_bytes: What was left out; known when all records were read.
+    `torn_bytes` were left out; that is known when all records were read.
 
     Raises:
         StorageError: While iterating: the file cannot be read.
@@ -148,15 +136,6 @@ class JournalReader:
                 self.torn_bytes = os.fstat(file.fileno()).st_size - end
         except OSError as error:
             raise StorageError(f"{self.path} cannot be read: {error.strerror}") from error
-
-
-def read_journal(path: Path) -> Iterator[JournalRecord]:
-    """The whole records of a journal, in order; see `JournalReader`.
-
-    Raises:
-        StorageError: The file cannot be read.
-    """
-    return iter(JournalReader(path))
 
 
 def _whole_bytes(path: Path) -> int:

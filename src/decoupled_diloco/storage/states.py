@@ -38,9 +38,6 @@ def pack(state: Any) -> tuple[dict[str, Tensor], str]:
         state: dicts (keys: text or integers), lists, tuples, numbers, `None`, text, bytes, tensors
             of any dtype and device, NumPy arrays and scalars.
 
-    Returns:
-        Name to tensor, and the JSON text.
-
     Raises:
         ConfigError: Something in it is of another kind; the message names where it is.
 
@@ -59,10 +56,6 @@ def pack(state: Any) -> tuple[dict[str, Tensor], str]:
 def unpack(tensors: Mapping[str, Tensor], text: str) -> Any:
     """Put a state together again.
 
-    Args:
-        tensors: As from `pack`; the state refers to them.
-        text: As from `pack`.
-
     Raises:
         StorageError: The text is not one of `pack`, or a tensor is missing.
     """
@@ -80,12 +73,8 @@ def on_host(state: Any, memory: HostMemory | None = None) -> Any:
     """Copy a state: its tensors to the host, everything else by value.
 
     Args:
-        state: As for `pack`.
         memory: What an earlier copy lies in, and is written over: memory that is fresh costs
             several times as long. What does not fit is replaced. Default: all of it fresh.
-
-    Raises:
-        ConfigError: See `pack`.
     """
     tensors, text = pack(state)
     memory = {} if memory is None else memory
@@ -98,11 +87,7 @@ def on_host(state: Any, memory: HostMemory | None = None) -> Any:
 
 
 def host_memory(state: Any) -> Callable[[], HostMemory]:
-    """What makes memory for copies of a state ready; to be called in another thread.
-
-    Raises:
-        ConfigError: See `pack`.
-    """
+    """What makes memory for copies of a state ready; to be called in another thread."""
     tensors, _ = pack(state)
     kinds = {name: (t.shape, t.dtype, t.is_cuda) for name, t in tensors.items()}
 

@@ -2,14 +2,18 @@
 
 A file is written beside its place, forced to disk, and renamed into place, so that neither a crash
 nor a full disk leaves a torn one. safetensors holds tensors and text, never code.
+
+A safetensors file tells a torn end by itself, but not bytes that a disk has changed. In a *sealed*
+one the metadata holds the digest of each tensor, and one over all texts and digests.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.merge import digest
 from decoupled_diloco.runtime import runtime
 
 ALIASES_KEY = "decoupled_diloco.aliases"
@@ -24,19 +29,12 @@ ALIASES_KEY = "decoupled_diloco.aliases"
 
 
 def save_weights(
-    path: str | Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write tensors to a safetensors file, all of it or nothing.
 
     Tied weights (names for the same memory) are written once, under the first name; the other
     names are kept in the metadata and come back by `load_weights`.
-
-    Args:
-        path: The file, replaced if it exists; its folder is made if it does not.
-        tensors: Name to tensor, any shape, dtype and device.
-        metadata: Text to keep along, for example the step.
 
     Raises:
         StorageError: The file cannot be written. A file that was there before is untouched.
@@ -68,28 +66,16 @@ def save_weights(
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file, tied ones under each of their names.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Name to tensor, in memory of their own on the CPU. Tied names share one tensor.
+    """Read all tensors of a safetensors file to the CPU, tied ones under each of their names.
 
     Raises:
         StorageError: The file is missing, torn, or no safetensors file.
     """
-    path = Path(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            # Cloned, because the tensors of safetensors live in the mapped file.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            aliases = _parse_aliases(file.metadata() or {})
+    with _opened(path) as file:
+        # Cloned, because the tensors of safetensors live in the mapped file.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        aliases = _parse_aliases(file.metadata() or {})
         return tensors | {name: tensors[kept] for name, kept in aliases.items()}
-    except FileNotFoundError:
-        raise StorageError(f"{path} does not exist") from None
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
 
 
 def load_metadata(path: str | Path) -> dict[str, str]:
@@ -98,16 +84,21 @@ def load_metadata(path: str | Path) -> dict[str, str]:
     Raises:
         StorageError: The file is missing, torn, or no safetensors file.
     """
-    path = Path(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            texts = dict(file.metadata() or {})
-    except FileNotFoundError:
-        raise StorageError(f"{path} does not exist") from None
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
+    with _opened(path) as file:
+        texts = dict(file.metadata() or {})
     texts.pop(ALIASES_KEY, None)
     return texts
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise StorageError(f"{path} does not exist") from None
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
 
 
 def _drop_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -137,3 +128,58 @@ def _parse_aliases(metadata: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(aliases, dict) or not all(isinstance(v, str) for v in aliases.values()):
         raise ValueError(f"{ALIASES_KEY} is not a table of names")
     return aliases
+
+
+# ---- sealed
+
+DIGESTS_KEY = "decoupled_diloco.digests"
+"""Metadata entry, JSON: {tensor: digest}."""
+
+SEAL_KEY = "decoupled_diloco.seal"
+"""Metadata entry: the digest over all other entries."""
+
+
+def save_sealed(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    """Write tensors and texts to a safetensors file, all of it or nothing."""
+    digests = json.dumps({name: digest(tensor) for name, tensor in sorted(tensors.items())})
+    entries = dict(texts) | {DIGESTS_KEY: digests}
+    save_weights(path, tensors, entries | {SEAL_KEY: _seal(entries)})
+
+
+def seal_of(path: Path) -> str:
+    """The digest over everything in a file of `save_sealed`.
+
+    Raises:
+        StorageError: The file is missing, torn or corrupt, as far as its texts tell.
+    """
+    _checked(path)
+    return load_metadata(path)[SEAL_KEY]
+
+
+def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read a file of `save_sealed`.
+
+    Raises:
+        StorageError: The file is missing or torn, no safetensors file, or anything in it has
+            another digest than when it was written.
+    """
+    texts = _checked(path)
+    digests = json.loads(texts.pop(DIGESTS_KEY))
+    tensors = load_weights(path)
+    wrong = [name for name, tensor in tensors.items() if digest(tensor) != digests.get(name)]
+    if wrong or digests.keys() != tensors.keys():
+        names = sorted(wrong) or sorted(digests.keys() ^ tensors.keys())
+        raise StorageError(f"{path} is corrupt: {names[0]} is not what was written")
+    return tensors, texts
+
+
+def _checked(path: Path) -> dict[str, str]:
+    texts = load_metadata(path)
+    seal = texts.pop(SEAL_KEY, "")
+    if DIGESTS_KEY not in texts or _seal(texts) != seal:
+        raise StorageError(f"{path} is corrupt: its metadata is not what was written")
+    return texts
+
+
+def _seal(entries: Mapping[str, str]) -> str:
+    return digest(json.dumps(entries, sort_keys=True).encode())

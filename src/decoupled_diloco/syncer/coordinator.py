@@ -60,7 +60,8 @@ from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_sin
 from decoupled_diloco.syncer.coordinator_document import plain, read_document
 from decoupled_diloco.syncer.relay import Relay
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
-from decoupled_diloco.transport.base import BodyStore, Channel
+from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.bodies import BodyBooks
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class CoordinatorHost:
         folder: Path,
         tape: Callable[[Mapping[str, Any]], TapeWriter],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        bodies: BodyStore,
+        bodies: BodyBooks,
         shard_lease: ShardLease | NoStandby = NO_STANDBY,
     ) -> None:
         self._settings = public_text(config)

@@ -7,7 +7,7 @@ import torch
 from decoupled_diloco.merge import as_bytes
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.syncer.fragments import PublishedCopy
-from decoupled_diloco.transport.base import BodyStore
+from decoupled_diloco.transport.bodies import BodyBooks
 
 DIFFERENCES_KEPT = 2
 """Published differences of a fragment that can be fetched."""
@@ -24,7 +24,7 @@ class Downloads:
         bodies: The server's data plane.
     """
 
-    def __init__(self, bodies: BodyStore) -> None:
+    def __init__(self, bodies: BodyBooks) -> None:
         self._bodies = bodies
         self._wholes: dict[int, str] = {}
         self._differences: dict[int, list[str]] = {}

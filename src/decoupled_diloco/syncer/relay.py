@@ -14,8 +14,9 @@ from typing import Any
 
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.merge import digest
-from decoupled_diloco.transport.base import BodyStore, ExpectedUpload, ReceivedBody
-from decoupled_diloco.transport.chunks import chunk_sizes
+from decoupled_diloco.transport.bodies import BodyBooks, BodyUpload
+from decoupled_diloco.transport.pool import PoolBody
+from decoupled_diloco.transport.ranges import chunk_sizes
 
 WINDOW = 4
 """Chunks of one relay in memory or on their way in: 16 MiB keep a link of 1 Gbit/s and 100 ms busy.
@@ -29,8 +30,8 @@ class _Passage:
     donor: str
     sizes: tuple[int, ...]
     next: int = 0
-    uploads: dict[int, ExpectedUpload] = field(default_factory=dict)
-    bodies: dict[int, ReceivedBody] = field(default_factory=dict)
+    uploads: dict[int, BodyUpload] = field(default_factory=dict)
+    bodies: dict[int, PoolBody] = field(default_factory=dict)
 
 
 class Relay:
@@ -42,7 +43,7 @@ class Relay:
     """
 
     def __init__(
-        self, bodies: BodyStore, spawn: Callable[[Coroutine[Any, Any, None]], object]
+        self, bodies: BodyBooks, spawn: Callable[[Coroutine[Any, Any, None]], object]
     ) -> None:
         self._bodies = bodies
         self._spawn = spawn
@@ -85,9 +86,7 @@ class Relay:
         passage.uploads[number] = upload
         self._spawn(self._pass_on(path, passage, number, upload))
 
-    async def _pass_on(
-        self, path: str, passage: _Passage, number: int, upload: ExpectedUpload
-    ) -> None:
+    async def _pass_on(self, path: str, passage: _Passage, number: int, upload: BodyUpload) -> None:
         with contextlib.suppress(TransportError):
             body = await upload.body
             passage.uploads.pop(number, None)

@@ -22,7 +22,8 @@ from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.syncer.fragments import ShardTensors
-from decoupled_diloco.transport.base import BodyStore, ExpectedUpload, ReceivedBody
+from decoupled_diloco.transport.bodies import BodyBooks, BodyUpload
+from decoupled_diloco.transport.pool import PoolBody
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Expected:
     """
 
     effect: do.Expect | do.ExpectCopy
-    upload: ExpectedUpload
+    upload: BodyUpload
     message: Any = None
     has_arrived: bool | None = None
     task: asyncio.Task[None] | None = None
@@ -87,7 +88,7 @@ class Uploads:
     def __init__(
         self,
         tensors: ShardTensors,
-        bodies: BodyStore,
+        bodies: BodyBooks,
         *,
         spawn: Spawn,
         in_worker: InWorker,
@@ -173,12 +174,12 @@ class Uploads:
             self._forget(expected)
 
     async def _contribution(
-        self, upload: ExpectedUpload, announced: say.Upload, effect: do.Expect
+        self, upload: BodyUpload, announced: say.Upload, effect: do.Expect
     ) -> None:
         learner, fragment, ask = effect.learner, effect.fragment, effect.ask
         norm = 0.0
 
-        def verify(body: ReceivedBody) -> None:
+        def verify(body: PoolBody) -> None:
             nonlocal norm
             norm = self._tensors.verify(fragment, ask, body.buffer, announced.digest)
             if self._keep is not None:
@@ -206,13 +207,11 @@ class Uploads:
                 logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
                 self._handle(fact.BodyCorrupt(learner, fragment, ask, str(error)))
 
-    async def _copy(
-        self, upload: ExpectedUpload, announced: say.Copy, effect: do.ExpectCopy
-    ) -> None:
+    async def _copy(self, upload: BodyUpload, announced: say.Copy, effect: do.ExpectCopy) -> None:
         learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
         numel = self._tensors.plan.fragments[fragment].numel
 
-        def receive(body: ReceivedBody) -> None:
+        def receive(body: PoolBody) -> None:
             self._tensors.receive(fragment, values_of(body.buffer, numel), announced.digest)
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
@@ -227,7 +226,7 @@ class Uploads:
                 self._handle(fact.CopyCorrupt(learner, fragment, attempt, str(error)))
 
     async def _take(
-        self, upload: ExpectedUpload, use: Callable[[ReceivedBody], None], then: Callable[[], None]
+        self, upload: BodyUpload, use: Callable[[PoolBody], None], then: Callable[[], None]
     ) -> None:
         """Uses a body in the worker, tells the machine, gives the buffer back.
 

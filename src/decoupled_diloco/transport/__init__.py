@@ -1,1 +1,1 @@
-"""Control and data planes between learners and shards: one interface, in memory and over HTTP."""
+"""Control and data planes between learners and shards: one interface for real and virtual."""

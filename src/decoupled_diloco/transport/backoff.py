@@ -25,9 +25,6 @@ class Backoff:
     the learners that all lost the same shard, the cap keeps them from noticing its return late.
 
     Args:
-        rng: Source of the jitter; inject a seeded one to repeat a run.
-        floor: Least delay, seconds.
-        cap: Largest delay, seconds.
         brisk_seconds: Until the delays come to so much, none is above `BRISK_CAP_SECONDS`.
     """
 
@@ -72,10 +69,6 @@ async def reconnecting(
     """Connect, trying again with backoff for as long as there is no answer.
 
     Args:
-        client: The client that dials.
-        addresses: Where to: the first of these that answers.
-        role: As for `Client.connect`.
-        principal: As for `Client.connect`.
         backoff: Kept by the caller between losses, so that a server that accepts and drops at
             once is not hammered: call its `reset` when the channel has proved useful.
         on_failure: Told each failure and the delay before the next attempt.

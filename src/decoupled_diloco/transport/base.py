@@ -1,8 +1,8 @@
 """What every transport offers: a control plane of small ordered messages, a data plane of bodies.
 
 The transport decides nothing about the protocol: control messages are dictionaries that JSON can
-carry, bodies are opaque bytes. `memory` (one process) and `http` (aiohttp) implement the same
-interface and pass the same contract tests.
+carry, bodies are opaque bytes. HTTP (aiohttp), the virtual world's transport, and the one within a
+process that tests use implement the same interface.
 
 Nothing here asks a user for a timeout. Two derived intervals decide what is lost, both counted
 in time during which this process really ran, so that a paused process does not give up its peers
@@ -17,7 +17,10 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from decoupled_diloco.transport.bodies import BodyBooks
 
 PIECE_BYTES = 512 << 10
 """Bodies move between buffers in pieces of this size: on loopback the fastest of 128 KiB to 4 MiB,
@@ -29,60 +32,44 @@ class Limits:
     """Every size a peer can name, and the derived intervals.
 
     The defaults are meant for production; tests shorten the intervals.
-
-    Attributes:
-        message_bytes: Largest control message, in bytes of JSON text.
-        outbox_messages: Messages that may wait for a slow peer before its channel is closed.
-        outbox_bytes: The same, in bytes.
-        inbox_messages: Messages that may wait for `receive` before reading from the peer pauses.
-        inbox_bytes: The same, in bytes.
-        streams_per_principal: Requests of the data plane that one principal may have open.
-        copies_per_principal: Times that one principal may fetch a body: once if all is well, parts
-            of it again where a connection broke, and once more for each new start of its process.
-        copy_seconds: One more is given every so many seconds, so that no request waits for ever.
-        downloads_per_principal: Bodies that one principal may fetch at once; a learner fetches 4.
-        channels_per_principal: Control channels that one principal may have open; one more closes
-            the oldest. Two are in use, and a few may not have been found dead yet.
-        connections: Connections of all kinds that a server accepts: 4,000 learners have four each.
-        header_bytes: Largest request line and largest single header.
-        ping_seconds: Interval of control pings, which measure the round trip as well.
-        lost_seconds: Silence after which a channel is lost: ten pings.
-        stall_seconds: Least time without a moved byte after which a transfer is abandoned. Far
-            above a retransmission timeout (0.2 s and its doublings), below the lease of a learner.
-        retries: Attempts to resume a range after its connection failed.
     """
 
-    message_bytes: int = 1 << 20
+    message_bytes: int = 1 << 20  # largest control message, in bytes of JSON text
+    # messages that may wait for a slow peer before its channel is closed
     outbox_messages: int = 4096
-    outbox_bytes: int = 16 << 20
+    outbox_bytes: int = 16 << 20  # the same, in bytes
+    # messages that may wait for `receive` before reading from the peer pauses
     inbox_messages: int = 4096
-    inbox_bytes: int = 16 << 20
-    streams_per_principal: int = 128
+    inbox_bytes: int = 16 << 20  # the same, in bytes
+    streams_per_principal: int = 128  # requests of the data plane that one principal may have open
+    # times that one principal may fetch a body: once if all is well, parts of it again where a
+    # connection broke, and once more for each new start of its process
     copies_per_principal: int = 8
+    # one more is given every so many seconds, so that no request waits for ever
     copy_seconds: float = 60.0
+    # bodies that one principal may fetch at once; a learner fetches 4
     downloads_per_principal: int = 16
+    # control channels that one principal may have open; one more closes the oldest. Two are in use,
+    # and a few may not have been found dead yet.
     channels_per_principal: int = 8
+    # connections of all kinds that a server accepts: 4,000 learners have four each
     connections: int = 16384
-    header_bytes: int = 8190
-    ping_seconds: float = 1.0
-    lost_seconds: float = 10.0
+    header_bytes: int = 8190  # largest request line and largest single header
+    ping_seconds: float = 1.0  # interval of control pings, which measure the round trip as well
+    lost_seconds: float = 10.0  # silence after which a channel is lost: ten pings
+    # least time without a moved byte after which a transfer is abandoned. Far above a
+    # retransmission timeout (0.2 s and its doublings), below the lease of a learner.
     stall_seconds: float = 5.0
-    retries: int = 5
+    retries: int = 5  # attempts to resume a range after its connection failed
 
 
 @dataclass(frozen=True)
 class Peer:
-    """The process at the other end of a channel.
+    """The process at the other end of a channel."""
 
-    Attributes:
-        principal: Learner id, observer or shard name, as bound by the token.
-        role: What the peer says it is: `learner`, `observer`, `shard`.
-        address: Where it is: the server's `http://host:port`, or the client's `host:port`.
-    """
-
-    principal: str
-    role: str
-    address: str
+    principal: str  # learner id, observer or shard name, as bound by the token
+    role: str  # what the peer says it is: `learner`, `observer`, `shard`
+    address: str  # where it is: the server's `http://host:port`, or the client's `host:port`
 
 
 @dataclass
@@ -97,23 +84,15 @@ class Stats:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """How one body was moved.
-
-    Attributes:
-        nbytes: Size of the body.
-        seconds: From the call to the last byte (GET) or the last acknowledgement (PUT).
-        stripes: Connections used in parallel.
-        retries: Ranges that were resumed after a failure.
-        congestion: Congestion control of the sending sockets (`bbr`, `cubic`); empty if unknown.
-        digest: What the sender gave with the body (GET); empty otherwise.
-    """
+    """How one body was moved."""
 
     nbytes: int
-    seconds: float
+    seconds: float  # from the call to the last byte (GET) or the last acknowledgement (PUT)
     stripes: int = 1
     retries: int = 0
+    # congestion control of the sending sockets (`bbr`, `cubic`); empty if unknown
     congestion: str = ""
-    digest: str = ""
+    digest: str = ""  # what the sender gave with the body (GET); empty otherwise
 
 
 class Encoded:
@@ -171,66 +150,6 @@ class Channel(Protocol):
         """Send what waits in the outbox if the peer takes it at once, then close."""
 
 
-class ReceivedBody(Protocol):
-    """A received body, in a buffer of the pool."""
-
-    @property
-    def buffer(self) -> memoryview:
-        """Exactly the bytes that were sent."""
-
-    def release(self) -> None:
-        """Give the buffer back; `buffer` must not be used afterwards. Calling it twice is fine."""
-
-
-class ExpectedUpload(Protocol):
-    """A PUT that is expected: one principal, one size, once.
-
-    The caller of `expect` calls `cancel` when it does not want the body any more.
-
-    Attributes:
-        when_ended: Told once, soon after the end, whether the body has arrived: so that no task
-            need wait for each of thousands.
-    """
-
-    when_ended: Callable[[bool], object] | None
-
-    @property
-    def url(self) -> str:
-        """Relative URL to give to the uploader."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size expected."""
-
-    @property
-    def received(self) -> int:
-        """Bytes that have arrived so far."""
-
-    @property
-    def body(self) -> Awaitable[ReceivedBody]:
-        """Await it for the body. Raises TransportError if cancelled or the uploader went away."""
-
-    def cancel(self, reason: str = "") -> None:
-        """Refuse the PUT from now on; a body that arrived but was never taken is released."""
-
-
-class BodyStore(Protocol):
-    """Server side of the data plane."""
-
-    def offer(self, path: str, body: memoryview, digest: str) -> str:
-        """Make a body available to GET and return its relative URL; the same path is replaced.
-
-        Nothing is copied, and transfers in flight finish from the buffer they began with: the
-        memory must not be written to again. Offer a fresh buffer instead.
-        """
-
-    def withdraw(self, path: str) -> None:
-        """Stop offering; a GET that asks afterwards is answered 410."""
-
-    def expect(self, path: str, nbytes: int, principal: str) -> ExpectedUpload:
-        """Accept one PUT of exactly `nbytes` from `principal`; memory is taken when it begins."""
-
-
 class Server(Protocol):
     """Accepts control connections and serves bodies on one port."""
 
@@ -239,7 +158,7 @@ class Server(Protocol):
         """`scheme://host:port`, with the port really bound."""
 
     @property
-    def bodies(self) -> BodyStore:
+    def bodies(self) -> BodyBooks:
         """The data plane."""
 
     @property
@@ -273,7 +192,6 @@ class Client(Protocol):
 
         Args:
             url: What the control plane named: relative, or absolute to another host.
-            body: Contiguous bytes, unchanged until this returns.
             base: Address a relative URL belongs to; default: the one connected to last.
 
         Raises:

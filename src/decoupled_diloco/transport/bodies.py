@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.runtime import now
-from decoupled_diloco.transport.base import Limits, ReceivedBody
+from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.pool import PoolBody, ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
 from decoupled_diloco.transport.tokens import RequestRefusal
@@ -45,22 +45,8 @@ class Offer:
     taken: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class UploadState:
-    """What a client that resumes a PUT needs to know."""
-
-    state: str
-    received: list[Range]
-
-
 class BodyBooks:
-    """The `BodyStore` of a server, and what its connections need from it.
-
-    Args:
-        pool: Where received bodies go.
-        limits: Bounds and intervals.
-        clock: Seconds that never go back.
-    """
+    """What a server offers and expects, and what its connections need of it."""
 
     def __init__(self, pool: ReceivePool, limits: Limits, clock: Callable[[], float] = now) -> None:
         self.pool = pool
@@ -73,17 +59,24 @@ class BodyBooks:
         self._streams: dict[str, int] = {}
 
     def offer(self, path: str, body: memoryview, digest: str) -> str:
-        """See `BodyStore.offer`."""
+        """Make a body available to GET and return its relative URL; the same path is replaced.
+
+        Nothing is copied, and transfers in flight finish from the buffer they began with: the
+        memory must not be written to again. Offer a fresh buffer instead.
+        """
         self._offers[_key(path)] = Offer(body.cast("B"), digest, self._clock())
         return PREFIX + _key(path)
 
     def withdraw(self, path: str) -> None:
-        """See `BodyStore.withdraw`."""
+        """Stop offering; a GET that asks afterwards is answered 410."""
         if self._offers.pop(_key(path), None) is not None:
             self._remember("GET", _key(path), "was withdrawn")
 
     def expect(self, path: str, nbytes: int, principal: str) -> BodyUpload:
-        """See `BodyStore.expect`. A path is used once."""
+        """Accept one PUT of exactly `nbytes` from `principal`; memory is taken when it begins.
+
+        A path is used once.
+        """
         assert nbytes > 0
         key = _key(path)
         assert key not in self._uploads, f"an upload to {path!r} is expected already"
@@ -151,8 +144,6 @@ class BodyBooks:
         """Begin to receive a range of an upload.
 
         Args:
-            key: The path.
-            principal: Who sends, as authorised.
             part: The range that the request will carry.
             total: Size of the whole body, as the sender understands it.
             take_over: The sender resumes: end older streams in the range, accept what overlaps.
@@ -176,20 +167,15 @@ class BodyBooks:
             )
         return upload._open(start, stop, take_over)
 
-    def state(self, key: str, principal: str) -> UploadState:
-        """Tell how far an upload is.
-
-        Raises:
-            RequestRefusal: as for `open`.
-        """
+    def state(self, key: str, principal: str) -> tuple[str, list[Range]]:
+        """Tell a client that resumes a PUT how far it is: its state, and what has arrived."""
         upload = self._uploads.get(key)
         if upload is None and self._gone.get(("PUT", key)) == ARRIVED:
-            return UploadState("arrived", [])
+            return "arrived", []
         upload = self._upload(key, principal)
-        return UploadState(upload._phase(), upload._covered().ranges)
+        return upload._phase(), upload._covered().ranges
 
     def stop(self, reason: str) -> None:
-        """End all uploads and offers."""
         for upload in list(self._uploads.values()):
             upload._end(f"ended: {reason}", status=503)
         self._offers.clear()
@@ -251,7 +237,14 @@ ARRIVED = "has arrived already: a body is sent once"
 
 
 class BodyUpload:
-    """One expected PUT; see `ExpectedUpload`."""
+    """A PUT that is expected: one principal, one size, once.
+
+    The caller of `expect` calls `cancel` when it does not want the body any more.
+
+    Attributes:
+        when_ended: Told once, soon after the end, whether the body has arrived: so that no task
+            need wait for each of thousands.
+    """
 
     def __init__(self, bodies: BodyBooks, key: str, nbytes: int, principal: str) -> None:
         self.key = key
@@ -266,19 +259,21 @@ class BodyUpload:
         self._acquiring: asyncio.Task[PoolBody] | None = None
         self._taken = False
         loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[ReceivedBody] = loop.create_future()
+        self._future: asyncio.Future[PoolBody] = loop.create_future()
         self._future.add_done_callback(self._tell)
         self._watch: asyncio.TimerHandle | None = None
         self._watched = 0
 
     @property
     def received(self) -> int:
-        """Bytes that have arrived so far."""
         return self._done.nbytes + sum(stream.position - stream.start for stream in self._streams)
 
     @property
-    def body(self) -> Awaitable[ReceivedBody]:
-        """The body, when it has arrived. Cancelling a task that awaits it keeps the upload."""
+    def body(self) -> Awaitable[PoolBody]:
+        """Await it for the body. Cancelling a task that awaits it keeps the upload.
+
+        Raises TransportError if cancelled or the uploader went away.
+        """
         return _Arrival(self)
 
     def cancel(self, reason: str = "") -> None:
@@ -287,7 +282,7 @@ class BodyUpload:
         if not self._taken and not self._future.cancelled() and not self._future.exception():
             self._future.result().release()
 
-    def _tell(self, future: asyncio.Future[ReceivedBody]) -> None:
+    def _tell(self, future: asyncio.Future[PoolBody]) -> None:
         """Tells of the end; what has failed is seen by that, though no task may await it."""
         has_arrived = not future.cancelled() and future.exception() is None
         if self.when_ended is not None:
@@ -443,8 +438,7 @@ class Stream:
         """
         if self.position < self.stop:
             raise RequestRefusal(
-                400,
-                f"{self._upload.url}: truncated at byte {self.position} of {self.stop}",
+                400, f"{self._upload.url}: truncated at byte {self.position} of {self.stop}"
             )
 
     def close(self) -> None:
@@ -465,7 +459,7 @@ class _Arrival:
     def __init__(self, upload: BodyUpload) -> None:
         self._upload = upload
 
-    def __await__(self) -> Generator[object, None, ReceivedBody]:
+    def __await__(self) -> Generator[object, None, PoolBody]:
         body = yield from asyncio.shield(self._upload._future).__await__()
         self._upload._taken = True
         return body

@@ -40,32 +40,25 @@ class Mailbox:
         self._messages_max = messages_max
         self._bytes_max = bytes_max
         self._queue: deque[str] = deque()
-        self._nbytes = 0
+        self.nbytes = 0
         self.changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._queue)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that wait."""
-        return self._nbytes
-
-    @property
     def full(self) -> bool:
         """Whether another message should not be put in."""
-        return len(self._queue) >= self._messages_max or self._nbytes >= self._bytes_max
+        return len(self._queue) >= self._messages_max or self.nbytes >= self._bytes_max
 
     def put(self, text: str) -> None:
-        """Append a message."""
         self._queue.append(text)
-        self._nbytes += len(text)
+        self.nbytes += len(text)
         self.changed.set()
 
     def pop(self) -> str:
-        """Remove the oldest message."""
         text = self._queue.popleft()
-        self._nbytes -= len(text)
+        self.nbytes -= len(text)
         self.changed.set()
         return text
 
@@ -135,7 +128,7 @@ class WebSocketChannel:
         self._stats = stats
         self._outbox = Mailbox(limits.outbox_messages, limits.outbox_bytes)
         self._inbox = Mailbox(limits.inbox_messages, limits.inbox_bytes)
-        self._closed = False
+        self.closed = False
         self._closing = asyncio.Event()
         self._recent_rtts: deque[float] = deque(maxlen=10)
         self._main: asyncio.Task[None] | None = None
@@ -144,19 +137,13 @@ class WebSocketChannel:
         """Begin to serve the socket, until it or the channel is closed."""
         self._main = asyncio.create_task(self._serve())
 
-    @property
-    def closed(self) -> bool:
-        """Whether nothing more can be sent."""
-        return self._closed
-
     def heard(self) -> None:
         """Note that a byte came from the peer, here or on the data plane."""
         self.last_received = now()
 
     def send(self, message: dict[str, object] | Encoded) -> None:
-        """See `Channel.send`."""
         text = encode(message, self._limits)
-        if self._closed:
+        if self.closed:
             return
         if self._outbox.full:
             self.shut(
@@ -167,9 +154,8 @@ class WebSocketChannel:
         self._outbox.put(text)
 
     async def receive(self) -> dict[str, object]:
-        """See `Channel.receive`."""
         while not self._inbox:
-            if self._closed:
+            if self.closed:
                 raise TransportError(f"channel closed: {self.reason}")
             await self._inbox.wait()
         try:
@@ -179,20 +165,18 @@ class WebSocketChannel:
             raise TransportError(f"channel closed: {self.reason}") from None
 
     async def close(self, reason: str = "") -> None:
-        """See `Channel.close`."""
         self.shut(reason or "closed by this side")
         await self.wait_closed()
 
     async def wait_closed(self) -> None:
-        """Return when the socket is released."""
         if self._main is not None and asyncio.current_task() is not self._main:
             await asyncio.wait([self._main])
 
     def shut(self, reason: str) -> None:
         """Close without waiting; the first reason counts."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.reason = reason
         self._closing.set()
         self._inbox.changed.set()
@@ -225,14 +209,14 @@ class WebSocketChannel:
 
     async def _read(self) -> None:
         """Move what arrives into the inbox; pause while it is not emptied."""
-        while not self._closed:
+        while not self.closed:
             frame = await self._socket.receive()
             kind = frame.type
             if kind is aiohttp.WSMsgType.TEXT:
                 self.heard()
                 self._stats.control_bytes_received += len(frame.data)
                 self._inbox.put(frame.data)
-                while self._inbox.full and not self._closed:
+                while self._inbox.full and not self.closed:
                     await self._inbox.wait()
             elif kind is aiohttp.WSMsgType.PING:
                 self.heard()
@@ -262,14 +246,14 @@ class WebSocketChannel:
                 self._stats.control_bytes_sent += len(text)
                 if not await self._guard(self._socket.send_str(text)):
                     return
-            if self._closed:
+            if self.closed:
                 return
             await self._outbox.wait()
 
     async def _ping_peer(self) -> None:
         """Ping each second; give the peer up after a long silence."""
         silence = Silence(self._limits.ping_seconds, now(), self.last_received)
-        while not self._closed:
+        while not self.closed:
             stamp = struct.pack("!d", now())
             # Not awaited to the end: a full socket must not stop the watch below.
             ping = asyncio.ensure_future(self._guard(self._socket.ping(stamp)))

@@ -45,12 +45,6 @@ FACT_PREFIX = "X-Fact-"
 def fetch(address: str, path: str, query: Mapping[str, str], token: str | None) -> Document:
     """Gets a document from a server; one attempt, on a connection of its own.
 
-    Args:
-        address: ``http://host:port``.
-        path: Begins with a slash.
-        query: Its parameters.
-        token: Shown as a bearer token; ``None``: none.
-
     Raises:
         ConfigError: The address is none, or the token none.
         AccessError: The server refuses the token.
@@ -89,11 +83,7 @@ def fetch(address: str, path: str, query: Mapping[str, str], token: str | None) 
 
 
 def read_object(document: Document, where: str) -> dict[str, Any]:
-    """A document that is a JSON object.
-
-    Raises:
-        ProtocolError: It is not.
-    """
+    """A document that is a JSON object."""
     try:
         value = json.loads(document.body)
     except ValueError:

@@ -17,16 +17,16 @@ from yarl import URL
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.runtime import now, runtime
-from decoupled_diloco.transport.base import (
-    PIECE_BYTES,
-    Limits,
-    Peer,
-    Silence,
-    Stats,
-    TransferStats,
-)
+from decoupled_diloco.transport.base import PIECE_BYTES, Limits, Peer, Silence, Stats, TransferStats
 from decoupled_diloco.transport.channel import WebSocketChannel
-from decoupled_diloco.transport.http_server import CONTROL, KEEP_ALIVE_SECONDS, READ_BUFFER_BYTES
+from decoupled_diloco.transport.http_server import (
+    BBR,
+    CONTROL,
+    KEEP_ALIVE_SECONDS,
+    NEAR_RTT_SECONDS,
+    READ_BUFFER_BYTES,
+    ask_for_congestion,
+)
 from decoupled_diloco.transport.ranges import (
     Range,
     RangeSet,
@@ -35,10 +35,8 @@ from decoupled_diloco.transport.ranges import (
     write_content_range,
     write_range,
 )
-from decoupled_diloco.transport.sockets import BBR, NEAR_RTT_SECONDS, ask_for_congestion
-from decoupled_diloco.transport.stripes import StripeController
 from decoupled_diloco.transport.tokens import refusal_error
-from decoupled_diloco.transport.transfer import Slots, Transfer
+from decoupled_diloco.transport.transfer import Slots, StripeController, Transfer
 
 FIRST_PIECE_BYTES = 64 << 10
 """Pieces begin small and grow with the link's speed, so that on a slow link progress is seen."""
@@ -53,12 +51,10 @@ class HttpClient:
     Args:
         token: Shown as a bearer token, only to servers that this client has connected to and to
             `trusted`.
-        limits: Bounds and intervals.
         congestion: Congestion control asked for on sockets that send bodies over a long link;
             None keeps the kernel's default.
         trusted: Further addresses (`http://host:port`) that may see the token.
         principal: Whose requests they are where nothing was connected to before.
-        rng: Source of jitter; inject a seeded one to repeat a run.
     """
 
     def __init__(
@@ -83,11 +79,9 @@ class HttpClient:
         self._channels: dict[URL, set[WebSocketChannel]] = {}
         self._controllers: dict[tuple[URL, str], StripeController] = {}
         self._slots: dict[URL, Slots] = {}
-        self._control: aiohttp.ClientSession | None = None
-        self._data: aiohttp.ClientSession | None = None
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
-        """See `Client.connect`."""
         origin = _origin(address)
         self._base = origin
         self._principals[origin] = principal
@@ -123,7 +117,6 @@ class HttpClient:
         return channel
 
     async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.put`."""
         target = self._resolve(url, base)
         view = body.cast("B")
         put = _Put(self, target, view)
@@ -132,7 +125,6 @@ class HttpClient:
         return TransferStats(len(view), seconds, count, transfer.retries, put.congestion)
 
     async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.get`."""
         target = self._resolve(url, base)
         view = out.cast("B")
         for _ in range(REPLACED_MAX):
@@ -150,13 +142,10 @@ class HttpClient:
         raise ProtocolError(f"{target} was replaced {REPLACED_MAX} times while it was fetched")
 
     async def close(self) -> None:
-        """See `Client.close`."""
         channels = [channel for some in self._channels.values() for channel in some]
         await asyncio.gather(*(channel.close("the client closes") for channel in channels))
-        for session in (self._control, self._data):
-            if session is not None:
-                await session.close()
-        self._control = self._data = None
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
 
     def rtt(self, target: URL) -> float | None:
         """Return the round trip to a server in seconds, if a channel to it has measured it."""
@@ -192,30 +181,23 @@ class HttpClient:
         slots = self._slots.setdefault(
             target.origin(), Slots(self._limits.streams_per_principal // 2)
         )
-        return Transfer(nbytes, mover.move, mover.gaps, self._limits.retries, self._rng, slots)
+        return Transfer(nbytes, mover, self._limits.retries, self._rng, slots)
 
     def _controller(self, target: URL, method: str) -> StripeController:
         return self._controllers.setdefault((target.origin(), method), StripeController())
 
     def _session(self, plane: str) -> aiohttp.ClientSession:
         """Return the session of a plane; made late, because it belongs to the running loop."""
-        if plane == "control":
-            if self._control is None:
-                self._control = self._new_session()
-            return self._control
-        if self._data is None:
-            self._data = self._new_session()
-        return self._data
-
-    def _new_session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS / 2),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None),
-            auto_decompress=False,
-            read_bufsize=READ_BUFFER_BYTES,
-            headers={"Accept-Encoding": "identity"},
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        if plane not in self._sessions:
+            self._sessions[plane] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS / 2),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None),
+                auto_decompress=False,
+                read_bufsize=READ_BUFFER_BYTES,
+                headers={"Accept-Encoding": "identity"},
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._sessions[plane]
 
     @asynccontextmanager
     async def request(
@@ -238,12 +220,10 @@ class HttpClient:
             raise TransportError(f"{method} {target} failed: {_in_words(error)}") from error
 
     def heard(self, target: URL) -> None:
-        """Note that bytes came from a server."""
         for channel in self._channels.get(target.origin(), ()):
             channel.heard()
 
     def watch(self, target: URL) -> _StallWatch:
-        """Return a watch for one request to a server."""
         return _StallWatch(
             max(self._limits.stall_seconds, STALL_RTTS * (self.rtt(target) or 0.0)), target
         )

@@ -15,6 +15,7 @@ import asyncio
 import fcntl
 import json
 import logging
+import socket
 import sys
 import termios
 from collections.abc import Callable, Mapping
@@ -24,14 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from decoupled_diloco.errors import TransportError
-from decoupled_diloco.transport.base import (
-    PIECE_BYTES,
-    Health,
-    Limits,
-    OnChannel,
-    Peer,
-    Stats,
-)
+from decoupled_diloco.transport.base import PIECE_BYTES, Health, Limits, OnChannel, Peer, Stats
 from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Offer, Stream
 from decoupled_diloco.transport.channel import NOTHING_MORE, WebSocketChannel, handle
 from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query
@@ -44,7 +38,6 @@ from decoupled_diloco.transport.ranges import (
     write_content_range,
     write_list,
 )
-from decoupled_diloco.transport.sockets import BBR, NEAR_RTT_SECONDS, ask_for_congestion
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens, check_role
 
 logger = logging.getLogger(__name__)
@@ -63,20 +56,16 @@ KEEP_ALIVE_SECONDS = 300.0
 """Data connections outlive the pauses between syncs: a new one begins with slow start."""
 
 
+BBR = "bbr"
+NEAR_RTT_SECONDS = 0.002
+"""Below this BBR is not asked for: its pacing costs more than it gains on loopback or a LAN."""
+
+
 class HttpServer:
     """A `Server` over HTTP.
 
     Args:
-        host: Address to bind to.
-        port: Port, 0 for any.
-        tokens: Who may speak.
         on_channel: Run for each control connection; the channel closes when it returns.
-        health: What `/healthz` answers.
-        about: What `/run` answers to a peer with a token.
-        pool_bytes: Size of the receive pool.
-        limits: Bounds and intervals.
-        congestion: Congestion control asked for on sockets that send bodies over a long link;
-            None keeps the kernel's default.
         queries: Answers GETs with parameters at further paths, to a peer with any token.
 
     Raises:
@@ -110,31 +99,19 @@ class HttpServer:
         self._open_queries = 0
         self._limits = limits or Limits()
         self._congestion = congestion
-        self._pool = ReceivePool(pool_bytes)
-        self._bodies = BodyBooks(self._pool, self._limits)
+        self.pool = ReceivePool(pool_bytes)
+        self.bodies = BodyBooks(self.pool, self._limits)
         self._channels: dict[str, list[WebSocketChannel]] = {}
         self._handlers: set[asyncio.Task[Any]] = set()
         self._web: web.Server | None = None
         self._listener: asyncio.Server | None = None
 
     @property
-    def bodies(self) -> BodyBooks:
-        """The data plane."""
-        return self._bodies
-
-    @property
-    def pool(self) -> ReceivePool:
-        """The receive buffers."""
-        return self._pool
-
-    @property
     def address(self) -> str:
-        """`http://host:port`."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
     async def start(self) -> None:
-        """See `Server.start`."""
         self._web = web.Server(
             self._handle,
             handler_cancellation=True,
@@ -158,12 +135,11 @@ class HttpServer:
         self._port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """See `Server.stop`."""
         if self._listener is None or self._web is None:
             return
         self._listener.close()
         channels = [channel for some in self._channels.values() for channel in some]
-        self._bodies.stop("the server stops")
+        self.bodies.stop("the server stops")
         cut_off = asyncio.get_running_loop().call_later(STOP_SECONDS, self._cut_off)
         await asyncio.gather(*(channel.close("the server stops") for channel in channels))
         await asyncio.sleep(0)
@@ -317,7 +293,7 @@ class HttpServer:
 
     async def _put(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
         part, total = _part_of_put(request)
-        stream = self._bodies.open(
+        stream = self.bodies.open(
             key, principal, part, total, take_over="X-Take-Over" in request.headers
         )
         async with stream.receiving():
@@ -339,12 +315,12 @@ class HttpServer:
         stream.finish()
 
     async def _head(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
-        state = self._bodies.state(key, principal)
-        headers = {"X-State": state.state, "X-Received": write_list(state.received)}
+        state, received = self.bodies.state(key, principal)
+        headers = {"X-State": state, "X-Received": write_list(received)}
         return web.Response(status=204, headers=headers)
 
     async def _get(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
-        offer = self._bodies.look_up(key)
+        offer = self.bodies.look_up(key)
         start, stop = _part_of_get(request, offer)
         response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
         response.content_length = stop - start
@@ -354,7 +330,7 @@ class HttpServer:
         response.headers["X-Congestion"] = ask_for_congestion(
             request.transport, self._congestion if self._far(principal) else None
         )
-        download = self._bodies.fetch(key, principal, (start, stop))
+        download = self.bodies.fetch(key, principal, (start, stop))
 
         def sent(count: int) -> None:
             download.sent(count)
@@ -387,7 +363,6 @@ class _WriteGuard:
         self._handle = asyncio.get_running_loop().call_later(seconds, self._check)
 
     def cancel(self) -> None:
-        """Stop watching."""
         self._handle.cancel()
 
     def _check(self) -> None:
@@ -474,3 +449,27 @@ def _unsent(transport: asyncio.WriteTransport) -> int:
         )
     except OSError:
         return 0
+
+
+def ask_for_congestion(transport: asyncio.BaseTransport | None, wanted: str | None) -> str:
+    """Ask the kernel for a congestion control, such as `bbr`, and return the one in use.
+
+    A kernel that does not offer it keeps its default; the caller reports what is in use. None keeps
+    the default, too.
+    """
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    option = getattr(socket, "TCP_CONGESTION", None)
+    if sock is None or option is None:
+        return ""
+    try:
+        raw = sock.getsockopt(socket.IPPROTO_TCP, option, 16)
+    except OSError:
+        return ""
+    current = str(raw.split(b"\0", 1)[0].decode("ascii", "replace"))
+    if wanted is None or current == wanted:
+        return current
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, option, wanted.encode())
+    except OSError:
+        return current
+    return wanted

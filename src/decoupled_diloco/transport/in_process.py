@@ -12,31 +12,17 @@ from yarl import URL
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel, Limits, Stats, TransferStats
 from decoupled_diloco.transport.bodies import PREFIX
-from decoupled_diloco.transport.ranges import Range
-from decoupled_diloco.transport.stripes import StripeController
-from decoupled_diloco.transport.transfer import Slots, Transfer
+from decoupled_diloco.transport.transfer import Mover, Slots, StripeController, Transfer
 
 
-class Mover(Protocol):
-    """Moves the ranges of one body; see `Transfer`."""
+class DigestedMover(Mover, Protocol):
+    """Also knows the digest of a body that it fetches."""
 
     digest: str
 
-    async def move(self, start: int, stop: int, resumed: bool) -> None:
-        """Moves a range."""
-
-    async def gaps(self, start: int, stop: int) -> list[Range]:
-        """What is missing of a range."""
-
 
 class BodyClient(ABC):
-    """A `Client` but for how it dials and how a range of a body is moved.
-
-    Args:
-        token: Shown to every server.
-        limits: Bounds and intervals.
-        rng: Source of jitter; inject a seeded one to repeat a run.
-    """
+    """A `Client` but for how it dials and how a range of a body is moved."""
 
     scheme = ""
     """What the addresses of its servers begin with."""
@@ -57,11 +43,11 @@ class BodyClient(ABC):
         self._channels: set[Channel] = set()
 
     @abstractmethod
-    def putting(self, address: str, key: str, body: memoryview) -> Mover:
+    def putting(self, address: str, key: str, body: memoryview) -> DigestedMover:
         """What writes a body into a server's books."""
 
     @abstractmethod
-    def getting(self, address: str, key: str, out: memoryview) -> Mover:
+    def getting(self, address: str, key: str, out: memoryview) -> DigestedMover:
         """What reads an offer of a server."""
 
     def identity(self, address: str) -> tuple[str, str | None]:
@@ -70,17 +56,14 @@ class BodyClient(ABC):
         return principal, self._token
 
     async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.put`."""
         view = body.cast("B")
         return await self._run(self.putting(*self._resolve(url, base), view), len(view))
 
     async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
-        """See `Client.get`."""
         view = out.cast("B")
         return await self._run(self.getting(*self._resolve(url, base), view), len(view))
 
     async def close(self) -> None:
-        """See `Client.close`."""
         for channel in self._channels:
             channel.shut("the client closes")
         await asyncio.sleep(0)
@@ -100,8 +83,8 @@ class BodyClient(ABC):
         assert base or self._base, f"connect first, or give a base for the relative url {url!r}"
         return base or self._base, key
 
-    async def _run(self, mover: Mover, nbytes: int) -> TransferStats:
+    async def _run(self, mover: DigestedMover, nbytes: int) -> TransferStats:
         retries = self._limits.retries
-        transfer = Transfer(nbytes, mover.move, mover.gaps, retries, self._rng, Slots(0))
+        transfer = Transfer(nbytes, mover, retries, self._rng, Slots(0))
         count, seconds = await transfer.run(StripeController(), 0.0)
         return TransferStats(nbytes, seconds, count, transfer.retries, self.scheme, mover.digest)

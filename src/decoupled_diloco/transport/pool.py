@@ -38,9 +38,6 @@ class ReceivePool:
     larger than the whole pool is admitted alone, when nothing else is on loan, so that a pool
     that is too small is slow but never stuck. Released buffers are kept and used again for bodies
     of the same size, because touching fresh memory costs more than receiving into it.
-
-    Args:
-        nbytes: Size of the pool.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -53,7 +50,6 @@ class ReceivePool:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a buffer."""
         return len(self._waiting)
 
     async def acquire(self, nbytes: int) -> PoolBody:

@@ -28,7 +28,6 @@ class RangeSet:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in the set."""
         return sum(stop - start for start, stop in self.ranges)
 
     def add(self, start: int, stop: int) -> None:
@@ -99,3 +98,17 @@ def read_list(text: str) -> list[Range]:
     """Return the ranges that `write_list` wrote."""
     pairs = (part.split("-") for part in text.split(",") if part)
     return [(int(start), int(stop)) for start, stop in pairs]
+
+
+CHUNK_BYTES = 4 << 20
+"""A tenth of a second at 300 Mbit/s: small against a stall, large against a round trip."""
+
+
+def chunk_sizes(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> tuple[int, ...]:
+    """The sizes of a body's chunks, in order.
+
+    >>> chunk_sizes(10, 4), chunk_sizes(8, 4), chunk_sizes(0, 4)
+    ((4, 4, 2), (4, 4), ())
+    """
+    whole, rest = divmod(nbytes, chunk_bytes)
+    return (chunk_bytes,) * whole + ((rest,) if rest else ())

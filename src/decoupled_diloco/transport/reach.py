@@ -76,31 +76,17 @@ class LookTrouble(Exception):
 
 @dataclass
 class Seen:
-    """What was seen of one server; `None` where the look did not get so far.
-
-    Attributes:
-        address: What was dialled.
-        ip: What its name stands for.
-        connect_seconds: How long TCP took.
-        health: What `/healthz` says.
-        clock_ahead_seconds: Of the server's wall clock, plus or minus half a second.
-        round_trips: Of requests on an open connection, seconds.
-        run: What `/run` says: settings, addresses, layout.
-        principal: The id that the token is for; empty if it is the run's shared one.
-        upgraded: Whether a WebSocket was opened.
-        up_bytes_per_second: To the server.
-        down_bytes_per_second: From the server.
-        trouble: What ended the look.
-    """
+    """What was seen of one server; `None` where the look did not get so far."""
 
     address: str
-    ip: str | None = None
+    ip: str | None = None  # what its name stands for
     connect_seconds: float | None = None
     health: Mapping[str, Any] | None = None
+    # of the server's wall clock, plus or minus half a second
     clock_ahead_seconds: float | None = None
-    round_trips: tuple[float, ...] = ()
-    run: Mapping[str, Any] | None = None
-    principal: str = ""
+    round_trips: tuple[float, ...] = ()  # of requests on an open connection, seconds
+    run: Mapping[str, Any] | None = None  # what `/run` says: settings, addresses, layout
+    principal: str = ""  # the id that the token is for; empty if it is the run's shared one
     upgraded: bool = False
     up_bytes_per_second: float | None = None
     down_bytes_per_second: float | None = None
@@ -180,7 +166,6 @@ class _Look:
             self._headers["Authorization"] = f"Bearer {token}"
 
     async def go(self) -> None:
-        """Takes every step."""
         await self._step("health", self._health)
         await self._step("round trip", self._round_trips)
         await self._step("run", self._run)

@@ -42,10 +42,6 @@ class Tokens:
     Three kinds, strictest last: none at all (open; loopback only), one run token that every
     participant shares and under which any principal may be claimed, one token per principal.
 
-    Args:
-        run_token: The shared token.
-        principals: Token of each principal; the principal is bound by the token it shows.
-
     Raises:
         ConfigError: both kinds at once, an empty token, or one token for two principals.
     """
@@ -67,7 +63,6 @@ class Tokens:
 
     @property
     def open(self) -> bool:
-        """Whether anyone may speak."""
         return self._run_token is None and self._principals is None
 
     def check_bind(self, host: str) -> None:
@@ -95,41 +90,34 @@ class Tokens:
                 f"principal {principal[:140]!r} is not a name: use 1 to 128 letters, digits, "
                 "'.', '_', ':', '@' or '-'",
             )
+        bound = self.recognize(authorization)
+        if bound not in (None, principal):
+            raise RequestRefusal(
+                403,
+                f"this token belongs to {bound!r}, not to {principal!r}: use your own token",
+                {"X-Principal": bound or ""},  # Its owner may know.
+            )
+        return principal
+
+    def recognize(self, authorization: str | None) -> str | None:
+        """Let a peer in that holds any of the tokens; whose it is, if it is not the run's.
+
+        Raises:
+            RequestRefusal: 401 without a good token.
+        """
         if self.open:
-            return principal
+            return None
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise RequestRefusal(401, _NO_TOKEN)
         if self._run_token is not None:
             if not _same(token, self._run_token):
                 raise RequestRefusal(401, _STRANGER)
-            return principal
+            return None
         bound = self._bound(token)
         if bound is None:
             raise RequestRefusal(401, "the token is not known to this run: check the token file")
-        if bound != principal:
-            raise RequestRefusal(
-                403,
-                f"this token belongs to {bound!r}, not to {principal!r}: use your own token",
-                {"X-Principal": bound},  # Its owner may know.
-            )
-        return principal
-
-    def recognize(self, authorization: str | None) -> None:
-        """Let a peer in that holds any of the tokens, under any name.
-
-        Raises:
-            RequestRefusal: 401 without a good token.
-        """
-        if self.open:
-            return
-        scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token:
-            raise RequestRefusal(401, "this server wants a token: pass --token-file")
-        run_token = self._run_token
-        good = _same(token, run_token) if run_token is not None else self._bound(token) is not None
-        if not good:
-            raise RequestRefusal(401, "the token is not this run's: check --token-file")
+        return bound
 
     def _bound(self, token: str) -> str | None:
         """Compare with every token, so that the time tells nothing."""
@@ -170,11 +158,7 @@ def bearer(token: str | None) -> str | None:
 
 
 def check_role(role: str) -> None:
-    """Refuse a role that does not exist.
-
-    Raises:
-        RequestRefusal: 400.
-    """
+    """Refuse a role that does not exist."""
     if role not in ROLES:
         raise RequestRefusal(400, f"role {role[:40]!r} is unknown: use one of {', '.join(ROLES)}")
 

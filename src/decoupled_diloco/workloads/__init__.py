@@ -14,7 +14,7 @@ import importlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
@@ -41,22 +41,10 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
     """
     if ":" in name:
         return _load_own(name, options)
-    if name == "gpt":
-        from decoupled_diloco.workloads.gpt import GptOptions, GptWorkload
-
-        return GptWorkload(GptOptions(**options))
-    if name == "moe":
-        from decoupled_diloco.workloads.moe import MoeOptions, MoeWorkload
-
-        return MoeWorkload(MoeOptions(**options))
-    if name == "vit":
-        from decoupled_diloco.workloads.vit import VitOptions, VitWorkload
-
-        return VitWorkload(VitOptions(**options))
-    if name == "paced":
-        from decoupled_diloco.workloads.paced import PacedOptions, PacedWorkload
-
-        return PacedWorkload(PacedOptions(**options))
+    if name in BUILT_IN:
+        module, prefix = importlib.import_module(f"{__name__}.{name}"), name.title()
+        own = getattr(module, f"{prefix}Options")(**options)
+        return cast("Workload", getattr(module, f"{prefix}Workload")(own))
     raise ConfigError(
         f"workload {name!r} is not known: {suggestion(name, BUILT_IN)} "
         "One's own is written as 'module:function'"

@@ -23,16 +23,12 @@ class InPasses(Protocol):
 
     def pass_batches(self) -> int:
         """How many batches a pass has, at least 1."""
-        ...
 
     def pass_batch(self, turn: int, index: int) -> Batch:
         """Batch number `index` of a pass; depends on nothing but the options and these two.
 
-        Args:
-            turn: Which pass, 0 and up; each is shuffled anew.
-            index: 0 to `pass_batches` - 1.
+        Each pass, `turn` 0 and up, is shuffled anew.
         """
-        ...
 
 
 @runtime_checkable
@@ -41,7 +37,6 @@ class Placed(Protocol):
 
     def take_place(self, index: int, learners: int) -> None:
         """Called once, before the first batch, with the learner's number and the run's learners."""
-        ...
 
 
 @runtime_checkable
@@ -53,11 +48,9 @@ class Workload(Protocol):
 
     def model(self) -> torch.nn.Module:
         """A new model; the same initial weights, bit by bit, in each process on one machine."""
-        ...
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """The inner optimizer of a model, with the peak learning rate."""
-        ...
 
     def batches(self, part: int, parts: int, start: int = 0) -> Iterator[Batch]:
         """The endless batches of one learner, from batch number `start` on.
@@ -70,15 +63,12 @@ class Workload(Protocol):
             parts: Number of parts, at least 1.
             start: Number of the first batch, at least 0.
         """
-        ...
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         """The mean loss of a batch, a scalar to call backward on."""
-        ...
 
     def tokens(self, batch: Batch) -> int:
         """How much a batch counts for, in tokens (or samples, if the data has no tokens)."""
-        ...
 
     def schedule(self, step: int) -> float:
         """The factor on the learning rate at a global step, 0 and up."""
@@ -90,7 +80,6 @@ class Workload(Protocol):
         Others, such as "accuracy", are shown beside it and kept on the event tape; "tokens", if
         given, is how many were evaluated. Leaves the model as it was, its training mode too.
         """
-        ...
 
     def sample(self, model: torch.nn.Module, prompt: str = "", length: int = 200) -> str | None:
         """Something that the model says, for people to look at, or None."""

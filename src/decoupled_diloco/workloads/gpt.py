@@ -5,7 +5,7 @@ Shapes: `B` sequences, `T` bytes of context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
@@ -14,13 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from decoupled_diloco.workloads.inner import (
-    InnerOptions,
-    check_heads,
-    evaluating,
-    make_optimizer,
-    rate_factor,
-)
+from decoupled_diloco.workloads.inner import BuiltIn, InnerOptions, check_heads, evaluating
 from decoupled_diloco.workloads.text import (
     Corpus,
     batch_at,
@@ -73,10 +67,12 @@ class GptOptions(InnerOptions):
         return self
 
 
-class GptWorkload:
+class GptWorkload(BuiltIn):
     """The built-in workload "gpt"; see `decoupled_diloco.workloads.Workload` for the methods."""
 
     name: ClassVar[str] = "gpt"
+
+    options: GptOptions
 
     def __init__(self, options: GptOptions) -> None:
         self.options = options
@@ -86,12 +82,6 @@ class GptWorkload:
         """The text, read when it is first needed."""
         return load_corpus(self.options.corpus_bytes_max)
 
-    def model(self) -> GPT:
-        """A new model, its weights drawn from the seed; the global generator is left alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.options.seed)
-            return self._build()
-
     def parameters(self) -> int:
         """Trainable numbers of the model, tied ones counted once."""
         with torch.device("meta"):
@@ -100,26 +90,19 @@ class GptWorkload:
     def _build(self) -> GPT:
         return GPT(self.options)
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW or plain SGD; weight decay on matrices only."""
-        return make_optimizer(self.options, model)
-
-    def batches(self, part: int, parts: int, start: int = 0) -> Iterator[TextBatch]:
-        """The endless batches of one learner, from its own region of the text."""
-        step = start
-        while True:
-            yield _split(
-                batch_at(
-                    self.corpus.train,
-                    part=part,
-                    parts=parts,
-                    step=step,
-                    batch_size=self.options.batch_size,
-                    context=self.options.context,
-                    seed=self.options.seed,
-                )
+    def _batch(self, part: int, parts: int, step: int) -> TextBatch:
+        options = self.options
+        return _split(
+            batch_at(
+                self.corpus.train,
+                part=part,
+                parts=parts,
+                step=step,
+                batch_size=options.batch_size,
+                context=options.context,
+                seed=options.seed,
             )
-            step += 1
+        )
 
     def pass_batches(self) -> int:
         """Batches of a pass in which every window of the text comes once."""
@@ -146,10 +129,6 @@ class GptWorkload:
     def tokens(self, batch: TextBatch) -> int:
         """Bytes predicted."""
         return batch[1].numel()
-
-    def schedule(self, step: int) -> float:
-        """Linear warm-up to 1, then a cosine to 0.1 at `total_steps`, then constant."""
-        return rate_factor(self.options, step)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Mean loss on the held-out files: always the same windows."""
@@ -195,9 +174,7 @@ class GptWorkload:
 class GPT(nn.Module):
     """A decoder-only transformer over bytes: pre-norm, rotary positions, ReLU² MLP, no biases.
 
-    Args:
-        options: Its size.
-        make_mlp: What follows the attention in each block; default: an MLP of 4 × width.
+    ``make_mlp`` makes what follows the attention in each block; default: an MLP of 4 × width.
     """
 
     def __init__(
@@ -220,14 +197,7 @@ class GPT(nn.Module):
             self.embedding.weight = self.head.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of the next byte.
-
-        Args:
-            ids: int64 [B, T], T at most the context.
-
-        Returns:
-            float [B, T, 256].
-        """
+        """Logits of the next byte: int64 [B, T], T at most the context, to float [B, T, 256]."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, (self.cos, self.sin))
@@ -242,16 +212,9 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> bytes:
-        """Continue a prompt byte by byte.
+        """Continue a prompt by `count` bytes; an empty one is the start of a file.
 
-        Args:
-            prompt: What to continue; empty: the start of a file.
-            count: Bytes to write.
-            temperature: 0: always the likeliest byte; 1: as the model says; more: wilder.
-            generator: Source of randomness, on the CPU.
-
-        Returns:
-            The `count` new bytes, without the prompt.
+        `temperature` 0: always the likeliest byte; 1: as the model says; more: wilder.
         """
         device = self.embedding.weight.device
         ids = torch.tensor([list(prompt or b"\0")], device=device)
@@ -265,11 +228,6 @@ class GPT(nn.Module):
                 choice = logits.argmax(-1, keepdim=True)
             ids = torch.cat([ids, choice.to(device)], dim=1)
         return bytes(ids[0, -count:].tolist()) if count else b""
-
-
-def count_parameters(options: GptOptions) -> int:
-    """Trainable numbers of the model that these options make, tied ones counted once."""
-    return GptWorkload(options).parameters()
 
 
 def cross_entropy(model: nn.Module, batch: TextBatch) -> Tensor:

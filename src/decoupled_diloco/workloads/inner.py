@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from itertools import count
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -65,6 +66,34 @@ class InnerOptions(Settings):
                 f"total_steps={self.total_steps}: lower warmup_steps or train longer"
             )
         return self
+
+
+class BuiltIn:
+    """What the built-in workloads do alike: see `decoupled_diloco.workloads.Workload`."""
+
+    options: InnerOptions
+
+    def model(self) -> nn.Module:
+        """A new model, its weights drawn from the seed; the global generator is left alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.options.seed)
+            return self._build()
+
+    def _build(self) -> nn.Module:
+        raise NotImplementedError
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(self.options, model)
+
+    def batches(self, part: int, parts: int, start: int = 0) -> Iterator[Any]:
+        """The endless batches of one learner, from its own region of the data."""
+        return (self._batch(part, parts, step) for step in count(start))
+
+    def _batch(self, part: int, parts: int, step: int) -> Any:
+        raise NotImplementedError
+
+    def schedule(self, step: int) -> float:
+        return rate_factor(self.options, step)
 
 
 def make_optimizer(options: InnerOptions, model: nn.Module) -> torch.optim.Optimizer:

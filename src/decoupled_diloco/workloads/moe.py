@@ -63,13 +63,11 @@ class MoeWorkload(GptWorkload):
 
     name: ClassVar[str] = "moe"
 
-    def __init__(self, options: MoeOptions) -> None:
-        super().__init__(options)
-        self._options = options
+    options: MoeOptions
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         """Mean cross-entropy of the next byte, nats, plus the weighted auxiliary losses."""
-        options = self._options
+        options = self.options
         with recorded_logits(model) as logits:
             loss = cross_entropy(model, batch)
         balance = [balancing_loss(each, options.experts_per_token) for each in logits]
@@ -78,7 +76,7 @@ class MoeWorkload(GptWorkload):
         return loss + options.router_z_weight * torch.stack(z).mean()
 
     def _build(self) -> GPT:
-        options = self._options
+        options = self.options
         return GPT(
             options,
             partial(
@@ -94,7 +92,7 @@ class MoeWorkload(GptWorkload):
         """Loss without the auxiliary ones, and how the tokens of a batch spread over experts."""
         with recorded_logits(model) as logits:
             metrics = super()._metrics(model, batch)
-        experts, chosen = self._options.experts, self._options.experts_per_token
+        experts, chosen = self.options.experts, self.options.experts_per_token
         loads = torch.stack([expert_shares(each, chosen) * experts for each in logits])
         entropies = [entropy(each) / math.log(experts) for each in logits]
         return metrics | {
@@ -109,12 +107,6 @@ class MixtureOfExperts(nn.Module):
 
     The matrices are not stacked: merging by directions and norms treats each as one vector, and an
     expert that a learner has hardly used should not be weighed with the others.
-
-    Args:
-        width: W.
-        hidden: Hidden size of an expert.
-        experts: E.
-        experts_per_token: K, at most E.
     """
 
     def __init__(self, width: int, hidden: int, experts: int, experts_per_token: int) -> None:
@@ -137,14 +129,10 @@ class MixtureOfExperts(nn.Module):
 
 
 def route(logits: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, the likeliest first.
+    """Choose each token's experts by logits [N, E], the likeliest first.
 
-    Args:
-        logits: The router's, [N, E].
-        experts_per_token: K. Above 1 the weights are divided by their sum.
-
-    Returns:
-        Their weights, fp32 [N, K], and their numbers, int64 [N, K].
+    Gives their weights, fp32 [N, K], divided by their sum for K above 1, and their numbers, int64
+    [N, K].
     """
     weights, chosen = logits.float().softmax(-1).topk(experts_per_token, dim=-1)
     if experts_per_token > 1:
@@ -162,14 +150,7 @@ def expert_shares(logits: Tensor, experts_per_token: int) -> Tensor:
 def balancing_loss(logits: Tensor, experts_per_token: int) -> Tensor:
     """E · Σₑ fₑ · Pₑ: 1 for an even spread, up to E when one expert gets everything.
 
-    fₑ is an expert's share of the choices (no gradient), Pₑ its mean probability.
-
-    Args:
-        logits: The router's, [N, E].
-        experts_per_token: K.
-
-    Returns:
-        A scalar, fp32.
+    fₑ is an expert's share of the choices (no gradient), Pₑ its mean probability, of logits [N, E].
 
     Source:
         Switch Transformers (arXiv 2101.03961), Eq. 4; for K > 1 over all choices.

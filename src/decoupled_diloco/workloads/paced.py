@@ -61,10 +61,10 @@ class PacedWorkload(GptWorkload):
     """
 
     name: ClassVar[str] = "paced"
+    options: PacedOptions
 
     def __init__(self, options: PacedOptions) -> None:
         super().__init__(options)
-        self._options = options
         self._part: int | None = None
         self._started: float | None = None
 
@@ -75,7 +75,7 @@ class PacedWorkload(GptWorkload):
 
     def take_place(self, index: int, learners: int) -> None:
         """From here on the pace of this learner holds; one that came later has the last one's."""
-        seconds = self._options.step_seconds
+        seconds = self.options.step_seconds
         if isinstance(seconds, tuple) and len(seconds) != learners:
             raise ConfigError(
                 f"step_seconds lists {len(seconds)}, but there are {learners} learners: "
@@ -94,7 +94,7 @@ class PacedWorkload(GptWorkload):
         self._started = time.monotonic()
 
     def _step_seconds(self) -> float:
-        seconds = self._options.step_seconds
+        seconds = self.options.step_seconds
         if isinstance(seconds, tuple):
             return seconds[self._part or 0]
         return seconds

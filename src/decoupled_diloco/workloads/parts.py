@@ -17,14 +17,8 @@ class WorkloadParts:
     """The data of a workload, pass after pass, cut into parts; see `learner.leased.PartedData`.
 
     A workload that is not `InPasses` is asked for the endless batches of each virtual part, of
-    which each pass takes the next `PART_BATCHES`.
-
-    Args:
-        workload: Whose data they are.
-        parts: How many parts at most; a part has at least one batch.
-
-    Attributes:
-        parts: How many there are.
+    which each pass takes the next `PART_BATCHES`. ``parts``: how many at most, and then how many
+    there are, since a part has at least one batch.
     """
 
     def __init__(self, workload: Workload, parts: int) -> None:

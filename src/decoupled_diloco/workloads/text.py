@@ -48,8 +48,6 @@ class Corpus:
     Args:
         train: uint8 [N], the training files one after the other.
         held_out: uint8 [N'], the held-out files one after the other.
-        train_files: Their paths, relative to the library, in the order of the text.
-        held_out_files: The same for the held-out ones.
         digest: SHA-256 over both texts, in hex: learners with the same digest have the same data.
     """
 
@@ -68,7 +66,6 @@ def load_corpus(bytes_max: int | None = None, root: Path | None = None) -> Corpu
 
     Args:
         bytes_max: Limit of the training text, bytes; the last file may be cut. None: all of it.
-        root: Another folder of *.py files to read instead, for tests.
 
     Raises:
         ConfigError: There are no such files, or none on one side of the split.
@@ -108,21 +105,10 @@ def region(count: int, part: int, parts: int) -> range:
 def batch_at(
     text: Tensor, *, part: int, parts: int, step: int, batch_size: int, context: int, seed: int
 ) -> Tensor:
-    """Batch number `step` of one part: random windows within its region.
+    """Batch number `step` of one part, int64 [B, T + 1]: random windows within its region.
 
-    A pure function of its arguments: nothing has to be remembered to go on at any step.
-
-    Args:
-        text: uint8 [N].
-        part: The learner's part, 0 to parts - 1.
-        parts: Number of parts.
-        step: Number of the batch, 0 and up.
-        batch_size: B, windows.
-        context: T, bytes that the model sees at once.
-        seed: Another seed, other windows.
-
-    Returns:
-        int64 [B, T + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`.
+    Inputs are `[:, :-1]`, targets `[:, 1:]`. A pure function of its arguments: nothing has to be
+    remembered to go on at any step.
 
     Raises:
         ConfigError: The region is smaller than one window.
@@ -168,19 +154,7 @@ def pass_batch_at(
 ) -> Tensor:
     """Batch number `index` of a pass in which every window of the text comes once.
 
-    Args:
-        text: uint8 [N].
-        turn: Which pass, 0 and up.
-        index: Number of the batch; the last one of a pass may be smaller.
-        batch_size: B, windows.
-        context: T, bytes that the model sees at once.
-        seed: Another seed, another order.
-
-    Returns:
-        int64 [B, T + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`.
-
-    Raises:
-        ConfigError: The text is smaller than one window.
+    int64 [B, T + 1]; the last one of a pass may be smaller.
     """
     order = pass_order(windows_of(text, context), seed, turn)
     mine = order[index * batch_size : (index + 1) * batch_size]
@@ -188,20 +162,7 @@ def pass_batch_at(
 
 
 def held_out_batches(text: Tensor, *, count: int, batch_size: int, context: int) -> list[Tensor]:
-    """Windows spread evenly over a text: the same ones at each call, whatever the seed.
-
-    Args:
-        text: uint8 [N].
-        count: Number of batches.
-        batch_size: B, windows in each.
-        context: T, bytes.
-
-    Returns:
-        `count` tensors, int64 [B, T + 1].
-
-    Raises:
-        ConfigError: The text is smaller than one window.
-    """
+    """`count` batches of windows spread evenly over a text: int64 [B, T + 1], always the same."""
     starts = len(text) - context
     if starts < 1:
         raise ConfigError(

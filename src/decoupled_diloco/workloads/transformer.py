@@ -73,12 +73,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices with a squared ReLU between them.
-
-    Args:
-        width: W.
-        hidden: Size between the two.
-    """
+    """Two matrices, W to `hidden` and back, with a squared ReLU between them."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

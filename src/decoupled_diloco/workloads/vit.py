@@ -10,7 +10,6 @@ Shapes: `B` images, `T` patches of an image, `W` width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -23,13 +22,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.workloads.inner import (
-    InnerOptions,
-    check_heads,
-    evaluating,
-    make_optimizer,
-    rate_factor,
-)
+from decoupled_diloco.workloads.inner import BuiltIn, InnerOptions, check_heads, evaluating
 from decoupled_diloco.workloads.text import pass_order, region
 from decoupled_diloco.workloads.transformer import MLP, Block, initialize
 
@@ -75,25 +68,21 @@ class VitOptions(InnerOptions):
 
 @dataclass(frozen=True)
 class Digits:
-    """The images in two parts that share none.
-
-    Args:
-        train: For training.
-        held_out: For evaluation.
-        digest: SHA-256 over all of them in their order, in hex.
-    """
+    """The images in two parts that share none; SHA-256 over all of them in their order, in hex."""
 
     train: ImageBatch
     held_out: ImageBatch
     digest: str
 
 
-class VitWorkload:
+class VitWorkload(BuiltIn):
     """The built-in workload "vit"; see `decoupled_diloco.workloads.Workload` for the methods.
 
     Raises:
         ConfigError: scikit-learn is not installed.
     """
+
+    options: VitOptions
 
     def __init__(self, options: VitOptions) -> None:
         if find_spec("sklearn") is None:
@@ -109,26 +98,11 @@ class VitWorkload:
         """The images, read when they are first needed."""
         return load_digits(self.options.seed)
 
-    def model(self) -> Vit:
-        """A new model, its weights drawn from the seed; the global generator is left alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.options.seed)
-            return Vit(self.options)
+    def _build(self) -> Vit:
+        return Vit(self.options)
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW or plain SGD; weight decay on matrices only."""
-        return make_optimizer(self.options, model)
-
-    def batches(self, part: int, parts: int, start: int = 0) -> Iterator[ImageBatch]:
-        """The endless batches of one learner, from its own share of the images.
-
-        Raises:
-            ConfigError: The share is smaller than a batch.
-        """
-        step = start
-        while True:
-            yield batch_at(self.digits.train, part, parts, step, self.options)
-            step += 1
+    def _batch(self, part: int, parts: int, step: int) -> ImageBatch:
+        return batch_at(self.digits.train, part, parts, step, self.options)
 
     def pass_batches(self) -> int:
         """Batches of a pass in which every training image comes once."""
@@ -136,13 +110,11 @@ class VitWorkload:
 
     def pass_batch(self, turn: int, index: int) -> ImageBatch:
         """One batch of a pass, its images moved a little; the last one may be smaller."""
-        options, (images, labels) = self.options, self.digits.train
-        order = pass_order(len(labels), options.seed, turn)
+        options = self.options
+        order = pass_order(len(self.digits.train[1]), options.seed, turn)
         chosen = torch.from_numpy(order[index * options.batch_size :][: options.batch_size])
         rng = np.random.default_rng([options.seed, turn, index, 1])
-        reach = options.shift_pixels_max
-        shifts = rng.integers(-reach, reach + 1, size=(len(chosen), 2))
-        return shifted(images[chosen], torch.from_numpy(shifts)), labels[chosen]
+        return _moved(self.digits.train, chosen, rng, options.shift_pixels_max)
 
     def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
         """Mean cross-entropy of the digit, nats."""
@@ -153,10 +125,6 @@ class VitWorkload:
     def tokens(self, batch: ImageBatch) -> int:
         """Images."""
         return len(batch[1])
-
-    def schedule(self, step: int) -> float:
-        """Linear warm-up to 1, then a cosine to 0.1 at `total_steps`, then constant."""
-        return rate_factor(self.options, step)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Mean loss and accuracy (0 to 1) on all held-out images."""
@@ -196,12 +164,7 @@ class Vit(nn.Module):
         self.patch = nn.Linear(options.patch_side**2, options.width, bias=False)
         self.positions = nn.Parameter(torch.empty(patches, options.width))
         self.blocks = nn.ModuleList(
-            Block(
-                options.width,
-                options.heads,
-                MLP(options.width, 4 * options.width),
-                causal=False,
-            )
+            Block(options.width, options.heads, MLP(options.width, 4 * options.width), causal=False)
             for _ in range(options.layers)
         )
         self.norm = nn.RMSNorm(options.width)
@@ -209,14 +172,7 @@ class Vit(nn.Module):
         initialize(self, options.layers)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the digit.
-
-        Args:
-            images: float [B, 8, 8], from 0 to 1.
-
-        Returns:
-            float [B, 10].
-        """
+        """Logits of the digit: float [B, 8, 8], from 0 to 1, to float [B, 10]."""
         x = self.patch(patches_of(images, self.patch_side)) + self.positions
         for block in self.blocks:
             x = block(x)
@@ -257,8 +213,7 @@ def batch_at(
     Raises:
         ConfigError: The share is smaller than a batch.
     """
-    images, labels = train
-    mine = region(len(labels), part, parts)
+    mine = region(len(train[1]), part, parts)
     if len(mine) < options.batch_size:
         raise ConfigError(
             f"part {part} of {parts} has {len(mine)} images, fewer than "
@@ -268,20 +223,19 @@ def batch_at(
     chosen = mine.start + torch.from_numpy(
         rng.choice(len(mine), size=options.batch_size, replace=False)
     )
-    reach = options.shift_pixels_max
-    shifts = rng.integers(-reach, reach + 1, size=(options.batch_size, 2))
+    return _moved(train, chosen, rng, options.shift_pixels_max)
+
+
+def _moved(train: ImageBatch, chosen: Tensor, rng: np.random.Generator, reach: int) -> ImageBatch:
+    images, labels = train
+    shifts = rng.integers(-reach, reach + 1, size=(len(chosen), 2))
     return shifted(images[chosen], torch.from_numpy(shifts)), labels[chosen]
 
 
 def shifted(images: Tensor, shifts: Tensor) -> Tensor:
-    """Move each image down and to the right; what comes in is empty.
+    """Move each image [B, 8, 8] down and to the right; what comes in is empty.
 
-    Args:
-        images: [B, 8, 8].
-        shifts: int64 [B, 2], pixels from -7 to 7: down, right.
-
-    Returns:
-        [B, 8, 8].
+    `shifts`: int64 [B, 2], pixels from -7 to 7: down, right.
     """
     padded = F.pad(images, (SIDE, SIDE, SIDE, SIDE))
     rows = torch.arange(SIDE)[None, :] + SIDE - shifts[:, :1]

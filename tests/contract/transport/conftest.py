@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.transport.base import Channel, Client, Limits
-from decoupled_diloco.transport.http import HttpClient, HttpServer
-from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
+from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.http_server import HttpServer
+from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 QUICK = Limits(ping_seconds=0.05, lost_seconds=0.6, stall_seconds=0.2, retries=2)
 

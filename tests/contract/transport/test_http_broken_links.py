@@ -11,7 +11,8 @@ import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.transport.base import Channel, Limits
-from decoupled_diloco.transport.http import HttpClient, HttpServer
+from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.http_server import HttpServer
 
 MIB = 1 << 20
 LIMITS = Limits(stall_seconds=0.3, retries=8)

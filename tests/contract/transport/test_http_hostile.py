@@ -16,7 +16,8 @@ import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.transport.base import Channel, Limits
-from decoupled_diloco.transport.http import HttpClient, HttpServer
+from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
 
 LIMITS = Limits(

@@ -12,8 +12,7 @@ import pytest
 
 from decoupled_diloco.transport.base import Channel, Limits
 from decoupled_diloco.transport.documents import Document
-from decoupled_diloco.transport.http import HttpServer
-from decoupled_diloco.transport.http_server import QUERIES_MAX
+from decoupled_diloco.transport.http_server import QUERIES_MAX, HttpServer
 
 STALL_SECONDS = 0.1
 BODY = bytes(range(256)) * (48 << 10)  # 12 MiB: more than the kernel takes for who reads nothing

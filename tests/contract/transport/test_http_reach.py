@@ -11,7 +11,7 @@ import pytest
 
 from decoupled_diloco.transport import probe, reach
 from decoupled_diloco.transport.base import Channel
-from decoupled_diloco.transport.http import HttpServer
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.reach import Seen, listens, look
 from decoupled_diloco.transport.tokens import Tokens
 

@@ -12,7 +12,7 @@ import pytest
 
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.documents import Document
-from decoupled_diloco.transport.http import HttpServer
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
 
 UPGRADE = (

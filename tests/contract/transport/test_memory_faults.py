@@ -9,7 +9,7 @@ import pytest
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.transport.backoff import Backoff, reconnecting
 from decoupled_diloco.transport.base import Channel
-from decoupled_diloco.transport.memory import Faults, MemoryClient, MemoryNetwork, MemoryServer
+from memory_transport import Faults, MemoryClient, MemoryNetwork, MemoryServer
 
 MIB = 1 << 20
 

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco_plan.bandwidth.case import Case, demand
+from decoupled_diloco_plan.bandwidth.case import Case, Model, demand
 from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
-from decoupled_diloco_plan.bandwidth.published import SYSTEMS, schedule_of
+from decoupled_diloco_plan.bandwidth.published import SYSTEMS, schedule_of, utilization
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Model, Setting
-from decoupled_diloco_plan.bandwidth.timeline import utilization
 
 steps = st.floats(0.01, 30.0)
 
@@ -89,7 +87,7 @@ def test_rounds_never_exceed_the_link_nor_what_is_due(
 ) -> None:
     """A link that bears a share of the demand keeps about that share of the rounds, never more."""
     rate = 1e9
-    setting = Setting(Options(fragments=fragments, period=period, overlap=2))
+    setting = Options(fragments=fragments, period=period, overlap=2)
     model = Model(params, 8, step)
 
     def network(rate: float) -> Network:

@@ -13,8 +13,8 @@ import pytest
 
 from decoupled_diloco.chaos import spaces
 from decoupled_diloco.chaos.brake import Brake, Guard
-from decoupled_diloco.chaos.disks import Disks
 from decoupled_diloco.chaos.real import needs_links, paced_config, require_real
+from decoupled_diloco.chaos.spaces import Disks
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.simulate.scenario import Scenario, load_scenario
 
@@ -153,7 +153,7 @@ FULL = """
 import errno, sys
 from pathlib import Path
 from decoupled_diloco.chaos import spaces
-from decoupled_diloco.chaos.disks import Disks
+from decoupled_diloco.chaos.spaces import Disks
 folder = Path(sys.argv[1])
 spaces.own_mounts()
 disks = Disks(folder, ["shard-0"])

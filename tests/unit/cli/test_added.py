@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli import added
-from decoupled_diloco.cli.main import app
-from decoupled_diloco.cli.usage import Commands
+from decoupled_diloco.cli.main import Commands, app
 
 
 def commands(found: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Commands:

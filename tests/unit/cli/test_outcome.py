@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.cli.outcome import what_remains
+from decoupled_diloco.cli.telling import what_remains
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.export.weights import find_weights

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from decoupled_diloco_plan.goodput.chance import Repair, Slices, failures
+from decoupled_diloco_plan.goodput.life import Repair, Slices, failures
 from decoupled_diloco_plan.goodput.settings import SECOND
 
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
-from decoupled_diloco.cli.options import INTERRUPTED
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.launch.termination import INTERRUPTED
 from decoupled_diloco_plan.goodput.command import _count, _slowdowns
 from decoupled_diloco_plan.goodput.options import complete_systems
 from decoupled_diloco_plan.goodput.settings import Cluster

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from decoupled_diloco_plan.goodput.chance import Slices
 from decoupled_diloco_plan.goodput.life import (
     DOWNSCALE,
     LOST,
@@ -19,6 +18,7 @@ from decoupled_diloco_plan.goodput.life import (
     UPSCALE,
     Habits,
     Life,
+    Slices,
     Visits,
 )
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco_plan.goodput.scavenge import blocks_of
 from decoupled_diloco_plan.goodput.settings import (
     Cluster,
     Constants,
     Preemption,
     Scavenged,
     Stragglers,
+    blocks_of,
 )
 from decoupled_diloco_plan.goodput.study import Effort
 

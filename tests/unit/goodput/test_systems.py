@@ -15,8 +15,9 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_plan.goodput.accounts import overlap, stepping, working
 from decoupled_diloco_plan.goodput.life import RUN
-from decoupled_diloco_plan.goodput.scavenge import MACHINE_CHIPS, PREEMPTED_A_DAY, stay_of
 from decoupled_diloco_plan.goodput.settings import (
+    MACHINE_CHIPS,
+    PREEMPTED_A_DAY,
     SECOND,
     YEAR_SECONDS,
     Cluster,
@@ -24,6 +25,7 @@ from decoupled_diloco_plan.goodput.settings import (
     Preemption,
     Scavenged,
     Stragglers,
+    stay_of,
 )
 from decoupled_diloco_plan.goodput.systems import simulate
 

@@ -10,7 +10,7 @@ import pytest
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.data import require_batches, require_data
+from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.doctor.examine import Examined, examine
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.workloads import load_workload
@@ -104,10 +104,11 @@ def test_what_anybody_s_code_raises_becomes_a_sentence() -> None:
     def fails() -> Iterator[object]:
         yield open("/none")  # noqa: PTH123, SIM115
 
+    config = config_of(Path("run"), "own:make", {})
     workload: Any = Own(fails())
-    with pytest.raises(ConfigError, match=r"'own:make' gives no batch for part 0 of 2: FileNotFou"):
-        require_batches(workload, "own:make", 2)
+    with pytest.raises(ConfigError, match=r"'own:make' gives no batch for part 0 of 3: FileNotFou"):
+        require_data(workload, config)
     workload = Own(iter(()))
-    with pytest.raises(ConfigError, match=r"for part 0 of 2: its batches end at once"):
-        require_batches(workload, "own:make", 2)
-    assert require_batches(load_workload("paced", SMALL), "paced", 2) == 256
+    with pytest.raises(ConfigError, match=r"for part 0 of 3: its batches end at once"):
+        require_data(workload, config)
+    assert require_data(load_workload("paced", SMALL), config) == 256

@@ -18,9 +18,10 @@ from torch import nn
 from decoupled_diloco.cli import doctor as command
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.launch.doctor import Finding, facts, machine, syncer
+from decoupled_diloco.launch.doctor import facts, machine, syncer
 from decoupled_diloco.launch.doctor.examine import limited, look_at_all
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
+from decoupled_diloco.launch.doctor.machine import Finding
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.transport.http_server import HttpServer

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco_plan.bandwidth.case import Model
 from decoupled_diloco_plan.bandwidth.published import (
     GRID_GBIT,
     SYSTEMS,
@@ -16,7 +17,6 @@ from decoupled_diloco_plan.bandwidth.published import (
     rows,
     source_of,
 )
-from decoupled_diloco_plan.bandwidth.setting import Model
 from unit.plan.published_cells import CELLS, MODELS
 
 

@@ -9,11 +9,10 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.case import Case, demand
+from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, demand
 from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Link, Network, Site, equal_sites
 from decoupled_diloco_plan.bandwidth.predict import predict
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting
 from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 BF16 = Format("bf16", 16.0)
@@ -27,7 +26,7 @@ def hub(rate: float, latency: float = 0.0, learners: int = 4, shared: bool = Tru
 
 
 def run(network: Network, model: Model = MODEL, **options: object) -> Rounds:
-    setting = Setting(Options(**options), BF16, BF16)  # type: ignore[arg-type]
+    setting = Options(**options)  # type: ignore[arg-type]
     return simulate(
         Case(model, setting, network, link_share=1.0, step_overhead=0.0, handling_seconds=0.0)
     )
@@ -57,7 +56,7 @@ def test_learners_that_never_wait_lose_rounds_instead_of_steps() -> None:
     """The link carries 40 % of what is due; who still fetches a copy cannot answer yet."""
     rate = 0.4 * 4 * 2e6 * MORE
     network = hub(rate)
-    case = Case(MODEL, Setting(Options(), BF16, BF16), network, link_share=1.0)
+    case = Case(MODEL, Options(), network, link_share=1.0)
     assert demand(case) == pytest.approx(2.5)
     rounds = run(network)
     assert rounds.compute == pytest.approx(1.0)
@@ -76,7 +75,7 @@ def test_learners_that_wait_lose_steps_instead_of_rounds() -> None:
 
 def test_a_syncer_at_a_site_needs_more_of_its_link_than_one_that_is_spread() -> None:
     sites = equal_sites(4, 4, Link(1e9, 1e9))
-    setting = Setting(Options(shards=4), BF16, BF16)
+    setting = Options(shards=4)
     spread = demand(Case(MODEL, setting, Network(sites, SPREAD), link_share=1.0))
     one = demand(Case(MODEL, setting, Network(sites, "site-0"), link_share=1.0))
     assert one == pytest.approx(2 * spread)
@@ -89,7 +88,7 @@ def test_a_link_of_ones_own_is_as_good_as_many() -> None:
 
 
 def test_the_grace_window_is_the_protocols_own() -> None:
-    setting = Setting(Options(grace_margin=0.5, overlap=3), BF16, BF16)
+    setting = Options(grace_margin=0.5, overlap=3)
     found = predict(Case(MODEL, setting, hub(1e8), link_share=1.0))
     r = found.rounds
     slack = 3 * r.step_seconds - (r.quorum_seconds + r.merge_seconds + r.broadcast_seconds)
@@ -126,14 +125,12 @@ def test_without_a_window_who_is_slower_is_in_fewer_rounds_but_misses_no_fragmen
 
 
 def test_a_new_learner_fetches_the_whole_copy_over_what_is_left() -> None:
-    found = predict(
-        Case(MODEL, Setting(Options(), BF16, BF16), hub(1e9, learners=1), link_share=1.0)
-    )
+    found = predict(Case(MODEL, Options(), hub(1e9, learners=1), link_share=1.0))
     assert found.join_seconds == pytest.approx(4 * 24e6 / (1e9 - 2e6 * MORE), rel=1e-3)
 
 
 def test_memory_is_what_shards_keep_and_bodies_on_their_way() -> None:
-    found = predict(Case(MODEL, Setting(Options(shards=2), BF16, BF16), hub(1e9), link_share=1.0))
+    found = predict(Case(MODEL, Options(shards=2), hub(1e9), link_share=1.0))
     assert found.memory_bytes == pytest.approx(16 * 12e6 + 4 * 2 * 1e6 * 2)
 
 
@@ -170,4 +167,4 @@ def test_links_and_sites_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="two sites have one name"):
         Network((Site("a", 1, Link(1.0, 1.0)), Site("a", 1, Link(1.0, 1.0))))
     with pytest.raises(ConfigError, match="link_share=2"):
-        Case(MODEL, Setting(), hub(1e8), link_share=2.0)
+        Case(MODEL, Options(), hub(1e8), link_share=2.0)

@@ -6,19 +6,18 @@ import pytest
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco_plan.bandwidth.case import Case
-from decoupled_diloco_plan.bandwidth.compare import TARGETS, needs, standings
-from decoupled_diloco_plan.bandwidth.network import Link, Network, Site, equal_sites
-from decoupled_diloco_plan.bandwidth.options import PlanOptions
-from decoupled_diloco_plan.bandwidth.search import propose
-from decoupled_diloco_plan.bandwidth.setting import (
+from decoupled_diloco_plan.bandwidth.case import (
+    Case,
     Format,
     Model,
-    Setting,
     step_seconds_of,
     wire_format,
 )
-from decoupled_diloco_plan.bandwidth.wallclock import NETWORKS, Reach, wall_clock
+from decoupled_diloco_plan.bandwidth.compare import TARGETS, needs, standings
+from decoupled_diloco_plan.bandwidth.network import Link, Network, Site, equal_sites
+from decoupled_diloco_plan.bandwidth.options import PlanOptions
+from decoupled_diloco_plan.bandwidth.published import NETWORKS, Reach, wall_clock
+from decoupled_diloco_plan.bandwidth.search import propose
 
 MODEL = Model(12e9, 48, 1.0)
 BF16 = (wire_format("bf16"), wire_format("bf16"))
@@ -77,7 +76,7 @@ def test_fewer_bits_are_tried_before_a_longer_period() -> None:
     int4 = (Format("4bit", 4.0), Format("4bit", 4.0))
     wide = propose(MODEL, four(2.0), AIM)
     both = propose(MODEL, four(2.0), AIM, formats=[BF16, int4])
-    assert both.case.setting.up.bits == 4.0
+    assert both.case.up.bits == 4.0
     assert both.case.options.period < wide.case.options.period
 
 
@@ -113,9 +112,7 @@ def test_an_aim_that_is_no_share_is_refused() -> None:
 def test_where_all_wait_the_slowest_learner_is_the_pace() -> None:
     slow = Site("slow", 1, Link(1e12, 1e12), 2.0)
     network = Network((*equal_sites(3, 3, Link(1e12, 1e12)), slow))
-    share = {
-        s.system: s for s in standings(Case(MODEL, Setting(Options(shards=24), *BF16), network))
-    }
+    share = {s.system: s for s in standings(Case(MODEL, Options(shards=24), network))}
     assert share["diloco"].utilization == pytest.approx(1.25 / 2, rel=1e-3)
     assert share["decoupled"].utilization > 0.99
     assert share["decoupled"].step_seconds == pytest.approx(4 / 3.5, rel=0.01)
@@ -123,8 +120,8 @@ def test_where_all_wait_the_slowest_learner_is_the_pace() -> None:
 
 def test_the_systems_stand_in_the_published_order() -> None:
     """Four regions, 12B, a few Gbit/s: data-parallel is out of the question."""
-    setting = propose(MODEL, four(3.0), AIM).case.setting
-    stands = standings(Case(MODEL, setting, four(3.0)))
+    found = propose(MODEL, four(3.0), AIM).case
+    stands = standings(Case(MODEL, found.options, four(3.0), found.up, found.down))
     share = {s.system: s.utilization for s in stands}
     assert share["data-parallel"] < share["diloco"] <= share["streaming"] < share["decoupled"]
     assert share["decoupled"] / share["data-parallel"] > 20
@@ -132,7 +129,7 @@ def test_the_systems_stand_in_the_published_order() -> None:
 
 def test_the_bandwidth_of_a_target_reaches_it() -> None:
     model = Model(1e9, 24, 1.0)
-    setting = Setting(Options(shards=4), *BF16)
+    setting = Options(shards=4)
     found = needs(Case(model, setting, four(10.0, latency=0.0)))
     for system in ("data-parallel", "diloco", "streaming", "decoupled"):
         rates = [n.gbit_per_second for n in found if n.system == system]

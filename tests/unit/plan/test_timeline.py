@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decoupled_diloco_plan.bandwidth.timeline import gradient_seconds, strided, utilization, whole
+from decoupled_diloco_plan.bandwidth.published import gradient_seconds, strided, utilization, whole
 
 
 def test_without_traffic_nobody_waits() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.shipped import shipped
+from decoupled_diloco.config.files import shipped
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.scenario import Scenario, dump_scenario, load_scenario

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.storage.journal import Journal, JournalRecord, read_journal
+from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
 
 RECORDS = [({"n": 1}, b"one"), ({"n": 2}, b""), ({"n": 3, "text": "drei"}, bytes(range(256)))]
 
@@ -27,7 +27,7 @@ def written(path: Path) -> list[int]:
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:
     written(tmp_path / "new" / "a.journal")
-    found = list(read_journal(tmp_path / "new" / "a.journal"))
+    found = list(JournalReader(tmp_path / "new" / "a.journal"))
     assert found == [JournalRecord(fields, body) for fields, body in RECORDS]
 
 
@@ -38,7 +38,7 @@ def test_cut_at_any_byte_what_is_whole_before_it_is_there(tmp_path: Path) -> Non
     for length in range(len(content)):
         path.write_bytes(content[:length])
         whole = sum(end <= length for end in ends)
-        assert len(list(read_journal(path))) == whole
+        assert len(list(JournalReader(path))) == whole
 
 
 def test_a_flipped_bit_ends_the_journal_before_its_record(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_flipped_bit_ends_the_journal_before_its_record(tmp_path: Path) -> Non
     content = bytearray(path.read_bytes())
     content[ends[1] - 1] ^= 1
     path.write_bytes(content)
-    assert [record.fields["n"] for record in read_journal(path)] == [1]
+    assert [record.fields["n"] for record in JournalReader(path)] == [1]
 
 
 def test_opened_again_after_a_torn_write_it_goes_on_behind_the_last_whole_record(
@@ -60,7 +60,7 @@ def test_opened_again_after_a_torn_write_it_goes_on_behind_the_last_whole_record
     assert journal.nbytes == ends[1]
     journal.append({"n": 4}, b"four")
     journal.close()
-    assert [record.fields["n"] for record in read_journal(path)] == [1, 2, 4]
+    assert [record.fields["n"] for record in JournalReader(path)] == [1, 2, 4]
 
 
 def test_a_full_disk_costs_the_record_and_nothing_else(
@@ -79,11 +79,11 @@ def test_a_full_disk_costs_the_record_and_nothing_else(
             journal.append({"n": 2}, b"two")
     journal.append({"n": 3}, b"three")
     journal.close()
-    assert [record.fields["n"] for record in read_journal(path)] == [1, 3]
+    assert [record.fields["n"] for record in JournalReader(path)] == [1, 3]
 
 
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be opened"):
         Journal(tmp_path)
     with pytest.raises(StorageError, match="cannot be read"):
-        list(read_journal(tmp_path / "missing"))
+        list(JournalReader(tmp_path / "missing"))

@@ -17,7 +17,7 @@ from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.transport.base import Channel
-from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
+from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 LATE_SECONDS = 0.1
 """Too little for a shard to notice that it stood still."""

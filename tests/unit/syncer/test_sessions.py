@@ -14,7 +14,7 @@ from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 from decoupled_diloco.protocol.events import Connected, Lost
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.transport.base import Channel
-from decoupled_diloco.transport.memory import MemoryClient, MemoryNetwork, MemoryServer
+from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 
 async def greet(checkpoint: int) -> list[Any]:

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from decoupled_diloco.transport.stripes import COUNTS, StripeController
-from decoupled_diloco.transport.transfer import plan
+from decoupled_diloco.transport.transfer import COUNTS, StripeController, plan
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.workloads.gpt import GPT, GptOptions, GptWorkload, count_parameters
+from decoupled_diloco.workloads.gpt import GPT, GptOptions, GptWorkload
 
 TINY: dict[str, Any] = {
     "layers": 2,
@@ -47,8 +47,12 @@ def train(workload: GptWorkload, steps: int) -> list[float]:
 
 def test_the_default_model_has_853_120_parameters() -> None:
     # 4 blocks of 12 · 128², embedding and head of 256 · 128, 9 norms of 128.
-    assert count_parameters(GptOptions()) == 4 * 12 * 128**2 + 2 * 256 * 128 + 9 * 128 == 853_120
-    assert count_parameters(GptOptions(tied=True)) == 853_120 - 256 * 128
+    assert (
+        GptWorkload(GptOptions()).parameters()
+        == 4 * 12 * 128**2 + 2 * 256 * 128 + 9 * 128
+        == 853_120
+    )
+    assert GptWorkload(GptOptions(tied=True)).parameters() == 853_120 - 256 * 128
 
 
 def test_the_default_model_has_enough_tensors_for_24_fragments() -> None:
@@ -210,7 +214,7 @@ def test_describe_is_plain_and_names_the_data(workload: GptWorkload) -> None:
     import json
 
     facts = json.loads(json.dumps(workload.describe()))
-    assert facts["parameters"] == count_parameters(workload.options)
+    assert facts["parameters"] == workload.parameters()
     assert facts["corpus_sha256"] == workload.corpus.digest
     assert facts["tokens_per_step"] == 128
     assert facts["train_bytes"] == 200_000

@@ -38,11 +38,7 @@ def check_files(json_to: Path | None, *pictures: Path | None) -> None:
 
 
 def write_json(value: Any, to: Path | None) -> None:
-    """Writes JSON, if that was asked for: to a file, or, where that is ``-``, to stdout.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Writes JSON, if that was asked for: to a file, or, where that is ``-``, to stdout."""
     if to is None:
         return
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
@@ -56,11 +52,7 @@ def write_json(value: Any, to: Path | None) -> None:
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Draws a figure on white; its format is that of the file's ending.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Draws a figure on white; its format is that of the file's ending."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)

@@ -3,8 +3,3 @@
 `facts` and `transport.reach` look; `machine` and `syncer` judge what was seen, as pure functions;
 `examine` puts them in order and keeps the time.
 """
-
-from decoupled_diloco.launch.doctor.examine import Examined, any_left_behind, examine
-from decoupled_diloco.launch.doctor.findings import Finding, Level
-
-__all__ = ["Examined", "Finding", "Level", "any_left_behind", "examine"]

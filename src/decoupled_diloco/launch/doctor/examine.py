@@ -24,7 +24,7 @@ from decoupled_diloco.errors import ConfigError, Error
 from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.doctor import facts, machine
 from decoupled_diloco.launch.doctor import syncer as judge
-from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
+from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
 from decoupled_diloco.launch.folder import read_token
 from decoupled_diloco.launch.secrets import accepted_tokens
 from decoupled_diloco.transport.reach import LookTrouble, Seen, listens, look
@@ -41,17 +41,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Examined:
-    """What to look at.
-
-    Attributes:
-        config: The run, if there is a file.
-        syncer: Addresses of shards; empty: the run is to be on this machine alone.
-        token: What a learner here would show.
-        started: `time.monotonic()` when the command was started.
-    """
+    """What to look at."""
 
     config: RunConfig | None
-    syncer: tuple[str, ...]
+    syncer: tuple[str, ...]  # addresses of shards; empty: the run is to be on this machine alone
     token: str | None
     started: float
 
@@ -87,9 +80,7 @@ def examine(case: Examined) -> Iterator[Finding]:
         yield from _here(config)
 
 
-def _model(
-    config: RunConfig,
-) -> tuple[Workload | None, facts.ModelFacts | None, Finding]:
+def _model(config: RunConfig) -> tuple[Workload | None, facts.ModelFacts | None, Finding]:
     def look() -> tuple[Workload, facts.ModelFacts]:
         workload = facts.workload_of(config)
         return workload, facts.model_facts(config, workload)

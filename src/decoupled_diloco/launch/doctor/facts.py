@@ -32,14 +32,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The torch that is installed.
-
-    Attributes:
-        version: Its version.
-        cuda: The CUDA version that it was built with; `None`: without.
-        devices: Names of the CUDA devices that it can use.
-        nvidia: Whether the system has an NVIDIA device.
-    """
+    """The torch that is installed; ``cuda``: the version that it was built with."""
 
     version: str
     cuda: str | None
@@ -49,19 +42,12 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The disk that the run folder is on.
+    """The disk that the run folder is on."""
 
-    Attributes:
-        folder: The nearest folder that exists already.
-        free_bytes: Room for this user.
-        bytes_per_second: Written and forced to disk.
-        sync_seconds: Until 4 KiB are on disk, median.
-    """
-
-    folder: Path
+    folder: Path  # the nearest folder that exists already
     free_bytes: int
     bytes_per_second: float
-    sync_seconds: float
+    sync_seconds: float  # until 4 KiB are on disk, median
 
 
 @dataclass(frozen=True)
@@ -75,16 +61,7 @@ class ClockFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The run's model.
-
-    Attributes:
-        layout: Its trainable tensors.
-        model_bytes: Its parameters, as they are trained, with those that are frozen.
-        gradient_bytes: Gradients of what is trainable.
-        optimizer_bytes: States of the inner optimizer.
-        fragment_bytes: The largest contribution on the wire.
-        fragment_numel: Elements of the largest fragment.
-    """
+    """The run's model: its layout, bytes in a learner, the largest fragment on the wire."""
 
     layout: Layout
     model_bytes: int
@@ -95,7 +72,6 @@ class ModelFacts:
 
 
 def torch_facts() -> TorchFacts:
-    """Looks at torch."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = tuple(torch.cuda.get_device_name(device) for device in range(count))
     return TorchFacts(torch.__version__, torch.version.cuda, names, Path("/dev/nvidia0").exists())
@@ -131,11 +107,7 @@ def process_bytes() -> int:
 
 
 def disk_facts(folder: Path) -> DiskFacts:
-    """Writes a file where the run folder will be, and removes it.
-
-    Raises:
-        StorageError: nothing can be written there.
-    """
+    """Writes a file where the run folder will be, and removes it."""
     folder = folder.absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -187,20 +159,12 @@ def port_problem(host: str, port: int) -> str:
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """The run's workload.
-
-    Raises:
-        ConfigError: it cannot be built.
-    """
+    """The run's workload."""
     return load_workload(config.workload.name, config.workload_options())
 
 
 def model_facts(config: RunConfig, workload: Workload) -> ModelFacts:
-    """Builds the run's model, without memory if it is large, and asks what it needs.
-
-    Raises:
-        ConfigError: the model cannot be built, or not be cut into fragments.
-    """
+    """Builds the run's model, without memory if it is large, and asks what it needs."""
     model = _model(workload)
     layout = layout_of(model)
     plan = plan_of(layout, config)

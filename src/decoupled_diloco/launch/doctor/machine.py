@@ -1,13 +1,13 @@
-"""Judges what this machine is like. Pure: facts in, findings out."""
+"""What a check finds, and judging what this machine is like. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
-from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
 from decoupled_diloco.observe.words import many
 from decoupled_diloco.units import GIB, MIB, format_bytes, format_count, format_duration
 
@@ -25,6 +25,30 @@ SYNC_SECONDS_MAX = 0.2
 CLOCK_DRIFT_MAX = 0.02
 YEAR_MIN = 2025
 
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor."""
+
+    check: str
+    level: Level  # "error": a run cannot work like this; "warning": it can, and may disappoint
+    text: str
+    advice: str = ""  # what to do about it; empty if all is well
+
+
+def ok(check: str, text: str) -> Finding:
+    return Finding(check, "ok", text)
+
+
+def warning(check: str, text: str, advice: str) -> Finding:
+    return Finding(check, "warning", text, advice)
+
+
+def error(check: str, text: str, advice: str) -> Finding:
+    return Finding(check, "error", text, advice)
+
 
 @dataclass(frozen=True)
 class MemoryNeed:
@@ -38,13 +62,11 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """All of them."""
         others = self.syncer_bytes + self.evaluator_bytes + self.spare_bytes
         return self.learners * self.learner_bytes + others
 
 
 def judge_python(version: tuple[int, ...]) -> Finding:
-    """Python itself."""
     text = ".".join(map(str, version[:3]))
     if version < PYTHON_MIN:
         return error("python", text, "install Python 3.11 or later")
@@ -106,8 +128,6 @@ def need_of(
     """What the processes on this machine take, without batches and activations.
 
     Args:
-        model: The run's model.
-        config: The run.
         process_bytes: Of a process that has only loaded Python and torch.
         learners: How many of them run here.
         everything: Shards, evaluator and the spare process are here too.

@@ -11,7 +11,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of_work, read_public
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.launch.doctor.facts import ModelFacts
-from decoupled_diloco.launch.doctor.findings import Finding, error, ok, warning
+from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.transport.reach import LookTrouble, Seen
 from decoupled_diloco.units import format_bytes, format_duration

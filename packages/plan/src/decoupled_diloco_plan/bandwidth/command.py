@@ -11,14 +11,12 @@ from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth import compare, published
-from decoupled_diloco_plan.bandwidth.case import Case
-from decoupled_diloco_plan.bandwidth.document import Plan, document
+from decoupled_diloco_plan.bandwidth.case import Case, Model, wire_format
+from decoupled_diloco_plan.bandwidth.document import Plan, document, print_plan, print_published
 from decoupled_diloco_plan.bandwidth.inputs import Inputs, read_inputs, size_of
 from decoupled_diloco_plan.bandwidth.network import SPREAD, slowest
 from decoupled_diloco_plan.bandwidth.options import METHODS, PARTITIONS, SOURCES, PlanOptions
 from decoupled_diloco_plan.bandwidth.search import PERIODS, Formats, Proposal, look, propose
-from decoupled_diloco_plan.bandwidth.setting import Model, Setting, wire_format
-from decoupled_diloco_plan.bandwidth.tables import print_plan, print_published
 from decoupled_diloco_plan.output import STDOUT, check_files, write_json
 
 THOUGHT_OF = "4bit"
@@ -33,7 +31,6 @@ OF_PUBLISHED = (*OF_MODEL, "period")
 
 
 def run(options: PlanOptions) -> None:
-    """Plans, and tells it."""
     _known("--method", options.method, METHODS)
     check_files(options.json_to, options.plot)
     if options.method == "published":
@@ -81,11 +78,7 @@ def _own(options: PlanOptions) -> None:
 
 
 def make_plan(options: PlanOptions) -> Plan:
-    """The plan of what was given on the command line.
-
-    Raises:
-        ConfigError: it lacks something, or could be no run's.
-    """
+    """The plan of what was given on the command line."""
     inputs = read_inputs(options)
     aim = inputs.options.utilization
     found = _look(inputs) if aim is None else _propose(inputs)
@@ -95,8 +88,10 @@ def make_plan(options: PlanOptions) -> Plan:
 
 def _look(inputs: Inputs) -> Proposal:
     """What was given, and the paper's numbers where nothing was."""
-    share = inputs.options.link_share
-    return look(Case(inputs.model, _setting(inputs), inputs.network, share), inputs.prices)
+    given = inputs.options
+    formats = wire_format(given.up or "bf16"), wire_format(given.down or "bf16")
+    case = Case(inputs.model, _options(inputs), inputs.network, *formats, given.link_share)
+    return look(case, inputs.prices)
 
 
 def _propose(inputs: Inputs, formats: Formats | None = None) -> Proposal:
@@ -115,7 +110,7 @@ def _thought_of(inputs: Inputs, found: Proposal) -> Proposal | None:
     return other if better else None
 
 
-def _setting(inputs: Inputs) -> Setting:
+def _options(inputs: Inputs) -> Options:
     given, network = inputs.options, inputs.network
     period = DEFAULT_PERIOD if given.period is None else given.period
     fragments = min(period, DEFAULT_FRAGMENTS) if given.fragments is None else given.fragments
@@ -124,7 +119,7 @@ def _setting(inputs: Inputs) -> Setting:
     if shards is None:
         spread = len(network.sites) if network.syncer == SPREAD else 1
         shards = max(1, min(spread, fragments))
-    options = Options(
+    return Options(
         fragments=fragments,
         period=period,
         overlap=overlap,
@@ -135,7 +130,6 @@ def _setting(inputs: Inputs) -> Setting:
         apply=given.apply,  # type: ignore[arg-type]
         alignment=given.alignment,  # type: ignore[arg-type]
     )
-    return Setting(options, wire_format(given.up or "bf16"), wire_format(given.down or "bf16"))
 
 
 def _check_partition(inputs: Inputs, fragments: int) -> None:

@@ -14,9 +14,8 @@ from functools import cache
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case, demand
 from decoupled_diloco_plan.bandwidth.network import slowest
-from decoupled_diloco_plan.bandwidth.published import SYSTEMS, schedule_of
+from decoupled_diloco_plan.bandwidth.published import SYSTEMS, Schedule, schedule_of, utilization
 from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.timeline import Schedule, utilization
 
 GRADIENT_BITS = 16
 """The others reduce bf16, as the published tables do."""
@@ -45,22 +44,14 @@ Share = Callable[[float], float]
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A system on the given links.
+    """A system on the given links."""
 
-    Attributes:
-        system: `DECOUPLED`, or one of `OTHERS`.
-        utilization: share of the time in which compute goes on; of a decoupled run, times the
-            share of its rounds that take place.
-        step_seconds: wall-clock in which all learners together do as many steps as they are.
-        gbit_per_second: mean, out of the busiest place.
-        period: H; 1 for data-parallel.
-        overlap: τ.
-    """
-
-    system: str
+    system: str  # `DECOUPLED`, or one of `OTHERS`
+    # share of the time in which compute goes on; of a decoupled run, times the share of its rounds
+    # that take place
     utilization: float
-    step_seconds: float
-    gbit_per_second: float
+    step_seconds: float  # wall-clock in which all learners together do as many steps as they are
+    gbit_per_second: float  # mean, out of the busiest place
     period: int
     overlap: int
 

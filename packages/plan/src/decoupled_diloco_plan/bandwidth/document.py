@@ -1,32 +1,31 @@
-"""A plan as one JSON document: every number with its unit in its name."""
+"""A plan as one JSON document, every number with its unit in its name; and as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from rich.table import Table
+
+from decoupled_diloco.observe.terminal import SteadyConsole, named_values, plain_table
+from decoupled_diloco.units import format_bytes, format_duration, format_rate
 from decoupled_diloco_plan.bandwidth import compare, measured
 from decoupled_diloco_plan.bandwidth.case import Case
-from decoupled_diloco_plan.bandwidth.compare import Standing, gbit
-from decoupled_diloco_plan.bandwidth.inputs import Inputs
+from decoupled_diloco_plan.bandwidth.compare import Standing, gbit, needs
+from decoupled_diloco_plan.bandwidth.inputs import Inputs, told
 from decoupled_diloco_plan.bandwidth.network import slowest
 from decoupled_diloco_plan.bandwidth.predict import Prediction
-from decoupled_diloco_plan.bandwidth.search import Proposal
-from decoupled_diloco_plan.bandwidth.wallclock import Reach, WallClock, wall_clock
+from decoupled_diloco_plan.bandwidth.published import PublishedRow, Reach, WallClock, wall_clock
+from decoupled_diloco_plan.bandwidth.search import PERIODS, Proposal
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was found.
+    """Everything that was found; `thought_of` with 4 bits each way, for which there is no codec.
 
-    Attributes:
-        inputs: what it starts from.
-        found: the setting, given or proposed, and what it comes to.
-        aim: the utilisation that was asked for; None if none was.
-        thought_of: what would be proposed with 4 bits each way, for which there is no codec; None
-            if that was not looked for, or brings nothing.
+    It is None if it was not looked for, or brings nothing.
     """
 
     inputs: Inputs
@@ -41,12 +40,10 @@ class Plan:
 
     @property
     def prediction(self) -> Prediction:
-        """What it comes to."""
         return self.found.prediction
 
     @cached_property
     def standings(self) -> list[Standing]:
-        """All systems on the same links."""
         return compare.standings(self.case)
 
     def clocks(self) -> dict[str, tuple[float, WallClock | None]]:
@@ -154,10 +151,10 @@ def _setting(case: Case) -> dict[str, Any]:
         "learners": case.network.learners,
         **_options(case, numbers),
         "syncer": case.network.syncer,
-        "uplink_format": case.setting.up.name,
-        "downlink_format": case.setting.down.name,
-        "uplink_bits": case.setting.up.bits,
-        "downlink_bits": case.setting.down.bits,
+        "uplink_format": case.up.name,
+        "downlink_format": case.down.name,
+        "uplink_bits": case.up.bits,
+        "downlink_bits": case.down.bits,
     }
 
 
@@ -195,3 +192,198 @@ def _prediction(p: Prediction) -> dict[str, Any]:
 def _finite(value: float) -> float | None:
     """JSON knows no infinity."""
     return value if abs(value) < float("inf") else None
+
+
+PUBLISHED_PERIOD = 300
+"""The longest H of the published bandwidth tables (Scaling Laws for DiLoCo)."""
+
+PAPERS = {
+    "streaming-diloco": "Streaming DiLoCo (arXiv 2501.18512)",
+    "scaling-laws": "Scaling Laws for DiLoCo (arXiv 2503.09799)",
+}
+
+
+def print_published(rows: Sequence[PublishedRow], console: SteadyConsole) -> None:
+    """The rebuilt rows, a line for each system."""
+    targets = sorted({row.utilization for row in rows})
+    table = plain_table("system", "H", *(f"{100 * target:g} %" for target in targets))
+    for system in dict.fromkeys(row.system for row in rows):
+        cells = {row.utilization: row for row in rows if row.system == system}
+        numbers = [_rate(cells[target].gbit_per_second) for target in targets]
+        table.add_row(system, str(cells[targets[0]].period), *numbers)
+    console.print("Gbit/s that reach a compute utilisation:\n")
+    console.print(table)
+    for row in {row.source: row for row in rows}.values():
+        console.say(f"\nvolume {row.volume:g}·N·bits, fitted to {PAPERS[row.source]}", "dim")
+
+
+def print_plan(plan: Plan, console: SteadyConsole) -> None:
+    """The plan, in the order in which one asks."""
+    say = console.say
+    say(told(plan.case.model, plan.case.network))
+    for each in plan.inputs.assumed:
+        say(f"assumed: {each}", "dim")
+    say("")
+    _say_aim(plan, say)
+    console.print(named_values(_setting_rows(plan)))
+    say("")
+    console.print(named_values(_prediction_rows(plan)))
+    say("")
+    console.print(_traffic_table(plan))
+    say("\nOn the same links, with the same H:\n")
+    console.print(_systems_table(plan))
+    say("\nGbit/s of the slowest link that reach a utilisation (all links go with it):\n")
+    console.print(_needs_table(plan))
+    say(f"\n{_error_line(plan)}", "dim")
+
+
+def _say_aim(plan: Plan, say: Callable[[str], None]) -> None:
+    found, aim = plan.found, plan.aim
+    if aim is None:
+        if found.binds:
+            say(f"rounds are not back in time, limited by {found.binds}\n")
+        return
+    got = _percent(plan.prediction.utilization)
+    if not found.reached:
+        say(
+            f"settings that reach {100 * aim:g} %: none does; the best is {got}, limited by "
+            f"{found.binds}\n"
+        )
+    elif found.binds:
+        say(f"reaches {100 * aim:g} % ({got}); a shorter period is limited by {found.binds}\n")
+    else:
+        say(f"reaches {100 * aim:g} % ({got}) at the first setting tried: no link binds\n")
+    if plan.thought_of is not None:
+        o = plan.thought_of.case.options
+        say(
+            f"with 4 bits each way, published to be as good as bf16 but no codec here, "
+            f"H={o.period} and τ={o.overlap} would do\n"
+        )
+
+
+def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    o, network = plan.case.options, plan.case.network
+    where = {"spread": "divided among the sites", "hub": "at the hub"}
+    yield "period H, fragments P, overlap τ", f"{o.period}, {o.fragments}, {o.overlap}"
+    yield "learners M, minimum quorum K", f"{network.learners}, {o.quorum}"
+    up, down = plan.case.up, plan.case.down
+    yield "wire format up, down", f"{up.name} ({up.bits:g} bit), {down.name} ({down.bits:g} bit)"
+    yield "shards", f"{o.shards}, {where.get(network.syncer, 'at ' + network.syncer)}"
+    if plan.aim is not None:
+        yield "why", _why(plan)
+
+
+def _why(plan: Plan) -> str:
+    """Where the numbers of a proposal come from, and what speaks for them."""
+    o = plan.case.options
+    known = (
+        "the paper's own"
+        if o.period <= PERIODS[0]
+        else f"longer than the paper's {PERIODS[0]}, and what that costs in quality is not known"
+        if o.period <= PUBLISHED_PERIOD
+        else f"longer than any published period of such a method ({PUBLISHED_PERIOD}): try it small"
+    )
+    return (
+        f"H is the shortest of {PERIODS[0]}, {PERIODS[1]} … {PERIODS[-1]} that the links bear, "
+        f"{known}; τ the shortest that leaves slack, {_percent(o.overlap / o.period)} of H (the "
+        "paper's: 8.3 %)"
+    )
+
+
+def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    p, r = plan.prediction, plan.prediction.rounds
+    yield (
+        "utilisation",
+        f"{_percent(p.utilization)} ({_percent(p.utilization_low)} to "
+        f"{_percent(p.utilization_high)}): learners step {_percent(r.compute)} of the time, "
+        f"{_percent(r.kept)} of the due rounds take place",
+    )
+    yield "a step takes", format_duration(r.step_seconds)
+    if len(set(plan.case.network.paces(plan.case.model.step_seconds))) > 1:
+        yield "rounds that a site is in", ", ".join(_shares(plan))
+    yield (
+        "a learner moves in a step",
+        f"{format_bytes(p.up_bytes)} up, {format_bytes(p.down_bytes)} down",
+    )
+    yield "slack, grace window", f"{_signed(p.grace.slack)}, {_signed(p.grace.seconds)}"
+    yield (
+        "a merge is applied after",
+        f"{r.delay_steps:.1f} steps (mean; at most {r.delay_steps_max:g}), which discards "
+        f"{_percent(p.discarded)} of the tokens",
+    )
+    yield "a fragment's age before that", f"up to {p.age_steps:.0f} steps"
+    yield (
+        "a shard needs",
+        f"{format_bytes(p.memory_bytes)} of memory, {_percent(r.shard_busy)} of a core "
+        f"(all shards: {p.cores:.2g} cores)",
+    )
+    joined = "" if p.join_seconds else " (it is beside the syncer)"
+    yield (
+        "a new learner joins within",
+        f"{format_duration(p.join_seconds)}, {p.join_steps:.0f} steps of the others{joined}",
+    )
+    if p.cost is not None:
+        yield "a million tokens cost", f"{p.cost:.4g}"
+    for system, (seconds, clock) in plan.clocks().items():
+        laws = "" if clock is None else f" (Scaling Laws: {format_duration(clock.total)})"
+        yield f"the token budget, {system}", format_duration(seconds) + laws
+
+
+def _shares(plan: Plan) -> Iterator[str]:
+    shares = plan.prediction.rounds.participation
+    for site, share in zip(plan.case.network.sites, shares, strict=True):
+        yield f"{site.name} {_percent(share)}"
+
+
+def _traffic_table(plan: Plan) -> Table:
+    table = plain_table("link", "direction", "mean Gbit/s", "peak (one step)", "bodies may fill")
+    for t in plan.prediction.rounds.traffic:
+        fills = format_rate(t.capacity) if t.capacity < float("inf") else "no limit"
+        error = plan.prediction.traffic_error * gbit(t.mean)
+        mean = f"{gbit(t.mean):.3g} ± {error:.1g}"
+        table.add_row(t.place, t.direction, mean, f"{gbit(t.peak):.3g}", fills)
+    return table
+
+
+def _systems_table(plan: Plan) -> Table:
+    table = plain_table("system", "utilisation", "a step takes", "Gbit/s", "H", "τ")
+    for s in plan.standings:
+        step = format_duration(s.step_seconds)
+        numbers = (f"{s.gbit_per_second:.3g}", str(s.period), str(s.overlap))
+        table.add_row(s.system, _percent(s.utilization), step, *numbers)
+    return table
+
+
+def _needs_table(plan: Plan) -> Table:
+    found = needs(plan.case)
+    targets = list(dict.fromkeys(n.utilization for n in found))
+    table = plain_table("system", *(f"{100 * target:g} %" for target in targets))
+    for system in dict.fromkeys(n.system for n in found):
+        table.add_row(system, *(_rate(n.gbit_per_second) for n in found if n.system == system))
+    return table
+
+
+def _error_line(plan: Plan) -> str:
+    p = plan.prediction
+    wait = "wait" if plan.case.options.wait == "at_overlap" else "never wait"
+    return (
+        f"Error bars: with learners that {wait}, {measured_on()} differed by up to "
+        f"{100 * p.error:.1f} points of utilisation and {100 * p.traffic_error:.0f} % of traffic "
+        "(benchmarks/results/plan_real); for other links and models this is extrapolated. What the "
+        "other systems reach was not measured."
+    )
+
+
+def _rate(gbit_per_second: float | None) -> str:
+    return "none does" if gbit_per_second is None else f"{gbit_per_second:.3g}"
+
+
+def _signed(seconds: float) -> str:
+    """A time that may be below zero, or without end where no round comes back."""
+    if abs(seconds) == float("inf"):
+        return "none: no round comes back"
+    return f"{'-' if seconds < 0 else ''}{format_duration(abs(seconds))}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

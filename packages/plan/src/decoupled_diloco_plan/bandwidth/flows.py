@@ -24,30 +24,18 @@ EVEN = 1e-9
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Some transfers that are alike.
-
-    Attributes:
-        key: What it is for.
-        links: Numbers of the links that it occupies; none: it is over at once.
-        count: How many transfers there are.
-        left: Bytes that each still has to move.
-        rate: Bytes a second of each.
-    """
+    """Some transfers that are alike."""
 
     key: Any
-    links: tuple[int, ...]
-    count: int
-    left: float
-    rate: float = 0.0
+    links: tuple[int, ...]  # numbers of the links that it occupies; none: it is over at once
+    count: int  # how many transfers there are
+    left: float  # bytes that each still has to move
+    rate: float = 0.0  # bytes a second of each
 
 
 @dataclass(slots=True)
 class Flows:
-    """All transfers that are under way.
-
-    Args:
-        capacities: Bytes a second of each link.
-    """
+    """All transfers that are under way, on links that carry so many bytes a second each."""
 
     capacities: Sequence[float]
     active: list[Flow] = field(default_factory=list)

@@ -12,10 +12,16 @@ from statistics import median
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.shipped import find_shipped
+from decoupled_diloco.config.files import find_shipped
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.tape import TapeReader, tapes_in
 from decoupled_diloco.units import format_count, format_duration
+from decoupled_diloco_plan.bandwidth.case import (
+    Model,
+    assumed_layers,
+    assumed_step_seconds,
+    step_seconds_of,
+)
 from decoupled_diloco_plan.bandwidth.network import (
     HUB,
     SPREAD,
@@ -27,12 +33,6 @@ from decoupled_diloco_plan.bandwidth.network import (
 )
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prices
-from decoupled_diloco_plan.bandwidth.setting import (
-    Model,
-    assumed_layers,
-    assumed_step_seconds,
-    step_seconds_of,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,6 @@ def _step_seconds(options: PlanOptions, params: float) -> tuple[float, str]:
 
 
 def _prices(options: PlanOptions) -> Prices | None:
-    """The prices, if there are any."""
     if options.price_chip_hour is None and options.price_gb is None:
         return None
     if options.chips is None or options.tokens_per_step is None:
@@ -130,7 +129,6 @@ def _network(options: PlanOptions) -> Network:
 
 
 def _of_sites(options: PlanOptions, place: str, hub: Link | None) -> Network:
-    """Sites that were given one by one."""
     for name, value in (("sites", options.sites), ("link", options.link)):
         if value is not None:
             raise ConfigError(f"--site says what --{name} says: give one of them")
@@ -150,13 +148,11 @@ def _given_or(*values: int | None) -> int:
 
 def _settings_of(config: RunConfig) -> Mapping[str, Any]:
     """What a run's file says, by the names of the options."""
-    found, sync = read_run(config), config.sync
+    sync = config.sync
     same = ("quorum", "period", "fragments", "overlap", "grace_margin", "partition")
     return {
         **{name: getattr(sync, name) for name in (*same, "wait", "apply", "alignment")},
-        "params": float(found.params),
-        "layers": found.layers,
-        "step_seconds": found.step_seconds,
+        **model_of(config),
         "learners": config.run.learners,
         "shards": config.syncer.shards,
         "up": sync.uplink_codec,
@@ -164,21 +160,8 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class OfRun:
-    """What a run's file says of a plan; the step only where its workload has one of its own."""
-
-    params: int
-    layers: int | None
-    step_seconds: float | None
-
-
-def read_run(config: RunConfig) -> OfRun:
-    """The size of a run's model, and its step if it is paced.
-
-    Raises:
-        ConfigError: the workload's model cannot be built.
-    """
+def model_of(config: RunConfig) -> dict[str, Any]:
+    """The size of a run's model, and its step if it is paced."""
     from decoupled_diloco.workloads import load_workload  # it imports torch
 
     workload = load_workload(config.workload.name, config.workload_options())
@@ -190,7 +173,8 @@ def read_run(config: RunConfig) -> OfRun:
     blocks = {match[0] for name in tensors if (match := re.match(r".*?\.\d+\.", name))}
     pace = config.workload.options.get("step_seconds") if config.workload.name == "paced" else None
     step = max(pace) if isinstance(pace, list | tuple) else pace
-    return OfRun(sum(tensors.values()), len(blocks) or None, step)
+    size = float(sum(tensors.values()))
+    return {"params": size, "layers": len(blocks) or None, "step_seconds": step}
 
 
 def _taped(run: str, folder: Path) -> float:

@@ -18,20 +18,13 @@ SPREAD, HUB = "spread", "hub"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins a place to all others.
+    """What joins a place to all others."""
 
-    Attributes:
-        up: Bandwidth away from the place, bytes a second, greater than 0.
-        down: Bandwidth towards it, bytes a second, greater than 0.
-        latency_seconds: One way, to the middle of the network: two places are the sum of both
-            apart.
-        shared: Whether all learners of the place share it; False: each has one like it.
-    """
-
-    up: float
-    down: float
+    up: float  # bandwidth away from the place, bytes a second, greater than 0
+    down: float  # bandwidth towards it, bytes a second, greater than 0
+    # one way, to the middle of the network: two places are the sum of both apart
     latency_seconds: float = 0.0
-    shared: bool = True
+    shared: bool = True  # whether all learners of the place share it; False: each has one like it
 
     def __post_init__(self) -> None:
         for name, rate in (("up", self.up), ("down", self.down)):
@@ -51,14 +44,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place with learners.
-
-    Attributes:
-        name: Of the place.
-        learners: At least 1.
-        link: What joins it to the others.
-        step_seconds: An inner step of its learners, greater than 0; None: the model's.
-    """
+    """A place with learners; their inner step takes so long, or as long as the model's."""
 
     name: str
     learners: int
@@ -73,17 +59,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The sites, and where the shards are.
+    """The sites, and where the shards are."""
 
-    Attributes:
-        sites: At least one.
-        syncer: `SPREAD`, `HUB`, or the name of a site.
-        hub: The hub's link, if the syncer is there.
-    """
-
-    sites: tuple[Site, ...]
-    syncer: str = SPREAD
-    hub: Link | None = None
+    sites: tuple[Site, ...]  # at least one
+    syncer: str = SPREAD  # `SPREAD`, `HUB`, or the name of a site
+    hub: Link | None = None  # the hub's link, if the syncer is there
 
     def __post_init__(self) -> None:
         names = [site.name for site in self.sites]
@@ -129,7 +109,6 @@ class Network:
         return links if self.hub is None else (*links, self.hub)
 
     def names(self) -> tuple[str, ...]:
-        """The names of `places`."""
         return (*(site.name for site in self.sites), *((HUB,) if self.hub else ()))
 
     def capacity(self, place: int, *, up: bool) -> float:
@@ -139,7 +118,6 @@ class Network:
         return (link.up if up else link.down) * (self.sites[place].learners if own else 1)
 
     def host(self, shard: int, shards: int) -> int:
-        """The place of a shard."""
         if self.syncer == HUB:
             return len(self.sites)
         if self.syncer == SPREAD:
@@ -157,14 +135,7 @@ class Network:
 
 
 def parse_link(text: str, *, latency_seconds: float = 0.0, shared: bool = True) -> Link:
-    """A link from UP, or UP/DOWN.
-
-    Raises:
-        ConfigError: it is no bandwidth.
-
-    >>> parse_link("2Gbit/1Gbit").down
-    125000000.0
-    """
+    """A link from UP, or UP/DOWN."""
     up, down = _split_rates(text)
     try:
         return Link(
@@ -182,14 +153,7 @@ def _split_rates(text: str) -> tuple[str, str]:
 
 
 def parse_site(text: str) -> Site:
-    """A site from NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME].
-
-    Raises:
-        ConfigError: it is not of that form.
-
-    >>> parse_site("oslo:2:5Gbit/1Gbit:20ms:step=1.2s").step_seconds
-    1.2
-    """
+    """A site from NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]."""
     name, *rest = text.split(":")
     steps = [each.removeprefix("step=") for each in rest if each.startswith("step=")]
     fields = [each for each in rest if each not in ("own", "shared") and "=" not in each]
@@ -209,11 +173,7 @@ def parse_site(text: str) -> Site:
 
 
 def equal_sites(count: int, learners: int, link: Link) -> tuple[Site, ...]:
-    """Sites that are alike, with learners divided among them.
-
-    Raises:
-        ConfigError: there are fewer learners than sites.
-    """
+    """Sites that are alike, with learners divided among them."""
     at_least(1, sites=count)
     if learners < count:
         raise ConfigError(

@@ -52,7 +52,6 @@ def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_formats(incomplete: str) -> list[str]:
-    """The wire formats, for the shell."""
     from decoupled_diloco.merge import codec_names
 
     return _complete(codec_names())(incomplete)

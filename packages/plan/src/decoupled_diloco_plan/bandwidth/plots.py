@@ -53,15 +53,8 @@ def save_curves(
 ) -> None:
     """Writes the plot as an image on white; its format is that of the file's ending.
 
-    Args:
-        curves: points of bandwidth (bytes a second) and utilisation, by name.
-        path: of the image.
-        title: what is planned.
-        given: a bandwidth to mark, bytes a second.
-        error_of: the line that gets the measured error as a band.
-
-    Raises:
-        StorageError: the file cannot be written.
+    Points are bandwidth, bytes a second, and utilisation; a given bandwidth is marked, and the line
+    `error_of` gets the measured error as a band.
     """
     with rc_context(STYLE):
         figure = Figure(figsize=(8.4, 4.6), layout="constrained")

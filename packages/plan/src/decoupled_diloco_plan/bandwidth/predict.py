@@ -14,13 +14,9 @@ from decoupled_diloco_plan.checks import above, at_least
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the chips and the links cost.
+    """What a chip costs for an hour and 10⁹ bytes out of a place, in any currency.
 
-    Attributes:
-        chip_hour: of one chip for an hour, in any currency.
-        gigabyte: of 10⁹ bytes that leave a place.
-        chips: of all learners together, greater than 0.
-        tokens_per_step: of all learners together, greater than 0.
+    Chips and tokens of a step are those of all learners together, greater than 0.
     """
 
     chip_hour: float
@@ -33,51 +29,32 @@ class Prices:
         above(0, chips=self.chips, tokens_per_step=self.tokens_per_step)
 
     def per_million_tokens(self, step_seconds: float, step_bytes: float) -> float:
-        """Cost of a million tokens.
-
-        Args:
-            step_seconds: wall-clock of a step.
-            step_bytes: what leaves all places in it.
-        """
+        """Cost of a million tokens, where a step sends so many bytes out of all places."""
         compute = self.chips * self.chip_hour * step_seconds / 3600
         return 1e6 * (compute + self.gigabyte * step_bytes / 1e9) / self.tokens_per_step
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a setting comes to on a network.
+    """What a setting comes to on a network."""
 
-    Attributes:
-        rounds: the steady state.
-        grace: slack and grace window of a round, by the protocol's own formula.
-        up_bytes: what a learner sends in one step, mean.
-        down_bytes: what it receives.
-        discarded: share of the trained tokens that overwriting throws away.
-        age_steps: steps since a fragment's values left their learners, just before the next apply.
-        memory_bytes: of one shard: its fragments, and bodies on their way.
-        cores: that all shards keep busy.
-        join_seconds: for a new learner to fetch the whole published copy, where it takes longest.
-        cost: of a million tokens; None without prices.
-        error: of the utilisation, as it was measured for such learners; 0 to 1.
-        traffic_error: of the traffic, as a share of it.
-    """
-
-    rounds: Rounds
-    grace: Grace
-    up_bytes: float
-    down_bytes: float
-    discarded: float
+    rounds: Rounds  # the steady state
+    grace: Grace  # slack and grace window of a round, by the protocol's own formula
+    up_bytes: float  # what a learner sends in one step, mean
+    down_bytes: float  # what it receives
+    discarded: float  # share of the trained tokens that overwriting throws away
+    # steps since a fragment's values left their learners, just before the next apply
     age_steps: float
-    memory_bytes: float
-    cores: float
+    memory_bytes: float  # of one shard: its fragments, and bodies on their way
+    cores: float  # that all shards keep busy
+    # for a new learner to fetch the whole published copy, where it takes longest
     join_seconds: float
-    cost: float | None
-    error: float
-    traffic_error: float
+    cost: float | None  # of a million tokens; None without prices
+    error: float  # of the utilisation, as it was measured for such learners; 0 to 1
+    traffic_error: float  # of the traffic, as a share of it
 
     @property
     def utilization(self) -> float:
-        """See `Rounds.utilization`."""
         return self.rounds.utilization
 
     @property
@@ -105,8 +82,8 @@ def predict(case: Case, prices: Prices | None = None) -> Prediction:
     return Prediction(
         rounds=rounds,
         grace=_grace(case, rounds),
-        up_bytes=each * case.setting.up.bits,
-        down_bytes=each * case.setting.down.bits,
+        up_bytes=each * case.up.bits,
+        down_bytes=each * case.down.bits,
         discarded=min(1.0, rounds.delay_steps / period) if o.alignment == "overwrite" else 0.0,
         age_steps=period + rounds.delay_steps,
         memory_bytes=_memory(case),
@@ -132,7 +109,7 @@ def _grace(case: Case, rounds: Rounds) -> Grace:
 def _memory(case: Case) -> float:
     """Memory of the shard with the most fragments."""
     o, fragment = case.options, case.fragment_params
-    bodies = case.network.learners * o.open_rounds_max * fragment * case.setting.up.bits / 8
+    bodies = case.network.learners * o.open_rounds_max * fragment * case.up.bits / 8
     largest = -(-o.fragments // o.shards)
     return measured.SYNCER_BYTES * fragment * largest + bodies
 

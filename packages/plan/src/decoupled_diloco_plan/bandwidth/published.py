@@ -1,26 +1,121 @@
-"""The published tables of bandwidth against compute utilisation, rebuilt from their assumptions.
+"""Published arithmetic: bandwidth against compute utilisation, and the time of a token budget.
 
 The tables say which of 50 bandwidths, spaced evenly in the logarithm from 0.1 to 1000 Gbit/s, is
-the first that reaches a compute utilisation. `timeline` says what happens in a step. What is
-reduced are `volume · N · bits` bits, N being the parameters. The volume is fitted, not explained:
-one number for each of the two papers, none for a system, a size or a cell.
+the first that reaches a compute utilisation. They are rebuilt from their assumptions: compute and
+reductions on one link, layer by layer. A step is 3L − 1 pieces of compute of equal length: L
+forward, then for each layer from the last to the first the gradient of its input (which the first
+needs none of) and that of its parameters. A layer's reduction may start when its parameters'
+gradient is there. Reductions share one link, first come first served; a step ends when what is due
+in it has arrived, and the next one waits. What is reduced are `volume · N · bits` bits, N being the
+parameters. The volume is fitted, not explained: one number for each of the two papers, none for a
+system, a size or a cell.
 
 Source:
     Streaming DiLoCo (arXiv 2501.18512), its table of simulated bandwidths at H = 100; Scaling Laws
-    for DiLoCo (arXiv 2503.09799), its table at other H.
+    for DiLoCo (arXiv 2503.09799), its table at other H, and its wall-clock.
+
+Symbols:
+    L  layers
+    H  steps between two reductions of the same layer
+    τ  steps that a reduction may take beyond the step it starts in
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco_plan.bandwidth.setting import Model
-from decoupled_diloco_plan.bandwidth.timeline import Schedule, strided, utilization, whole
-from decoupled_diloco_plan.checks import at_least
+from decoupled_diloco_plan.bandwidth.case import Model
+from decoupled_diloco_plan.checks import above, at_least
+
+PERIODS = 6
+"""The first half warms up, the second half is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which layers are reduced when."""
+
+    layers: int
+    period: int
+    # layers whose reduction starts in a phase of the period, by phase
+    due: Mapping[int, Sequence[int]]
+    overlap: int = 0
+
+
+def whole(layers: int, period: int) -> Schedule:
+    """All layers at once, in every H-th step: data-parallel (H = 1) and DiLoCo."""
+    return Schedule(layers, period, {0: range(layers)})
+
+
+def strided(layers: int, period: int, fragment_layers: int, overlap: int) -> Schedule:
+    """Fragments of a few layers each, far from one another: Streaming DiLoCo.
+
+    Fragment p of P has the layers p, p + P, p + 2P …, and is due in the phase ⌊p·H/P⌋.
+    """
+    fragments = max(1, -(-layers // fragment_layers))
+    due: dict[int, list[int]] = {}
+    for p in range(fragments):
+        due.setdefault(p * period // fragments, []).extend(range(p, layers, fragments))
+    return Schedule(layers, period, due, overlap)
+
+
+def gradient_seconds(layers: int, step_seconds: float) -> list[float]:
+    """When, within a step, each layer's gradient is there; the first layer's last.
+
+    >>> gradient_seconds(2, 5.0)
+    [5.0, 4.0]
+    """
+    piece = step_seconds / (3 * layers - 1)
+    last = [layers + 2 * (layers - layer) for layer in range(layers)]
+    return [piece * (last[layer] if layer else 3 * layers - 1) for layer in range(layers)]
+
+
+def utilization(
+    schedule: Schedule, step_seconds: float, layer_seconds: float, latency_seconds: float = 0.0
+) -> float:
+    """Share of the time in which compute goes on.
+
+    Args:
+        step_seconds: Length of a step without waiting, greater than 0.
+        layer_seconds: How long one layer's reduction occupies the link, 0 and up.
+        latency_seconds: From the end of a reduction on the link until its result is everywhere.
+
+    Source:
+        Streaming DiLoCo (arXiv 2501.18512), the simulation of compute utilisation.
+    """
+    ready = gradient_seconds(schedule.layers, step_seconds)
+    phases = sorted({0, *schedule.due})
+    starting = {phase: sorted(schedule.due.get(phase, ()), reverse=True) for phase in phases}
+    now = link_free = 0.0
+    step, awaited, marks = 0, list[tuple[int, float]](), list[float]()
+    while len(marks) <= PERIODS:
+        phase = step % schedule.period
+        if phase == 0:
+            marks.append(now)
+        if starting.get(phase):
+            for layer in starting[phase]:
+                link_free = max(link_free, now + ready[layer]) + layer_seconds
+            awaited.append((step + schedule.overlap, link_free + latency_seconds))
+        now = max([now + step_seconds, *(end for due, end in awaited if due == step)])
+        awaited = [(due, end) for due, end in awaited if due > step]
+        following = min([_next(step, phases, schedule.period), *(due for due, _ in awaited)])
+        now += (following - step - 1) * step_seconds  # Nothing is awaited in between.
+        step = following
+    measured = PERIODS - PERIODS // 2
+    return measured * schedule.period * step_seconds / (marks[-1] - marks[PERIODS // 2])
+
+
+def _next(step: int, phases: Sequence[int], period: int) -> int:
+    """The next step in which something starts; phase 0 always counts."""
+    base, phase = divmod(step, period)
+    index = bisect_right(phases, phase)
+    return base * period + (phases[index] if index < len(phases) else period)
+
 
 Source = Literal["streaming-diloco", "scaling-laws"]
 
@@ -68,23 +163,15 @@ SYSTEMS = {
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One cell: the smallest bandwidth of the grid that reaches a utilisation.
-
-    Attributes:
-        system: One of `SYSTEMS`.
-        period: H; 1 for data-parallel.
-        utilization: The target, 0 to 1.
-        gbit_per_second: The bandwidth; None if the grid's largest one does not reach the target.
-        source: Whose volume was taken.
-        volume: Share of N · bits that a reduction moves.
-    """
+    """One cell: the smallest bandwidth of the grid that reaches a utilisation."""
 
     system: str
-    period: int
-    utilization: float
+    period: int  # H; 1 for data-parallel
+    utilization: float  # the target, 0 to 1
+    # the bandwidth; None if the grid's largest one does not reach the target
     gbit_per_second: float | None
     source: Source
-    volume: float
+    volume: float  # share of N · bits that a reduction moves
 
 
 def source_of(system: str, period: int) -> Source:
@@ -105,18 +192,7 @@ def rows(
     source: Source | None = None,
     targets: Sequence[float] = TARGETS,
 ) -> list[PublishedRow]:
-    """The rows of the tables for one model.
-
-    Args:
-        model: its size, depth and step.
-        period: H in steps, at least 1.
-        systems: Names in `SYSTEMS`.
-        source: Whose volume to take; None: that of the paper whose table has this H.
-        targets: Compute utilisations, each above 0 and at most 1.
-
-    Raises:
-        ConfigError: A number is out of its range, or a system is unknown.
-    """
+    """The rows of the tables for one model; by default from the paper whose table has this H."""
     at_least(1, period=period)
     for target in targets:
         if not 0 < target <= 1:
@@ -149,3 +225,68 @@ def schedule_of(system: System, layers: int, period: int) -> Schedule:
     if not system.streams:
         return whole(layers, period if system.periodic else 1)
     return strided(layers, period, FRAGMENT_LAYERS, system.overlap)
+
+
+BITS = 16
+"""bf16: the paper's N parameters in a reduction are 16 N bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A network as the model sees it: W in bytes a second, ε in seconds for each reduction."""
+
+    bandwidth: float
+    latency_seconds: float
+
+
+NETWORKS = {
+    "high": Reach(400e9 / 8, 1e-4),
+    "medium": Reach(100e9 / 8, 1e-3),
+    "low": Reach(10e9 / 8, 1e-2),
+}
+"""The paper's three networks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WallClock:
+    """Seconds for a whole training, by what they go into."""
+
+    compute: float
+    within: float
+    between: float
+
+    @property
+    def total(self) -> float:
+        """Nothing overlaps in this model."""
+        return self.compute + self.within + self.between
+
+
+def wall_clock(
+    *,
+    params: float,
+    tokens: float,
+    tokens_per_step: float,
+    chips: float,
+    flops_per_chip: float,
+    learners: int,
+    period: int,
+    between: Reach,
+) -> WallClock:
+    """T_comp = 6ND/(RQ); T_intra = (2N/W₀·(1 - M/R) + ε₀)·T; T_inter = (2N/W₁·(1 - 1/R) + ε₁)·T/H.
+
+    N params, D tokens, T = D/B steps of B tokens, R chips of Q FLOP/s, M learners, H period (both 1
+    for data-parallel), W₁ and ε₁ between the sites; within a learner the network is the high one.
+    """
+    above(0, params=params, tokens=tokens, tokens_per_step=tokens_per_step)
+    above(0, chips=chips, flops=flops_per_chip)
+    if learners > chips:
+        raise ConfigError(f"learners={learners} exceeds chips={chips:g}: a learner needs a chip")
+    steps = tokens / tokens_per_step
+    reduction, within = 2 * params * BITS / 8, NETWORKS["high"]
+    inside = reduction / within.bandwidth * (1 - learners / chips) + within.latency_seconds
+    across = reduction / between.bandwidth * (1 - 1 / chips) + between.latency_seconds
+    return WallClock(
+        compute=6 * params * tokens / (chips * flops_per_chip),
+        within=inside * steps if learners > 1 or period > 1 else 0.0,
+        between=across * steps / period,
+    )

@@ -19,11 +19,10 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import codec_names
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.case import Case, demands
+from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, demands, wire_format
 from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Network
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prediction, Prices, predict
-from decoupled_diloco_plan.bandwidth.setting import Format, Model, Setting, wire_format
 from decoupled_diloco_plan.bandwidth.steady import Rounds
 
 PERIODS = (24, 36, 48, 72, 96, 144, 192, 288, 384, 576, 768)
@@ -51,19 +50,12 @@ Formats = list[tuple[Format, Format]]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        case: the first that reaches the aim, or the best of those that were tried.
-        prediction: what it comes to.
-        binds: what keeps it from more, in words; empty if the first that was tried is enough.
-        reached: whether it reaches the aim.
-    """
-
-    case: Case
-    prediction: Prediction
-    binds: str
-    reached: bool
+    case: Case  # the first that reaches the aim, or the best of those that were tried
+    prediction: Prediction  # what it comes to
+    binds: str  # what keeps it from more, in words; empty if the first that was tried is enough
+    reached: bool  # whether it reaches the aim
 
 
 def look(case: Case, prices: Prices | None = None, aim: float = 0.0) -> Proposal:
@@ -84,12 +76,9 @@ def propose(
     """The first setting that reaches the aim.
 
     Args:
-        model: what is trained.
-        network: the sites, and the place of the shards if that is given.
         given: the aim, and what is fixed; what is None is open.
         formats: wire formats up and down to try, the most exact first; None: as given, else every
             codec of 16 bits or fewer.
-        prices: for the cost of tokens.
 
     Raises:
         ConfigError: the aim is no share, or what is fixed could be no run's.
@@ -213,7 +202,7 @@ def _least(given: PlanOptions, case: Case) -> Case:
 def _is_last(given: PlanOptions, formats: Formats, case: Case) -> bool:
     """Whether no settings with less traffic are to come: then it is looked at in any case."""
     longest = case.options.period == (given.period or PERIODS[-1])
-    return longest and (case.setting.up, case.setting.down) == formats[-1]
+    return longest and (case.up, case.down) == formats[-1]
 
 
 def _rank(found: Proposal) -> tuple[float, float]:
@@ -237,7 +226,7 @@ def _candidates(
                     shards=given.shards or _shards(model, placed, period, fragments),
                     grace_margin=given.grace_margin,
                 )
-                yield Case(model, Setting(options, up, down), placed, given.link_share)
+                yield Case(model, options, placed, up, down, given.link_share)
 
 
 def _fragments(model: Model, given: PlanOptions, formats: Formats, period: int) -> int:

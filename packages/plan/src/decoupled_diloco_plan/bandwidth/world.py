@@ -124,9 +124,7 @@ class _Site:
 class World:
     """One simulation.
 
-    Args:
-        case: of what.
-        more: so many periods are measured; None: as few steps as the pattern of dues has.
+    `more`: so many periods are measured; None: as few steps as the pattern of dues has.
     """
 
     def __init__(self, case: Case, more: int | None = None) -> None:
@@ -382,7 +380,7 @@ class World:
             self._land(landed, round, site)
             return
         away, towards = (here, host) if up else (host, here)
-        bits = (self.case.setting.up if up else self.case.setting.down).bits
+        bits = (self.case.up if up else self.case.down).bits
         nbytes = self.case.fragment_params * bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
         links = (2 * away, 2 * towards + 1)
         self.flows.start(Flow((landed, round, site), links, site.learners, nbytes))

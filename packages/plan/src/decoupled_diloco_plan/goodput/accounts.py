@@ -11,8 +11,15 @@ from typing import Protocol
 
 import numpy as np
 
-from decoupled_diloco_plan.goodput.chance import Integers
-from decoupled_diloco_plan.goodput.life import DOWNSCALE, LOST, RESTART, RUN, SHORT, UPSCALE
+from decoupled_diloco_plan.goodput.life import (
+    DOWNSCALE,
+    LOST,
+    RESTART,
+    RUN,
+    SHORT,
+    UPSCALE,
+    Integers,
+)
 
 CAUSES = {
     "waiting": ("wait", "for others: a barrier, or a quorum that is not there"),
@@ -42,17 +49,10 @@ class Account:
     allocated: int = 0
     useful: int = 0
     badput: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
-    tokens: int = 0
-    """Useful chip-time at the pace of a learner whose slowdown is 1."""
-
-    wall: int = 0
-    """Microseconds."""
-
-    up: int = 0
-    """Microseconds in which at least one learner steps; who waits for others does not."""
-
-    rounds: int = 0
-    """Rounds of a barrier."""
+    tokens: int = 0  # useful chip-time at the pace of a learner whose slowdown is 1
+    wall: int = 0  # microseconds
+    up: int = 0  # microseconds in which at least one learner steps; who waits for others does not
+    rounds: int = 0  # rounds of a barrier
 
     @property
     def goodput(self) -> float:
@@ -117,7 +117,6 @@ def enter(account: Account, spans: Integers) -> None:
 
 
 def runs_of(spans: Integers) -> Integers:
-    """The spans in which a learner runs."""
     runs: Integers = spans[spans[:, 2] == RUN]
     return runs
 

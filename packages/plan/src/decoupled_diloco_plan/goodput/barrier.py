@@ -11,7 +11,7 @@ import numpy as np
 from decoupled_diloco.protocol.clock import reached_at
 from decoupled_diloco.protocol.quorum import window_over
 from decoupled_diloco_plan.goodput.accounts import Account, stepping, working
-from decoupled_diloco_plan.goodput.chance import Integers
+from decoupled_diloco_plan.goodput.life import Integers
 from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
 
 JITTER_BLOCK = 1024
@@ -30,7 +30,6 @@ class _Runs:
     work: list[int] = field(default_factory=lambda: [0])
 
     def add(self, runs: Integers) -> None:
-        """Takes more runs in."""
         lengths = runs[:, 1] - runs[:, 0]
         self.starts += runs[:, 0].tolist()
         self.chips += runs[:, 3].tolist()
@@ -114,10 +113,6 @@ class Barrier:
 
     def close(self, account: Account, end: int) -> list[Integers]:
         """Books every learner; in the round that has not ended, what it ran so far was useful.
-
-        Args:
-            account: of the run.
-            end: of the run.
 
         Returns:
             For each learner the intervals in which it waited in that round.

@@ -6,6 +6,8 @@ Five lengths of time for ten cells: a step, a downscale, an upscale, its window,
 least squares of the residuals, by Gauss's and Newton's method with Levenberg's damping; all
 simulations have the same seed, so that the residuals are smooth in the constants. The valley is
 flat: steps of 4 to 6 s with windows of 60 to 80 s do as well, to a tenth of a point.
+
+Source: Decoupled DiLoCo (arXiv 2604.21428): goodput over chips at one interruption a chip and year.
 """
 
 from __future__ import annotations
@@ -16,9 +18,49 @@ from typing import Any
 
 import numpy as np
 
-from decoupled_diloco_plan.goodput.published import CELLS, Cell
-from decoupled_diloco_plan.goodput.settings import Cluster, Constants
+from decoupled_diloco_plan.goodput.settings import Cluster, Constants, System
 from decoupled_diloco_plan.goodput.systems import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One published number, percent; ``calibrate``: constants may be fitted on it."""
+
+    system: System
+    chips: int
+    learners: int
+    goodput: float
+    calibrate: bool = False
+
+
+CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
+
+
+def _row(
+    system: System, learners: int, figures: tuple[float, ...], *, calibrate: bool = False
+) -> tuple[Cell, ...]:
+    return tuple(
+        Cell(system, chips, learners, figure, calibrate)
+        for chips, figure in zip(CHIPS, figures, strict=True)
+    )
+
+
+CELLS = (
+    *_row("data-parallel", 1, (72, 57, 38, 27, 18), calibrate=True),
+    *_row("elastic", 1, (88, 80, 69, 58, 40), calibrate=True),
+    *_row("decoupled", 8, (98, 96, 94, 88, 80)),
+    Cell("decoupled", 1_200_000, 16, 93),
+)
+
+
+def published(cluster: Cluster) -> float | None:
+    """What was published for this cell, percent; ``None``: nothing."""
+    for cell in CELLS:
+        same = (cell.system, cell.chips, cell.learners)
+        if same == (cluster.system, cluster.chips, cluster.learners):
+            return cell.goodput
+    return None
+
 
 NAMES = (
     "step_seconds",
@@ -27,10 +69,7 @@ NAMES = (
     "upscale_window_seconds",
     "restart_seconds",
 )
-MATTER = {
-    "data-parallel": ("step_seconds", "restart_seconds"),
-    "elastic": NAMES[:4],
-}
+MATTER = {"data-parallel": ("step_seconds", "restart_seconds"), "elastic": NAMES[:4]}
 """For each system the constants on which it depends."""
 
 START = (5.0, 15.0, 15.0, 60.0, 80.0)
@@ -59,7 +98,6 @@ class Residual:
         return self.goodput - self.cell.goodput
 
     def as_json(self) -> dict[str, Any]:
-        """The cell of a file."""
         return {
             "system": self.cell.system,
             "chips": self.cell.chips,
@@ -76,14 +114,7 @@ def calibrated(
     iterations: int = ITERATIONS,
     failures: int = FAILURES,
 ) -> Constants:
-    """The constants, from the cells marked for calibration alone.
-
-    Args:
-        tell: is told of each iteration.
-        start: where the search begins, seconds, in the order of `NAMES`.
-        iterations: how many.
-        failures: in the simulation of each cell.
-    """
+    """The constants, from the cells marked for calibration alone."""
     cells = [cell for cell in CELLS if cell.calibrate]
     found = np.log(np.array(start))
     misses = _misses(found, cells, failures)

@@ -18,7 +18,6 @@ from decoupled_diloco_plan.checks import above
 from decoupled_diloco_plan.goodput import tables
 from decoupled_diloco_plan.goodput.calibrate import calibrated, residuals, rounded
 from decoupled_diloco_plan.goodput.options import GoodputOptions
-from decoupled_diloco_plan.goodput.scavenge import blocks_of
 from decoupled_diloco_plan.goodput.settings import (
     SYSTEMS,
     YEAR_SECONDS,
@@ -27,6 +26,7 @@ from decoupled_diloco_plan.goodput.settings import (
     Preemption,
     Stragglers,
     System,
+    blocks_of,
 )
 from decoupled_diloco_plan.goodput.study import Effort, Row, cells, study
 from decoupled_diloco_plan.output import STDOUT, check_files, write_json
@@ -110,12 +110,9 @@ def _simulate(clusters: Sequence[Cluster], effort: Effort, rows: list[Row]) -> N
     """Adds the rows one by one, so that a user who stops it has those that are done."""
     with _progress() as tell:
         for cluster in clusters:
-            tell(f"row {len(rows) + 1} of {len(clusters)}: {_told(cluster)}")
+            what = f"{cluster.name}, {format_count(cluster.chips)} chips"
+            tell(f"row {len(rows) + 1} of {len(clusters)}: {what}")
             rows.append(study(cluster, effort))
-
-
-def _told(cluster: Cluster) -> str:
-    return f"{cluster.name}, {format_count(cluster.chips)} chips"
 
 
 @contextmanager

@@ -27,35 +27,27 @@ SHORTEST = 0.2
 class Pace:
     """What unequal speeds come to."""
 
-    useful: tuple[float, ...]
-    """For each learner the share of its time in steps; the rest it waits."""
-
+    useful: tuple[float, ...]  # for each learner the share of its time in steps; the rest it waits
+    # Ticks of the clock for each step that the fastest learner makes if it never waits.
     against_fastest: float
-    """Ticks of the clock for each step that the fastest learner makes if it never waits."""
-
-    took_part: tuple[float, ...]
-    """For each learner the share of the rounds that it was in."""
+    took_part: tuple[float, ...]  # for each learner the share of the rounds that it was in
 
 
-def pace_of(cluster: Cluster, seed: int, ticks: int = TICKS) -> Pace:
-    """Steps every learner through so many ticks.
+def pace_of(cluster: Cluster, seed: int) -> Pace:
+    """Steps every learner through `TICKS` ticks.
 
     A learner may not go on from step i before round i − `slack_steps` is over. One that steps by
-    itself between two ticks has something to report, and takes part if its report comes in time.
-
-    Args:
-        cluster: its slowdowns, jitter, quorum, slack and grace count; its chips do not.
-        seed: of the lengths of steps.
-        ticks: how many.
+    itself between two ticks has something to report, and takes part if its report comes in time. Of
+    the cluster slowdowns, jitter, quorum, slack and grace count; its chips do not.
     """
     rng = np.random.default_rng((seed, 7))
     mean = np.asarray(cluster.slowdowns or (1.0,) * cluster.learners)
     learners = len(mean)
-    timing, closed = Timing(), np.zeros(ticks)
+    timing, closed = Timing(), np.zeros(TICKS)
     now, busy = np.zeros(learners), np.zeros(learners)
     present, before = np.zeros(learners), 0.0
-    finished, first = np.zeros((ticks, learners)), np.zeros(learners, np.int64)
-    for tick in range(ticks):
+    finished, first = np.zeros((TICKS, learners)), np.zeros(learners, np.int64)
+    for tick in range(TICKS):
         jitter = 1 + cluster.jitter * rng.standard_normal(learners)
         length = mean * np.maximum(jitter, SHORTEST)
         held_until = closed[tick - 1 - cluster.slack_steps] if tick > cluster.slack_steps else 0.0
@@ -75,18 +67,16 @@ def pace_of(cluster: Cluster, seed: int, ticks: int = TICKS) -> Pace:
         before = opened
     return Pace(
         useful=tuple((busy / now).tolist()),
-        against_fastest=float(ticks * mean.min() / closed[-1]),
-        took_part=tuple((present / ticks).tolist()),
+        against_fastest=float(TICKS * mean.min() / closed[-1]),
+        took_part=tuple((present / TICKS).tolist()),
     )
 
 
 def _reports(finished: np.ndarray, first: np.ndarray, after: float) -> np.ndarray:
     """For each learner when it first finished a step after this instant.
 
-    Args:
-        finished: when each step was, shape (steps, learners).
-        first: for each learner such a step at an earlier instant; moved on.
-        after: the instant.
+    `finished`: when each step was, shape (steps, learners); `first`: for each learner such a step
+    at an earlier instant, which is moved on.
     """
     learners, last = np.arange(len(first)), len(finished) - 1
     while (behind := (first < last) & (finished[first, learners] <= after)).any():

@@ -17,8 +17,15 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from decoupled_diloco.units import format_count
 from decoupled_diloco_plan.goodput.accounts import runs_of, working
-from decoupled_diloco_plan.goodput.chance import Integers
-from decoupled_diloco_plan.goodput.life import DOWNSCALE, LOST, RESTART, RUN, SHORT, UPSCALE
+from decoupled_diloco_plan.goodput.life import (
+    DOWNSCALE,
+    LOST,
+    RESTART,
+    RUN,
+    SHORT,
+    UPSCALE,
+    Integers,
+)
 from decoupled_diloco_plan.goodput.settings import SECOND, Cluster
 from decoupled_diloco_plan.goodput.study import Row
 from decoupled_diloco_plan.goodput.systems import simulate
@@ -51,11 +58,7 @@ LANES_MAX = 32
 
 
 def plot_goodput(rows: Sequence[Row], path: Path) -> None:
-    """Goodput over chips, a line for each system and number of learners.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Goodput over chips, a line for each system and number of learners."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     lines: dict[tuple[str, int], list[Row]] = {}
@@ -115,11 +118,7 @@ def _over_chips(axes: Axes, chips: Sequence[int]) -> None:
 
 
 def plot_timeline(cluster: Cluster, hours: float, seed: int, path: Path) -> None:
-    """The first hours of one run: what each learner does, and how many chips step.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """The first hours of one run: what each learner does, and how many chips step."""
     lives, steps = _watched(cluster, hours, seed)
     begin = min(int(life[:, 0].min()) for life in lives if len(life))
     lanes = min(len(lives), LANES_MAX)

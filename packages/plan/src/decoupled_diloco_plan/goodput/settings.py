@@ -1,7 +1,14 @@
-"""What a simulated cluster is: its chips, how they fail, and how learners answer to it."""
+"""What a simulated cluster is: its chips, how they fail, and how learners answer to it.
+
+Chips that are only borrowed are preempted as often as a cloud's cheap machines are.
+
+Source: Google Cloud's documentation of preemptible instances (2021): of such machines, "the average
+preemption rate varies between 5% and 15% per day" (another edition: "per seven days").
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,33 +49,19 @@ class Constants:
     chosen beforehand, as operators tell of such machines, and are not fitted.
     """
 
-    step_seconds: float = 4.76
-    """Length of a step. An interruption takes effect between steps."""
-
+    step_seconds: float = 4.76  # length of a step. An interruption takes effect between steps.
     downscale_seconds: float = 15.9
-    """How long a learner stands when slices leave it."""
-
     upscale_seconds: float = 13.7
-    """How long a learner stands when slices join it."""
-
+    # From a slice's return to the upscale that takes it in. Slices that return meanwhile share it.
     upscale_window_seconds: float = 72.3
-    """From a slice's return to the upscale that takes it in. Slices that return meanwhile share
-    it."""
-
     restart_seconds: float = 82.1
-    """How long data-parallel training that is not elastic stands; then it is whole again."""
-
+    # Chips that leave together when one of them fails: a pod of one interconnect.
     slice_chips: int = 256
-    """Chips that leave together when one of them fails: a pod of one interconnect."""
-
+    # Mean time until a slice is back: most often it is replaced by a healthy one.
     repair_seconds: float = 600.0
-    """Mean time until a slice is back: most often it is replaced by a healthy one."""
-
+    # First shape of the exponentiated Weibull distribution: above 1, no repair takes no time.
     repair_power: float = 2.0
-    """First shape of the exponentiated Weibull distribution: above 1, no repair takes no time."""
-
-    repair_tail: float = 0.6
-    """Its second shape, Weibull's own: below 1, the tail is heavy."""
+    repair_tail: float = 0.6  # its second shape, Weibull's own: below 1, the tail is heavy
 
     def __post_init__(self) -> None:
         at_least(STEP_SECONDS_MIN, step_seconds=self.step_seconds)
@@ -79,16 +72,14 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """Chips that are slow for a while; a learner steps at the pace of its slowest chip."""
+    """Chips that are slow for a while; a learner steps at the pace of its slowest chip.
+
+    In such a spell a step takes (1 + slowdown) times as long.
+    """
 
     interval_seconds: float
-    """Mean time between two such spells of one chip."""
-
     seconds: float = 600.0
-    """Length of a spell."""
-
     slowdown: float = 0.2
-    """A step takes (1 + slowdown) times as long."""
 
     def __post_init__(self) -> None:
         above(0, interval_seconds=self.interval_seconds, seconds=self.seconds)
@@ -104,19 +95,11 @@ class Scavenged:
     """
 
     chips: int
-    """Chips of all blocks together."""
-
     blocks: int
-    """How many blocks they are."""
-
     stay_seconds: float = 600.0
-    """Mean time until a block is preempted."""
-
+    # Mean time that it stays away; 0: another one takes its place at once.
     away_seconds: float = 0.0
-    """Mean time that it stays away; 0: another one takes its place at once."""
-
     join_seconds: float = 1.0
-    """A learner that has come fetches the weights before its first step."""
 
     def __post_init__(self) -> None:
         at_least(1, scavenged_chips=self.chips, scavenged_blocks=self.blocks)
@@ -151,7 +134,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """One cell of a table: which system on which chips.
+    """One cell of a table: which system on which chips; `GoodputOptions` tells what fields mean.
 
     Raises:
         ConfigError: It cannot be; the message names value, limit and way out.
@@ -161,37 +144,20 @@ class Cluster:
     chips: int
     learners: int = 1
     mtbi_seconds: float = YEAR_SECONDS
-    """Mean time between interruptions of one chip."""
-
     constants: Constants = field(default_factory=Constants)
+    # K: with fewer learners stepping, the syncer's clock stands, and steps are not useful.
     quorum: int = 1
-    """K: with fewer learners stepping, the syncer's clock stands, and steps are not useful."""
-
     period: int = 24
-    """H: a barrier waits for everybody after so many steps."""
-
     minimum_share: float = 0.0
-    """A learner with less than this share of its slices waits for more."""
-
+    # Data-parallel: useful time between two checkpoints; 0: in the memory of others, each step.
     checkpoint_seconds: float = 0.0
-    """Data-parallel: useful time between two checkpoints; 0: in the memory of others, each step."""
-
     sudden: bool = False
-    """Whether an interruption takes effect at once, so that the step under way is lost."""
-
     slowdowns: tuple[float, ...] = ()
-    """For each learner how many times as long its step takes; none: 1 for all."""
-
     jitter: float = 0.0
-    """Standard deviation of a learner's step, as a share of its length."""
-
+    # Steps that a learner goes on before a round that it waits for is over: what transfers leave of
+    # the overlap τ. Only a quorum above 1 makes anybody wait.
     slack_steps: int = 0
-    """Steps that a learner goes on before a round that it waits for is over: what transfers leave
-    of the overlap τ. Only a quorum above 1 makes anybody wait."""
-
     grace: bool = True
-    """Whether a round stays open for slow learners as long as the slack allows."""
-
     stragglers: Stragglers | None = None
     scavenged: Scavenged | None = None
     preemptions: tuple[Preemption, ...] = ()
@@ -277,5 +243,52 @@ class Cluster:
 
 
 def microseconds(seconds: float) -> int:
-    """Seconds as whole microseconds."""
     return round(seconds * SECOND)
+
+
+BLOCK_CHIPS = 1024
+"""A block is so many chips: four slices, the least that is worth a learner of its own."""
+
+MACHINE_CHIPS = 8
+"""Chips of one machine, which is preempted as a whole, and its block with it."""
+
+PREEMPTED_A_DAY = (0.05, 0.10, 0.15)
+"""Share of the machines that are preempted in a day: the least, the middle and the most."""
+
+
+def stay_of(block_chips: int, preempted_a_day: float = PREEMPTED_A_DAY[1]) -> float:
+    """Mean seconds until the first machine of a block is preempted.
+
+    >>> round(stay_of(1024) / 3600, 1)
+    1.8
+    """
+    machines = max(1.0, block_chips / MACHINE_CHIPS)
+    return 86400.0 / (machines * -math.log1p(-preempted_a_day))
+
+
+def blocks_of(
+    chips: int,
+    share: float,
+    block_chips: int = BLOCK_CHIPS,
+    stay_seconds: float | None = None,
+    away_seconds: float = 0.0,
+    join_seconds: float = 1.0,
+) -> Scavenged:
+    """So many more chips, as a share of a cluster's, in blocks as even as can be.
+
+    They stay as long as `stay_of` says unless ``stay_seconds`` does.
+    """
+    if not (math.isfinite(share) and share > 0):
+        raise ConfigError(f"scavenged share={share:g} is out of range: it must be above 0")
+    if block_chips < 1:
+        raise ConfigError(f"scavenged block_chips={block_chips} is out of range: at least 1")
+    if stay_seconds is None:
+        stay_seconds = stay_of(block_chips)
+    more = max(1, round(share * chips))
+    return Scavenged(
+        chips=more,
+        blocks=max(1, round(more / block_chips)),
+        stay_seconds=stay_seconds,
+        away_seconds=away_seconds,
+        join_seconds=join_seconds,
+    )

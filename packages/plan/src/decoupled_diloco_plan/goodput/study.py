@@ -11,8 +11,8 @@ from typing import Any
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_plan.checks import at_least
 from decoupled_diloco_plan.goodput.accounts import CAUSES, Account
+from decoupled_diloco_plan.goodput.calibrate import published
 from decoupled_diloco_plan.goodput.pace import Pace, pace_of
-from decoupled_diloco_plan.goodput.published import published
 from decoupled_diloco_plan.goodput.settings import ALONE, SECOND, Cluster, Scavenged, System
 from decoupled_diloco_plan.goodput.systems import simulate
 
@@ -108,7 +108,6 @@ class Row:
         return published(cluster) if plain == cluster else None
 
     def as_json(self, tokens_per_chip_second: float) -> dict[str, Any]:
-        """The row of a file."""
         cluster, interval = self.cluster, self.interval
         return {
             "system": cluster.system,
@@ -194,14 +193,7 @@ def cells(
 ) -> Iterator[Cluster]:
     """The cells of a table: systems of one learner once for each number of chips.
 
-    Args:
-        systems: in the order of the table.
-        chips: of the whole cluster.
-        learners: for systems of several.
-        quorum: of the decoupled system; the others have none.
-        slowdowns: for each learner of systems of several.
-        scavenged: for a number of chips the terms of those that come in addition.
-        common: what all of them share, as fields of `Cluster`.
+    Learners, slowdowns and quorum are for systems that have them; the rest all of them share.
     """
     chips, learners = tuple(chips), tuple(learners)
     for system in systems:

@@ -22,17 +22,19 @@ from fractions import Fraction
 import numpy as np
 
 from decoupled_diloco.protocol.clock import stands
-from decoupled_diloco_plan.goodput.accounts import (
-    Account,
-    Feed,
-    enter,
-    overlap,
-    runs_of,
-    stepping,
-)
+from decoupled_diloco_plan.goodput.accounts import Account, Feed, enter, overlap, runs_of, stepping
 from decoupled_diloco_plan.goodput.barrier import Barrier
-from decoupled_diloco_plan.goodput.chance import Integers, Repair, Slices, failures
-from decoupled_diloco_plan.goodput.life import RUN, UPSCALE, Habits, Life, Visits
+from decoupled_diloco_plan.goodput.life import (
+    RUN,
+    UPSCALE,
+    Habits,
+    Integers,
+    Life,
+    Repair,
+    Slices,
+    Visits,
+    failures,
+)
 from decoupled_diloco_plan.goodput.pace import pace_of
 from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
 
@@ -78,15 +80,10 @@ def simulate(
     """One run.
 
     Args:
-        cluster: what is simulated.
         seconds: how long, after a warm-up that is not counted.
-        seed: the same seed gives the same run.
         watch: is given, window by window, for each learner its spans, and the intervals in which
             it waited for others as far as they are known, shape (n, 2); at the end what is left of
             the latter. What learners of unequal speed wait is a share, without instants.
-
-    Returns:
-        Its account, which is complete: `Account.check` holds.
     """
     warm_up = microseconds(WARM_UP_REPAIRS * cluster.constants.repair_seconds)
     begin = 0 if cluster.preemptions else warm_up
@@ -172,11 +169,7 @@ class _Books:
         return np.asarray(np.stack([edges[:-1], edges[1:]], axis=1)[still])
 
     def _learner(
-        self,
-        m: int,
-        runs: Integers,
-        halted: Integers,
-        slow: tuple[Integers, Integers],
+        self, m: int, runs: Integers, halted: Integers, slow: tuple[Integers, Integers]
     ) -> None:
         """Takes from one learner's runs what was not useful after all."""
         account, chips = self._account, runs[:, 3]
@@ -228,7 +221,6 @@ def _lives(cluster: Cluster, seed: int) -> list[Life | Guest]:
 
 
 def _blocks(cluster: Cluster) -> tuple[int, ...]:
-    """Chips of every scavenged block."""
     terms = cluster.scavenged
     return () if terms is None else tuple(Slices(terms.chips, terms.blocks).sizes())
 
@@ -248,7 +240,6 @@ def _life(cluster: Cluster, m: int, seed: int, blocks: tuple[int, ...]) -> Life:
 
 
 def habits_of(cluster: Cluster, slices: int) -> Habits:
-    """How a learner of so many slices answers."""
     constants = cluster.constants
     elastic = Habits(
         step=microseconds(constants.step_seconds),

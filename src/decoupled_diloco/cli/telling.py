@@ -1,4 +1,4 @@
-"""How a command that has run something ends: the report, the summary, a sample."""
+"""What a command that runs something tells at its beginning, and at its end."""
 
 from __future__ import annotations
 
@@ -6,28 +6,60 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from decoupled_diloco.config import RunConfig
-from decoupled_diloco.observe.terminal import SteadyConsole
+from decoupled_diloco.cli.timing import print_essential
 
 if TYPE_CHECKING:
+    from decoupled_diloco.config import RunConfig
     from decoupled_diloco.observe.run_model import RunModel
+    from decoupled_diloco.observe.terminal import SteadyConsole
     from decoupled_diloco.simulate.scenario import Happening
+
+
+def tell_beginning(
+    config: RunConfig,
+    folder: Path,
+    moved_to: Path | None,
+    console: SteadyConsole,
+    *,
+    here: bool = True,
+) -> None:
+    """What runs, what an earlier run's folder is called now, and the short table of intervals.
+
+    ``here``: whether this command also starts the learners.
+    """
+    console.say(in_words(config, here=here))
+    if moved_to is not None:
+        console.say(f"the earlier run is kept in {moved_to}")
+    console.say(f"in {folder}; from another terminal: ddiloco watch {folder}\n")
+    print_essential(config, folder, console)
+
+
+def in_words(config: RunConfig, *, here: bool = True) -> str:
+    """A run in one line; learners from elsewhere may bring a model of their own.
+
+    >>> from decoupled_diloco.config import RunConfig
+    >>> in_words(RunConfig(run={"name": "small", "learners": 2, "budget_steps": 60}))
+    'small: workload gpt, 2 learners, 1 syncer shard, 60 steps'
+    """
+    from decoupled_diloco.observe.words import many
+    from decoupled_diloco.units import format_count
+
+    run = config.run
+    budgets = [f"{run.budget_steps} steps"] if run.budget_steps else []
+    budgets += [f"{format_count(run.budget_tokens)} tokens"] if run.budget_tokens else []
+    parts = [
+        *([f"workload {config.workload.name}"] if here else []),
+        many(run.learners, "learner") + ("" if here else " expected"),
+        many(config.syncer.shards, "syncer shard") + (" with standbys" * config.syncer.standbys),
+        " or ".join(budgets),
+    ]
+    return f"{run.name}: {', '.join(parts)}"
 
 
 def tell_outcome(
     folder: Path, weights: Path | None, console: SteadyConsole, run: RunModel | None = None
 ) -> None:
-    """Writes the report of what is on the tape, and prints the summary.
-
-    Args:
-        folder: The run folder.
-        weights: What was trained, if it is written.
-        console: Where to print.
-        run: What the tape tells, if it has been read.
-
-    Raises:
-        StorageError: the report cannot be written.
-    """
+    """Writes the report of what is on the tape, and prints the summary."""
     from decoupled_diloco.observe.report import write_report  # numpy and jinja2, at the end only
     from decoupled_diloco.observe.summary import print_summary
 
@@ -50,13 +82,7 @@ def tell_missed(missed: Iterable[Happening], console: SteadyConsole) -> None:
 
 
 def what_remains(folder: Path, config: RunConfig, command: str = "train") -> str:
-    """What a run that did not finish has left, and what can be done with it.
-
-    Args:
-        folder: The run folder.
-        config: The run.
-        command: The command that goes on with it.
-    """
+    """What a run that did not finish has left, and what the command can do with it."""
     from decoupled_diloco.syncer.kept import kept_layout  # torch takes seconds
     from decoupled_diloco.syncer.result import RESULT, SHARES
 

@@ -1,6 +1,6 @@
 """The transport within one process: the same books and the same rules, without sockets.
 
-For running real shells side by side in one event loop. Faults are optional and seeded.
+For real shells side by side in one event loop. Faults are optional and seeded.
 """
 
 from __future__ import annotations
@@ -329,10 +329,10 @@ class _MemoryPut:
     async def gaps(self, start: int, stop: int) -> list[Range]:
         server = self._client.server(self._address)
         try:
-            state = server.bodies.state(self._key, self._client.authorize(server))
+            state, received = server.bodies.state(self._key, self._client.authorize(server))
         except RequestRefusal as refusal:
             raise refusal_error(refusal.status, refusal.text, self._address) from None
-        return [] if state.state == "arrived" else RangeSet(state.received).missing(start, stop)
+        return [] if state == "arrived" else RangeSet(received).missing(start, stop)
 
 
 class _MemoryGet:
