@@ -67,6 +67,12 @@ class Break:
             setattr(self.owner, self.name, function)
 
 
+WITH_THE_NEXT = """\
+late, self.late = getattr(self, "late", None), (fields, step.gradient.numpy().tobytes())
+    if late is not None:
+        journal.append(*late)"""
+"""What a merge writes to the journal: what the one before should have written."""
+
 CORE = (
     Break(
         "a process that joins anew does not end the epoch before",
@@ -240,12 +246,11 @@ CORE = (
         "        return []",
     ),
     Break(
-        "a version is on the disk five seconds after everybody has heard of it",
+        "a version is on the disk only with the next one, though everybody has heard of it",
         ShardDisk,
         "merge",
         "journal.append(fields, as_bytes(step.gradient).numpy().data)",
-        "late = (fields, step.gradient.numpy().tobytes())\n"
-        "    __import__('asyncio').get_running_loop().call_later(5.0, journal.append, *late)",
+        WITH_THE_NEXT,
     ),
     Break(
         "a shard acts on when its lease is over",
@@ -295,9 +300,7 @@ STORAGE = (
         ShardDisk,
         "merge",
         "journal.append(fields, as_bytes(step.gradient).numpy().data)",
-        "late, self.late = getattr(self, 'late', None), (fields, step.gradient.numpy().tobytes())\n"
-        "    if late is not None:\n"
-        "        journal.append(*late)",
+        WITH_THE_NEXT,
     ),
     Break(
         "the checkpoint before is deleted before the next one is written",

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from decoupled_diloco.cli import simulate
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_data import GAP_MEDIANS, TOOK_PART
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.protocol.transfer.events import StateCopied
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
@@ -94,6 +96,14 @@ kind = "cut"
 targets = ["sea"]
 mean_seconds_between = 15.0
 repair_seconds = 3.0
+"""
+
+KILLS = """
+[[random]]
+kind = "kill"
+targets = ["learner-0", "learner-1"]
+mean_seconds_between = 4.0
+repair_seconds = 1.0
 """
 
 UNSEEN = ["run.evaluator=false", "run.evaluate_every_seconds="]
@@ -181,6 +191,22 @@ def test_the_same_seed_gives_the_same_bits_in_another_process(
     one, another = (bits(folder) for folder, _ in twice)
     assert one.keys() == another.keys()
     assert not [name for name in one if one[name] != another[name]]
+
+
+def test_whoever_looks_at_a_run_does_not_change_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed process had not yet written is lost, however often somebody reads its tape."""
+    runs = []
+    for name, seconds in (("often", 0.0), ("never", float("inf"))):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        monkeypatch.setattr(simulate, "POLL_SECONDS", seconds)
+        scenario = load_scenario(write(tmp_path / name, STORY + KILLS, steps=30))
+        assert simulate.simulate_training(scenario, SteadyConsole()) == 0
+        runs.append(bits(Path("runs/story").resolve()))
+    assert runs[0].keys() == runs[1].keys()
+    assert not [file for file in runs[0] if runs[0][file] != runs[1][file]]
 
 
 def test_nothing_of_this_machine_is_on_the_tape(twice: list[tuple[Path, str]]) -> None:

@@ -124,12 +124,11 @@ def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
         weights: Path | None = None
         try:
             with ProgressDisplay(folder.path, *budget, console=console, virtual=True) as progress:
-                poll = _now_and_then(progress.poll, simulation.system.flush)
+                poll = _now_and_then(progress.poll)
                 while not interrupted() and simulation.advance():
                     poll()
                 if simulation.finished and not interrupted():
                     weights = simulation.finish()
-                simulation.system.flush()
         finally:
             simulation.close()
         seconds = time.monotonic() - started
@@ -201,15 +200,14 @@ def _code(reason: str) -> int:
 # ---- while it goes on
 
 
-def _now_and_then(*functions: Callable[[], object]) -> Callable[[], None]:
-    """Calls them, the last first, at most every ``POLL_SECONDS`` of real time."""
+def _now_and_then(look: Callable[[], object]) -> Callable[[], None]:
+    """Looks at most every ``POLL_SECONDS`` of real time; nothing virtual may come of that."""
     last = time.monotonic()
 
     def poll() -> None:
         nonlocal last
         if time.monotonic() - last >= POLL_SECONDS:
-            for function in reversed(functions):
-                function()
+            look()
             last = time.monotonic()
 
     return poll
@@ -230,7 +228,6 @@ def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: SteadyCo
                 f"{clock_face(run.system.now)}  {step}, {run.tally.merged} rounds, "
                 f"{run.system.events} events, {rate:.0f}/s"
             )
-            run.flush()
 
 
 @contextlib.contextmanager

@@ -142,11 +142,6 @@ class Host(VirtualProcess):
         for tape in self._tapes:
             tape.lose()
 
-    def flush_tapes(self) -> None:
-        """What they have buffered is written."""
-        for tape in self._tapes:
-            tape.flush()
-
     def close_tapes(self) -> None:
         """Its tapes are written as far as they go."""
         for tape in self._tapes:

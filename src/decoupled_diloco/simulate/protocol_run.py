@@ -174,11 +174,6 @@ class ProtocolRun:
         """Lets some more happen; ``False``: it is over, see `reason`."""
         return self._watch.advance(events)
 
-    def flush(self) -> None:
-        """Writes what is buffered of the tape."""
-        if isinstance(self.system, System):
-            self.system.flush()
-
     def close(self) -> None:
         """Ends the tape, if there is one, and compresses it.
 

@@ -245,12 +245,6 @@ class System(Stage):
         header = {**header, "virtual": True, "versions": versions_of_bits()}
         return TapeWriter(self._tapes / "tape" / f"{file}.jsonl", who, header)
 
-    def flush(self) -> None:
-        """Writes what is buffered of all tapes, for readers."""
-        self.tape.flush()
-        for host in self.hosts:
-            host.flush_tapes()
-
     def sample(self, sample: Any) -> None:
         """Puts something that the launcher knows on its tape."""
         self.tape.sample(self.now, sample)
