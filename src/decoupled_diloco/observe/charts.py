@@ -54,24 +54,21 @@ class Canvas(ABC):
     @abstractmethod
     def rect(
         self, x: float, y: float, width: float, height: float, css: str, title: str = ""
-    ) -> None:
-        """A rectangle."""
+    ) -> None: ...
 
     @abstractmethod
     def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
         """Many rectangles (x, y, width, height) of one kind."""
 
     @abstractmethod
-    def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        """A line through points."""
+    def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None: ...
 
     @abstractmethod
     def shape(self, points: Sequence[Point], css: str, title: str = "") -> None:
         """What lies within a closed line."""
 
     @abstractmethod
-    def dot(self, point: Point, css: str, title: str = "") -> None:
-        """A dot."""
+    def dot(self, point: Point, css: str, title: str = "") -> None: ...
 
     @abstractmethod
     def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
@@ -123,30 +120,22 @@ class SvgCanvas(Canvas):
 
     def _add(self, element: str, text: str = "", title: str = "", **attributes: object) -> None:
         """One element; of attribute names ``_`` becomes ``-``, and ``css`` is the class."""
-        names = {"css": "class"}
-        told = Markup("").join(
-            Markup(' {}="{}"').format(
-                names.get(key, key.replace("_", "-")),
-                _short(value) if isinstance(value, float) else value,
-            )
-            for key, value in attributes.items()
-        )
+        told = Markup("")
+        for key, value in attributes.items():
+            name = "class" if key == "css" else key.replace("_", "-")
+            shown = _short(value) if isinstance(value, float) else value
+            told += Markup(' {}="{}"').format(name, shown)
         inner = Markup("<title>{}</title>").format(title) if title else Markup("")
-        tag = Markup(element)
-        self._parts.append(
-            Markup("<{}{}>{}{}</{}>").format(tag, told, inner, text, tag)
-            if inner or text
-            else Markup("<{}{}/>").format(tag, told)
-        )
+        inner += text
+        ending = Markup(">{}</{}>").format(inner, element) if inner else Markup("/>")
+        self._parts.append(Markup("<{}{}{}").format(element, told, ending))
 
     def rect(
         self, x: float, y: float, width: float, height: float, css: str, title: str = ""
     ) -> None:
-        """See `Canvas`."""
         self._add("rect", title=title, x=x, y=y, width=width, height=height, css=css)
 
     def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
-        """See `Canvas`; they are one element."""
         path = "".join(
             f"M{_short(x)} {_short(y)}h{_short(w)}v{_short(h)}h{_short(-w)}z"
             for x, y, w, h in rects
@@ -155,25 +144,20 @@ class SvgCanvas(Canvas):
             self._add("path", d=path, css=css)
 
     def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        """See `Canvas`."""
         path = " ".join(f"{_short(x)},{_short(y)}" for x, y in points)
         self._add("polyline", title=title, points=path, css=css)
 
     def shape(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        """See `Canvas`."""
         path = "L".join(f"{_short(x)} {_short(y)}" for x, y in points)
         self._add("path", title=title, d=f"M{path}z", css=css)
 
     def dot(self, point: Point, css: str, title: str = "") -> None:
-        """See `Canvas`."""
         self._add("circle", title=title, cx=point[0], cy=point[1], r=3.0, css=f"dot {css}")
 
     def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
-        """See `Canvas`."""
         self._add("text", text, x=x, y=y, text_anchor=anchor, css=css)
 
     def svg(self, label: str, css: str) -> Markup:
-        """The picture."""
         head = Markup('<svg class="chart {}" viewBox="0 0 {} {}" role="img" aria-label="{}">')
         opened = head.format(css, _short(self.width), _short(self.height), label)
         return opened + Markup("").join(self._parts) + Markup("</svg>")
@@ -187,16 +171,10 @@ class Axis:
     high: float
     begin: float
     end: float
-    label: str = ""
 
     def __call__(self, value: float) -> float:
-        """Where a number is."""
         span = self.high - self.low or 1.0
         return self.begin + (value - self.low) / span * (self.end - self.begin)
-
-    def ticks(self, most: int) -> list[float]:
-        """At most about so many round numbers on the axis."""
-        return round_numbers(self.low, self.high, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +185,6 @@ class Frame:
     y: Axis
 
     def points(self, values: Iterable[Point]) -> list[Point]:
-        """Numbers as places."""
         return [(self.x(a), self.y(b)) for a, b in values]
 
 
@@ -219,12 +196,12 @@ def framed(
 ) -> Frame:
     """Draws grid, numbers and names of two axes (low, high, name)."""
     left, bottom, top = 44.0, canvas.height - 36, 22.0
-    frame = Frame(Axis(*x[:2], left, canvas.width - 12, x[2]), Axis(*y[:2], bottom, top, y[2]))
-    for tick in frame.y.ticks(6):
+    frame = Frame(Axis(*x[:2], left, canvas.width - 12), Axis(*y[:2], bottom, top))
+    for tick in round_numbers(*y[:2], 6):
         at = frame.y(tick)
         canvas.stroke([(left, at), (canvas.width - 12, at)], "grid")
         canvas.text(left - 6, at + 4, f"{tick:g}", "tick", "end")
-    for tick in frame.x.ticks(4 if canvas.narrow else 9):
+    for tick in round_numbers(*x[:2], 4 if canvas.narrow else 9):
         at = frame.x(tick)
         canvas.stroke([(at, bottom), (at, bottom + 4)], "grid")
         canvas.text(at, bottom + 17, show_x(tick), "tick", "middle")
@@ -257,16 +234,16 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Markup:
         label: What it shows, in a sentence.
     """
     rect = Markup('<rect x="{:.2f}" width="{:.2f}" height="10" class="{}"><title>{}</title></rect>')
-    at, rects = 0.0, []
+    at, rects = 0.0, Markup("")
     for css, share, title in parts:
         if share > 0:
-            rects.append(rect.format(1000 * at, 1000 * share, css, title))
+            rects += rect.format(1000 * at, 1000 * share, css, title)
         at += share
     head = Markup(
         '<svg class="bar" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" '
         'aria-label="{}">'
     ).format(label)
-    return head + Markup("").join(rects) + Markup("</svg>")
+    return head + rects + Markup("</svg>")
 
 
 def _short(value: float) -> str:
@@ -275,6 +252,5 @@ def _short(value: float) -> str:
     >>> _short(3.0), _short(-0.04), _short(12.345)
     ('3', '0', '12.3')
     """
-    text = f"{value:.1f}"
-    text = text.removesuffix(".0")
+    text = f"{value:.1f}".removesuffix(".0")
     return "0" if text == "-0" else text

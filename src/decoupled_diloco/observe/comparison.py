@@ -12,11 +12,10 @@ from typing import Any
 from decoupled_diloco.observe import figures
 from decoupled_diloco.observe.accounts import TIME_PARTS
 from decoupled_diloco.observe.report import (
-    OVER,
-    LossCharts,
     flattened,
-    page_maker,
+    losses_over,
     problems_of,
+    render_page,
     settings_near,
     subtitle_of,
     write_page,
@@ -65,29 +64,25 @@ def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunMode
 def render_comparison(first: Side, second: Side) -> str:
     """The page as text."""
     runs = [(side.label, side.run) for side in (first, second)]
-    charts = [
-        LossCharts(
-            over, name, figures.evaluation_chart(runs, over), figures.mean_losses_chart(runs, over)
-        )
-        for over, name in OVER
-    ]
-    template = page_maker().get_template("comparison.html.j2")
-    return template.render(
+    return render_page(
+        "comparison.html.j2",
         title=f"{first.label} and {second.label}",
         subtitle="two runs of Decoupled DiLoCo, side by side",
         sides=[
             {
-                "label": side.label,
-                "subtitle": subtitle_of(side.run),
-                "problems": problems_of(side.run),
-                "bars": time_bars(side.run.account),
+                "label": label,
+                "subtitle": subtitle_of(run),
+                "problems": problems_of(run),
+                "bars": time_bars(run.account),
             }
-            for side in (first, second)
+            for label, run in runs
         ],
         numbers=numbers_table(first, second),
-        losses=charts if any(c.evaluation or c.learners for c in charts) else [],
+        losses=losses_over(
+            lambda over: figures.evaluation_chart(runs, over),
+            lambda over: figures.mean_losses_chart(runs, over),
+        ),
         legend=[(first.label, "ink"), (second.label, "second")],
-        time_parts=TIME_PARTS,
         shares=shares_table(first, second),
         differing=settings_table(first, second, every=False),
         settings=settings_table(first, second, every=True),

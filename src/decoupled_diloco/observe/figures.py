@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -15,9 +15,11 @@ from decoupled_diloco.observe.charts import (
     Canvas,
     Chart,
     Frame,
+    Point,
     framed,
     round_numbers,
 )
+from decoupled_diloco.observe.run_data import LossPoint
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shapes import (
     averaged,
@@ -53,8 +55,7 @@ ROUND_PARTS = (
 
 def colors_of(run: RunModel) -> dict[str, str]:
     """The class of each learner's colour, by its name, in the order in which people count."""
-    names = run.trained
-    return {name: f"c{number % COLORS}" for number, name in enumerate(names)}
+    return {name: f"c{number % COLORS}" for number, name in enumerate(run.trained)}
 
 
 # ---- losses
@@ -81,33 +82,34 @@ class LossAxis:
         return float(totals[index - 1]) if index else 0.0
 
     def show(self, value: float) -> str:
-        """A number beside the axis."""
         return format_count(value) if self.over == "tokens" else f"{value:g}"
 
 
 def place_over(run: RunModel, over: Over) -> LossAxis:
     """The axis that losses are drawn over: wall-clock time, global step or the run's tokens."""
     unit, name = time_unit(run.duration)
+    learners = run.learners.values()
     steps = sorted(
         step
-        for learner in run.learners.values()
+        for learner in learners
         for life in learner.lives
         for step in zip(life.steps_at, life.step_tokens, strict=False)
     )
     tokens_at = (tuple(at for at, _ in steps), tuple(accumulate(tokens for _, tokens in steps)))
+    # A learner's step can be ahead of what the shards have counted.
+    losses = (loss.global_step for learner in learners for loss in learner.losses)
+    last_step = max((run.global_step, *losses, *(e.global_step for e in run.evaluations)))
     label, high = {
         "time": (f"{time_name(run)} [{name}]", run.duration / unit),
-        "step": ("global step", float(_last_step(run))),
+        "step": ("global step", float(last_step)),
         "tokens": ("tokens, all learners together", float(run.tokens)),
     }[over]
     return LossAxis(over, unit if over == "time" else 1.0, label, high or 1.0, tokens_at)
 
 
-def _last_step(run: RunModel) -> int:
-    """The run's last global step: a learner's can be ahead of what the shards have counted."""
-    losses = (loss.global_step for one in run.learners.values() for loss in one.losses)
-    measured = (evaluation.global_step for evaluation in run.evaluations)
-    return max((run.global_step, *losses, *measured))
+def _widest(places: Iterable[LossAxis]) -> LossAxis:
+    """Of several runs' axes the one that they all fit on."""
+    return max(places, key=lambda place: place.high * place.unit)
 
 
 def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart | None:
@@ -120,31 +122,29 @@ def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart 
     lines = []
     for name, run in runs:
         place = place_over(run, over)
-        points = [
-            (place(e.at, e.global_step), e.loss) for e in run.evaluations if e.loss is not None
-        ]
-        if points:
+        losses = [(e, e.loss) for e in run.evaluations if e.loss is not None]
+        if losses:
+            points = [(place(e.at, e.global_step), loss) for e, loss in losses]
             lines.append((name, place, points))
     if not lines:
         return None
-    losses = [loss for _, _, points in lines for _, loss in points]
-    limits = loss_limits(losses, [min(losses), max(losses)])
-    widest = max((place for _, place, _ in lines), key=lambda place: place.high * place.unit)
+    every = [loss for _, _, points in lines for _, loss in points]
+    limits = loss_limits(every, every)
+    widest = _widest(place for _, place, _ in lines)
 
     def draw(canvas: Canvas) -> None:
         frame = _loss_frame(canvas, widest, limits)
         if len(runs) == 1 and over == "time":
             _shade_outages(canvas, frame, runs[0][1])
         ends = []
-        for number, (name, place, own) in enumerate(lines):
-            css = "ink" if number == 0 else "second"
-            points = [(x * place.unit / widest.unit, loss) for x, loss in own]
-            canvas.line(frame.points(points), css)
-            if len(points) <= 80:
-                for point, (x, loss) in zip(frame.points(points), points, strict=True):
-                    title = f"{name + ': ' if len(runs) > 1 else ''}{loss:.4f} at {widest.show(x)}"
-                    canvas.dot(point, css, title)
-            ends.append((*frame.points(points[-1:])[0], f"{points[-1][1]:.3f}", css))
+        for (name, place, own), css in zip(lines, ("ink", "second"), strict=False):
+            values = [(x * place.unit / widest.unit, loss) for x, loss in own]
+            points = frame.points(values)
+            canvas.line(points, css)
+            for point, (x, loss) in zip(points, values, strict=True) if len(own) <= 80 else ():
+                whose = f"{name}: " if len(runs) > 1 else ""
+                canvas.dot(point, css, f"{whose}{loss:.4f} at {widest.show(x)}")
+            ends.append((*points[-1], f"{own[-1][1]:.3f}", css))
         _label_ends(canvas, ends, frame.y.begin)
 
     told = "; ".join(
@@ -177,17 +177,13 @@ def learner_losses_chart(run: RunModel, over: Over) -> Chart | None:
     if not learners:
         return None
     place = place_over(run, over)
-    raw = [loss.loss for learner in learners for loss in learner.losses]
-    lines = {
-        (learner.name, number): (
-            [place(loss.at, loss.global_step) for loss in part],
-            [loss.loss for loss in part],
-            smoothed([loss.loss for loss in part]),
-        )
+    lines = [
+        (learner.name, *_line(_points(place, part)))
         for learner in learners
-        for number, part in enumerate(losses_by_life(learner))
-    }
-    limits = loss_limits(raw, [value for _, _, line in lines.values() for value in line])
+        for part in losses_by_life(learner)
+    ]
+    raw = [loss.loss for learner in learners for loss in learner.losses]
+    limits = loss_limits(raw, [value for *_, line in lines for value in line])
     colors = colors_of(run)
 
     def draw(canvas: Canvas) -> None:
@@ -196,14 +192,12 @@ def learner_losses_chart(run: RunModel, over: Over) -> Chart | None:
             _shade_outages(canvas, frame, run)
         most = _points_of_line(canvas, len(learners))
         if len(learners) <= RAW_LEARNERS_MAX and not canvas.narrow:
-            for (name, _), (xs, values, _) in lines.items():
-                thin = list(zip(averaged(xs, 2 * most), averaged(values, 2 * most), strict=True))
-                canvas.line(_within(frame, thin), f"raw {colors[name]}")
-        for (name, _), (xs, _, line) in lines.items():
-            thin = list(zip(averaged(xs, most), averaged(line, most), strict=True))
-            canvas.line(_within(frame, thin), colors[name], name)
+            for name, xs, values, _ in lines:
+                canvas.line(_thinned(frame, xs, values, 2 * most), f"raw {colors[name]}")
+        for name, xs, _, line in lines:
+            canvas.line(_thinned(frame, xs, line, most), colors[name], name)
 
-    ends = ", ".join(f"{name} {line[-1]:.3f}" for (name, _), (_, _, line) in lines.items())
+    ends = ", ".join(f"{name} {line[-1]:.3f}" for name, *_, line in lines)
     label = f"Training loss of each learner over {place.label}; smoothed, at the end: {ends}."
     return Chart(label, _loss_height, draw)
 
@@ -213,30 +207,36 @@ def mean_losses_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart
     lines = []
     for name, run in runs:
         place = place_over(run, over)
-        points = sorted(
-            (place(loss.at, loss.global_step), loss.loss)
-            for learner in run.learners.values()
-            for loss in learner.losses
-        )
+        points = [p for one in run.learners.values() for p in _points(place, one.losses)]
         if points:
-            lines.append((name, place, [x for x, _ in points], smoothed([y for _, y in points])))
+            xs, _, line = _line(sorted(points))
+            lines.append((name, place, xs, line))
     if not lines:
         return None
-    values = [value for _, _, _, line in lines for value in line]
-    limits = loss_limits(values, [min(values), max(values)])
-    widest = max((place for _, place, _, _ in lines), key=lambda place: place.high * place.unit)
+    values = [value for *_, line in lines for value in line]
+    limits = loss_limits(values, values)
+    widest = _widest(place for _, place, *_ in lines)
 
     def draw(canvas: Canvas) -> None:
         frame = _loss_frame(canvas, widest, limits)
         most = _points_of_line(canvas, len(lines))
         for (name, place, xs, line), css in zip(lines, ("ink", "second"), strict=False):
             factor = place.unit / widest.unit
-            thin = zip(averaged(xs, most), averaged(line, most), strict=True)
-            canvas.line(_within(frame, [(x * factor, y) for x, y in thin]), css, name)
+            canvas.line(_thinned(frame, xs, line, most, factor), css, name)
 
     told = ", ".join(f"{name} {line[-1]:.3f}" for name, _, _, line in lines)
     label = f"Training loss over {widest.label}, smoothed; at the end: {told}."
     return Chart(label, _loss_height, draw)
+
+
+def _points(place: LossAxis, losses: Iterable[LossPoint]) -> list[Point]:
+    return [(place(loss.at, loss.global_step), loss.loss) for loss in losses]
+
+
+def _line(points: Sequence[Point]) -> tuple[list[float], list[float], list[float]]:
+    """Places on the axis, the losses there, and these smoothed."""
+    values = [loss for _, loss in points]
+    return [x for x, _ in points], values, smoothed(values)
 
 
 def _loss_height(narrow: bool) -> float:
@@ -254,10 +254,13 @@ def _loss_frame(canvas: Canvas, place: LossAxis, limits: tuple[float, float]) ->
     )
 
 
-def _within(frame: Frame, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Places of points; what is beyond the axis is at its edge."""
+def _thinned(
+    frame: Frame, xs: Sequence[float], values: Sequence[float], most: int, factor: float = 1.0
+) -> list[Point]:
+    """Places of at most so many points; what is beyond the axis is at its edge."""
     low, high = frame.y.low, frame.y.high
-    return frame.points((x, min(high, max(low, y))) for x, y in points)
+    thin = zip(averaged(xs, most), averaged(values, most), strict=True)
+    return frame.points((x * factor, min(high, max(low, y))) for x, y in thin)
 
 
 def _shade_outages(canvas: Canvas, frame: Frame, run: RunModel) -> None:

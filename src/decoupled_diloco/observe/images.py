@@ -101,11 +101,9 @@ class ImageCanvas(Canvas):
     def rect(
         self, x: float, y: float, width: float, height: float, css: str, title: str = ""
     ) -> None:
-        """See `Canvas`."""
         self._add(Rectangle((x, self._top + y), width, height, **_filled(css)))
 
     def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
-        """See `Canvas`."""
         corners = [
             [(x, y), (x + w, y), (x + w, y + h), (x, y + h)]
             for x, top, w, h in rects
@@ -116,7 +114,6 @@ class ImageCanvas(Canvas):
         )
 
     def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        """See `Canvas`."""
         classes = css.split()
         x, y = zip(*points, strict=True)
         self._axes.plot(
@@ -130,15 +127,12 @@ class ImageCanvas(Canvas):
         )
 
     def shape(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        """See `Canvas`."""
         self._add(Polygon([(x, self._top + y) for x, y in points], closed=True, **_filled(css)))
 
     def dot(self, point: Point, css: str, title: str = "") -> None:
-        """See `Canvas`."""
         self._add(Circle((point[0], self._top + point[1]), 3.0, **_filled(css)))
 
     def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
-        """See `Canvas`."""
         self._axes.text(
             x,
             self._top + y,
@@ -156,8 +150,7 @@ class ImageCanvas(Canvas):
         self._axes.add_patch(patch)
 
     def _next(self) -> float:
-        """What is drawn later lies above."""
-        self._order += 0.001
+        self._order += 0.001  # what is drawn later lies above
         return self._order
 
 

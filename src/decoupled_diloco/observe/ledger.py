@@ -68,30 +68,23 @@ class Open:
 
 @dataclass(slots=True)
 class Ledger:
-    """Fragment tokens of one life.
+    """Fragment tokens of one life."""
 
-    Attributes:
-        trained: Tokens of its steps (each counts once for every fragment).
-        merged: What merged copies contain that it took, of its own training and of an earlier one.
-        brought: By fragment, how much of that was an earlier life's.
-        in_flight: Trained between a snapshot and the merged copy that overwrote it.
-        missed: Overwritten by a version that it had no part in.
-        given_up: What was sent and is no longer in the parameters, its outcome not known then.
-    """
-
-    trained: int = 0
+    trained: int = 0  # tokens of its steps: each counts once for every fragment
     merged: int = 0
-    in_flight: int = 0
-    missed: int = 0
+    """What merged copies contain that it took, of its own training and of an earlier one."""
+    in_flight: int = 0  # trained between a snapshot and the merged copy that overwrote it
+    missed: int = 0  # overwritten by a version that it had no part in
     given_up: list[GivenUpTokens] = field(default_factory=list)
+    """What was sent and is no longer in the parameters, its outcome not known then."""
     brought: dict[int, int] = field(default_factory=dict)
+    """By fragment, how much of what is merged was an earlier life's."""
     _carried: dict[int, int] = field(default_factory=dict)
     _since: dict[int, int] = field(default_factory=dict)
     _sent: dict[int, SentTokens] = field(default_factory=dict)
     _held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def stepped(self, tokens: int) -> None:
-        """A step was finished."""
         self.trained += tokens
 
     def sent(self, fragment: int, ask: Name, tokens: int) -> None:
@@ -148,10 +141,7 @@ class Ledger:
         """What the life has left open, one entry a fragment."""
         return [
             Open(
-                fragment,
-                self.trained - self._since.get(fragment, 0),
-                self._held.get(fragment),
-                self._carried.get(fragment, 0),
+                p, self.trained - self._since.get(p, 0), self._held.get(p), self._carried.get(p, 0)
             )
-            for fragment in range(fragments)
+            for p in range(fragments)
         ]

@@ -6,6 +6,7 @@ Seconds are ages: how long ago something was, as of ``RunStatus.as_of``.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -197,16 +198,16 @@ def status_of(
     if account is not None and run.learners.keys() - account.learners.keys():
         account = None
     silent = max(0.0, now - run.latest) if run.records else 0.0
-    over = run.finished
-    going = not over and not run.interrupted and silent <= LEASE_SECONDS
+    going = not run.finished and not run.interrupted and silent <= LEASE_SECONDS
     as_of = now - run.started_wall if going and run.records else run.duration
     settings = run.settings_of("run")
     budget = budget or (settings.get("budget_steps"), settings.get("budget_tokens"))
     left, left_by = _left(run, budget, as_of) if going else (None, "")
     up, down, bytes_of = _bytes(run)
-    statuses = tuple(
-        _with_account(_learner(run, learner, as_of, over, going), account)
-        for learner in sorted(run.learners.values(), key=lambda learner: natural(learner.name))
+    evaluation = run.evaluations[-1] if run.evaluations else None
+    learners = tuple(
+        _learner(run, run.learners[name], as_of, going, account)
+        for name in sorted(run.learners, key=natural)
     )
     return RunStatus(
         name=str(settings.get("name", "")),
@@ -229,16 +230,20 @@ def status_of(
         bytes_up=up,
         bytes_down=down,
         bytes_of=bytes_of,
-        discarded_tokens=sum(learner.discarded_tokens for learner in statuses),
+        discarded_tokens=sum(learner.discarded_tokens for learner in learners),
         discarded_whole=account is not None,
-        evaluation_loss=run.evaluations[-1].loss if run.evaluations else None,
-        evaluation_step=run.evaluations[-1].global_step if run.evaluations else None,
-        learners=statuses,
+        evaluation_loss=evaluation.loss if evaluation else None,
+        evaluation_step=evaluation.global_step if evaluation else None,
+        learners=learners,
         shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),
         cut=_cut(run, as_of),
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
         problems=(*problems, *(f"{n} records left out: {why}" for why, n in run.left_out.items())),
     )
+
+
+def _age(at: float | None, as_of: float) -> float | None:
+    return None if at is None else max(0.0, as_of - at)
 
 
 def _cut(run: RunModel, as_of: float) -> CutStatus | None:
@@ -278,11 +283,11 @@ def _left(run: RunModel, budget: Budget, as_of: float) -> tuple[float | None, st
 
 def _bytes(run: RunModel) -> tuple[int | None, int | None, str]:
     """Up and down as the syncer counts them, else as the learners' own tapes do."""
-    for counted_by, syncer in (("syncer", True), ("learners", False)):
-        moved = run.bytes_of(syncer=syncer)
+    for counted_by in ("syncer", "learners"):
+        moved = run.bytes_of(syncer=counted_by == "syncer")
         if moved is not None:
-            up, down = moved.data_sent + moved.control_sent, moved.data_received
-            return up, down + moved.control_received, counted_by
+            down = moved.data_received + moved.control_received
+            return moved.data_sent + moved.control_sent, down, counted_by
     return None, None, ""
 
 
@@ -290,24 +295,23 @@ def _bytes(run: RunModel) -> tuple[int | None, int | None, str]:
 
 
 def _learner(
-    run: RunModel, learner: LearnerLog, as_of: float, over: bool, going: bool
+    run: RunModel, learner: LearnerLog, as_of: float, going: bool, account: RunAccount | None
 ) -> LearnerStatus:
     members = [
         (shard, shard.members[learner.name])
         for shard in run.shards.values()
         if learner.name in shard.members
     ]
-    state = "finished" if over else _learner_state(learner, [m for _, m in members], as_of)
-    if run.interrupted and state != "finished":
-        state = "ended" if learner.name in run.told_to_end else OUT_OF_REACH
-    total, recent = sum(learner.reasons.values()), len(learner.recent)
-    merged = run.rounds_merged
-    tally = {reason: learner.recent.count(reason) for reason in sorted(set(learner.recent))}
-    fragments = run.fragments or 1
+    state = _learner_state(run, learner, [member for _, member in members], as_of)
+    recent, merged, fragments = Counter(learner.recent), run.rounds_merged, run.fragments or 1
+    discarded = learner.discarded_fragment_tokens / fragments
+    if account is not None:  # also what died with a process or was left behind
+        discarded = account.learners[learner.name].tokens.tokens("discarded")
     why = {
         f"{mode}, {reason}": tokens / fragments
         for (mode, reason), tokens in learner.discarded.most_common()
     }
+    accepted = learner.accepted_step
     return LearnerStatus(
         name=learner.name,
         state=state,
@@ -315,35 +319,34 @@ def _learner(
         steps=learner.steps,
         tokens=learner.tokens,
         tokens_per_second=learner.rate.per_second(as_of) if state == "stepping" and going else None,
-        participation=learner.reasons[TOOK_PART] / merged if merged else None,
-        participation_recent=tally.get(TOOK_PART, 0) / recent if recent else None,
-        reasons_recent=tally,
-        rounds_behind=_rounds_behind(run, learner) if total else None,
-        steps_behind=None
-        if learner.accepted_step is None
-        else max(0, run.step - learner.accepted_step),
-        accepted_seconds=None
-        if learner.accepted_at is None
-        else max(0.0, as_of - learner.accepted_at),
+        participation=run.participation_of(learner),
+        participation_recent=recent[TOOK_PART] / recent.total() if recent else None,
+        reasons_recent=dict(sorted(recent.items())),
+        rounds_behind=merged - sum(learner.accepted.values()) if learner.reasons else None,
+        steps_behind=None if accepted is None else max(0, run.step - accepted),
+        accepted_seconds=_age(learner.accepted_at, as_of),
         versions_behind=_versions_behind(members) if members else None,
-        seen_seconds=None if learner.seen_at is None else max(0.0, as_of - learner.seen_at),
-        discarded_tokens=learner.discarded_fragment_tokens / fragments,
+        seen_seconds=_age(learner.seen_at, as_of),
+        discarded_tokens=discarded,
         discarded_why=why if learner.has_tape else None,
         bytes_up=learner.bytes_up,
         loss=learner.loss,
     )
 
 
-def _with_account(learner: LearnerStatus, account: RunAccount | None) -> LearnerStatus:
-    """With all that was discarded of it, also what died with a process or was left behind."""
-    if account is None or learner.name not in account.learners:
-        return learner
-    tokens = account.learners[learner.name].tokens.tokens("discarded")
-    return dataclasses.replace(learner, discarded_tokens=tokens)
-
-
-def _learner_state(learner: LearnerLog, members: list[MemberLog], as_of: float) -> str:
+def _learner_state(
+    run: RunModel, learner: LearnerLog, members: list[MemberLog], as_of: float
+) -> str:
     """What it does now: as the syncer sees it, and its own tape where that knows better."""
+    if run.finished:
+        return "finished"
+    state = _state_told(learner, members, as_of)
+    if run.interrupted and state != "finished":
+        return "ended" if learner.name in run.told_to_end else OUT_OF_REACH
+    return state
+
+
+def _state_told(learner: LearnerLog, members: list[MemberLog], as_of: float) -> str:
     if learner.process in ("restarting", "finished"):
         return learner.process
     if not members and learner.left:
@@ -373,10 +376,6 @@ def _steps(learner: LearnerLog, as_of: float) -> bool:
     return as_of - learner.stepped_at <= LEASE_SECONDS
 
 
-def _rounds_behind(run: RunModel, learner: LearnerLog) -> int:
-    return sum(shard.merged - learner.accepted.get(shard.name, 0) for shard in run.shards.values())
-
-
 def _versions_behind(members: list[tuple[ShardLog, MemberLog]]) -> int:
     return sum(
         member.held.get(fragment) != version
@@ -402,7 +401,7 @@ def _shard(run: RunModel, shard: ShardLog, as_of: float) -> ShardStatus:
         open_rounds=tuple(_open(shard, round, quorum, as_of) for round in rounds),
         versions={p: str(version) for p, version in sorted(shard.versions.items())},
         grace_seconds=_grace_seconds(shard, rounds),
-        seen_seconds=None if shard.heard_at is None else max(0.0, as_of - shard.heard_at),
+        seen_seconds=_age(shard.heard_at, as_of),
     )
 
 

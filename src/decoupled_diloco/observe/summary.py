@@ -210,7 +210,7 @@ def outage_line(run: RunModel, outage: Outage) -> str:
     if not outage.lost_steps:
         return line
     whose = "the others" if outage.who in run.learners else "the learners"
-    line += f"; steps lost by {whose}: {outage.lost_steps_total}"
+    line += f"; steps lost by {whose}: {sum(outage.lost_steps.values())}"
     losers = [f"{name} {count}" for name, count in outage.lost_steps.items() if count]
     return line + (f" ({', '.join(losers)})" if losers else "")
 

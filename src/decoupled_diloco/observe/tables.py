@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -21,9 +22,9 @@ from decoupled_diloco.observe.figures import ROUND_PARTS, round_parts
 from decoupled_diloco.observe.run_data import GAP_MEDIANS
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.samples import BytesMoved
+from decoupled_diloco.observe.shard_data import RoundLog
 from decoupled_diloco.observe.summary import learner_rows, shard_rows
 from decoupled_diloco.observe.words import percent
-from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 TOLD_ELSEWHERE = ("Evaluated", "Ready", "RestartScheduled", "StepFinished", "WeightsSaved")
@@ -33,8 +34,7 @@ REMARKS_MAX = 200
 """The report lists no more lines of what happened than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(NamedTuple):
     """A number as it is shown, and exactly."""
 
     text: str
@@ -46,24 +46,19 @@ Row = Sequence[str | Number]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; the first cell of a row names it.
+    """A table; the first cell of a row names it."""
 
-    ``id`` finds it in the page; ``missing`` stands there instead when it has no rows; the rows of
-    the names in ``marked`` stand out.
-    """
-
-    id: str
+    id: str  # finds it in the page
     caption: str
     header: Sequence[str]
-    rows: Sequence[Row] = field(default_factory=tuple)
-    missing: str = ""
+    rows: Sequence[Row]
+    missing: str = ""  # stands there instead when it has no rows
     note: str = ""
-    left: bool = False
-    marked: Collection[str] = ()
+    left: bool = False  # it holds text, not numbers
+    marked: Collection[str] = ()  # names of rows that stand out
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """A learner's time as a bar."""
 
     name: str
@@ -88,12 +83,61 @@ def _bar(name: str, time: TimeAccount) -> Markup:
     return stacked_bar(parts, f"Time of {name}: {', '.join(told for _, _, told in parts)}.")
 
 
+def tables_of(run: RunModel) -> dict[str, Table]:
+    """Every table of a run's report, by its id."""
+    learner_header, *learners = learner_rows(run)
+    shard_header, *shards = shard_rows(run)
+    verdicts = Counter(map(_verdict, run.rounds)).most_common(12)
+    corpus = [[str(name), str(value)] for name, value in (run.corpus or {}).items()]
+    every = (
+        _time_table(run),
+        _token_table(run),
+        _bytes_table(run),
+        _participation_table(run),
+        _round_parts_table(run),
+        Table(
+            "verdicts",
+            "How rounds ended",
+            ["rounds", "how many", "why"],
+            [[told, _number(count), "" if why == told else why] for (told, why), count in verdicts],
+            "No round was finished.",
+            left=True,
+        ),
+        Table(
+            "learners",
+            "Learners",
+            ["learner", *learner_header[1:]],
+            learners,
+            "No learner is on the tape.",
+            "Last loss: mean of its last 20 steps. Away: from the end of its process until it held "
+            "the global weights again, or cut off: without a shard that heard of it. Longest gap: "
+            "the longest time from one step to the next while the process lived. Lost steps "
+            f"are those that would have fitted into gaps longer than {GAP_MEDIANS:.0f} median "
+            "steps.",
+        ),
+        Table(
+            "shards",
+            "Syncer shards",
+            ["shard", *shard_header[1:]],
+            shards,
+            "No shard of the syncer is on the tape.",
+        ),
+        Table("corpus", "Corpus", [], corpus, "The tape does not say what was trained.", left=True),
+        _version_table(run),
+        _remark_table(run),
+    )
+    return {table.id: table for table in every}
+
+
 def _meanings(parts: Iterable[str]) -> str:
     return " ".join(f"{part_in_words(part).capitalize()}." for part in parts)
 
 
-def time_table(run: RunModel) -> Table:
-    """Where learner-time went."""
+def _number(count: int) -> Number:
+    return Number(str(count), count)
+
+
+def _time_table(run: RunModel) -> Table:
     rows: list[Row] = [
         [
             name,
@@ -113,12 +157,11 @@ def time_table(run: RunModel) -> Table:
     )
 
 
-def token_table(run: RunModel) -> Table:
-    """Where tokens went."""
-    rows: list[Row] = [
-        [name, *(_count(tokens.tokens(part)) for part in ("trained", *TOKEN_PARTS))]
-        for name, _, tokens in _each(run.account)
-    ]
+def _token_table(run: RunModel) -> Table:
+    rows: list[Row] = []
+    for name, _, tokens in _each(run.account):
+        counts = [tokens.tokens(part) for part in ("trained", *TOKEN_PARTS)]
+        rows.append([name, *(Number(format_count(count), count) for count in counts)])
     return Table(
         "tokens",
         "Tokens and what became of them",
@@ -130,15 +173,10 @@ def token_table(run: RunModel) -> Table:
     )
 
 
-def _count(count: float) -> Number:
-    return Number(format_count(count), count)
-
-
-def bytes_table(run: RunModel) -> Table:
-    """What every process has sent and received."""
-    names = list(run.trained)
-    names += [who for who in sorted(run.bytes_moved) if who not in names]
-    rows = [_bytes_row(n, run.bytes_moved[n]) for n in names if n in run.bytes_moved]
+def _bytes_table(run: RunModel) -> Table:
+    moved = run.bytes_moved
+    names = dict.fromkeys([*run.trained, *sorted(moved)])
+    rows = [_bytes_row(name, moved[name]) for name in names if name in moved]
     total = run.bytes_total
     if total is not None and len(names) > 1:
         rows.insert(0, _bytes_row("all learners", total))
@@ -153,18 +191,12 @@ def bytes_table(run: RunModel) -> Table:
     )
 
 
-def _bytes_row(name: str, moved: BytesMoved) -> Row:
-    counts = (
-        moved.data_sent,
-        moved.data_received,
-        moved.control_sent,
-        moved.control_received,
-    )
+def _bytes_row(name: str, b: BytesMoved) -> Row:
+    counts = (b.data_sent, b.data_received, b.control_sent, b.control_received)
     return [name, *(Number(format_bytes(count), count) for count in counts)]
 
 
-def participation_table(run: RunModel) -> Table:
-    """What became of every learner's contributions."""
+def _participation_table(run: RunModel) -> Table:
     states: dict[str, Counter[str]] = {name: Counter() for name in run.trained}
     for r in run.rounds:
         for participant in r.outcome.participants:
@@ -187,33 +219,25 @@ def participation_table(run: RunModel) -> Table:
         "participation",
         "Rounds that each learner was asked in, and how it answered",
         ["learner", "took part", "asked", *shown],
-        rows if any(count.total() for count in states.values()) else [],
+        rows if any(states.values()) else [],
         "No round asked a learner.",
         f"Took part: share of all {merged} merged rounds that its contribution went into.",
     )
 
 
-def round_parts_table(run: RunModel) -> Table:
-    """What the time of merged rounds went to."""
+def _round_parts_table(run: RunModel) -> Table:
     rounds = [round_parts(r) for r in run.rounds if r.merged]
-    columns = list(zip(*rounds, strict=True))
-    names = [title for _, title in ROUND_PARTS]
-    if columns:
-        columns.append(tuple(map(sum, rounds)))
-        names.append("whole round")
+    columns = [*zip(*rounds, strict=True), tuple(map(sum, rounds))] if rounds else []
+    names = [*(title for _, title in ROUND_PARTS), "whole round"]
     return Table(
         "round-parts",
         "Parts of a merged round",
         ["part", "median", "95 %", "longest"],
-        [[n, *_quantiles(sorted(c))] for n, c in zip(names, columns, strict=False)],
+        [[name, *_quantiles(sorted(c))] for name, c in zip(names, columns, strict=False)],
         "No round was merged.",
         "A round's parts follow each other. Uploads begin as soon as a learner is asked, so most "
         "of their time lies within the grace window.",
     )
-
-
-def _number(count: int) -> Number:
-    return Number(str(count), count)
 
 
 def _quantiles(values: Sequence[float]) -> Row:
@@ -221,79 +245,27 @@ def _quantiles(values: Sequence[float]) -> Row:
     return [Number(format_duration(value), value) for value in chosen]
 
 
-def _verdict(result: RoundFinished) -> str:
-    if result.given_up:
-        return "given up"
-    return "merged" if result.verdict == "merged" else "had nothing to merge"
+def _verdict(round: RoundLog) -> tuple[str, str]:
+    told = {"merged": "merged", "abandoned": "given up", "idle": "had nothing to merge"}
+    return told[round.fate], round.outcome.reason
 
 
-def verdict_table(run: RunModel) -> Table:
-    """How rounds ended."""
-    results = [r.outcome for r in run.rounds]
-    rounds = Counter((_verdict(result), result.reason) for result in results)
-    rows: list[Row] = [
-        [verdict, _number(count), "" if why == verdict else why]
-        for (verdict, why), count in rounds.most_common(12)
-    ]
-    return Table(
-        "verdicts",
-        "How rounds ended",
-        ["rounds", "how many", "why"],
-        rows,
-        "No round was finished.",
-        left=True,
-    )
-
-
-def learner_table(run: RunModel) -> Table:
-    """Every learner in a row."""
-    header, *rows = learner_rows(run)
-    return Table(
-        "learners",
-        "Learners",
-        ["learner", *header[1:]],
-        rows,
-        "No learner is on the tape.",
-        "Last loss: mean of its last 20 steps. Away: from the end of its process until it held "
-        "the global weights again, or cut off: without a shard that heard of it. Longest gap: "
-        "the longest time from one step to the next while the process lived. Lost steps "
-        f"are those that would have fitted into gaps longer than {GAP_MEDIANS:.0f} median steps.",
-    )
-
-
-def shard_table(run: RunModel) -> Table:
-    """Every shard in a row."""
-    header, *rows = shard_rows(run)
-    return Table(
-        "shards",
-        "Syncer shards",
-        ["shard", *header[1:]],
-        rows,
-        "No shard of the syncer is on the tape.",
-    )
-
-
-def corpus_table(run: RunModel) -> Table:
-    """What was trained."""
-    rows = [[str(k), str(v)] for k, v in (run.corpus or {}).items()]
-    return Table("corpus", "Corpus", [], rows, "The tape does not say what was trained.", left=True)
-
-
-def version_table(run: RunModel) -> Table:
+def _version_table(run: RunModel) -> Table:
     """With which versions the run was made."""
     named = {("decoupled-diloco", version) for version in run.releases.values()}
     for header in run.headers.values():
         versions = header.get("versions")
         if isinstance(versions, dict):
             named |= {(str(name), str(version)) for name, version in versions.items()}
-    rows = sorted(named)
-    return Table("versions", "Versions", [], rows, "The tape does not name any.", left=True)
+    return Table(
+        "versions", "Versions", [], sorted(named), "The tape does not name any.", left=True
+    )
 
 
-def remark_table(run: RunModel) -> Table:
+def _remark_table(run: RunModel) -> Table:
     """What happened, in order."""
-    lines = [(r.at, r.who, r.text) for r in run.remarks if r.kind not in TOLD_ELSEWHERE]
-    rows: list[Row] = [[Number(f"{at:.1f} s", at), who, text] for at, who, text in sorted(lines)]
+    told = sorted((r.at, r.who, r.text) for r in run.remarks if r.kind not in TOLD_ELSEWHERE)
+    rows: list[Row] = [[Number(f"{at:.1f} s", at), who, text] for at, who, text in told]
     more = len(rows) - REMARKS_MAX
     caption = f"{len(rows)} notes" if more <= 0 else f"The first {REMARKS_MAX} of {len(rows)} notes"
     header = ["time", "process", "what"]
