@@ -8,9 +8,9 @@ and for a wide window; the style shows one, so that letters stay as large as tho
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from markupsafe import Markup
 
@@ -43,36 +43,50 @@ DARK = {
 """Colours by name; those of learners are near Okabe's and Ito's, for colour-blind eyes."""
 
 Point = tuple[float, float]
+Place = tuple[float, float, float, float]
+"""Of a rectangle: x, y, width, height."""
 
 
-class Canvas(ABC):
-    """Something that is drawn on; y grows downwards. ``title``: what shows under a pointer."""
+class Mark(NamedTuple):
+    """One thing that is drawn; ``title``: what shows under a pointer."""
+
+    kind: Literal["rect", "rects", "stroke", "shape", "dot", "text"]
+    places: Sequence[tuple[float, ...]]  # of rectangles: `Place`; else `Point`
+    css: str
+    title: str = ""
+    text: str = ""
+    anchor: str = "start"
+
+
+class Canvas:
+    """What is drawn, in order; y grows downwards."""
 
     def __init__(self, width: float, height: float, *, narrow: bool = False) -> None:
         self.width, self.height, self.narrow = width, height, narrow
+        self.marks: list[Mark] = []
 
-    @abstractmethod
     def rect(
         self, x: float, y: float, width: float, height: float, css: str, title: str = ""
-    ) -> None: ...
+    ) -> None:
+        self.marks.append(Mark("rect", [(x, y, width, height)], css, title))
 
-    @abstractmethod
-    def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
-        """Many rectangles (x, y, width, height) of one kind."""
+    def rects(self, rects: Sequence[Place], css: str) -> None:
+        """Many rectangles of one kind, as one thing."""
+        self.marks.append(Mark("rects", rects, css))
 
-    @abstractmethod
-    def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None: ...
+    def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None:
+        self.marks.append(Mark("stroke", points, css, title))
 
-    @abstractmethod
     def shape(self, points: Sequence[Point], css: str, title: str = "") -> None:
         """What lies within a closed line."""
+        self.marks.append(Mark("shape", points, css, title))
 
-    @abstractmethod
-    def dot(self, point: Point, css: str, title: str = "") -> None: ...
+    def dot(self, point: Point, css: str, title: str = "") -> None:
+        self.marks.append(Mark("dot", [point], css, title))
 
-    @abstractmethod
     def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
         """A line of text; ``y`` is its baseline."""
+        self.marks.append(Mark("text", [(x, y)], css, "", text, anchor))
 
     def line(self, points: Sequence[Point], css: str, title: str = "") -> None:
         """A line of data; a single point is a dot."""
@@ -89,78 +103,56 @@ class Canvas(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart that can be drawn on any canvas.
+    """A chart, which is drawn on a canvas of its own for each width."""
 
-    Attributes:
-        label: What it shows, in a sentence, for those who do not see it.
-        height: Its height, given whether it is narrow.
-        draw: Draws it.
-    """
-
-    label: str
-    height: Callable[[bool], float]
+    label: str  # what it shows, in a sentence, for those who do not see it
+    height: Callable[[bool], float]  # given whether it is narrow
     draw: Callable[[Canvas], None]
+
+    def drawn(self, width: str) -> Canvas:
+        """It for one of the `WIDTHS`."""
+        narrow = width == "narrow"
+        canvas = Canvas(WIDTHS[width], self.height(narrow), narrow=narrow)
+        self.draw(canvas)
+        return canvas
 
     def __html__(self) -> Markup:
         """For wide windows and for phones."""
-        drawings = []
-        for name, width in WIDTHS.items():
-            canvas = SvgCanvas(width, self.height(name == "narrow"), narrow=name == "narrow")
-            self.draw(canvas)
-            drawings.append(canvas.svg(self.label, name))
-        return Markup("").join(drawings)
-
-
-class SvgCanvas(Canvas):
-    """An SVG picture that is being drawn, as text."""
-
-    def __init__(self, width: float, height: float, *, narrow: bool = False) -> None:
-        super().__init__(width, height, narrow=narrow)
-        self._parts: list[Markup] = []
-
-    def _add(self, element: str, text: str = "", title: str = "", **attributes: object) -> None:
-        """One element; of attribute names ``_`` becomes ``-``, and ``css`` is the class."""
-        told = Markup("")
-        for key, value in attributes.items():
-            name = "class" if key == "css" else key.replace("_", "-")
-            shown = _short(value) if isinstance(value, float) else value
-            told += Markup(' {}="{}"').format(name, shown)
-        inner = Markup("<title>{}</title>").format(title) if title else Markup("")
-        inner += text
-        ending = Markup(">{}</{}>").format(inner, element) if inner else Markup("/>")
-        self._parts.append(Markup("<{}{}{}").format(element, told, ending))
-
-    def rect(
-        self, x: float, y: float, width: float, height: float, css: str, title: str = ""
-    ) -> None:
-        self._add("rect", title=title, x=x, y=y, width=width, height=height, css=css)
-
-    def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
-        path = "".join(
-            f"M{_short(x)} {_short(y)}h{_short(w)}v{_short(h)}h{_short(-w)}z"
-            for x, y, w, h in rects
-        )
-        if path:
-            self._add("path", d=path, css=css)
-
-    def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        path = " ".join(f"{_short(x)},{_short(y)}" for x, y in points)
-        self._add("polyline", title=title, points=path, css=css)
-
-    def shape(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        path = "L".join(f"{_short(x)} {_short(y)}" for x, y in points)
-        self._add("path", title=title, d=f"M{path}z", css=css)
-
-    def dot(self, point: Point, css: str, title: str = "") -> None:
-        self._add("circle", title=title, cx=point[0], cy=point[1], r=3.0, css=f"dot {css}")
-
-    def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
-        self._add("text", text, x=x, y=y, text_anchor=anchor, css=css)
-
-    def svg(self, label: str, css: str) -> Markup:
         head = Markup('<svg class="chart {}" viewBox="0 0 {} {}" role="img" aria-label="{}">')
-        opened = head.format(css, _short(self.width), _short(self.height), label)
-        return opened + Markup("").join(self._parts) + Markup("</svg>")
+        html = Markup("")
+        for width in WIDTHS:
+            canvas = self.drawn(width)
+            html += head.format(width, _short(canvas.width), _short(canvas.height), self.label)
+            html += Markup("").join(map(_element, canvas.marks)) + Markup("</svg>")
+        return html
+
+
+def _element(mark: Mark) -> Markup:
+    """A mark as a part of a picture; of many rectangles all are one."""
+    shown = [tuple(map(_short, place)) for place in mark.places]
+    css, points = mark.css, [" ".join(place) for place in shown]
+    if mark.kind == "rect":
+        x, y, width, height = shown[0]
+        tag, values = "rect", {"x": x, "y": y, "width": width, "height": height}
+    elif mark.kind == "rects":
+        ways = [f"M{x} {y}h{w}v{h}h{_short(-float(w))}z" for x, y, w, h in shown]
+        tag, values = "path", {"d": "".join(ways)}
+    elif mark.kind == "stroke":
+        tag, values = "polyline", {"points": " ".join(",".join(place) for place in shown)}
+    elif mark.kind == "shape":
+        tag, values = "path", {"d": f"M{'L'.join(points)}z"}
+    elif mark.kind == "dot":
+        css = f"dot {css}"
+        tag, values = "circle", {"cx": shown[0][0], "cy": shown[0][1], "r": "3"}
+    else:
+        tag, values = "text", {"x": shown[0][0], "y": shown[0][1], "text-anchor": mark.anchor}
+    told = Markup("").join(
+        Markup(' {}="{}"').format(name, value) for name, value in {**values, "class": css}.items()
+    )
+    inner = Markup("<title>{}</title>").format(mark.title) if mark.title else Markup("")
+    inner += mark.text
+    ending = Markup(">{}</{}>").format(inner, tag) if inner else Markup("/>")
+    return Markup("<{}{}{}").format(tag, told, ending) if shown else Markup("")
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,10 +239,11 @@ class _Round:
         text = (
             f"it had {'no new' if round.live.get(name) is not None else 'taken no'} step {before}"
         )
-        reported = round.late_reports.get(name)
-        if reported is None:
+        closed_at = round.opened_at + result.closed_seconds
+        reports = self.shard.reports_of(round.life, name)
+        late = next((at - closed_at for _, at in reports if at > closed_at), None)
+        if late is None:
             return text + ", nor any after that on this tape"
-        late = max(0.0, reported - (round.opened_at + result.closed_seconds))
         return f"{text}; its next report came {format_duration(late)} too late"
 
     # ---- why it closed

@@ -39,7 +39,10 @@ COLORS = 6
 """So many learners have colours of their own, ``c0`` to ``c5``; then they begin again."""
 
 LANES_MAX = 64
-"""The chart of participation shows no more learners than this."""
+"""No more learners than this, and no more shards, have a lane in a chart."""
+
+LEGEND_MAX = 12
+"""More learners than this are not named beside the plot of their losses."""
 
 RAW_LEARNERS_MAX = 6
 """Single steps are drawn behind the smoothed lines of so many learners."""

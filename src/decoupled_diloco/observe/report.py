@@ -11,18 +11,16 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from decoupled_diloco.observe import figures
-from decoupled_diloco.observe.accounts import TIME_PARTS
+from decoupled_diloco.observe.accounts import TIME_PARTS, TOKEN_PARTS
 from decoupled_diloco.observe.charts import DARK, LIGHT, Chart
 from decoupled_diloco.observe.reader import run_folder_of
+from decoupled_diloco.observe.run_data import GAP_MEDIANS
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.summary import absences, totals
-from decoupled_diloco.observe.tables import tables_of, time_bars
+from decoupled_diloco.observe.tables import meanings, tables_of, time_bars
 from decoupled_diloco.observe.timeline import TIMELINE_KEYS, timeline_chart
 from decoupled_diloco.observe.whole_files import write_whole
 from decoupled_diloco.observe.words import listing, many
-
-LEGEND_MAX = 12
-"""More learners than this are not named beside the plot of their losses."""
 
 OVER: tuple[tuple[figures.Over, str], ...] = (
     ("time", "time"),
@@ -82,8 +80,8 @@ def render_report(run: RunModel, settings: str | None = None) -> str:
             lambda over: figures.evaluation_chart(runs, over),
             lambda over: figures.learner_losses_chart(run, over),
         ),
-        legend=list(figures.colors_of(run).items())[:LEGEND_MAX],
-        unnamed=max(0, len(run.trained) - LEGEND_MAX),
+        legend=list(figures.colors_of(run).items())[: figures.LEGEND_MAX],
+        unnamed=max(0, len(run.trained) - figures.LEGEND_MAX),
         timeline=timeline_chart(run),
         timeline_keys=TIMELINE_KEYS,
         bars=time_bars(run.account),
@@ -91,6 +89,10 @@ def render_report(run: RunModel, settings: str | None = None) -> str:
         round_parts=figures.round_parts_chart(run),
         round_part_names=figures.ROUND_PARTS,
         tables=tables_of(run),
+        meanings=meanings,
+        token_parts=TOKEN_PARTS,
+        gap_medians=f"{GAP_MEDIANS:g}",
+        rounds_merged=run.rounds_merged,
         sample_text=run.sample_text,
         settings=settings if settings is not None else "\n".join(told) or None,
         settings_told=settings is None,

@@ -51,10 +51,6 @@ class RoundLog:
     """The learners that were live when its window closed and connected when it ended, and when each
     had last reported a step."""
     unreachable: tuple[str, ...] = ()  # live without a connection
-    unasked: dict[str, list[float]] = field(default_factory=dict)
-    """When those who were not asked reported while it was open."""
-    late_reports: dict[str, float] = field(default_factory=dict)
-    """When those who were not asked reported their next step."""
     late_bodies: dict[str, float] = field(default_factory=dict)  # that came after the end
     held_at: dict[str, float] = field(default_factory=dict)  # when each learner held the version
     life: int = 1  # of the shard's process, from 1: each counts its rounds anew
@@ -181,8 +177,6 @@ class ShardLog:
     """Whose run steps the latest reports moved, from where to where; before it, the number of the
     record that told them."""
     last_merged: dict[int, RoundLog] = field(default_factory=dict)
-    unreported: dict[str, list[RoundLog]] = field(default_factory=dict)
-    """Finished rounds that wait for the next report of a learner not in them."""
     paths: dict[str, tuple[int, str]] = field(default_factory=dict)
     folds: dict[int, dict[Asking, tuple[float, Fold]]] = field(default_factory=dict)
     """By fragment, what was folded for its next version."""

@@ -22,8 +22,8 @@ INSTANT_SECONDS = 1e-6
 """Closer instants of one shard are the same: a wall clock's seconds hold no more digits, and any
 event takes longer. A learner that leaves in the instant in which a window closes has closed it."""
 
-LATE_REPORTS_MAX = 8
-"""Rounds that may wait at once for the next report of a learner not in them."""
+LATE_ROUNDS_MAX = 8
+"""So many of the latest rounds are remembered whole: bodies may still come for them."""
 
 ROUNDS_MAX = 100
 """The newest rounds, lost rounds and ticks of a shard that are kept for the present state."""
@@ -47,7 +47,7 @@ class ShardFold:
             learner.cut_from.discard(shard.name)
         shard.lost += list(shard.open.values())
         self._forget(shard.lost)
-        for known in (shard.members, shard.open, shard.paths, shard.folds, shard.unreported):
+        for known in (shard.members, shard.open, shard.paths, shard.folds):
             known.clear()
         shard.greeting, shard.moved, shard.phase = None, (-1, []), "starting"
         self._run.clock_rate.clear()  # it may have to make up for what it has forgotten
@@ -114,7 +114,7 @@ class ShardFold:
             case fact.BodyArrived(learner=learner, nbytes=nbytes):
                 self._run.learner(learner).bytes_up += nbytes
                 self._seen(learner)
-                for round in shard.rounds[-LATE_REPORTS_MAX:]:
+                for round in shard.rounds[-LATE_ROUNDS_MAX:]:
                     if any(p.ask == value.ask for p in round.outcome.participants):
                         round.late_bodies[learner] = at
             case do.ClockAdvanced():
@@ -234,11 +234,6 @@ class ShardFold:
         self._run.count_tokens(learner)
         if learner.afar:
             learner.rate.add(at, learner.tokens)
-        for round in shard.unreported.pop(name, ()):
-            round.late_reports.setdefault(name, at)
-        for round in shard.open.values():
-            if name not in round.asks:
-                round.unasked.setdefault(name, []).append(at)
 
     def _step_afar(self, learner: LearnerLog, epoch: int, report: say.StepReport) -> None:
         """Steps of a learner whose tape is elsewhere, spread over the time since the one before."""
@@ -339,9 +334,8 @@ class ShardFold:
         self._note_live(round)
         shard.rounds.append(round)
         self._forget(shard.rounds)
-        if self._run.keep == "run" and len(shard.rounds) > LATE_REPORTS_MAX:
-            shard.rounds[-LATE_REPORTS_MAX - 1] = shard.rounds[-LATE_REPORTS_MAX - 1].summed_up()
-        self._note_lateness(round)
+        if self._run.keep == "run" and len(shard.rounds) > LATE_ROUNDS_MAX:
+            shard.rounds[-LATE_ROUNDS_MAX - 1] = shard.rounds[-LATE_ROUNDS_MAX - 1].summed_up()
         if not round.merged:
             shard.abandoned += result.given_up
             return
@@ -360,21 +354,6 @@ class ShardFold:
         round.live = {m.learner: m.reported_at for m in since_gone}
         round.live |= {m.learner: m.reported_at for m in there if m.connected}
         round.unreachable = tuple(m.learner for m in there if not m.connected)
-
-    def _note_lateness(self, round: RoundLog) -> None:
-        """Notes when the learners that were not asked reported, or waits until they do."""
-        closed_at = round.closed_at
-        if closed_at is None:
-            return
-        for name in round.live.keys() - {p.learner for p in round.outcome.participants}:
-            late = [reported for reported in round.unasked.get(name, ()) if reported > closed_at]
-            if late:
-                round.late_reports[name] = late[0]
-            else:
-                waiting = self._shard.unreported.setdefault(name, [])
-                waiting.append(round)
-                del waiting[:-LATE_REPORTS_MAX]
-        round.unasked.clear()
 
     def _count(self, round: RoundLog) -> None:
         """Counts the learners that took part in a merged round, and why the others did not."""

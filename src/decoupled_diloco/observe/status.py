@@ -35,46 +35,31 @@ QUIET_STEPS = 5.0
 class LearnerStatus:
     """One learner.
 
-    Attributes:
-        state: ``stepping``, ``quiet`` (live, no step for long), ``joining``, ``cut off``
-            (no shard hears of it, and it steps on), ``out of reach`` (its connection is broken,
-            and what it does is not known), ``down``, ``restarting``, ``left``, ``finished``,
-            ``ended`` (the launcher told it to, before the run was over).
-        epoch: Its newest life.
-        steps: Own inner steps of all lives; ``tokens`` likewise.
-        tokens_per_second: Of the last seconds; ``None`` while it does not step.
-        participation: Share of the run's merged rounds that it was in; ``None`` before the first.
-        participation_recent: The same of the last 50 merged rounds.
-        reasons_recent: How many of those it was in, or why it was not in them.
-        rounds_behind: Merged rounds since the last one that it was in, all shards together.
-        steps_behind: Global steps since the tick of the last round that it was in.
-        accepted_seconds: Since its last contribution was merged.
-        versions_behind: Fragments of which it does not hold the newest version.
-        seen_seconds: Since the syncer last heard of it.
-        discarded_tokens: Trained and then overwritten.
-        discarded_why: For each mode and reason; only its own tape tells.
-        bytes_up: Contributions that the syncer has received.
-        loss: Its last training loss.
+    ``state``: ``stepping``, ``quiet`` (live, no step for long), ``joining``, ``cut off`` (no shard
+    hears of it, and it steps on), ``out of reach`` (its connection is broken, and what it does is
+    not known), ``down``, ``restarting``, ``left``, ``finished``, ``ended`` (the launcher told it
+    to, before the run was over).
     """
 
     name: str
     state: str
-    epoch: int
-    steps: int
+    epoch: int  # its newest life
+    steps: int  # own inner steps of all lives; tokens likewise
     tokens: int
-    tokens_per_second: float | None
+    tokens_per_second: float | None  # of the last seconds; None while it does not step
     participation: float | None
-    participation_recent: float | None
-    reasons_recent: dict[str, int]
-    rounds_behind: int | None
-    steps_behind: int | None
-    accepted_seconds: float | None
-    versions_behind: int | None
-    seen_seconds: float | None
-    discarded_tokens: float
-    discarded_why: dict[str, float] | None
-    bytes_up: int
-    loss: float | None
+    """Share of the run's merged rounds that it was in; ``None`` before the first."""
+    participation_recent: float | None  # the same of the last 50 merged rounds
+    reasons_recent: dict[str, int]  # how many of those it was in, or why it was not in them
+    rounds_behind: int | None  # merged since the last one that it was in, all shards together
+    steps_behind: int | None  # global steps since the tick of the last round that it was in
+    accepted_seconds: float | None  # since its last contribution was merged
+    versions_behind: int | None  # fragments of which it does not hold the newest version
+    seen_seconds: float | None  # since the syncer last heard of it
+    discarded_tokens: float  # trained and then overwritten
+    discarded_why: dict[str, float] | None  # by mode and reason; only its own tape tells
+    bytes_up: int  # contributions that the syncer has received
+    loss: float | None  # its last training loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,52 +106,42 @@ class CutStatus:
 class RunStatus:
     """A run at one instant.
 
-    Attributes:
-        phase: ``starting``, ``waiting for learners``, ``running``, ``closing``, ``finished``,
-            ``interrupted`` (its processes were told to end before), ``silent`` (it was not over,
-            and nothing writes its tape any more), ``empty``.
-        virtual: The run is one in virtual time: it ended when its tape did.
-        as_of: Wall-clock instant, seconds since the Unix epoch.
-        silent_seconds: Since the latest record.
-        seconds_left: To the end of the budget at the present rate; ``None``: not known.
-        left_by: Which budget ends it: ``steps`` or ``tokens``.
-        bytes_up: What the syncer has received, bodies and messages, also an evaluator's; ``None``:
-            it is not known yet.
-        bytes_of: Who has counted these bytes: ``syncer``, or ``learners``.
-        discarded_whole: Whether the discards are all there are; else there are at least so many.
-        discarded_known: Whether the discards' reasons are known (the learners' tapes are at hand).
-        cut: The last complete cut, ``None``: there was none.
-        remarks: The last things worth a line, each with seconds since the run's beginning.
+    ``phase``: ``starting``, ``waiting for learners``, ``running``, ``closing``, ``finished``,
+    ``interrupted`` (its processes were told to end before), ``silent`` (it was not over, and
+    nothing writes its tape any more), ``empty``.
     """
 
     name: str
     phase: str
-    virtual: bool
-    as_of: float
+    virtual: bool  # in virtual time: it ended when its tape did
+    as_of: float  # wall-clock instant, seconds since the Unix epoch
     began: float | None
     elapsed_seconds: float
-    silent_seconds: float
+    silent_seconds: float  # since the latest record
     step: int
     budget_steps: int | None
     tokens: int
     budget_tokens: int | None
     steps_per_second: float | None
     tokens_per_second: float | None
-    seconds_left: float | None
-    left_by: str
+    seconds_left: float | None  # of the budget at the present rate; None: not known
+    left_by: str  # which budget ends it: "steps" or "tokens"
     rounds_merged: int
     rounds_abandoned: int
     bytes_up: int | None
+    """What the syncer has received, bodies and messages, also an evaluator's; ``None``: not known
+    yet."""
     bytes_down: int | None
-    bytes_of: str
+    bytes_of: str  # which side has counted these bytes: "syncer", or "learners"
     discarded_tokens: float
-    discarded_whole: bool
+    discarded_whole: bool  # whether these are all there are; else there are at least so many
     evaluation_loss: float | None
     evaluation_step: int | None
     learners: tuple[LearnerStatus, ...]
     shards: tuple[ShardStatus, ...]
-    cut: CutStatus | None
+    cut: CutStatus | None  # the last complete one
     remarks: tuple[tuple[float, str], ...]
+    """The last things worth a line, each with seconds since the run's beginning."""
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -407,37 +382,27 @@ def _shard(run: RunModel, shard: ShardLog, as_of: float) -> ShardStatus:
 
 def _grace_seconds(shard: ShardLog, rounds: Sequence[RoundLog]) -> float | None:
     """The grace window of the newest round."""
-    for round in (*reversed(rounds), *shard.rounds[-1:]):
-        told = round.opened or round.result
-        if told is not None:
-            return told.grace_seconds
-    return None
+    told = [round.opened or round.result for round in (*shard.rounds[-1:], *rounds)]
+    return next((each.grace_seconds for each in reversed(told) if each is not None), None)
 
 
 def _open(shard: ShardLog, round: RoundLog, quorum: int, as_of: float) -> OpenRound:
     delivered = tuple(dict.fromkeys(fold.learner for _, fold in round.folds.values()))
     waiting = [name for name in round.asks if name not in (*delivered, *round.fallen)]
-    qualified = len(waiting) + len(delivered)
     others = [
         member.learner
         for member in shard.members.values()
         if member.learner not in round.asks and member.reported_at is not None
     ]
     grace = round.opened.grace_seconds if round.opened is not None else 0.0
+    waits_for, whom = "upload", waiting
     if round.merging_at is not None:
         waits_for, whom = "merge", []
-    elif qualified < quorum:
+    elif len(waiting) + len(delivered) < quorum:
         waits_for, whom = "quorum", others
     elif others and as_of < round.opened_at + grace:
         waits_for, whom = "grace", others
-    else:
-        waits_for, whom = "upload", waiting
+    age = max(0.0, as_of - round.opened_at)
     return OpenRound(
-        number=round.number,
-        fragment=round.fragment,
-        step=round.tick,
-        open_seconds=max(0.0, as_of - round.opened_at),
-        waits_for=waits_for,
-        learners=tuple(whom),
-        delivered=delivered,
+        round.number, round.fragment, round.tick, age, waits_for, tuple(whom), delivered
     )

@@ -113,7 +113,6 @@ class TapeWriter:
             self._write(now, "effect", effect, cause_seq)
 
     def sample(self, now: float, sample: Sample) -> None:
-        """Writes a measurement."""
         self._write(now, "sample", sample, None)
 
     def make_text(self, records: int) -> bool:
@@ -136,11 +135,11 @@ class TapeWriter:
             self.make_text(len(self._buffer))
             with self._making:
                 lines, self._lines = self._lines, []
-            if not lines:
-                return
             try:
-                for text in self._pieces(lines):
-                    self._append(text)
+                for piece in self._pieces(lines):
+                    text = memoryview(piece)
+                    while text:
+                        text = text[self._file.write(text) :]
             except OSError as error:
                 with self._making, self._lock:
                     self._ended = True
@@ -161,11 +160,6 @@ class TapeWriter:
                 self._room = SEGMENT_BYTES
                 self._end_segment()
         yield b"".join(piece)
-
-    def _append(self, text: bytes) -> None:
-        view = memoryview(text)
-        while view:
-            view = view[self._file.write(view) :]
 
     def _end_segment(self) -> None:
         """What cannot become a segment now grows on, and may be one that is longer."""

@@ -21,7 +21,7 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import Accept, Evict, Note, Reject
 from decoupled_diloco.protocol.events import Connected, Received
 from decoupled_diloco.protocol.messages import Hello, Leave, StepReport
-from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
+from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, A, B, lines_of, write_world
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,10 @@ def test_reports_of_another_life_are_not_late_ones(chronicle):
     shard = chronicle.shards["shard-1"]
     back = SHARD_BACK_AT
     for round in shard.rounds:
-        late = [*round.late_reports.values(), *round.late_bodies.values()]
-        assert all((at >= back) is (round.life == 2) for at in late)
+        reports = [at for name in (A, B) for _, at in shard.reports_of(round.life, name)]
+        assert reports
+        times = [*reports, *round.late_bodies.values()]
+        assert all((at >= back) is (round.life == 2) for at in times)
 
 
 def test_a_shard_that_is_not_there_is_said(chronicle):
