@@ -2,38 +2,22 @@
 
 **Time.** The run's span reaches from the first finished step of a learner to the last. A learner's
 time is *allocated* from the beginning of the span, or from its process's start if that is later, to
-the end of the span, or to the moment it left on purpose. It is divided into
-
-* **useful**: stepping, and what was trained is in the result or may still get there;
-* **discarded**: stepping, but what was trained was thrown away. Tokens are thrown away, not
-  seconds: the share of a learner's tokens that were (see below) is taken of its stepping time;
-* **waiting**: alive and standing still: ordered to hold (synchronous baselines), or more than
-  ``GAP_MEDIANS`` of its median steps without a step; then one median counts as the step;
-* **down**: from the end of its process to the start of the next one, or to the end;
-* **joining**: alive, until it holds the global weights and begins its first step;
-* **other**: a step that a crash or the end of the span cut short, and what follows the learner's
-  own end.
+the end of the span, or to the moment it left on purpose. `TIME_PARTS` are its parts. Tokens are
+thrown away, not seconds: so *discarded* is the share of its stepping time that its tokens were. It
+is *waiting* if it is ordered to hold (synchronous baselines), or is more than ``GAP_MEDIANS`` of
+its median steps without a step; then one median counts as the step. *Other* includes what follows
+its own end.
 
 **Goodput** is useful / allocated. The paper counts every step as useful: its goodput is our
 *stepping* share, (useful + discarded) / allocated. Its **uptime** is the share of the span in which
 at least one learner steps.
 
 **Tokens** are counted per fragment, because a merge takes one of P fragments
-(`decoupled_diloco.observe.ledger`). What a learner was trained on is
-
-* **merged**: in a merged copy, as the learner took it; of what it had not taken when its life or
-  the tape ended, as the shards say;
-* **in flight**: trained between a snapshot and the merged copy that overwrote it;
-* **missed**: overwritten by a version that the learner had no part in;
-* **overwritten**: overwritten on a learner that only the shards tell of: in flight, missed or given
-  up, which its own tape would tell apart;
-* **given up**: sent, the outcome was lost with the link, overwritten; the shards did not merge it
-  either, as far as the tape says;
-* **crashed**: on a learner whose process ended before it was merged;
-* **left behind**: not merged, though perhaps under way, when the learner left on purpose or its
-  run was over, so that nothing of it can be delivered any more;
-* **unsent**: not merged when the tape ends, on a learner that still lives; what was refused because
-  it came too late counts here as well.
+(`decoupled_diloco.observe.ledger`). `TOKEN_PARTS` are the parts of what a learner was trained on.
+*Merged* is what is in a merged copy, as the learner took it; of what it had not taken when its life
+or the tape ended, as the shards say. What is *given up* the shards did not merge either, as far as
+the tape says. *Left behind* is what was not merged, though perhaps under way, when nothing of it
+could be delivered any more. What was refused because it came too late counts as *unsent*.
 
 Discarded is everything but *merged* and *unsent*. A version that was merged and then lost with its
 shard, before a learner had taken it, counts as merged until a round goes on from what was restored.
@@ -398,7 +382,7 @@ def _tokens_told(life: ProcessLife, fragments: int, folded: list[Folded]) -> _Of
     """Of a life that has told it itself."""
     ledger = life.ledger
     brought, rest = Counter(ledger.brought), Counter[int]()
-    settled = {(e.fragment, e.sent.ask) for e in ledger.given_up if e.sent is not None}
+    settled = {(e.fragment, e.sent[0]) for e in ledger.given_up if e.sent is not None}
     others = [each for each in folded if (each.fragment, each.ask) not in settled]
     own = Counter(
         trained=ledger.trained * fragments,
@@ -460,9 +444,11 @@ def _fate_of_the_rest(life: ProcessLife) -> str:
 
 def _yet_merged(entry: GivenUpTokens, folded: Iterable[Folded]) -> int:
     """What the shards merged of tokens that the learner gave up."""
-    sent = entry.sent
-    known = sent and any((each.fragment, each.ask) == (sent.fragment, sent.ask) for each in folded)
-    return min(sent.tokens, entry.tokens + entry.carried) if sent and known else 0
+    if entry.sent is None:
+        return 0
+    ask, tokens = entry.sent
+    known = any((each.fragment, each.ask) == (entry.fragment, ask) for each in folded)
+    return min(tokens, entry.tokens + entry.carried) if known else 0
 
 
 def _delivered(entry: Open, folded: Iterable[Folded]) -> int:

@@ -10,17 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.observe import figures
+from decoupled_diloco.observe import figures, report
 from decoupled_diloco.observe.accounts import TIME_PARTS
-from decoupled_diloco.observe.report import (
-    flattened,
-    losses_over,
-    problems_of,
-    render_page,
-    settings_near,
-    subtitle_of,
-    write_page,
-)
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.summary import Total, totals
 from decoupled_diloco.observe.tables import Number, Row, Table, time_bars
@@ -57,7 +48,7 @@ def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunMode
     if labels[0] == labels[1]:
         labels = (f"{labels[0]} (first)", f"{labels[1]} (second)")
     sides = (_side(labels[0], first), _side(labels[1], second))
-    write_page(out_html, render_comparison(*sides))
+    report.write_page(out_html, render_comparison(*sides))
     return (sides[0].run, sides[1].run)
 
 
@@ -65,21 +56,21 @@ def render_comparison(first: Side, second: Side) -> str:
     runs = [(side.label, side.run) for side in (first, second)]
     settings = _settings_table(first, second)
     differing = [row for row in settings.rows if row[0] in settings.marked]
-    return render_page(
+    return report.render_page(
         "comparison.html.j2",
         title=f"{first.label} and {second.label}",
         subtitle="two runs of Decoupled DiLoCo, side by side",
         sides=[
             {
                 "label": label,
-                "subtitle": subtitle_of(run),
-                "problems": problems_of(run),
+                "subtitle": report.subtitle_of(run),
+                "problems": report.problems_of(run),
                 "bars": time_bars(run.account),
             }
             for label, run in runs
         ],
         numbers=_numbers_table(first, second),
-        losses=losses_over(
+        losses=report.losses_over(
             lambda over: figures.evaluation_chart(runs, over),
             lambda over: figures.mean_losses_chart(runs, over),
         ),
@@ -157,8 +148,8 @@ def _side(label: str, path: Path) -> Side:
     run = read_run(path)
     settings: Mapping[str, Any] = run.settings
     with contextlib.suppress(tomllib.TOMLDecodeError):
-        settings = tomllib.loads(settings_near(path) or "") or settings
-    told = {name: json.dumps(value, default=str) for name, value in flattened(settings)}
+        settings = tomllib.loads(report.settings_near(path) or "") or settings
+    told = {name: json.dumps(value, default=str) for name, value in report.flattened(settings)}
     return Side(label, run, told)
 
 

@@ -98,7 +98,6 @@ class DataAccount:
 
 
 def account_of_data(items: Iterable[LedgerEntry | Basis]) -> DataAccount:
-    """Adds up a ledger."""
     books = _Bookkeeping()
     for entry in _in_force(items, books.account):
         books.take(entry)

@@ -6,6 +6,8 @@ formulas (`token_weight`, the grace window's inputs as `RoundOpened` tells them)
 
 from __future__ import annotations
 
+import math
+
 from decoupled_diloco.config.method import options_of, read_settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import token_weight
@@ -216,16 +218,16 @@ class _Round:
         stays = [stay for stay in self.shard.stays if stay.learner == name]
         if round.result is None:
             present = [stay for stay in stays if stay.since <= until]
-            if not (present and present[-1].until is None):
+            if not (present and math.isinf(present[-1].until)):
                 return "not live"
         if round.result is None or name in round.live:
             return "live, but not asked: " + self._window_missed(name)
         if name in round.unreachable:
             return "live, but not asked: its connection was broken"
-        gone = [(s.until, s.reason) for s in stays if s.until is not None and s.until <= until]
+        gone = [stay for stay in stays if stay.until <= until]
         if gone:
-            gone_at, reason = gone[-1]
-            return f"not live: {reason}, {format_duration(until - gone_at)} before the round ended"
+            ago = format_duration(until - gone[-1].until)
+            return f"not live: {gone[-1].reason}, {ago} before the round ended"
         later = [stay.since for stay in stays if stay.since > until]
         if later:
             return f"not live yet: it joined {when(later[0])} into the run"

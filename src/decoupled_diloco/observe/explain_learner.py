@@ -78,12 +78,7 @@ def _lives(run: RunModel, learner: LearnerLog) -> list[str]:
         by_epoch.setdefault(stay.epoch, []).append(stay)
     for epoch, stays in sorted(by_epoch.items()):
         told = [
-            f"live from {when(first.since)} ({first.why})"
-            + (
-                ", and still is"
-                if last.until is None
-                else f" to {when(last.until)} ({last.reason})"
-            )
+            f"live from {when(first.since)} ({first.why}){_end_of(last)}"
             for first, last in _unbroken(stays)
         ]
         steps = many(learner.steps_of.get(epoch, 0), "step")
@@ -92,8 +87,12 @@ def _lives(run: RunModel, learner: LearnerLog) -> list[str]:
     return [f"{BULLET}{line}." for line in lines or ["it has never joined a shard"]]
 
 
+def _end_of(stay: Stay) -> str:
+    still = math.isinf(stay.until)
+    return ", and still is" if still else f" to {when(stay.until)} ({stay.reason})"
+
+
 def _recovery(recovered: Recovered) -> str:
-    """How one of its processes came by its state."""
     began = f"began after {format_duration(recovered.seconds)}"
     if recovered.way == "checkpoint":
         overwritten = many(recovered.overwritten, "fragment")
@@ -110,14 +109,10 @@ def _recovery(recovered: Recovered) -> str:
 
 def _unbroken(stays: list[Stay]) -> list[tuple[Stay, Stay]]:
     """The times in which a shard counted on it: the stays that begin and end each of them."""
-
-    def until(stay: Stay) -> float:
-        return math.inf if stay.until is None else stay.until
-
     times: list[tuple[Stay, Stay]] = []
     for stay in sorted(stays, key=lambda stay: stay.since):
-        if times and stay.since <= until(times[-1][1]):
-            times[-1] = (times[-1][0], max(times[-1][1], stay, key=until))
+        if times and stay.since <= times[-1][1].until:
+            times[-1] = (times[-1][0], max(times[-1][1], stay, key=lambda stay: stay.until))
         else:
             times.append((stay, stay))
     return times
@@ -227,7 +222,7 @@ def _cause(run: RunModel, learner: LearnerLog, begin: float, end: float) -> str:
         own += [
             f"it was no longer live: {stay.reason}"
             for stay in _stays(run, learner.name)
-            if stay.until is not None and begin <= stay.until <= end and stay.reason
+            if begin <= stay.until <= end and stay.reason
         ]
     shards = [remark.text for remark in told if is_shard(remark.subject)]
     return "; ".join(dict.fromkeys([*own, *shards])) or "nothing on the tape says why"

@@ -9,26 +9,20 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from decoupled_diloco.observe import shapes
 from decoupled_diloco.observe.charts import (
     LETTER,
     Axis,
     Canvas,
     Chart,
     Frame,
+    Place,
     Point,
     framed,
     round_numbers,
 )
 from decoupled_diloco.observe.run_data import LossPoint
 from decoupled_diloco.observe.run_model import RunModel
-from decoupled_diloco.observe.shapes import (
-    averaged,
-    loss_limits,
-    losses_by_life,
-    smoothed,
-    time_name,
-    time_unit,
-)
 from decoupled_diloco.observe.shard_data import RoundLog
 from decoupled_diloco.units import format_count, format_duration
 
@@ -90,7 +84,7 @@ class LossAxis:
 
 def place_over(run: RunModel, over: Over) -> LossAxis:
     """The axis that losses are drawn over: wall-clock time, global step or the run's tokens."""
-    unit, name = time_unit(run.duration)
+    unit, name = shapes.time_unit(run.duration)
     learners = run.learners.values()
     steps = sorted(
         step
@@ -103,7 +97,7 @@ def place_over(run: RunModel, over: Over) -> LossAxis:
     losses = (loss.global_step for learner in learners for loss in learner.losses)
     last_step = max((run.global_step, *losses, *(e.global_step for e in run.evaluations)))
     label, high = {
-        "time": (f"{time_name(run)} [{name}]", run.duration / unit),
+        "time": (f"{shapes.time_name(run)} [{name}]", run.duration / unit),
         "step": ("global step", float(last_step)),
         "tokens": ("tokens, all learners together", float(run.tokens)),
     }[over]
@@ -132,7 +126,7 @@ def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart 
     if not lines:
         return None
     every = [loss for _, _, points in lines for _, loss in points]
-    limits = loss_limits(every, every)
+    limits = shapes.loss_limits(every, every)
     widest = _widest(place for _, place, _ in lines)
 
     def draw(canvas: Canvas) -> None:
@@ -183,10 +177,10 @@ def learner_losses_chart(run: RunModel, over: Over) -> Chart | None:
     lines = [
         (learner.name, *_line(_points(place, part)))
         for learner in learners
-        for part in losses_by_life(learner)
+        for part in shapes.losses_by_life(learner)
     ]
     raw = [loss.loss for learner in learners for loss in learner.losses]
-    limits = loss_limits(raw, [value for *_, line in lines for value in line])
+    limits = shapes.loss_limits(raw, [value for *_, line in lines for value in line])
     colors = colors_of(run)
 
     def draw(canvas: Canvas) -> None:
@@ -217,7 +211,7 @@ def mean_losses_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart
     if not lines:
         return None
     values = [value for *_, line in lines for value in line]
-    limits = loss_limits(values, values)
+    limits = shapes.loss_limits(values, values)
     widest = _widest(place for _, place, *_ in lines)
 
     def draw(canvas: Canvas) -> None:
@@ -239,7 +233,7 @@ def _points(place: LossAxis, losses: Iterable[LossPoint]) -> list[Point]:
 def _line(points: Sequence[Point]) -> tuple[list[float], list[float], list[float]]:
     """Places on the axis, the losses there, and these smoothed."""
     values = [loss for _, loss in points]
-    return [x for x, _ in points], values, smoothed(values)
+    return [x for x, _ in points], values, shapes.smoothed(values)
 
 
 def _loss_height(narrow: bool) -> float:
@@ -262,12 +256,12 @@ def _thinned(
 ) -> list[Point]:
     """Places of at most so many points; what is beyond the axis is at its edge."""
     low, high = frame.y.low, frame.y.high
-    thin = zip(averaged(xs, most), averaged(values, most), strict=True)
+    thin = zip(shapes.averaged(xs, most), shapes.averaged(values, most), strict=True)
     return frame.points((x * factor, min(high, max(low, y))) for x, y in thin)
 
 
 def _shade_outages(canvas: Canvas, frame: Frame, run: RunModel) -> None:
-    unit, _ = time_unit(run.duration)
+    unit, _ = shapes.time_unit(run.duration)
     top, bottom = frame.y.end, frame.y.begin
     for outage in run.outages:
         until = run.duration if outage.back_at is None else outage.back_at
@@ -296,9 +290,8 @@ def participation_chart(run: RunModel) -> Chart | None:
         edges = [round(len(rounds) * number / bins) for number in range(bins + 1)]
         for lane, learner in enumerate(learners):
             top = 4 + height * lane
-            shown = learner.name[:letters]
-            canvas.text(left - 6, top + height / 2 + 4, shown, "lane", "end")
-            levels: dict[int, list[tuple[float, float, float, float]]] = {}
+            canvas.text(left - 6, top + height / 2 + 4, learner.name[:letters], "lane", "end")
+            levels: dict[int, list[Place]] = {}
             for a, b in pairwise(edges):
                 share = sum(learner.name in names for names in folded[a:b]) / (b - a)
                 place = (x(a) + 0.5, top + 1, max(0.5, x(b) - x(a) - 1), height - 2)
@@ -327,15 +320,11 @@ def level_of(share: float) -> int:
 
 def round_parts(r: RoundLog) -> tuple[float, float, float, float]:
     """Seconds of a merged round: to the quorum, grace beyond it, uploads left then, merging."""
-    result = r.outcome
-    end = result.finished_seconds
-    marks = [result.quorum_seconds, result.closed_seconds, result.uploaded_seconds]
-    at, parts = 0.0, []
-    for mark in [*marks, end]:
-        until = at if mark is None else min(end, max(at, mark))
-        parts.append(until - at)
-        at = until
-    return (parts[0], parts[1], parts[2], parts[3])
+    result, end, ends = r.outcome, r.outcome.finished_seconds, [0.0]
+    for mark in (result.quorum_seconds, result.closed_seconds, result.uploaded_seconds, end):
+        ends.append(ends[-1] if mark is None else min(end, max(ends[-1], mark)))
+    quorum, grace, upload, merge = (until - since for since, until in pairwise(ends))
+    return quorum, grace, upload, merge
 
 
 def round_parts_chart(run: RunModel) -> Chart | None:
@@ -350,8 +339,8 @@ def round_parts_chart(run: RunModel) -> Chart | None:
         stacks = _mean_parts(rounds, run.duration, bins)
         high = max((sum(parts) for parts in stacks if parts), default=0.0) or 1.0
         factor, unit = (1000.0, "ms") if high < 1 else (1.0, "s")
-        seconds, name = time_unit(run.duration)
-        x_axis = (0.0, run.duration / seconds or 1.0, f"{time_name(run)} [{name}]")
+        seconds, name = shapes.time_unit(run.duration)
+        x_axis = (0.0, run.duration / seconds or 1.0, f"{shapes.time_name(run)} [{name}]")
         frame = framed(canvas, x_axis, (0.0, 1.05 * high * factor, f"mean round [{unit}]"))
         width = (frame.x.end - frame.x.begin) / bins
         for part, (css, _) in enumerate(ROUND_PARTS):
@@ -364,25 +353,19 @@ def round_parts_chart(run: RunModel) -> Chart | None:
                     bars.append((left + 0.5, top, max(0.5, width - 1), base - top))
             canvas.rects(bars, css)
 
-    told = ", ".join(
-        f"{name} {format_duration(mean)}"
-        for (name, _), mean in zip(ROUND_PARTS, means, strict=True)
-    )
+    names = [name for name, _ in ROUND_PARTS]
+    told = ", ".join(f"{n} {format_duration(m)}" for n, m in zip(names, means, strict=True))
     label = f"Mean parts of {len(rounds)} merged rounds over the run: {told}."
     return Chart(label, lambda narrow: 230 if narrow else 260, draw)
 
 
-def _mean_parts(
-    rounds: Sequence[RoundLog], duration: float, bins: int
-) -> list[tuple[float, ...] | None]:
+def _mean_parts(rounds: Sequence[RoundLog], duration: float, bins: int) -> list[list[float]]:
     """The mean of each part over the rounds that ended in each of equal stretches of time."""
     ended: list[list[tuple[float, ...]]] = [[] for _ in range(bins)]
     for r in rounds:
         number = int(bins * r.finished_at / (duration or 1.0))
         ended[min(bins - 1, number)].append(round_parts(r))
-    return [
-        tuple(map(statistics.fmean, zip(*parts, strict=True))) if parts else None for parts in ended
-    ]
+    return [list(map(statistics.fmean, zip(*parts, strict=True))) for parts in ended]
 
 
 def _merged_in_order(run: RunModel) -> list[RoundLog]:

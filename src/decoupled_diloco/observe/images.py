@@ -13,13 +13,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Polygon, Rectangle
 
+from decoupled_diloco.observe import figures
 from decoupled_diloco.observe.charts import LIGHT, WIDTHS, Canvas, Chart, Mark
-from decoupled_diloco.observe.figures import (
-    LEGEND_MAX,
-    colors_of,
-    evaluation_chart,
-    learner_losses_chart,
-)
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.timeline import MARKS, TIMELINE_KEYS, draw_mark, timeline_chart
 
@@ -46,11 +41,15 @@ def save_png(run: RunModel, path: str | Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    learners = list(colors_of(run).items())
-    names = [(css, name) for name, css in learners] if len(learners) <= LEGEND_MAX else []
+    learners = list(figures.colors_of(run).items())
+    names = [(css, name) for name, css in learners] if len(learners) <= figures.LEGEND_MAX else []
     plots = [
-        ("Evaluation loss of the global weights", evaluation_chart([("", run)], "time"), ()),
-        ("Training loss of each learner", learner_losses_chart(run, "time"), names),
+        (
+            "Evaluation loss of the global weights",
+            figures.evaluation_chart([("", run)], "time"),
+            (),
+        ),
+        ("Training loss of each learner", figures.learner_losses_chart(run, "time"), names),
         ("Who did what, when", timeline_chart(run), (*TIMELINE_KEYS, *MARKS.items())),
     ]
     save_charts([(title, chart, keys) for title, chart, keys in plots if chart is not None], path)
@@ -125,7 +124,6 @@ def _paint(axes: Axes, top: float, canvas: Canvas) -> None:
 
 
 def _lined(css: str) -> dict[str, Any]:
-    """How a line of a class is drawn."""
     classes = css.split()
     return {
         "color": _color(css),
@@ -136,7 +134,6 @@ def _lined(css: str) -> dict[str, Any]:
 
 
 def _written(mark: Mark) -> dict[str, Any]:
-    """How a text is written."""
     return {
         "color": _color(mark.css),
         "fontsize": (13 if "lane value" in mark.css else 12) * POINT,
@@ -152,7 +149,6 @@ def _color(css: str) -> str:
 
 
 def _filled(css: str, order: float) -> dict[str, Any]:
-    """How a surface of a class is filled."""
     hatch = next((_HATCH[name] for name in css.split() if name in _HATCH), None)
     look = {"linewidth": 0.0, "zorder": order}
     if hatch is not None:

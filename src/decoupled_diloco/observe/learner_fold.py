@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def take(run: RunModel, learner: LearnerLog, life: ProcessLife, value: Any) -> None:
-    """Takes one record of a learner in."""
     match value:
         case fact.StepFinished(tokens):
             life.steps += 1

@@ -146,7 +146,6 @@ class ProgressDisplay:
         return status_of(self.run, self.run.latest, budget=self.budget)
 
     def line(self) -> str:
-        """The whole run in one line."""
         status = self.status()
         there = [learner for learner in status.learners if learner.state != "left"]
         training = [learner for learner in there if learner.state == "stepping"]

@@ -151,7 +151,6 @@ def _kind(name: str) -> Kind:
 
 
 def format_record(record: Record) -> str:
-    """The record as a line of a tape."""
     names = ("at", "who", "seq", "kind", "type", "data", "cause")
     fields = {"v": SCHEMA} | {name: getattr(record, name) for name in names}
     if record.cause is None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from decoupled_diloco.errors import ProtocolError, StorageError
-from decoupled_diloco.observe import learner_fold
+from decoupled_diloco.observe import learner_fold, samples
 from decoupled_diloco.observe.absences import find_absences
 from decoupled_diloco.observe.accounts import RunAccount, account_for
 from decoupled_diloco.observe.acting import Acting, is_learner, is_shard
@@ -37,21 +37,6 @@ from decoupled_diloco.observe.run_data import (
     ProcessLife,
     Rate,
     Remark,
-)
-from decoupled_diloco.observe.samples import (
-    BytesMoved,
-    CorpusDescribed,
-    EndRequested,
-    Evaluated,
-    FaultEnded,
-    FaultInjected,
-    ProcessEnded,
-    ProcessStarted,
-    RestartScheduled,
-    SampleGenerated,
-    TookOver,
-    WeightsSaved,
-    WentBack,
 )
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.shard_fold import ShardFold
@@ -89,54 +74,40 @@ class RunModel:
     Args:
         keep: What to remember.
         listener: Told of each record.
-
-    Attributes:
-        records: How many it has taken in.
-        started_wall: The first one's wall-clock seconds; instants are seconds since then.
-        duration: The latest one's instant.
-        settings: The run's public settings, of a shard if any tells them.
-        tokens: Of all learners.
-        evaluations: Of the global weights; of the present state the last one.
-        told_to_end: Processes that the launcher has told to end and not started again.
-        left_out: Records that this version cannot read, by why.
-        remarks: What was worth a line; of the present state the newest of ``remarks_told``.
-        problems: What could not be read of the tape, one sentence each.
-        record: The one that is being taken in, ``at`` its instant.
     """
 
     def __init__(self, keep: Keep = "now", listener: Listener | None = None) -> None:
         self.keep = keep
-        self.records = 0
-        self.started_wall = 0.0
-        self.duration = 0.0
+        self.record: Record  # that is being taken in, ``at`` its instant
+        self.at = 0.0
+        self.records = 0  # how many it has taken in
+        self.started_wall = 0.0  # the first one's; instants are seconds since then
+        self.duration = 0.0  # the latest one's instant
         self.shards: dict[str, ShardLog] = {}
         self.learners: dict[str, LearnerLog] = {}
         self.observers: set[str] = set()
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}  # public ones, of a shard if any tells them
         self.virtual = False
         self.tokens = 0
         self.clock_rate = Rate()
         self.token_rate = Rate()
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[Evaluation] = []  # of the present state the last one
         self.faults: list[FaultLog] = []
-        self.remarks: list[Remark] = []
+        self.remarks: list[Remark] = []  # of the present state the newest of all ``remarks_told``
         self.remarks_told = 0
         self.cut: tuple[float, KeepCheckpoint] | None = None
         self.headers: dict[str, dict[str, Any]] = {}
         self.releases: dict[str, str] = {}
-        self.weights: list[str] = []
         self.corpus: dict[str, Any] | None = None
         self.sample_text: str | None = None
-        self.told_to_end: set[str] = set()
-        self.ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
+        self.told_to_end: set[str] = set()  # by the launcher, and not started again
+        self.ends: dict[str, list[tuple[float, samples.ProcessEnded]]] = {}
         self.orders: dict[str, list[float]] = {}
         self.spawns: dict[str, float] = {}
-        self.left_out: Counter[str] = Counter()
-        self.problems: list[str] = []
-        self._bytes: dict[str, dict[int, BytesMoved]] = {}
+        self.left_out: Counter[str] = Counter()  # records that cannot be read, by why
+        self.problems: list[str] = []  # what could not be read of the tape
+        self._bytes: dict[str, dict[int, samples.BytesMoved]] = {}
         self.fragments_seen = 0
-        self.at = 0.0
-        self.record: Record
         self._acting = Acting()
         self._told: dict[str, float] = {}
         self._listener = listener
@@ -245,18 +216,18 @@ class RunModel:
         return found if isinstance(found, dict) else {}
 
     @property
-    def bytes_moved(self) -> dict[str, BytesMoved]:
+    def bytes_moved(self) -> dict[str, samples.BytesMoved]:
         """What each process has sent and received, all its lives together."""
         return {who: _sum_of(lives.values()) for who, lives in self._bytes.items()}
 
-    def bytes_of(self, *, syncer: bool) -> BytesMoved | None:
+    def bytes_of(self, *, syncer: bool) -> samples.BytesMoved | None:
         """What all learners have sent and received, as the shards have counted it or they have."""
         moved, whose = self.bytes_moved, self.shards if syncer else self.learners
         parts = [b.seen_from_there if syncer else b for who, b in moved.items() if who in whose]
         return _sum_of(parts) if parts else None
 
     @property
-    def bytes_total(self) -> BytesMoved | None:
+    def bytes_total(self) -> samples.BytesMoved | None:
         """What all learners together have sent and received.
 
         Where learners have their tapes elsewhere it is what the shards have received and sent, in
@@ -267,7 +238,6 @@ class RunModel:
     # ---- taking records in
 
     def take_all(self, records: Iterable[Record]) -> None:
-        """Takes records in, in the order of time."""
         for record in records:
             self.take(record)
 
@@ -380,30 +350,30 @@ class RunModel:
         match value:
             case KeepCheckpoint():
                 self.cut = self.at, value
-            case EndRequested(names):
+            case samples.EndRequested(names):
                 self._told_to_end(names)
-            case ProcessStarted(name, _):
+            case samples.ProcessStarted(name, _):
                 self._process_started(name)
-            case ProcessEnded():
+            case samples.ProcessEnded():
                 self._process_ended(value)
-            case RestartScheduled(name, seconds):
+            case samples.RestartScheduled(name, seconds):
                 self._set_process(self._acting.whose(name), "restarting")
                 self.remark(name, f"{name} is started again in {format_duration(seconds)}")
-            case FaultInjected(kind, target, processes):
+            case samples.FaultInjected(kind, target, processes):
                 self.faults.append(FaultLog(kind, target, processes, self.at))
                 self.remark(target, f"fault on purpose: {kind} {target}")
-            case FaultEnded(kind, target, processes):
+            case samples.FaultEnded(kind, target, processes):
                 for fault in self.faults:
                     place = (fault.kind, fault.target, fault.processes)
                     if place == (kind, target, processes) and math.isinf(fault.end):
                         fault.end = self.at
                         break
                 self.remark(target, f"fault undone: {kind} {target}")
-            case TookOver():
+            case samples.TookOver():
                 self.remark(self.record.who, self._acting.took_over(value))
             case do.Note(text, why):
                 self._noted(text, why)
-            case WentBack(told):
+            case samples.WentBack(told):
                 for shard in self.shards.values():
                     shard.clock = shard.clock_max = 0
                 self.clock_rate.clear()
@@ -412,21 +382,19 @@ class RunModel:
                 self._result(value)
 
     def _result(self, value: Any) -> None:
-        """What was measured and made."""
         match value:
-            case BytesMoved():
+            case samples.BytesMoved():
                 self._bytes.setdefault(self.record.who, {})[self.record.life] = value
-            case Evaluated():
+            case samples.Evaluated():
                 self._evaluated(value)
-            case WeightsSaved(path):
-                self.weights.append(path)
+            case samples.WeightsSaved(path):
                 self.remark("", f"weights saved: {path}")
-            case SampleGenerated(text):
+            case samples.SampleGenerated(text):
                 self.sample_text = text
-            case CorpusDescribed(description):
+            case samples.CorpusDescribed(description):
                 self.corpus = self._corpus(description)
 
-    def _evaluated(self, value: Evaluated) -> None:
+    def _evaluated(self, value: samples.Evaluated) -> None:
         loss = None if value.loss is None or abs(value.loss) > LOSS_MAX else value.loss
         named = tuple((metric.name, metric.value) for metric in value.metrics)
         if not self.whole:
@@ -465,7 +433,7 @@ class RunModel:
             learner = self.learner(process)
             learner.process, learner.left = "joining", ""
 
-    def _process_ended(self, ended: ProcessEnded) -> None:
+    def _process_ended(self, ended: samples.ProcessEnded) -> None:
         name = self._acting.whose(ended.name)
         self.ends.setdefault(name, []).append((self.at, ended))
         if ended.name in self.told_to_end:
@@ -554,5 +522,5 @@ def _matters(record: Record) -> bool:
     return isinstance(name, str) and name in wanted
 
 
-def _sum_of(parts: Iterable[BytesMoved]) -> BytesMoved:
-    return BytesMoved(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
+def _sum_of(parts: Iterable[samples.BytesMoved]) -> samples.BytesMoved:
+    return samples.BytesMoved(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))

@@ -32,7 +32,6 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def time_name(run: RunModel) -> str:
-    """Which time the run's seconds are of."""
     return "virtual time" if run.virtual else "wall-clock time"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -101,12 +100,15 @@ class RoundLog:
 
 
 @dataclass(slots=True)
-class MemberLog:
-    """A live learner as one shard sees it."""
+class Stay:
+    """A learner as one shard sees it, for as long as it is live there, and why it came and went."""
 
     learner: str
     epoch: int
     since: float
+    why: str = ""
+    until: float = math.inf
+    reason: str = ""
     connected: bool = True
     step: int = 0
     offset: int = 0
@@ -118,18 +120,6 @@ class MemberLog:
     def run_step(self) -> int:
         """s_m: what the shard told it at join, and its own steps since."""
         return self.offset + self.step
-
-
-@dataclass(slots=True)
-class Stay:
-    """From when to when a learner was live at a shard, and why it came and went."""
-
-    learner: str
-    epoch: int
-    since: float
-    why: str
-    until: float | None = None
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +152,14 @@ class ShardLog:
     heard_at: float | None = None
     merged: int = 0
     abandoned: int = 0
-    members: dict[str, MemberLog] = field(default_factory=dict)
-    departed: deque[tuple[float, MemberLog]] = field(default_factory=deque)
-    """Learners that left since the oldest round that is open began, and when."""
+    members: dict[str, Stay] = field(default_factory=dict)
+    stays: list[Stay] = field(default_factory=list)
+    """Of all that ever were members; of the present state those since the oldest open round."""
     versions: dict[int, Version] = field(default_factory=dict)
     open: dict[int, RoundLog] = field(default_factory=dict)
     rounds: list[RoundLog] = field(default_factory=list)  # those that are over
     lost: list[RoundLog] = field(default_factory=list)  # that were open when its process ended
     ticks: list[TickLog] = field(default_factory=list)
-    stays: list[Stay] = field(default_factory=list)
     reports: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """For each learner the run steps that it reported, and when."""
     moved: tuple[int, list[tuple[str, int, int]]] = field(default_factory=lambda: (-1, []))
@@ -195,7 +184,6 @@ class ShardLog:
         return max(1, len(self.lives))
 
     def clock_by(self, at: float) -> int:
-        """Its global step at an instant."""
         index = bisect.bisect_right(self.ticks, at, key=lambda tick: tick.at)
         return self.ticks[index - 1].clock if index else 0
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.observe.learner_fold import note_loss, tell_joined
 from decoupled_diloco.observe.records import SECONDS_MAX
 from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, ProcessLife
-from decoupled_diloco.observe.shard_data import Asked, MemberLog, RoundLog, ShardLog, Stay, TickLog
+from decoupled_diloco.observe.shard_data import Asked, RoundLog, ShardLog, Stay, TickLog
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
@@ -53,7 +55,6 @@ class ShardFold:
         self._run.clock_rate.clear()  # it may have to make up for what it has forgotten
 
     def take(self, value: Any) -> None:
-        """Takes one record in."""
         shard = self._shard
         match value:
             case fact.Received(_, say.ShardAdmitted() as admitted):
@@ -122,9 +123,9 @@ class ShardFold:
             case _:
                 self._round_record(value)
 
-    def _of(self, name: str) -> MemberLog:
+    def _of(self, name: str) -> Stay:
         """A learner that this tape speaks of; it began before what is read of the tape."""
-        return self._shard.members.get(name) or MemberLog(name, 0, self._run.at)
+        return self._shard.members.get(name) or Stay(name, 0, self._run.at)
 
     # ---- learners that come and go
 
@@ -138,8 +139,8 @@ class ShardFold:
             self._leave(member, f"epoch {epoch} of it has joined")
             member = None
         if member is None:
-            member = shard.members[name] = MemberLog(name, epoch, at)
-            shard.stays.append(Stay(name, epoch, at, accept.why))
+            member = shard.members[name] = Stay(name, epoch, at, accept.why)
+            shard.stays.append(member)
         learner = self._run.learner(name)
         if epoch > learner.epoch:
             learner.epoch, learner.left = epoch, ""
@@ -182,18 +183,11 @@ class ShardFold:
         if reason == LEFT_AT_THE_END:
             _is_over(learner)
 
-    def _leave(self, member: MemberLog, reason: str) -> None:
-        shard, at = self._shard, self._run.at
-        oldest = min((round.opened_at for round in shard.open.values()), default=at)
-        while shard.departed and shard.departed[0][0] < oldest:
-            shard.departed.popleft()
-        shard.departed.append((at, member))
-        for stay in reversed(shard.stays):
-            if stay.learner == member.learner and stay.until is None:
-                stay.until, stay.reason = at, reason
-                break
+    def _leave(self, member: Stay, reason: str) -> None:
+        shard, member.until, member.reason = self._shard, self._run.at, reason
         if not self._run.whole:
-            shard.stays = [stay for stay in shard.stays if stay.until is None]
+            oldest = min((r.opened_at for r in shard.open.values()), default=self._run.at)
+            shard.stays = [stay for stay in shard.stays if stay.until >= oldest]
 
     def _seen(self, name: str) -> None:
         learner = self._run.learner(name)
@@ -212,7 +206,7 @@ class ShardFold:
         self._shard.moved = (self._run.record.seq, moved)
         self._run.token_rate.add(self._run.duration, self._run.tokens)
 
-    def _report(self, member: MemberLog, report: say.StepReport) -> None:
+    def _report(self, member: Stay, report: say.StepReport) -> None:
         shard, at, name = self._shard, self._run.at, member.learner
         learner = self._run.learner(name)
         member.step, member.reported_at = max(member.step, report.step), at
@@ -318,7 +312,6 @@ class ShardFold:
                     self._round_finished(value)
 
     def _round(self, told: do.RoundOpened | do.Expect | do.RoundFinished, at: float) -> RoundLog:
-        """A round of the shard's present life."""
         shard = self._shard
         folds = shard.folds.setdefault(told.fragment, {})
         return RoundLog(shard.name, told.round, told.fragment, at, life=shard.life, folds=folds)
@@ -349,11 +342,10 @@ class ShardFold:
         """Notes the learners that were live when its window closed."""
         shard, closed_at = self._shard, round.closed_at
         until = round.finished_at if closed_at is None else closed_at + INSTANT_SECONDS
-        there = [member for member in shard.members.values() if member.since <= until]
-        since_gone = [m for gone_at, m in shard.departed if m.since <= until < gone_at]
-        round.live = {m.learner: m.reported_at for m in since_gone}
-        round.live |= {m.learner: m.reported_at for m in there if m.connected}
-        round.unreachable = tuple(m.learner for m in there if not m.connected)
+        there = [stay for stay in shard.stays if stay.since <= until < stay.until]
+        heard = [stay.connected or not math.isinf(stay.until) for stay in there]
+        round.live = {s.learner: s.reported_at for s in compress(there, heard)}
+        round.unreachable = tuple(s.learner for s in there if s.learner not in round.live)
 
     def _count(self, round: RoundLog) -> None:
         """Counts the learners that took part in a merged round, and why the others did not."""

@@ -14,7 +14,7 @@ from typing import Any
 from decoupled_diloco.observe.accounts import RunAccount
 from decoupled_diloco.observe.run_data import OUT_OF_REACH, TOOK_PART, LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
-from decoupled_diloco.observe.shard_data import MemberLog, RoundLog, ShardLog
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog, Stay
 from decoupled_diloco.observe.words import natural
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
 
@@ -309,9 +309,7 @@ def _learner(
     )
 
 
-def _learner_state(
-    run: RunModel, learner: LearnerLog, members: list[MemberLog], as_of: float
-) -> str:
+def _learner_state(run: RunModel, learner: LearnerLog, members: list[Stay], as_of: float) -> str:
     """What it does now: as the syncer sees it, and its own tape where that knows better."""
     if run.finished:
         return "finished"
@@ -321,7 +319,7 @@ def _learner_state(
     return state
 
 
-def _state_told(learner: LearnerLog, members: list[MemberLog], as_of: float) -> str:
+def _state_told(learner: LearnerLog, members: list[Stay], as_of: float) -> str:
     if learner.process in ("restarting", "finished"):
         return learner.process
     if not members and learner.left:
@@ -351,7 +349,7 @@ def _steps(learner: LearnerLog, as_of: float) -> bool:
     return as_of - learner.stepped_at <= LEASE_SECONDS
 
 
-def _versions_behind(members: list[tuple[ShardLog, MemberLog]]) -> int:
+def _versions_behind(members: list[tuple[ShardLog, Stay]]) -> int:
     return sum(
         member.held.get(fragment) != version
         for shard, member in members

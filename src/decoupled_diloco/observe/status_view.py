@@ -94,7 +94,6 @@ def _dim(lines: Iterable[str]) -> list[Text]:
 
 
 def headline(status: RunStatus) -> str:
-    """What is going on, in one sentence."""
     silent = format_duration(status.silent_seconds)
     match status.phase:
         case "finished" if status.virtual:
@@ -294,7 +293,6 @@ def _open_lines(status: RunStatus) -> list[str]:
 
 
 def open_line(round: OpenRound) -> str:
-    """What an open round waits for."""
     step = "" if round.step is None else f", step {round.step}"
     names = ", ".join(round.learners) or "no learner"
     awaited = {

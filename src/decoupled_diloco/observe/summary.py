@@ -77,7 +77,6 @@ class Total:
 
 
 def totals(run: RunModel) -> list[Total]:
-    """Everything that is one number a run."""
     account, tokens, span = run.account, run.account.tokens, run.training_span
     whole, given_up = "{:.0f}".format, f"{run.rounds_abandoned} given up"
     rate = ""
