@@ -25,7 +25,7 @@ def is_learner(who: str) -> bool:
 
 
 class Acting:
-    """Follows who acts for each shard, record by record."""
+    """Follows which process acts for each shard, record by record."""
 
     def __init__(self) -> None:
         self._process: dict[str, str] = {}

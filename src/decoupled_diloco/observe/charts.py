@@ -219,12 +219,7 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Markup:
-    """A bar as wide as its place, cut by shares.
-
-    Args:
-        parts: Class, share between 0 and 1, and a title, from the left.
-        label: What it shows, in a sentence.
-    """
+    """A bar as wide as its place, cut by shares: each has class, share (0 to 1) and title."""
     rect = Markup('<rect x="{:.2f}" width="{:.2f}" height="10" class="{}"><title>{}</title></rect>')
     at, rects = 0.0, Markup("")
     for css, share, title in parts:

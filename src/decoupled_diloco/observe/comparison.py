@@ -28,15 +28,7 @@ class Side:
 
 
 def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunModel, RunModel]:
-    """Writes two runs side by side.
-
-    Args:
-        first: The run folder, tape folder or tape file that is compared with.
-        second: The one that is compared.
-        out_html: The page.
-
-    Returns:
-        Both runs.
+    """Writes two runs side by side, from their run folders, tape folders or tape files.
 
     Raises:
         StorageError: A tape is missing, unreadable or of a newer schema, or the page cannot be

@@ -43,7 +43,7 @@ class LeasedSpan:
 
 @dataclass(slots=True)
 class PartAccount:
-    """One part in one pass: who trained it, in order, and where it stands."""
+    """One part in one pass: which learners trained it, in order, and where it stands."""
 
     part: int
     spans: list[LeasedSpan] = field(default_factory=list)

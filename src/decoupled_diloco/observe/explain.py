@@ -28,15 +28,7 @@ _ANSWERS = {
 
 
 def explain_round(run: RunModel, number: int, shard: int | None = None) -> list[str]:
-    """What happened in a round, and why.
-
-    Args:
-        run: What is known of the run.
-        number: The round's number; every shard counts its own.
-        shard: Of this shard only; default: of all.
-
-    Returns:
-        Paragraphs and bullets.
+    """What happened in a round of one shard or, as each counts its own, of all; and why.
 
     Raises:
         ConfigError: There is no such round; the message says which there are.
@@ -102,7 +94,7 @@ class _Round:
 
     def told(self) -> list[str]:
         result = self.round.result
-        lines = [self._title(), "", self._opening() + ".", "", "Who took part:"]
+        lines = [self._title(), "", self._opening() + ".", "", "What each learner did:"]
         answers = self._asked_so_far() if result is None else self._participants(result)
         lines += [f"{BULLET}{text}." for text in (*answers, *self._others())] or ["- no learner"]
         if result is None:
@@ -261,7 +253,7 @@ class _Round:
     def _grace(self, result: RoundFinished) -> str:
         opened, options = self.round.opened, self.options
         if opened is not None and opened.closing:
-            return "A closing round has no grace window: it asks everyone and waits for them."
+            return "A closing round has no grace window: it asks all learners and waits for them."
         averages = (
             result.quorum_average_seconds,
             result.merge_average_seconds,
@@ -314,7 +306,7 @@ class _Round:
         if round.held_at:
             held = sorted((at - round.finished_at, name) for name, at in round.held_at.items())
             told = [f"{name} {after(max(0.0, seconds))}" for seconds, name in held]
-            parts.append(f"who held the new copy: {', '.join(told)}")
+            parts.append(f"the new copy was held by {', '.join(told)}")
         return f"From the opening on: {'; '.join(parts)}." if parts else "No body came."
 
     def _outcome(self, result: RoundFinished) -> str:
@@ -340,7 +332,8 @@ class _Round:
             for name, asks in round.asks.items()
             if asks[-1].name not in round.folds and name not in round.fallen
         ]
-        text = f"It has been open for {age} and waits for {listing(waiting)}."
+        awaited = listing(waiting) if waiting else "its quorum or the end of its grace window"
+        text = f"It has been open for {age} and waits for {awaited}."
         if round.opened is not None:
             text += f" Its grace window is {format_duration(round.opened.grace_seconds)}."
         return text

@@ -48,12 +48,7 @@ _REASONS = {
 
 
 def explain_learner(run: RunModel, name: str, *, live: bool = False) -> list[str]:
-    """What a learner did.
-
-    Args:
-        run: What is known of the run.
-        name: The learner.
-        live: The source is a running syncer, which does not have the learners' tapes.
+    """What a learner did; a syncer that is ``live`` does not have the learners' tapes.
 
     Raises:
         ConfigError: There is no such learner; the message names those there are.

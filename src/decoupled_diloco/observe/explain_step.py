@@ -1,4 +1,4 @@
-"""What happened at one global step, in words: what set the clock, who reported, what was due."""
+"""What happened at one global step, in words: what set the clock, which reports, what was due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The charts of a report: losses, who did what when, who took part, how rounds went."""
+"""The charts of a report: losses, participation, how rounds went."""
 
 from __future__ import annotations
 
@@ -110,12 +110,7 @@ def _widest(places: Iterable[LossAxis]) -> LossAxis:
 
 
 def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart | None:
-    """Losses of global weights on held-out data, of one run or several; ``None``: there are none.
-
-    Args:
-        runs: Name and run; the first is drawn in the colour of letters.
-        over: What they are drawn over.
-    """
+    """Losses of global weights on held-out data, of one run or two; ``None``: there are none."""
     lines = []
     for name, run in runs:
         place = place_over(run, over)
@@ -155,11 +150,7 @@ def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart 
 def _label_ends(
     canvas: Canvas, ends: Sequence[tuple[float, float, str, str]], bottom: float
 ) -> None:
-    """Writes at a line's end, or at those of two lines, where it ends: in its colour, above it.
-
-    Of two, the lower one is written below its own line, so that neither is on the other; where
-    there is no room, at the bottom, one stands above the other.
-    """
+    """Writes above a line's end where it ends; of two, below the lower one if there is room."""
     ordered = sorted(ends, key=lambda end: end[1])
     lowest = ordered[-1][1]
     below = lowest + 18 if lowest + 22 <= bottom else lowest - 9

@@ -50,7 +50,7 @@ def save_png(run: RunModel, path: str | Path) -> None:
             (),
         ),
         ("Training loss of each learner", figures.learner_losses_chart(run, "time"), names),
-        ("Who did what, when", timeline_chart(run), (*TIMELINE_KEYS, *MARKS.items())),
+        ("What every process did, and when", timeline_chart(run), (*TIMELINE_KEYS, *MARKS.items())),
     ]
     save_charts([(title, chart, keys) for title, chart, keys in plots if chart is not None], path)
 

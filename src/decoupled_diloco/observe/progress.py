@@ -44,8 +44,8 @@ class ProgressDisplay:
 
     Args:
         source: A run's folder, whose tape need not exist yet; or a run that is followed.
-        budget_steps: The run ends at this global step; ``None``: no limit.
-        budget_tokens: The run ends after this many tokens; ``None``: no limit.
+        budget_steps: The run ends at this global step, or after ``budget_tokens``; ``None``: no
+            limit.
         console: Where to show it; a `SteadyConsole` on standard output by default.
         clock: Seconds, for the distance of plain lines.
         virtual: The run is simulated: its time is not the user's.

@@ -59,13 +59,7 @@ def write_report(
 
 
 def render_report(run: RunModel, settings: str | None = None) -> str:
-    """The page as text.
-
-    Args:
-        run: The run.
-        settings: Its resolved configuration, to be shown as it is; ``None``: what the start
-            records say.
-    """
+    """The page as text; without ``settings``, a configuration, what the start records say of it."""
     name = str(run.settings_of("run").get("name") or "")
     told = [f"{key} = {json.dumps(value)}" for key, value in flattened(run.settings)]
     runs = [("", run)]

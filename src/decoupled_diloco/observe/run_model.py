@@ -10,6 +10,7 @@ tapes, where they are at hand, add what only they know.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,13 +20,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from decoupled_diloco.errors import ProtocolError, StorageError
+from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.observe import learner_fold, samples
 from decoupled_diloco.observe.absences import find_absences
 from decoupled_diloco.observe.accounts import RunAccount, account_for
 from decoupled_diloco.observe.acting import Acting, is_learner, is_shard
 from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
-from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.reader import TapeReader, check_readable
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_data import (
     TOOK_PART,
@@ -69,12 +70,7 @@ class Listener(Protocol):
 
 
 class RunModel:
-    """Everything that is known of a run as of its latest record.
-
-    Args:
-        keep: What to remember.
-        listener: Told of each record.
-    """
+    """Everything that is known of a run as of its latest record."""
 
     def __init__(self, keep: Keep = "now", listener: Listener | None = None) -> None:
         self.keep = keep
@@ -392,7 +388,7 @@ class RunModel:
             case samples.SampleGenerated(text):
                 self.sample_text = text
             case samples.CorpusDescribed(description):
-                self.corpus = self._corpus(description)
+                self._corpus_described(description)
 
     def _evaluated(self, value: samples.Evaluated) -> None:
         loss = None if value.loss is None or abs(value.loss) > LOSS_MAX else value.loss
@@ -406,15 +402,13 @@ class RunModel:
         )
         self.remark("", f"evaluation at step {value.global_step}: {told}")
 
-    def _corpus(self, description: str) -> dict[str, Any] | None:
-        try:
+    def _corpus_described(self, description: str) -> None:
+        corpus: Any = None
+        with contextlib.suppress(ValueError):
             corpus = json.loads(description)
-        except ValueError:
-            corpus = None
-        if not isinstance(corpus, dict):
+        self.corpus = corpus if isinstance(corpus, dict) else None
+        if self.corpus is None:
             self.problems.append("the description of the corpus is no JSON object")
-            return None
-        return corpus
 
     def _told_to_end(self, names: tuple[str, ...]) -> None:
         for name in names:
@@ -478,18 +472,13 @@ class RunModel:
 def read_run(path: str | Path, keep: Keep = "run") -> RunModel:
     """What happened in a run, from its run folder, its tape folder or a single tape file.
 
-    What could not be read of the tape is in the model's ``problems``.
-
     Raises:
         StorageError: There is no tape, or it is of a newer schema.
     """
     reader = TapeReader(path)
     model = run_of(reader, keep)
-    if reader.problems and not model.records:
-        raise StorageError(
-            f"{path} is no event tape: none of its lines can be read, the first one: "
-            f"{reader.problems[0]}"
-        )
+    if not model.records:
+        check_readable(path, reader.problems)
     more = len(reader.problems) - PROBLEMS_MAX
     torn = [f"… and {more} more lines."] if more > 0 else []
     model.problems[:0] = [*reader.problems[:PROBLEMS_MAX], *torn]

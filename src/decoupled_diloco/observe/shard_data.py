@@ -79,7 +79,7 @@ class RoundLog:
 
     @property
     def fate(self) -> Literal["merged", "abandoned", "idle"]:
-        """How it ended: one in which nobody had anything new, as at the end, is not given up."""
+        """How it ended; if no learner had anything new, as at the end, it is not given up."""
         if self.merged:
             return "merged"
         return "abandoned" if self.outcome.given_up else "idle"

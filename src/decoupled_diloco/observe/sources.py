@@ -20,7 +20,13 @@ from decoupled_diloco.errors import (
     StorageError,
     TransportError,
 )
-from decoupled_diloco.observe.reader import Follower, read_on_order, tape_files
+from decoupled_diloco.observe.reader import (
+    Follower,
+    check_name,
+    check_readable,
+    read_on_order,
+    tape_files,
+)
 from decoupled_diloco.observe.records import FOLDER_NAME, Parser, Record
 from decoupled_diloco.transport.documents import fetch, read_object
 
@@ -68,12 +74,12 @@ def open_source(text: str, token: str | None = None, *, detail: bool = False) ->
 
     Args:
         text: A run folder, tape folder or tape file; or one or several addresses of a running
-            syncer, ``http://host:port``, separated by commas.
+            syncer, ``http://host:port``, separated by commas; every shard knows the others.
         token: The run's secret, for a syncer.
         detail: Have a syncer tell every step report.
 
     Raises:
-        StorageError: There is nothing at that path.
+        Error: There is nothing at that path, or it is no run.
     """
     if text.startswith(("http://", "https://")):
         parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -83,11 +89,7 @@ def open_source(text: str, token: str | None = None, *, detail: bool = False) ->
 
 
 class FolderSource:
-    """A run folder, a tape folder or a tape file on this machine.
-
-    Raises:
-        StorageError: There is nothing at that path, or it is no run.
-    """
+    """A run folder, a tape folder or a tape file on this machine."""
 
     live = False
 
@@ -111,8 +113,7 @@ class FolderSource:
                 f"{path} is no run folder: it holds neither a tape nor run.toml; give the folder "
                 "that the run's configuration names"
             )
-        if path.is_file() and path.suffix != ".jsonl":
-            raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
+        check_name(path)
         return Follower(path)
 
     def poll(self) -> list[Record]:
@@ -122,11 +123,8 @@ class FolderSource:
             self._records = 0
         records = self._follower.poll()
         self._records += len(records)
-        if not self._records and self._follower.problems:
-            raise StorageError(
-                f"{self.path} is no event tape: none of its lines can be read, the first one: "
-                f"{self._follower.problems[0]}"
-            )
+        if not self._records:
+            check_readable(self.path, self._follower.problems)
         return records
 
     def now(self) -> float:
@@ -137,13 +135,7 @@ class FolderSource:
 
 
 class SyncerSource:
-    """The shards of a running syncer, which tell what is on their tapes.
-
-    Args:
-        addresses: One or several shards; every shard knows where the others are.
-        token: The run's secret; ``None``: it has none.
-        detail: Ask for every step report.
-    """
+    """The shards of a running syncer, which tell what is on their tapes."""
 
     live = True
 

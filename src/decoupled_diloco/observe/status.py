@@ -166,8 +166,8 @@ def status_of(
         now: Wall-clock seconds. A run that nothing has been heard of for longer than a lease is
             looked at as it was at its latest record.
         problems: What could not be read or reached, one sentence each.
-        account: What became of all tokens, where a whole tape is at hand. Without it only those
-            count that learners have told to be overwritten: a lower bound.
+        account: Where a whole tape is at hand. Without it only those tokens are discarded that
+            learners have told to be overwritten: a lower bound.
         budget: Steps and tokens that end the run; default: as its settings say.
     """
     if account is not None and run.learners.keys() - account.learners.keys():

@@ -43,12 +43,9 @@ _SHARDS_TRAINING = ("syncer", "state", "clock", "merged", "given up", "open", "g
 
 
 def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None) -> RenderableType:
-    """The whole picture.
+    """The whole picture, for a terminal of so many columns and lines; ``rows=None``: no limit.
 
-    Args:
-        status: The run.
-        width: Columns of the terminal: a narrow one gets fewer columns.
-        rows: Lines of the terminal: learners that do not fit are summed up; ``None``: no limit.
+    A narrow terminal gets fewer columns; learners that do not fit a low one are summed up.
     """
     parts: list[RenderableType] = [*_head(status, width), *_totals(status, width)]
     shards = len(status.shards) + HEADER_LINES if status.shards else 0
@@ -72,12 +69,7 @@ def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None
 
 
 def render_training(status: RunStatus, left: str) -> RenderableType:
-    """What `ddiloco train` shows below its lines; fits 80 columns.
-
-    Args:
-        status: The run.
-        left: How long it will take, in words.
-    """
+    """What `ddiloco train` shows below its lines; fits 80 columns. ``left``: for how long yet."""
     parts: list[RenderableType] = [Text(""), _budget_bar(status, 80, left)]
     if status.learners:
         parts += [Text(""), _learner_table(status, _LEARNERS_TRAINING, LEARNERS_MAX)]

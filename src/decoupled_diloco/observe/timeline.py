@@ -73,7 +73,9 @@ def timeline_chart(run: RunModel) -> Chart | None:
 
     told = f"{len(run.trained)} learners and {len(run.shards)} shards"
     faults = f"{len(run.outages)} outages" if run.outages else "no outage"
-    label = f"Who did what, when: {told} over {format_duration(run.duration)}, {faults}."
+    label = (
+        f"What every process did, and when: {told} over {format_duration(run.duration)}, {faults}."
+    )
     return Chart(label, lambda _: bottom + 38, draw)
 
 

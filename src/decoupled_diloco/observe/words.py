@@ -39,10 +39,10 @@ def listing(items: Sequence[str]) -> str:
     """Items in a sentence.
 
     >>> listing(["a", "b", "c"]), listing(["a"]), listing([])
-    ('a, b and c', 'a', 'nobody')
+    ('a, b and c', 'a', 'none')
     """
     if not items:
-        return "nobody"
+        return "none"
     if len(items) == 1:
         return items[0]
     return f"{', '.join(items[:-1])} and {items[-1]}"

@@ -52,9 +52,7 @@ class TapeWriter:
         who: Name of the process.
         header: JSON values to keep in the start record, for example what a replay needs.
         clock: The clock of the instants that `event` and the others are given; default: this
-            process's.
-        wall: Seconds since the Unix epoch; default: as this process has them.
-        pid: Number of the process; default: this one's.
+            process's. So for ``wall``, seconds since the Unix epoch, and ``pid``.
         on_failure: Told of the tape's end instead of an error being raised.
 
     Raises:

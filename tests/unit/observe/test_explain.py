@@ -55,7 +55,7 @@ def line_about(lines, name):
 
 def line_of(lines, data, participant):
     """The line about one contribution; a learner may have several in a round."""
-    told = lines[lines.index("Who took part:") + 1 :]
+    told = lines[lines.index("What each learner did:") + 1 :]
     line = told[data["participants"].index(participant)]
     assert line.startswith(f"- {participant['learner']}:")
     return line
