@@ -140,6 +140,6 @@ def name_today(name: str) -> str:
     for kind, words in _OF_1.items():
         if name in words:
             return words[name][0]
-        if name != "Recovered":
-            name = _NAMES_OF_1[kind].get(name, name)
+        if name in _NAMES_OF_1[kind] and name != "Recovered":
+            return _NAMES_OF_1[kind][name]
     return name

@@ -42,12 +42,10 @@ class Source(Protocol):
     """A run that can be read.
 
     Attributes:
-        name: How to call it.
         live: It is a running syncer, so what only learners' tapes tell is not known.
         generation: Raised when another run has taken the place: all is read anew.
     """
 
-    name: str
     live: bool
     generation: int
 
@@ -94,7 +92,6 @@ class FolderSource:
     live = False
 
     def __init__(self, path: Path) -> None:
-        self.name = str(path)
         self.path = path
         self.generation = 0
         self._records = 0
@@ -142,7 +139,6 @@ class SyncerSource:
     def __init__(
         self, addresses: tuple[str, ...], token: str | None, *, detail: bool = False
     ) -> None:
-        self.name = ", ".join(addresses)
         self.generation = 0
         self._addresses, self._token = addresses, token
         self._detail = "1" if detail else "0"

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decoupled_diloco.observe.status import LearnerStatus, OpenRound, RunStatus, ShardStatus
+from decoupled_diloco.observe.terminal import plain_table
 from decoupled_diloco.observe.words import ABSENT, clock_face, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
@@ -298,15 +299,7 @@ def open_line(round: OpenRound) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[dict[str, str | Text]]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="left" if index < 2 else "right",
-            vertical="bottom",
-            no_wrap=True,
-            min_width=len(max(column.split("\n"), key=len)),
-        )
+    table = plain_table(*columns, gap=1, left=columns[:2], wrap=False)
     for cells in rows:
         shown = (cells[column.replace("\n", " ")] for column in columns)
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in shown))

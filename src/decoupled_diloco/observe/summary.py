@@ -14,7 +14,7 @@ from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount
 from decoupled_diloco.observe.run_data import CutOff, LearnerLog, Outage
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import ShardLog
-from decoupled_diloco.observe.terminal import SteadyConsole, named_values
+from decoupled_diloco.observe.terminal import SteadyConsole, named_values, plain_table
 from decoupled_diloco.observe.words import ABSENT, many, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
@@ -251,10 +251,8 @@ def _seconds(value: float | None) -> str:
 
 def _table(title: str, rows: list[list[str]]) -> Table:
     """Headers are broken at spaces, so that the table fits 80 columns."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for index, name in enumerate(rows[0]):
-        header = name.replace(" ", "\n") or title
-        table.add_column(header, justify="right" if index else "left", vertical="bottom")
+    header = [name.replace(" ", "\n") or title for name in rows[0]]
+    table = plain_table(*header, left=header[:1])
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     return table
