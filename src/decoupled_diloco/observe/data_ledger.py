@@ -77,8 +77,7 @@ class DataAccount:
     """A run's data: every part of every pass, what was repeated, and what is wrong."""
 
     parts: int = 0  # virtual parts of the data; 0: no learner has asked for any
-    turns: dict[int, dict[int, PartAccount]] = field(default_factory=dict)
-    """For each pass, its parts that were ever leased, by number."""
+    turns: dict[int, dict[int, PartAccount]] = field(default_factory=dict)  # by pass and part
     repeats: list[Repeat] = field(default_factory=list)  # what was trained more than once
     undone: int = 0  # entries that count no longer: the run went back to an earlier state
     problems: list[str] = field(default_factory=list)  # what must not be, in words

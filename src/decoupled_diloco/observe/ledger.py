@@ -62,14 +62,11 @@ class Ledger:
     """Fragment tokens of one life."""
 
     trained: int = 0  # tokens of its steps: each counts once for every fragment
-    merged: int = 0
-    """What merged copies contain that it took, of its own training and of an earlier one."""
+    merged: int = 0  # in merged copies that it took, of its own training and of an earlier one
     in_flight: int = 0  # trained between a snapshot and the merged copy that overwrote it
     missed: int = 0  # overwritten by a version that it had no part in
-    given_up: list[GivenUpTokens] = field(default_factory=list)
-    """What was sent and is no longer in the parameters, its outcome not known then."""
-    brought: dict[int, int] = field(default_factory=dict)
-    """By fragment, how much of what is merged was an earlier life's."""
+    given_up: list[GivenUpTokens] = field(default_factory=list)  # its outcome was not known then
+    brought: dict[int, int] = field(default_factory=dict)  # of what is merged, an earlier life's
     _carried: dict[int, int] = field(default_factory=dict)
     _since: dict[int, int] = field(default_factory=dict)
     _sent: dict[int, tuple[Name, int]] = field(default_factory=dict)

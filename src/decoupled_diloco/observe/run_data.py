@@ -183,15 +183,12 @@ class ProcessLife:
     ended_at: float | None = None
     crashed: bool = False  # it ended otherwise than at the end of the run or on purpose
     step_tokens: list[int] = field(default_factory=list)  # of each of ``steps_at``
-    holds: list[tuple[float, float]] = field(default_factory=list)
-    """From ``Hold`` to ``Release`` (infinity: never), in synchronous baselines."""
+    holds: list[tuple[float, float]] = field(default_factory=list)  # ``Hold`` to ``Release``
     ledger: Ledger = field(default_factory=Ledger)  # what became of its tokens
     steps: int = 0  # as far as its own tape tells; ``tokens`` likewise
     tokens: int = 0
     told: tuple[int, int] = (0, 0)  # the most steps and tokens that a shard heard of
-    overwritten: int | None = None
-    """Of a life that only the shards tell of, the fragment tokens that merged fragments have
-    overwritten; ``None``: ``ledger`` knows more."""
+    overwritten: int | None = None  # fragment tokens, as shards tell; None: ``ledger`` knows more
 
     @property
     def began_at(self) -> float:
@@ -215,12 +212,9 @@ class LearnerLog:
     """One learner, over all shards and lives."""
 
     name: str
-    lives: list[ProcessLife] = field(default_factory=list)
-    """Of its own tape; as the shards heard of them where that is elsewhere."""
+    lives: list[ProcessLife] = field(default_factory=list)  # of its own tape, if that is here
     epoch: int = 0  # its newest life, counted by the coordinator
-    process: str = ""
-    """What the launcher and its own tape say of its process: ``""`` (nothing), ``joining``,
-    ``training``, ``restarting``, ``down``, ``finished``."""
+    process: str = ""  # "" (not known), joining, training, restarting, down, finished
     has_tape: bool = False
     down_at: float | None = None  # when its process ended, until it is back
     left: str = ""  # what its newest life said when it left on purpose
@@ -237,24 +231,19 @@ class LearnerLog:
     loss: float | None = None
     losses: list[LossPoint] = field(default_factory=list)
     losses_not_finite: int = 0
-    discarded: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Fragment-tokens discarded, by mode and reason, from its own tape."""
+    discarded: Counter[tuple[str, str]] = field(default_factory=Counter)  # by mode and reason
     bytes_up: int = 0
     recoveries: list[Recovered] = field(default_factory=list)
-    """How each of its processes came by its state, from its own tape."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    """How many merged rounds it was in, or why not; of the last ones, ``recent``."""
+    reasons: Counter[str] = field(default_factory=Counter)  # rounds it was in, or why not
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
     accepted_at: float | None = None
     accepted_step: int | None = None
     accepted: dict[str, int] = field(default_factory=dict)
     """For each shard, how many rounds it had merged when this learner was last in one."""
-    evictions: list[tuple[float, str, str]] = field(default_factory=list)
-    """When which shard no longer counted on it, and why: of a whole tape."""
+    evictions: list[tuple[float, str, str]] = field(default_factory=list)  # when, which shard, why
     outages: list[Outage] = field(default_factory=list)
     cuts: list[CutOff] = field(default_factory=list)
-    disturbed: list[tuple[float, float]] = field(default_factory=list)
-    """From when to when a fault on purpose kept it from stepping."""
+    disturbed: list[tuple[float, float]] = field(default_factory=list)  # by faults on purpose
 
     @property
     def afar(self) -> bool:

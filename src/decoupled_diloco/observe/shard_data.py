@@ -38,11 +38,9 @@ class RoundLog:
     fragment: int
     opened_at: float
     opened: RoundOpened | None = None  # None on tapes from before shards told
-    asks: dict[str, list[Asked]] = field(default_factory=dict)
-    """The pulls of each learner, in order; a learner that connected anew is asked again."""
+    asks: dict[str, list[Asked]] = field(default_factory=dict)  # one that came back: once more
     folds: dict[Asking, tuple[float, Fold]] = field(default_factory=dict)  # in fold order
-    fallen: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Learners that were given up before the end, when and why."""
+    fallen: dict[str, tuple[float, str]] = field(default_factory=dict)  # given up: when and why
     merging_at: float | None = None  # when everything was in and the merge began
     finished_at: float = math.inf  # infinity: it is not over
     result: RoundFinished | None = None
@@ -153,15 +151,14 @@ class ShardLog:
     merged: int = 0
     abandoned: int = 0
     members: dict[str, Stay] = field(default_factory=dict)
-    stays: list[Stay] = field(default_factory=list)
-    """Of all that ever were members; of the present state those since the oldest open round."""
+    departed: list[Stay] = field(default_factory=list)  # since the oldest open round began
+    stays: list[Stay] = field(default_factory=list)  # all that ever were, of a whole tape
     versions: dict[int, Version] = field(default_factory=dict)
     open: dict[int, RoundLog] = field(default_factory=dict)
     rounds: list[RoundLog] = field(default_factory=list)  # those that are over
     lost: list[RoundLog] = field(default_factory=list)  # that were open when its process ended
     ticks: list[TickLog] = field(default_factory=list)
-    reports: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """For each learner the run steps that it reported, and when."""
+    reports: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # run step and when
     moved: tuple[int, list[tuple[str, int, int]]] = field(default_factory=lambda: (-1, []))
     """Whose run steps the latest reports moved, from where to where; before it, the number of the
     record that told them."""
@@ -169,8 +166,7 @@ class ShardLog:
     paths: dict[str, tuple[int, str]] = field(default_factory=dict)
     folds: dict[int, dict[Asking, tuple[float, Fold]]] = field(default_factory=dict)
     """By fragment, what was folded for its next version."""
-    greeting: tuple[int, Hello] | None = None
-    """The latest connection that was greeted, accepted or refused at once."""
+    greeting: tuple[int, Hello] | None = None  # the latest connection, accepted or refused at once
     outages: list[Outage] = field(default_factory=list)
 
     @property

@@ -140,7 +140,8 @@ class ShardFold:
             member = None
         if member is None:
             member = shard.members[name] = Stay(name, epoch, at, accept.why)
-            shard.stays.append(member)
+            if self._run.whole:
+                shard.stays.append(member)
         learner = self._run.learner(name)
         if epoch > learner.epoch:
             learner.epoch, learner.left = epoch, ""
@@ -185,9 +186,8 @@ class ShardFold:
 
     def _leave(self, member: Stay, reason: str) -> None:
         shard, member.until, member.reason = self._shard, self._run.at, reason
-        if not self._run.whole:
-            oldest = min((r.opened_at for r in shard.open.values()), default=self._run.at)
-            shard.stays = [stay for stay in shard.stays if stay.until >= oldest]
+        oldest = min((round.opened_at for round in shard.open.values()), default=member.until)
+        shard.departed = [*(s for s in shard.departed if s.until >= oldest), member]
 
     def _seen(self, name: str) -> None:
         learner = self._run.learner(name)
@@ -342,7 +342,8 @@ class ShardFold:
         """Notes the learners that were live when its window closed."""
         shard, closed_at = self._shard, round.closed_at
         until = round.finished_at if closed_at is None else closed_at + INSTANT_SECONDS
-        there = [stay for stay in shard.stays if stay.since <= until < stay.until]
+        known = (*shard.departed, *shard.members.values())
+        there = [stay for stay in known if stay.since <= until < stay.until]
         heard = [stay.connected or not math.isinf(stay.until) for stay in there]
         round.live = {s.learner: s.reported_at for s in compress(there, heard)}
         round.unreachable = tuple(s.learner for s in there if s.learner not in round.live)

@@ -47,8 +47,7 @@ class LearnerStatus:
     steps: int  # own inner steps of all lives; tokens likewise
     tokens: int
     tokens_per_second: float | None  # of the last seconds; None while it does not step
-    participation: float | None
-    """Share of the run's merged rounds that it was in; ``None`` before the first."""
+    participation: float | None  # share of the merged rounds that it was in
     participation_recent: float | None  # the same of the last 50 merged rounds
     reasons_recent: dict[str, int]  # how many of those it was in, or why it was not in them
     rounds_behind: int | None  # merged since the last one that it was in, all shards together
@@ -128,9 +127,7 @@ class RunStatus:
     left_by: str  # which budget ends it: "steps" or "tokens"
     rounds_merged: int
     rounds_abandoned: int
-    bytes_up: int | None
-    """What the syncer has received, bodies and messages, also an evaluator's; ``None``: not known
-    yet."""
+    bytes_up: int | None  # received by the syncer, also an evaluator's; None: not known yet
     bytes_down: int | None
     bytes_of: str  # which side has counted these bytes: "syncer", or "learners"
     discarded_tokens: float
@@ -140,8 +137,7 @@ class RunStatus:
     learners: tuple[LearnerStatus, ...]
     shards: tuple[ShardStatus, ...]
     cut: CutStatus | None  # the last complete one
-    remarks: tuple[tuple[float, str], ...]
-    """The last things worth a line, each with seconds since the run's beginning."""
+    remarks: tuple[tuple[float, str], ...]  # the last ones, with seconds since the beginning
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
