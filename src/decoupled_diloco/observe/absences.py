@@ -66,9 +66,6 @@ def find_absences(run: RunModel) -> None:
         learner.cuts = _cuts(run, learner)
 
 
-# ---- learners whose tapes are elsewhere
-
-
 def _spread_steps(learner: LearnerLog) -> None:
     for life in learner.lives:
         life.steps_at = evenly(life.steps_at)
@@ -96,9 +93,6 @@ def evenly(steps_at: list[float]) -> list[float]:
 
 def _median_gap(steps_at: list[float]) -> float:
     return statistics.median([b - a for a, b in pairwise(steps_at)] or [0.0])
-
-
-# ---- outages
 
 
 def _add_lives_without_records(run: RunModel) -> None:
@@ -180,9 +174,6 @@ def _lost_by_others(run: RunModel, who: str, begin: float, end: float) -> dict[s
             for outage in learner.outages
         )
     }
-
-
-# ---- cut off
 
 
 def _cuts(run: RunModel, learner: LearnerLog) -> list[CutOff]:

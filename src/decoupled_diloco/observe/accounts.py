@@ -209,9 +209,6 @@ def account_for(run: RunModel) -> RunAccount:
     )
 
 
-# ---- time
-
-
 def _time(spans: Iterable[Activity], tokens: TokenAccount) -> TimeAccount:
     nano = dict.fromkeys(get_args(Doing), 0)
     for span in spans:
@@ -317,9 +314,6 @@ def _uptime(accounts: Iterable[LearnerAccount], span: tuple[float, float] | None
     return covered / (span[1] - span[0])
 
 
-# ---- tokens
-
-
 def _folded(run: RunModel) -> dict[str, list[Folded]]:
     """What the shards have merged of each learner."""
     found: dict[str, list[Folded]] = {}
@@ -332,13 +326,12 @@ def _folded(run: RunModel) -> dict[str, list[Folded]]:
         later = restored.get(result.fragment, {}).items()
         if any(term > version[0] and counter < version[1] for term, counter in later):
             continue  # lost with the shard, before any learner had taken it
-        for part in result.participants:
-            if part.state == "folded":
-                seconds = part.delivered_seconds
-                arrived_at = r.finished_at if seconds is None else r.opened_at + seconds
-                name = (part.ask.term, part.ask.number)
-                folded = Folded(result.fragment, name, version, part.tokens, arrived_at)
-                found.setdefault(part.learner, []).append(folded)
+        for part in r.folded:
+            seconds = part.delivered_seconds
+            arrived_at = r.finished_at if seconds is None else r.opened_at + seconds
+            name = (part.ask.term, part.ask.number)
+            folded = Folded(result.fragment, name, version, part.tokens, arrived_at)
+            found.setdefault(part.learner, []).append(folded)
     return found
 
 

@@ -13,7 +13,16 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import token_weight
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
-from decoupled_diloco.observe.words import BULLET, after, listing, many, numbers, percent, when
+from decoupled_diloco.observe.words import (
+    BULLET,
+    after,
+    listing,
+    many,
+    numbers,
+    ordinal,
+    percent,
+    when,
+)
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.versions import Asking
@@ -138,8 +147,6 @@ class _Round:
             )
         return text
 
-    # ---- who was in
-
     def _participants(self, result: RoundFinished) -> list[str]:
         weights = token_weights(self.run, self.round)
         total = sum(weights.values())
@@ -155,14 +162,14 @@ class _Round:
         told = after(asked) if asked >= 0 else f"{format_duration(-asked)} before the opening"
         text = f"{participant.learner}: asked {told}{why}"
         if len(asks) > 1:
-            text += f", for the {len(asks)}. time"
+            text += f", for the {ordinal(len(asks))} time"
         if participant.state == "folded":
             return text + self._delivery(participant, share)
         if participant.state == "late":
             text += "; still under way when the round ended: it goes into the fragment's next one"
         else:
             said = _ANSWERS.get(participant.state, participant.state)
-            text += f"; {said}: {participant.reason or 'no why'}"
+            text += f"; {said}: {participant.reason or 'no reason is given'}"
             fallen = round.fallen.get(participant.learner)
             if fallen is not None:
                 ago = format_duration(fallen[0] - round.opened_at)
@@ -239,8 +246,6 @@ class _Round:
         if late is None:
             return text + ", nor any after that on this tape"
         return f"{text}; its next report came {format_duration(late)} too late"
-
-    # ---- why it closed
 
     def _quorum(self, result: RoundFinished) -> str:
         k = "" if self.options is None else f" of K = {self.options.quorum}"
@@ -332,7 +337,7 @@ class _Round:
             for name, asks in round.asks.items()
             if asks[-1].name not in round.folds and name not in round.fallen
         ]
-        awaited = listing(waiting) if waiting else "its quorum or the end of its grace window"
+        awaited = listing(waiting) if waiting else "its quorum or the end of its window"
         text = f"It has been open for {age} and waits for {awaited}."
         if round.opened is not None:
             text += f" Its grace window is {format_duration(round.opened.grace_seconds)}."

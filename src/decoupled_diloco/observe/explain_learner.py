@@ -64,9 +64,6 @@ def explain_learner(run: RunModel, name: str, *, live: bool = False) -> list[str
     return [*lines, "", *_participation(run, learner), "", *_gaps(run, learner)]
 
 
-# ---- lives
-
-
 def _lives(run: RunModel, learner: LearnerLog) -> list[str]:
     lines, by_epoch = [], dict[int, list[Stay]]()
     for stay in _stays(run, learner.name):
@@ -117,9 +114,6 @@ def _stays(run: RunModel, name: str) -> list[Stay]:
     return [stay for shard in run.shards.values() for stay in shard.stays if stay.learner == name]
 
 
-# ---- time and tokens
-
-
 def _time_and_tokens(run: RunModel, learner: LearnerLog, live: bool) -> list[str]:
     account = None if live else run.account.learners.get(learner.name)
     if account is None:
@@ -155,9 +149,6 @@ def _shares(parts: Iterable[tuple[str, str, float]]) -> list[str]:
     ]
 
 
-# ---- participation
-
-
 def _participation(run: RunModel, learner: LearnerLog) -> list[str]:
     merged = run.rounds_merged
     if not merged:
@@ -183,9 +174,6 @@ def _example(run: RunModel, name: str, reason: str) -> str:
         return ""
     last = max(found, key=lambda round: round.opened_at)
     return f" (last: round {last.number} of {last.shard})"
-
-
-# ---- gaps
 
 
 def _gaps(run: RunModel, learner: LearnerLog) -> list[str]:

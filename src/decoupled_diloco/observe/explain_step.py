@@ -6,7 +6,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.explain import name_of, options_in, shards_of
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog, TickLog
-from decoupled_diloco.observe.words import BULLET, listing, many, when
+from decoupled_diloco.observe.words import BULLET, listing, many, ordinal, when
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.units import format_duration
 
@@ -50,7 +50,7 @@ def _ticks(shard: ShardLog, step: int) -> list[TickLog]:
 
 def _clock(shard: ShardLog, tick: TickLog, step: int, options: Options | None) -> str:
     text = (
-        f"{name_of(shard, tick.life)}: its clock came to step {step} {when(tick.at)} into the run"
+        f"{name_of(shard, tick.life)}: its clock came to step {step}, {when(tick.at)} into the run"
     )
     if tick.before is None and tick.clock > step:
         text += f", or before: it was at {tick.clock} when it was first heard of in this life"
@@ -61,7 +61,7 @@ def _clock(shard: ShardLog, tick: TickLog, step: int, options: Options | None) -
     text += f", by the report of {tick.setter}"
     if options is None:
         return text + "."
-    kth = "largest" if options.quorum == 1 else f"{options.quorum}. largest"
+    kth = "largest" if options.quorum == 1 else f"{ordinal(options.quorum)} largest"
     sole = " (K = 1)" if options.quorum == 1 else ""
     return f"{text}: the clock is the {kth} run step of the {tick.live} that were live{sole}."
 
@@ -101,6 +101,6 @@ def _round(round: RoundLog) -> str:
         return f"{text}: not over"
     seconds = format_duration(result.finished_seconds)
     if round.merged:
-        folded = [p.learner for p in result.participants if p.state == "folded"]
-        return f"{text}: merged after {seconds} from {listing(folded)}, version {result.version}"
+        learners = listing([participant.learner for participant in round.folded])
+        return f"{text}: merged after {seconds} from {learners}, version {result.version}"
     return f"{text}: given up after {seconds}: {result.reason}"

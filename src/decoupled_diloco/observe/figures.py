@@ -55,9 +55,6 @@ def colors_of(run: RunModel) -> dict[str, str]:
     return {name: f"c{number % COLORS}" for number, name in enumerate(run.trained)}
 
 
-# ---- losses
-
-
 @dataclass(frozen=True, slots=True)
 class LossAxis:
     """Puts an instant and a global step on the axis that a loss is drawn over."""
@@ -261,9 +258,6 @@ def _shade_outages(canvas: Canvas, frame: Frame, run: RunModel) -> None:
         canvas.rect(begin, top, max(1.0, end - begin), bottom - top, "shade", title)
 
 
-# ---- rounds
-
-
 def participation_chart(run: RunModel) -> Chart | None:
     """Which share of each stretch of merged rounds every learner was in; ``None``: no round."""
     rounds = _merged_in_order(run)
@@ -271,7 +265,7 @@ def participation_chart(run: RunModel) -> Chart | None:
     if not rounds or not learners:
         return None
     height = 22.0 if len(learners) <= 16 else 12.0
-    folded = [{p.learner for p in r.outcome.participants if p.state == "folded"} for r in rounds]
+    folded = [{participant.learner for participant in r.folded} for r in rounds]
 
     def draw(canvas: Canvas) -> None:
         letters = 10 if canvas.narrow else 15

@@ -93,7 +93,7 @@ def _keys(keys: Sequence[Key]) -> Canvas:
         else:
             canvas.rect(at, 6, 12, 12, css)
         canvas.text(at + 17, 16, name, "tick")
-        at += 30 + 5.9 * len(name)
+        at += 30 + 6.2 * len(name)
     return canvas
 
 

@@ -140,8 +140,6 @@ class ProgressDisplay:
         silent = self._clock() - self._heard_at
         return silent if silent > SILENT_SECONDS and not self._virtual else 0.0
 
-    # ---- what is shown
-
     def status(self) -> RunStatus:
         return status_of(self.run, self.run.latest, budget=self.budget)
 

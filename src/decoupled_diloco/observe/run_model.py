@@ -231,8 +231,6 @@ class RunModel:
         """
         return self.bytes_of(syncer=bool(self.afar))
 
-    # ---- taking records in
-
     def take_all(self, records: Iterable[Record]) -> None:
         for record in records:
             self.take(record)
@@ -339,8 +337,6 @@ class RunModel:
         tokens = learner.tokens
         self.tokens += tokens - learner.tokens_counted
         learner.tokens_counted = tokens
-
-    # ---- the records of the launcher, and of anybody
 
     def _anybody(self, value: Any) -> None:
         match value:

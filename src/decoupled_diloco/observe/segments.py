@@ -196,9 +196,6 @@ def _folder(tape: Path) -> Path:
     return tape.with_suffix(FOLDER)
 
 
-# ---- writing
-
-
 def open_to_append(tape: Path) -> BinaryIO:
     """Opens the newest text of a tape for a writer; a torn last line is ended first."""
     tape.parent.mkdir(parents=True, exist_ok=True)

@@ -102,12 +102,6 @@ def step_rates(learner: LearnerLog, edges: Sequence[float]) -> list[float]:
     ]
 
 
-def rate_typical(learner: LearnerLog) -> float:
-    """Steps per second by the median step; 0 with fewer than two steps."""
-    median = learner.step_seconds_median
-    return 1.0 / median if median else 0.0
-
-
 def rows_of(rounds: Sequence[RoundLog]) -> list[int]:
     """For each round the first row that is free when it opens.
 

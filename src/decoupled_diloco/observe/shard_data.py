@@ -15,7 +15,7 @@ from decoupled_diloco.observe.run_data import (
     Outage,
     ProcessLife,
 )
-from decoupled_diloco.protocol.effects import Fold, RoundFinished, RoundOpened
+from decoupled_diloco.protocol.effects import Fold, Participant, RoundFinished, RoundOpened
 from decoupled_diloco.protocol.messages import Hello
 from decoupled_diloco.protocol.versions import Asking, Version
 
@@ -81,6 +81,11 @@ class RoundLog:
         if self.merged:
             return "merged"
         return "abandoned" if self.outcome.given_up else "idle"
+
+    @property
+    def folded(self) -> list[Participant]:
+        """The contributions that are in it, once it is over."""
+        return [each for each in self.outcome.participants if each.state == "folded"]
 
     def reason_of(self, learner: str) -> str:
         """`TOOK_PART`, or why a learner was not in it, once it is over."""

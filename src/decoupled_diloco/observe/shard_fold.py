@@ -127,8 +127,6 @@ class ShardFold:
         """A learner that this tape speaks of; it began before what is read of the tape."""
         return self._shard.members.get(name) or Stay(name, 0, self._run.at)
 
-    # ---- learners that come and go
-
     def _accepted(self, accept: do.Accept) -> None:
         shard, name, epoch, at = self._shard, accept.learner, accept.epoch, self._run.at
         if name in self._run.observers:
@@ -192,8 +190,6 @@ class ShardFold:
     def _seen(self, name: str) -> None:
         learner = self._run.learner(name)
         learner.seen_at = max(self._run.at, learner.seen_at or 0.0)
-
-    # ---- steps
 
     def _reported(self, reports: Iterable[tuple[str, say.StepReport]]) -> None:
         """One report or several at once: they move the clock together."""
@@ -280,8 +276,6 @@ class ShardFold:
         """All but the newest, if not all are to be kept."""
         if not self._run.whole:
             del logs[:-ROUNDS_MAX]
-
-    # ---- rounds
 
     def _round_record(self, value: Any) -> None:
         shard, at = self._shard, self._run.at

@@ -262,9 +262,6 @@ def _bytes(run: RunModel) -> tuple[int | None, int | None, str]:
     return None, None, ""
 
 
-# ---- learners
-
-
 def _learner(
     run: RunModel, learner: LearnerLog, as_of: float, going: bool, account: RunAccount | None
 ) -> LearnerStatus:
@@ -351,9 +348,6 @@ def _versions_behind(members: list[tuple[ShardLog, Stay]]) -> int:
         for shard, member in members
         for fragment, version in shard.versions.items()
     )
-
-
-# ---- shards
 
 
 def _shard(run: RunModel, shard: ShardLog, as_of: float) -> ShardStatus:

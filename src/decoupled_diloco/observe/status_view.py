@@ -181,9 +181,6 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
     return [Text(line) for line in lines]
 
 
-# ---- learners
-
-
 def _learner_table(status: RunStatus, columns: Sequence[str], room: int) -> Table:
     """A row for each learner that is there; those that have left are counted."""
     learners = [learner for learner in status.learners if learner.state != "left"]
@@ -239,9 +236,6 @@ def _ago(seconds: float | None) -> str:
     if seconds is None:
         return ABSENT
     return "no" if seconds < 2.5 else format_duration(round(seconds))
-
-
-# ---- shards
 
 
 def _shard_table(status: RunStatus, columns: Sequence[str]) -> Table:

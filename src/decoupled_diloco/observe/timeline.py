@@ -11,7 +11,7 @@ from decoupled_diloco.observe.charts import LETTER, Axis, Canvas, Chart, Point, 
 from decoupled_diloco.observe.figures import LANES_MAX, colors_of
 from decoupled_diloco.observe.run_data import FaultLog, LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
-from decoupled_diloco.observe.shapes import rate_typical, rows_of, step_rates, time_name, time_unit
+from decoupled_diloco.observe.shapes import rows_of, step_rates, time_name, time_unit
 from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.units import format_duration
 
@@ -49,6 +49,7 @@ def timeline_chart(run: RunModel) -> Chart | None:
     lane_height = 28.0 if len(members) <= 24 else 16.0
     colors = colors_of(run)
     names = {member.name for member in members}
+    fastest = max((1 / m for one in learners if (m := one.step_seconds_median)), default=0.0)
     befalls = [fault for fault in run.faults if fault.target not in names]
     first = TOP if befalls else 10.0
     bottom = first + lane_height * len(members)
@@ -59,7 +60,6 @@ def timeline_chart(run: RunModel) -> Chart | None:
         x = Axis(0.0, run.duration or 1.0, left, canvas.width - 12)
         _draw_axis(canvas, x, first, bottom, run)
         _draw_befalls(canvas, x, bottom, befalls)
-        fastest = max(map(rate_typical, learners), default=0.0)
         for number, member in enumerate(members):
             top = first + lane_height * number + 3
             shown = member.name if len(member.name) <= letters else member.name[: letters - 1] + "…"

@@ -74,6 +74,16 @@ def many(count: int, one: str, more: str = "") -> str:
     return f"{count} {one if count == 1 else more or one + 's'}"
 
 
+def ordinal(number: int) -> str:
+    """A place in an order.
+
+    >>> ordinal(2), ordinal(13), ordinal(21)
+    ('2nd', '13th', '21st')
+    """
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
 def after(seconds: float) -> str:
     """A duration after an instant.
 

@@ -52,7 +52,7 @@ class TapeWriter:
         who: Name of the process.
         header: JSON values to keep in the start record, for example what a replay needs.
         clock: The clock of the instants that `event` and the others are given; default: this
-            process's. So for ``wall``, seconds since the Unix epoch, and ``pid``.
+            process's. So for ``wall``, seconds since the Unix epoch.
         on_failure: Told of the tape's end instead of an error being raised.
 
     Raises:
@@ -68,7 +68,6 @@ class TapeWriter:
         clock: Callable[[], float] | None = None,
         wall: Callable[[], float] | None = None,
         on_failure: Callable[[StorageError], None] | None = None,
-        pid: int | None = None,
     ) -> None:
         path = Path(path)
         self.path = path if path.suffix == ".jsonl" else path / f"{who}.jsonl"
@@ -94,7 +93,7 @@ class TapeWriter:
         start = {
             "wall": (wall or here.wall)(),
             "monotonic": now,
-            "pid": here.process_id() if pid is None else pid,
+            "pid": here.process_id(),
             "version": decoupled_diloco.__version__,
             "header": dict(header or {}),
         }
