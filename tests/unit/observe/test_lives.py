@@ -248,6 +248,19 @@ def test_who_closes_a_window_by_leaving_was_not_live_when_it_closed(chronicle):
         assert set(round.live) == {"stays", "later"}
 
 
+def test_a_report_that_came_late_is_told_however_many_rounds_later(chronicle):
+    template = next(r.result for r in chronicle.shards["shard-0"].rounds if r.result.version)
+    shard = Shard()
+    shard.join(0.1, 0, "slow")
+    times = {"closed_seconds": 0.5, "finished_seconds": 0.5}
+    for number in range(1, 21):
+        result = replace(template, round=number, participants=(), **times)
+        shard.tell(float(number), "effect", result)
+    shard.tell(30.0, "event", Received("slow", StepReport(1, 8, 1.0)))
+    told = explain_round(run_of(shard.records), 1)
+    assert any(text.endswith("its next report came 29 s too late.") for text in told)
+
+
 def test_everybody_who_left_during_a_round_was_live_before(chronicle):
     template = next(r.result for r in chronicle.shards["shard-0"].rounds if r.result.version)
     opening = next(r.opened for r in chronicle.shards["shard-0"].rounds)
