@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from decoupled_diloco.observe.run_data import (
     GAP_MEDIANS,
     STEP_FAULTS,
+    TOOK_PART,
     CutOff,
     LearnerLog,
     Outage,
@@ -55,13 +56,14 @@ def find_absences(run: RunModel) -> None:
     for learner in run.learners.values():
         for life in learner.lives:  # what a killed process had not written down yet
             life.ledger.stepped(life.unrecorded[1])
-    for member in run.members:
-        member.outages = [_with_lost_steps(run, outage) for outage in member.outages]
+    if run.training_span is not None:
+        for member in run.members:
+            member.outages = [
+                dataclasses.replace(outage, lost_steps=_lost_steps(run, outage))
+                for outage in member.outages
+            ]
     for learner in run.trained.values():
         learner.cuts = _cuts(run, learner)
-
-
-# ---- learners whose tapes are elsewhere
 
 
 def _spread_steps(learner: LearnerLog) -> None:
@@ -93,9 +95,6 @@ def _median_gap(steps_at: list[float]) -> float:
     return statistics.median([b - a for a, b in pairwise(steps_at)] or [0.0])
 
 
-# ---- outages
-
-
 def _add_lives_without_records(run: RunModel) -> None:
     """A process that was started again, but not in time to write anything."""
     span = run.training_span
@@ -108,29 +107,20 @@ def _add_lives_without_records(run: RunModel) -> None:
 
 
 def _outages(run: RunModel, member: LearnerLog | ShardLog) -> Iterator[Outage]:
-    for index, life in enumerate(member.lives):
-        following = member.lives[index + 1] if index + 1 < len(member.lives) else None
+    for life, following in zip(member.lives, [*member.lives[1:], None], strict=True):
         ending = _ending(run, member.name, life, following)
         life.crashed = ending is not None
         if ending is None:
             life.ended_at = _end_on_purpose(run, member.name, life)
             continue
         life.ended_at, how = ending
-        yield Outage(
-            who=member.name,
-            down_at=life.ended_at,
-            how=how,
-            global_step=run.global_step_by(life.ended_at),
-            restarted_at=following.began_at if following else None,
-            back_at=_back_at(following),
-            lost_steps={},
-        )
-
-
-def _back_at(following: ProcessLife | None) -> float | None:
-    if following is None or following.ready_at is not None or not following.steps_at:
-        return None if following is None else following.ready_at
-    return following.steps_at[0]
+        step = run.global_step_by(life.ended_at)
+        restarted_at = back_at = None
+        if following is not None:
+            restarted_at = following.began_at
+            back_at = min(following.steps_at[:1], default=None)
+            back_at = back_at if following.ready_at is None else following.ready_at
+        yield Outage(member.name, life.ended_at, how, step, restarted_at, back_at, {})
 
 
 def _ending(
@@ -139,7 +129,7 @@ def _ending(
     """When and how a life ended, if it was neither told to nor at the proper end of the run."""
     until = following.began_at if following else run.duration
     if any(life.began_at <= at <= until for at in run.orders.get(name, [])):
-        return None  # only who runs is told to end: it has not crashed before
+        return None  # only what runs is told to end: it has not crashed before
     for at, ended in run.ends.get(name, []):
         if life.started_at <= at <= until:
             proper = following is None and (ended.code == 0 or life.over)
@@ -154,13 +144,10 @@ def _ending(
 
 def _end_on_purpose(run: RunModel, name: str, life: ProcessLife) -> float | None:
     """When a life that was not cut short ended, if that is on the tape."""
-    ends = [at for at, _ in run.ends.get(name, []) if at >= life.started_at]
-    left = [
-        at
-        for at, reason in _evictions(run, name)
-        if at >= life.started_at and reason.startswith("left")
-    ]
-    return min(ends + left, default=life.last_at if life.over else None)
+    ends = [at for at, _ in run.ends.get(name, [])]
+    ends += [at for at, reason in _evictions(run, name) if reason.startswith("left")]
+    since = (at for at in ends if at >= life.started_at)
+    return min(since, default=life.last_at if life.over else None)
 
 
 def _evictions(run: RunModel, name: str) -> list[tuple[float, str]]:
@@ -168,29 +155,25 @@ def _evictions(run: RunModel, name: str) -> list[tuple[float, str]]:
     return [(at, reason) for at, _, reason in learner.evictions] if learner else []
 
 
-def _with_lost_steps(run: RunModel, outage: Outage) -> Outage:
-    """Fills in what the learners that lived through an outage lost meanwhile."""
-    span = run.training_span
-    if span is None:
-        return outage
-    until = span[1] if outage.back_at is None else min(outage.back_at, span[1])
-    lost = {
-        name: learner.lost_steps(outage.down_at, until)
+def _lost_steps(run: RunModel, outage: Outage) -> dict[str, int]:
+    """What the learners that lived through an outage lost meanwhile."""
+    assert run.training_span is not None
+    end = run.training_span[1]
+    until = end if outage.back_at is None else min(outage.back_at, end)
+    return _lost_by_others(run, outage.who, outage.down_at, until)
+
+
+def _lost_by_others(run: RunModel, who: str, begin: float, end: float) -> dict[str, int]:
+    """Lost steps of all other learners, but of those whose gaps have another cause: an outage."""
+    return {
+        name: learner.lost_steps(begin, end)
         for name, learner in run.trained.items()
-        if name != outage.who and not _was_away(learner, outage.down_at, until)
+        if name != who
+        and not any(
+            outage.down_at < end and (outage.back_at is None or outage.back_at > begin)
+            for outage in learner.outages
+        )
     }
-    return dataclasses.replace(outage, lost_steps=lost)
-
-
-def _was_away(learner: LearnerLog, begin: float, end: float) -> bool:
-    """Whether it was down for a part of this time, so that its gap has another cause."""
-    return any(
-        outage.down_at < end and (outage.back_at is None or outage.back_at > begin)
-        for outage in learner.outages
-    )
-
-
-# ---- cut off
 
 
 def _cuts(run: RunModel, learner: LearnerLog) -> list[CutOff]:
@@ -208,7 +191,8 @@ def _times_unheard(run: RunModel, learner: LearnerLog) -> Iterator[tuple[float, 
     """At each shard, from the last that it heard to when it took the learner in again."""
     for at, shard, why in learner.evictions:
         heard_at = at - LEASE_SECONDS
-        life = _life_at(learner, heard_at)
+        stepped = (life for life in learner.lives if life.steps_at)
+        life = next((x for x in stepped if x.steps_at[0] <= heard_at < x.steps_at[-1]), None)
         if why.endswith(RAN_OUT) and life is not None and life.steps_at[-1] > at:
             back = [
                 stay.since
@@ -218,20 +202,8 @@ def _times_unheard(run: RunModel, learner: LearnerLog) -> Iterator[tuple[float, 
             yield (heard_at, min(back, default=life.last_at))
 
 
-def _life_at(learner: LearnerLog, at: float) -> ProcessLife | None:
-    """The life in which it stepped before and after an instant."""
-    for life in learner.lives:
-        if life.steps_at and life.steps_at[0] <= at < life.steps_at[-1]:
-            return life
-    return None
-
-
 def _cut(run: RunModel, learner: LearnerLog, begin: float, end: float) -> CutOff:
     merged = [r for r in run.rounds if r.merged and begin < r.finished_at <= end]
-    took = sum(
-        any(p.learner == learner.name and p.state == "folded" for p in r.outcome.participants)
-        for r in merged
-    )
     back = end < max(life.last_at for life in learner.lives)
     return CutOff(
         who=learner.name,
@@ -239,10 +211,6 @@ def _cut(run: RunModel, learner: LearnerLog, begin: float, end: float) -> CutOff
         back_at=end if back else None,
         steps=sum(begin < at <= end for at in learner.steps_at),
         rounds_merged=len(merged),
-        rounds_missed=len(merged) - took,
-        lost_steps={
-            other.name: other.lost_steps(begin, end)
-            for other in run.trained.values()
-            if other is not learner and not _was_away(other, begin, end)
-        },
+        rounds_missed=sum(r.reason_of(learner.name) != TOOK_PART for r in merged),
+        lost_steps=_lost_by_others(run, learner.name, begin, end),
     )

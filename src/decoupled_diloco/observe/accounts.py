@@ -2,38 +2,22 @@
 
 **Time.** The run's span reaches from the first finished step of a learner to the last. A learner's
 time is *allocated* from the beginning of the span, or from its process's start if that is later, to
-the end of the span, or to the moment it left on purpose. It is divided into
-
-* **useful**: stepping, and what was trained is in the result or may still get there;
-* **discarded**: stepping, but what was trained was thrown away. Tokens are thrown away, not
-  seconds: the share of a learner's tokens that were (see below) is taken of its stepping time;
-* **waiting**: alive and standing still: ordered to hold (synchronous baselines), or more than
-  ``GAP_MEDIANS`` of its median steps without a step; then one median counts as the step;
-* **down**: from the end of its process to the start of the next one, or to the end;
-* **joining**: alive, until it holds the global weights and begins its first step;
-* **other**: a step that a crash or the end of the span cut short, and what follows the learner's
-  own end.
+the end of the span, or to the moment it left on purpose. `TIME_PARTS` are its parts. Tokens are
+thrown away, not seconds: so *discarded* is the share of its stepping time that its tokens were. It
+is *waiting* if it is ordered to hold (synchronous baselines), or is more than ``GAP_MEDIANS`` of
+its median steps without a step; then one median counts as the step. *Other* includes what follows
+its own end.
 
 **Goodput** is useful / allocated. The paper counts every step as useful: its goodput is our
 *stepping* share, (useful + discarded) / allocated. Its **uptime** is the share of the span in which
 at least one learner steps.
 
 **Tokens** are counted per fragment, because a merge takes one of P fragments
-(`decoupled_diloco.observe.ledger`). What a learner was trained on is
-
-* **merged**: in a merged copy, as the learner took it; of what it had not taken when its life or
-  the tape ended, as the shards say;
-* **in flight**: trained between a snapshot and the merged copy that overwrote it;
-* **missed**: overwritten by a version that the learner had no part in;
-* **overwritten**: overwritten on a learner that only the shards tell of: in flight, missed or given
-  up, which its own tape would tell apart;
-* **given up**: sent, the outcome was lost with the link, overwritten; the shards did not merge it
-  either, as far as the tape says;
-* **crashed**: on a learner whose process ended before it was merged;
-* **left behind**: not merged, though perhaps under way, when the learner left on purpose or its
-  run was over, so that nothing of it can be delivered any more;
-* **unsent**: not merged when the tape ends, on a learner that still lives; what was refused because
-  it came too late counts here as well.
+(`decoupled_diloco.observe.ledger`). `TOKEN_PARTS` are the parts of what a learner was trained on.
+*Merged* is what is in a merged copy, as the learner took it; of what it had not taken when its life
+or the tape ended, as the shards say. What is *given up* the shards did not merge either, as far as
+the tape says. *Left behind* is what was not merged, though perhaps under way, when nothing of it
+could be delivered any more. What was refused because it came too late counts as *unsent*.
 
 Discarded is everything but *merged* and *unsent*. A version that was merged and then lost with its
 shard, before a learner had taken it, counts as merged until a round goes on from what was restored.
@@ -49,7 +33,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from decoupled_diloco.observe.ledger import GivenUpTokens, Name, Open
 from decoupled_diloco.observe.run_data import GAP_MEDIANS, LearnerLog, ProcessLife
@@ -64,8 +48,7 @@ Doing = Literal["stepping", "waiting", "down", "joining", "other"]
 """What a learner does at an instant."""
 
 
-@dataclass(frozen=True, slots=True)
-class Folded:
+class Folded(NamedTuple):
     """A contribution, named by its asking, that a shard merged into ``version`` (term, counter)."""
 
     fragment: int
@@ -208,23 +191,22 @@ class RunAccount:
 
 def account_for(run: RunModel) -> RunAccount:
     """The accounts of a run; see the head of this file for what counts as what."""
-    fragments, folded = max(1, run.fragments), _folded(run)
-    span = run.training_span
+    fragments, folded, span = max(1, run.fragments), _folded(run), run.training_span
     learners = {}
     for name, learner in run.trained.items():
         tokens = _tokens(learner, fragments, folded.get(name, []))
-        spans = () if span is None else tuple(_clipped(_spans(learner, span[1]), *span))
+        spans = () if span is None else _clipped(_spans(learner, span[1]), *span)
         learners[name] = LearnerAccount(name, _time(spans, tokens), tokens, spans)
+    every = learners.values()
     return RunAccount(
         learners=learners,
-        time=TimeAccount(*_summed(astuple(account.time) for account in learners.values())),
-        tokens=_sum_tokens(fragments, [account.tokens for account in learners.values()]),
+        time=TimeAccount(*map(sum, zip(*(astuple(one.time) for one in every), strict=True))),
+        tokens=TokenAccount(
+            fragments, *map(sum, zip(*(astuple(one.tokens)[1:] for one in every), strict=True))
+        ),
         span=span,
-        uptime=_uptime(learners.values(), span),
+        uptime=_uptime(every, span),
     )
-
-
-# ---- time
 
 
 def _time(spans: Iterable[Activity], tokens: TokenAccount) -> TimeAccount:
@@ -233,19 +215,14 @@ def _time(spans: Iterable[Activity], tokens: TokenAccount) -> TimeAccount:
         nano[span.doing] += round(span.end * NANO) - round(span.begin * NANO)
     stepping = nano.pop("stepping")
     discarded = round(stepping * tokens.discarded_share)
-    return TimeAccount(
-        allocated=stepping + sum(nano.values()),
-        useful=stepping - discarded,
-        discarded=discarded,
-        **nano,
-    )
+    allocated = stepping + sum(nano.values())
+    return TimeAccount(allocated, stepping - discarded, discarded, **nano)
 
 
 def _spans(learner: LearnerLog, until: float) -> Iterator[Activity]:
     """What a learner did from its process's start to the end of the run or its own."""
     median = _median_step(learner)
-    for index, life in enumerate(learner.lives):
-        following = learner.lives[index + 1] if index + 1 < len(learner.lives) else None
+    for life, following in zip(learner.lives, [*learner.lives[1:], None], strict=True):
         latest = max(until, life.started_at)
         end = latest if life.ended_at is None else min(life.ended_at, latest)
         if following is not None:
@@ -259,17 +236,13 @@ def _spans(learner: LearnerLog, until: float) -> Iterator[Activity]:
 
 def _spans_of_life(life: ProcessLife, end: float, median: float) -> Iterator[Activity]:
     limit = GAP_MEDIANS * median
-    began = min(life.began_at, end)
-    steps = life.steps_at
-    ready = life.ready_at if life.ready_at is not None else steps[0] if steps else end
-    ready = min(ready, steps[0] if steps else end)
-    yield Activity("joining", began, ready)
-    at = ready
-    for index, step in enumerate(steps):
-        idle: Doing = "waiting" if index else "joining"
-        yield from _step(life, at, step, median, limit, idle)
+    first = life.steps_at[0] if life.steps_at else end
+    at = first if life.ready_at is None else min(life.ready_at, first)
+    yield Activity("joining", min(life.began_at, end), at)
+    for index, step in enumerate(life.steps_at):
+        yield from _step(life, at, step, median, limit, "waiting" if index else "joining")
         at = step
-    if not steps:
+    if not life.steps_at:
         yield Activity("joining", at, end)
         return
     for begin, close, held in _cut_by_holds(life, at, end):
@@ -315,21 +288,17 @@ def _median_step(learner: LearnerLog) -> float:
     return statistics.median(gaps) if gaps else 0.0
 
 
-def _clipped(spans: Iterable[Activity], begin: float, end: float) -> Iterator[Activity]:
+def _clipped(spans: Iterable[Activity], begin: float, end: float) -> tuple[Activity, ...]:
     """The spans within the run's; neighbours that do the same are one, empty ones are left out."""
-    last: Activity | None = None
+    kept: list[Activity] = []
     for span in spans:
         span = replace(span, begin=max(span.begin, begin), end=min(span.end, end))
         if span.end <= span.begin:
             continue
-        if last is not None and last.doing == span.doing and last.end == span.begin:
-            last = replace(last, end=span.end)
-            continue
-        if last is not None:
-            yield last
-        last = span
-    if last is not None:
-        yield last
+        if kept and (kept[-1].doing, kept[-1].end) == (span.doing, span.begin):
+            span = replace(kept.pop(), end=span.end)
+        kept.append(span)
+    return tuple(kept)
 
 
 def _uptime(accounts: Iterable[LearnerAccount], span: tuple[float, float] | None) -> float | None:
@@ -345,41 +314,34 @@ def _uptime(accounts: Iterable[LearnerAccount], span: tuple[float, float] | None
     return covered / (span[1] - span[0])
 
 
-# ---- tokens
-
-
 def _folded(run: RunModel) -> dict[str, list[Folded]]:
     """What the shards have merged of each learner."""
     found: dict[str, list[Folded]] = {}
-    restored = _restored(run)
-    for r in _merged(run):
+    merged = [r for r in run.rounds if r.merged and r.outcome.version is not None]
+    restored = _restored(merged)
+    for r in merged:
         result = r.outcome
         assert result.version is not None
         version = (result.version.term, result.version.counter)
         later = restored.get(result.fragment, {}).items()
         if any(term > version[0] and counter < version[1] for term, counter in later):
             continue  # lost with the shard, before any learner had taken it
-        for part in result.participants:
-            if part.state == "folded":
-                seconds = part.delivered_seconds
-                arrived_at = r.finished_at if seconds is None else r.opened_at + seconds
-                name = (part.ask.term, part.ask.number)
-                folded = Folded(result.fragment, name, version, part.tokens, arrived_at)
-                found.setdefault(part.learner, []).append(folded)
+        for part in r.folded:
+            seconds = part.delivered_seconds
+            arrived_at = r.finished_at if seconds is None else r.opened_at + seconds
+            name = (part.ask.term, part.ask.number)
+            folded = Folded(result.fragment, name, version, part.tokens, arrived_at)
+            found.setdefault(part.learner, []).append(folded)
     return found
 
 
-def _merged(run: RunModel) -> Iterator[RoundLog]:
-    return (r for r in run.rounds if r.merged and r.outcome.version is not None)
-
-
-def _restored(run: RunModel) -> dict[int, dict[int, int]]:
+def _restored(merged: Iterable[RoundLog]) -> dict[int, dict[int, int]]:
     """For each fragment and term the counter that its shard went on from: the least of its bases.
 
     A shard that starts again gives what it has restored its new term and the old counter.
     """
     found: dict[int, dict[int, int]] = {}
-    for r in _merged(run):
+    for r in merged:
         base = r.outcome.base
         if base is not None:
             counters = found.setdefault(r.fragment, {})
@@ -389,98 +351,78 @@ def _restored(run: RunModel) -> dict[int, dict[int, int]]:
 
 def _tokens(learner: LearnerLog, fragments: int, folded: list[Folded]) -> TokenAccount:
     """One learner's tokens, all its lives together."""
-    total = TokenAccount(fragments)
+    total = Counter[str]()
+    rests: list[tuple[str, Counter[int]]] = []
     begins = [-math.inf, *(life.started_at for life in learner.lives[1:]), math.inf]
-    rests: list[_Rest] = []
     for life, (begin, end) in zip(learner.lives, pairwise(begins), strict=False):
-        own, rest, brought = _tokens_of_life(
-            life, fragments, [each for each in folded if begin <= each.arrived_at < end]
-        )
-        own = replace(own, merged=own.merged - _hand_on(rests, brought))
-        rests.append(rest)
-        total = _sum_tokens(fragments, [total, own])
-    for rest in rests:
-        left = TokenAccount(fragments, **{rest.fate: sum(rest.tokens.values())})
-        total = _sum_tokens(fragments, [total, left])
-    return total
+        own = [each for each in folded if begin <= each.arrived_at < end]
+        tell = _tokens_told if life.overwritten is None else _tokens_heard_of
+        parts, rest, brought = tell(life, fragments, own)
+        total.update(parts)
+        total["merged"] -= _hand_on([earlier for _, earlier in rests], brought)
+        rests.append((_fate_of_the_rest(life), rest))
+    for fate, rest in rests:
+        total[fate] += rest.total()
+    return TokenAccount(fragments, **total)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rest:
-    """What a life has left undelivered, by fragment, and what became of it."""
-
-    fate: str
-    tokens: dict[int, int]
+_OfLife = tuple[Counter[str], Counter[int], Counter[int]]
+"""One life's tokens but for its rest; that rest by fragment; and likewise what is merged of earlier
+lives' tokens, which this one brought."""
 
 
-def _tokens_of_life(
-    life: ProcessLife, fragments: int, folded: list[Folded]
-) -> tuple[TokenAccount, _Rest, dict[int, int]]:
-    """One life's tokens but for its rest, that rest, and by fragment what earlier lives' is merged.
-
-    ``merged`` is without what was brought from there.
-    """
-    if life.overwritten is not None:
-        return _tokens_heard_of(life, life.overwritten, fragments, folded)
+def _tokens_told(life: ProcessLife, fragments: int, folded: list[Folded]) -> _OfLife:
+    """Of a life that has told it itself."""
     ledger = life.ledger
-    brought, merged, given_up = dict(ledger.brought), ledger.merged, 0
-    rest = dict.fromkeys(range(fragments), 0)
-    for entry in ledger.given_up:
-        found = _yet_merged(entry, folded)
-        old = min(entry.carried, found)
-        brought[entry.fragment] = brought.get(entry.fragment, 0) + old
-        merged += found
-        if entry.under_way:
-            rest[entry.fragment] += entry.tokens - (found - old)
-        else:
-            given_up += entry.tokens - (found - old)
-    settled = {(e.fragment, e.sent.ask) for e in ledger.given_up if e.sent is not None}
+    brought, rest = Counter(ledger.brought), Counter[int]()
+    settled = {(e.fragment, e.sent[0]) for e in ledger.given_up if e.sent is not None}
     others = [each for each in folded if (each.fragment, each.ask) not in settled]
-    for open_ in ledger.open(fragments):
-        found = _delivered(open_, others)
-        old = min(open_.carried, found)
-        brought[open_.fragment] = brought.get(open_.fragment, 0) + old
-        merged += found
-        rest[open_.fragment] += open_.tokens - (found - old)
-    own = TokenAccount(
-        fragments,
+    own = Counter(
         trained=ledger.trained * fragments,
-        merged=merged,
+        merged=ledger.merged,
         in_flight=ledger.in_flight,
         missed=ledger.missed,
-        given_up=given_up,
     )
-    return own, _Rest(_fate_of_the_rest(life), rest), brought
+    entries: list[tuple[GivenUpTokens | Open, int]]
+    entries = [(entry, _yet_merged(entry, folded)) for entry in ledger.given_up]
+    entries += [(entry, _delivered(entry, others)) for entry in ledger.open(fragments)]
+    for entry, found in entries:
+        old = min(entry.carried, found)
+        brought[entry.fragment] += old
+        own["merged"] += found
+        if isinstance(entry, Open) or entry.under_way:
+            rest[entry.fragment] += entry.tokens - (found - old)
+        else:
+            own["given_up"] += entry.tokens - (found - old)
+    return own, rest, brought
 
 
-def _tokens_heard_of(
-    life: ProcessLife, overwritten: int, fragments: int, folded: list[Folded]
-) -> tuple[TokenAccount, _Rest, dict[int, int]]:
-    """The same as `_tokens_of_life`, for a life that only the shards tell of."""
-    trained, folds = life.ledger.trained, Counter[int]()
+def _tokens_heard_of(life: ProcessLife, fragments: int, folded: list[Folded]) -> _OfLife:
+    """Of a life that only the shards tell of."""
+    trained, overwritten, folds = life.ledger.trained, life.overwritten or 0, Counter[int]()
     for each in folded:
         folds[each.fragment] += each.tokens
-    rest = {fragment: max(0, trained - folds[fragment]) for fragment in range(fragments)}
+    rest = Counter({fragment: max(0, trained - folds[fragment]) for fragment in range(fragments)})
     for fragment, tokens in rest.items():
         rest[fragment] -= min(tokens, overwritten)
         overwritten -= tokens - rest[fragment]
-    own = TokenAccount(fragments, trained * fragments, merged=folds.total())
-    brought = {fragment: max(0, tokens - trained) for fragment, tokens in folds.items()}
-    overwritten = own.trained + sum(brought.values()) - own.merged - sum(rest.values())
-    own = replace(own, overwritten=overwritten)
-    return own, _Rest(_fate_of_the_rest(life), rest), brought
+    brought = Counter({f: max(0, tokens - trained) for f, tokens in folds.items()})
+    whole, merged = trained * fragments, folds.total()
+    lost = whole + brought.total() - merged - rest.total()
+    return Counter(trained=whole, merged=merged, overwritten=lost), rest, brought
 
 
-def _hand_on(rests: list[_Rest], brought: dict[int, int]) -> int:
+def _hand_on(rests: list[Counter[int]], brought: Counter[int]) -> int:
     """What a later life got merged is no longer an earlier one's rest; the latest pays first.
 
-    Returns what no earlier life has: its tape is lost.
+    Returns:
+        What no earlier life has: its tape is lost.
     """
     unknown = 0
     for fragment, tokens in brought.items():
         for rest in reversed(rests):
-            taken = min(tokens, rest.tokens[fragment])
-            rest.tokens[fragment] -= taken
+            taken = min(tokens, rest[fragment])
+            rest[fragment] -= taken
             tokens -= taken
         unknown += tokens
     return unknown
@@ -495,9 +437,11 @@ def _fate_of_the_rest(life: ProcessLife) -> str:
 
 def _yet_merged(entry: GivenUpTokens, folded: Iterable[Folded]) -> int:
     """What the shards merged of tokens that the learner gave up."""
-    sent = entry.sent
-    known = sent and any((each.fragment, each.ask) == (sent.fragment, sent.ask) for each in folded)
-    return min(sent.tokens, entry.tokens + entry.carried) if sent and known else 0
+    if entry.sent is None:
+        return 0
+    ask, tokens = entry.sent
+    known = any((each.fragment, each.ask) == (entry.fragment, ask) for each in folded)
+    return min(tokens, entry.tokens + entry.carried) if known else 0
 
 
 def _delivered(entry: Open, folded: Iterable[Folded]) -> int:
@@ -508,12 +452,3 @@ def _delivered(entry: Open, folded: Iterable[Folded]) -> int:
         if each.fragment == entry.fragment and (entry.held is None or each.version > entry.held)
     )
     return min(entry.tokens + entry.carried, newer)
-
-
-def _sum_tokens(fragments: int, accounts: Iterable[TokenAccount]) -> TokenAccount:
-    sums = _summed(astuple(account)[1:] for account in accounts)
-    return TokenAccount(fragments, *sums)
-
-
-def _summed(rows: Iterable[tuple[int, ...]]) -> list[int]:
-    return [sum(column) for column in zip(*rows, strict=True)]

@@ -7,28 +7,25 @@ import re
 from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.units import format_duration
 
-OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
+_OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
 """Processes that are neither learners nor shards."""
 
-OF_A_SHARD = "shard-"
-"""How the name of a shard begins, and of every process and tape of it."""
-
-SHARD = re.compile(r"shard-\d+")
+_SHARD = re.compile(r"shard-\d+")
 """The name of a shard, which is also that of the process that is meant to act for it."""
 
 
 def is_shard(who: str) -> bool:
     """Whether a process is a shard of the syncer, by its name."""
-    return SHARD.fullmatch(who) is not None
+    return _SHARD.fullmatch(who) is not None
 
 
 def is_learner(who: str) -> bool:
     """Whether a process is a learner, by its name."""
-    return who not in OTHERS and not who.startswith(OF_A_SHARD)
+    return who not in _OTHERS and not who.startswith("shard-")
 
 
 class Acting:
-    """Follows who acts for each shard, record by record."""
+    """Follows which process acts for each shard, record by record."""
 
     def __init__(self) -> None:
         self._process: dict[str, str] = {}
@@ -53,7 +50,7 @@ class Acting:
         >>> acting.whose("shard-1-standby"), acting.whose("shard-1"), acting.whose("learner-0")
         ('shard-1', 'shard-1, standing by', 'learner-0')
         """
-        shard = SHARD.match(process)
+        shard = _SHARD.match(process)
         if shard is None or shard[0] not in self._process:
             return process
         return shard[0] if self._process[shard[0]] == process else f"{process}, standing by"

@@ -8,9 +8,9 @@ and for a wide window; the style shows one, so that letters stay as large as tho
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from markupsafe import Markup
 
@@ -43,39 +43,50 @@ DARK = {
 """Colours by name; those of learners are near Okabe's and Ito's, for colour-blind eyes."""
 
 Point = tuple[float, float]
+Place = tuple[float, float, float, float]
+"""Of a rectangle: x, y, width, height."""
 
 
-class Canvas(ABC):
-    """Something that is drawn on; y grows downwards. ``title``: what shows under a pointer."""
+class Mark(NamedTuple):
+    """One thing that is drawn; ``title``: what shows under a pointer."""
+
+    kind: Literal["rect", "rects", "stroke", "shape", "dot", "text"]
+    places: Sequence[tuple[float, ...]]  # of rectangles: `Place`; else `Point`
+    css: str
+    title: str = ""
+    text: str = ""
+    anchor: str = "start"
+
+
+class Canvas:
+    """What is drawn, in order; y grows downwards."""
 
     def __init__(self, width: float, height: float, *, narrow: bool = False) -> None:
         self.width, self.height, self.narrow = width, height, narrow
+        self.marks: list[Mark] = []
 
-    @abstractmethod
     def rect(
         self, x: float, y: float, width: float, height: float, css: str, title: str = ""
     ) -> None:
-        """A rectangle."""
+        self.marks.append(Mark("rect", [(x, y, width, height)], css, title))
 
-    @abstractmethod
-    def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
-        """Many rectangles (x, y, width, height) of one kind."""
+    def rects(self, rects: Sequence[Place], css: str) -> None:
+        """Many rectangles of one kind, as one thing."""
+        self.marks.append(Mark("rects", rects, css))
 
-    @abstractmethod
     def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        """A line through points."""
+        self.marks.append(Mark("stroke", points, css, title))
 
-    @abstractmethod
     def shape(self, points: Sequence[Point], css: str, title: str = "") -> None:
         """What lies within a closed line."""
+        self.marks.append(Mark("shape", points, css, title))
 
-    @abstractmethod
     def dot(self, point: Point, css: str, title: str = "") -> None:
-        """A dot."""
+        self.marks.append(Mark("dot", [point], css, title))
 
-    @abstractmethod
     def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
         """A line of text; ``y`` is its baseline."""
+        self.marks.append(Mark("text", [(x, y)], css, "", text, anchor))
 
     def line(self, points: Sequence[Point], css: str, title: str = "") -> None:
         """A line of data; a single point is a dot."""
@@ -92,91 +103,56 @@ class Canvas(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart that can be drawn on any canvas.
+    """A chart, which is drawn on a canvas of its own for each width."""
 
-    Attributes:
-        label: What it shows, in a sentence, for those who do not see it.
-        height: Its height, given whether it is narrow.
-        draw: Draws it.
-    """
-
-    label: str
-    height: Callable[[bool], float]
+    label: str  # what it shows, in a sentence, for those who do not see it
+    height: Callable[[bool], float]  # given whether it is narrow
     draw: Callable[[Canvas], None]
+
+    def drawn(self, width: str) -> Canvas:
+        """It for one of the `WIDTHS`."""
+        narrow = width == "narrow"
+        canvas = Canvas(WIDTHS[width], self.height(narrow), narrow=narrow)
+        self.draw(canvas)
+        return canvas
 
     def __html__(self) -> Markup:
         """For wide windows and for phones."""
-        drawings = []
-        for name, width in WIDTHS.items():
-            canvas = SvgCanvas(width, self.height(name == "narrow"), narrow=name == "narrow")
-            self.draw(canvas)
-            drawings.append(canvas.svg(self.label, name))
-        return Markup("").join(drawings)
-
-
-class SvgCanvas(Canvas):
-    """An SVG picture that is being drawn, as text."""
-
-    def __init__(self, width: float, height: float, *, narrow: bool = False) -> None:
-        super().__init__(width, height, narrow=narrow)
-        self._parts: list[Markup] = []
-
-    def _add(self, element: str, text: str = "", title: str = "", **attributes: object) -> None:
-        """One element; of attribute names ``_`` becomes ``-``, and ``css`` is the class."""
-        names = {"css": "class"}
-        told = Markup("").join(
-            Markup(' {}="{}"').format(
-                names.get(key, key.replace("_", "-")),
-                _short(value) if isinstance(value, float) else value,
-            )
-            for key, value in attributes.items()
-        )
-        inner = Markup("<title>{}</title>").format(title) if title else Markup("")
-        tag = Markup(element)
-        self._parts.append(
-            Markup("<{}{}>{}{}</{}>").format(tag, told, inner, text, tag)
-            if inner or text
-            else Markup("<{}{}/>").format(tag, told)
-        )
-
-    def rect(
-        self, x: float, y: float, width: float, height: float, css: str, title: str = ""
-    ) -> None:
-        """See `Canvas`."""
-        self._add("rect", title=title, x=x, y=y, width=width, height=height, css=css)
-
-    def rects(self, rects: Iterable[tuple[float, float, float, float]], css: str) -> None:
-        """See `Canvas`; they are one element."""
-        path = "".join(
-            f"M{_short(x)} {_short(y)}h{_short(w)}v{_short(h)}h{_short(-w)}z"
-            for x, y, w, h in rects
-        )
-        if path:
-            self._add("path", d=path, css=css)
-
-    def stroke(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        """See `Canvas`."""
-        path = " ".join(f"{_short(x)},{_short(y)}" for x, y in points)
-        self._add("polyline", title=title, points=path, css=css)
-
-    def shape(self, points: Sequence[Point], css: str, title: str = "") -> None:
-        """See `Canvas`."""
-        path = "L".join(f"{_short(x)} {_short(y)}" for x, y in points)
-        self._add("path", title=title, d=f"M{path}z", css=css)
-
-    def dot(self, point: Point, css: str, title: str = "") -> None:
-        """See `Canvas`."""
-        self._add("circle", title=title, cx=point[0], cy=point[1], r=3.0, css=f"dot {css}")
-
-    def text(self, x: float, y: float, text: str, css: str = "", anchor: str = "start") -> None:
-        """See `Canvas`."""
-        self._add("text", text, x=x, y=y, text_anchor=anchor, css=css)
-
-    def svg(self, label: str, css: str) -> Markup:
-        """The picture."""
         head = Markup('<svg class="chart {}" viewBox="0 0 {} {}" role="img" aria-label="{}">')
-        opened = head.format(css, _short(self.width), _short(self.height), label)
-        return opened + Markup("").join(self._parts) + Markup("</svg>")
+        html = Markup("")
+        for width in WIDTHS:
+            canvas = self.drawn(width)
+            html += head.format(width, _short(canvas.width), _short(canvas.height), self.label)
+            html += Markup("").join(map(_element, canvas.marks)) + Markup("</svg>")
+        return html
+
+
+def _element(mark: Mark) -> Markup:
+    """A mark as a part of a picture; of many rectangles all are one."""
+    shown = [tuple(map(_short, place)) for place in mark.places]
+    css, points = mark.css, [" ".join(place) for place in shown]
+    if mark.kind == "rect":
+        x, y, width, height = shown[0]
+        tag, values = "rect", {"x": x, "y": y, "width": width, "height": height}
+    elif mark.kind == "rects":
+        ways = [f"M{x} {y}h{w}v{h}h{_short(-float(w))}z" for x, y, w, h in shown]
+        tag, values = "path", {"d": "".join(ways)}
+    elif mark.kind == "stroke":
+        tag, values = "polyline", {"points": " ".join(",".join(place) for place in shown)}
+    elif mark.kind == "shape":
+        tag, values = "path", {"d": f"M{'L'.join(points)}z"}
+    elif mark.kind == "dot":
+        css = f"dot {css}"
+        tag, values = "circle", {"cx": shown[0][0], "cy": shown[0][1], "r": "3"}
+    else:
+        tag, values = "text", {"x": shown[0][0], "y": shown[0][1], "text-anchor": mark.anchor}
+    told = Markup("").join(
+        Markup(' {}="{}"').format(name, value) for name, value in {**values, "class": css}.items()
+    )
+    inner = Markup("<title>{}</title>").format(mark.title) if mark.title else Markup("")
+    inner += mark.text
+    ending = Markup(">{}</{}>").format(inner, tag) if inner else Markup("/>")
+    return Markup("<{}{}{}").format(tag, told, ending) if shown else Markup("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,16 +163,10 @@ class Axis:
     high: float
     begin: float
     end: float
-    label: str = ""
 
     def __call__(self, value: float) -> float:
-        """Where a number is."""
         span = self.high - self.low or 1.0
         return self.begin + (value - self.low) / span * (self.end - self.begin)
-
-    def ticks(self, most: int) -> list[float]:
-        """At most about so many round numbers on the axis."""
-        return round_numbers(self.low, self.high, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +177,6 @@ class Frame:
     y: Axis
 
     def points(self, values: Iterable[Point]) -> list[Point]:
-        """Numbers as places."""
         return [(self.x(a), self.y(b)) for a, b in values]
 
 
@@ -219,12 +188,12 @@ def framed(
 ) -> Frame:
     """Draws grid, numbers and names of two axes (low, high, name)."""
     left, bottom, top = 44.0, canvas.height - 36, 22.0
-    frame = Frame(Axis(*x[:2], left, canvas.width - 12, x[2]), Axis(*y[:2], bottom, top, y[2]))
-    for tick in frame.y.ticks(6):
+    frame = Frame(Axis(*x[:2], left, canvas.width - 12), Axis(*y[:2], bottom, top))
+    for tick in round_numbers(*y[:2], 6):
         at = frame.y(tick)
         canvas.stroke([(left, at), (canvas.width - 12, at)], "grid")
         canvas.text(left - 6, at + 4, f"{tick:g}", "tick", "end")
-    for tick in frame.x.ticks(4 if canvas.narrow else 9):
+    for tick in round_numbers(*x[:2], 4 if canvas.narrow else 9):
         at = frame.x(tick)
         canvas.stroke([(at, bottom), (at, bottom + 4)], "grid")
         canvas.text(at, bottom + 17, show_x(tick), "tick", "middle")
@@ -250,23 +219,18 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Markup:
-    """A bar as wide as its place, cut by shares.
-
-    Args:
-        parts: Class, share between 0 and 1, and a title, from the left.
-        label: What it shows, in a sentence.
-    """
+    """A bar as wide as its place, cut by shares: each has class, share (0 to 1) and title."""
     rect = Markup('<rect x="{:.2f}" width="{:.2f}" height="10" class="{}"><title>{}</title></rect>')
-    at, rects = 0.0, []
+    at, rects = 0.0, Markup("")
     for css, share, title in parts:
         if share > 0:
-            rects.append(rect.format(1000 * at, 1000 * share, css, title))
+            rects += rect.format(1000 * at, 1000 * share, css, title)
         at += share
     head = Markup(
         '<svg class="bar" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" '
         'aria-label="{}">'
     ).format(label)
-    return head + Markup("").join(rects) + Markup("</svg>")
+    return head + rects + Markup("</svg>")
 
 
 def _short(value: float) -> str:
@@ -275,6 +239,5 @@ def _short(value: float) -> str:
     >>> _short(3.0), _short(-0.04), _short(12.345)
     ('3', '0', '12.3')
     """
-    text = f"{value:.1f}"
-    text = text.removesuffix(".0")
+    text = f"{value:.1f}".removesuffix(".0")
     return "0" if text == "-0" else text

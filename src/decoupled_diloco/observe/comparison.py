@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
 from collections.abc import Mapping
@@ -9,18 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.observe import figures
+from decoupled_diloco.observe import figures, report
 from decoupled_diloco.observe.accounts import TIME_PARTS
-from decoupled_diloco.observe.report import (
-    OVER,
-    LossCharts,
-    flattened,
-    page_maker,
-    problems_of,
-    settings_near,
-    subtitle_of,
-    write_page,
-)
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.summary import Total, totals
 from decoupled_diloco.observe.tables import Number, Row, Table, time_bars
@@ -33,19 +24,11 @@ class Side:
 
     label: str
     run: RunModel
-    settings: Mapping[str, Any]
+    settings: Mapping[str, str]
 
 
 def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunModel, RunModel]:
-    """Writes two runs side by side.
-
-    Args:
-        first: The run folder, tape folder or tape file that is compared with.
-        second: The one that is compared.
-        out_html: The page.
-
-    Returns:
-        Both runs.
+    """Writes two runs side by side, from their run folders, tape folders or tape files.
 
     Raises:
         StorageError: A tape is missing, unreadable or of a newer schema, or the page cannot be
@@ -56,57 +39,55 @@ def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunMode
         labels = (str(first), str(second))
     if labels[0] == labels[1]:
         labels = (f"{labels[0]} (first)", f"{labels[1]} (second)")
-    sides = [_side(label, path) for label, path in zip(labels, (first, second), strict=True)]
-    page = render_comparison(*sides)
-    write_page(out_html, page)
+    sides = (_side(labels[0], first), _side(labels[1], second))
+    report.write_page(out_html, render_comparison(*sides))
     return (sides[0].run, sides[1].run)
 
 
 def render_comparison(first: Side, second: Side) -> str:
-    """The page as text."""
     runs = [(side.label, side.run) for side in (first, second)]
-    charts = [
-        LossCharts(
-            over, name, figures.evaluation_chart(runs, over), figures.mean_losses_chart(runs, over)
-        )
-        for over, name in OVER
-    ]
-    template = page_maker().get_template("comparison.html.j2")
-    return template.render(
+    settings = _settings_table(first, second)
+    differing = [row for row in settings.rows if row[0] in settings.marked]
+    return report.render_page(
+        "comparison.html.j2",
         title=f"{first.label} and {second.label}",
         subtitle="two runs of Decoupled DiLoCo, side by side",
         sides=[
             {
-                "label": side.label,
-                "subtitle": subtitle_of(side.run),
-                "problems": problems_of(side.run),
-                "bars": time_bars(side.run.account),
+                "label": label,
+                "subtitle": report.subtitle_of(run),
+                "problems": report.problems_of(run),
+                "bars": time_bars(run.account),
             }
-            for side in (first, second)
+            for label, run in runs
         ],
-        numbers=numbers_table(first, second),
-        losses=charts if any(c.evaluation or c.learners for c in charts) else [],
+        numbers=_numbers_table(first, second),
+        losses=report.losses_over(
+            lambda over: figures.evaluation_chart(runs, over),
+            lambda over: figures.mean_losses_chart(runs, over),
+        ),
         legend=[(first.label, "ink"), (second.label, "second")],
-        time_parts=TIME_PARTS,
-        shares=shares_table(first, second),
-        differing=settings_table(first, second, every=False),
-        settings=settings_table(first, second, every=True),
+        shares=_shares_table(first, second),
+        settings=settings,
+        differing=settings._replace(rows=differing),
     )
 
 
-def numbers_table(first: Side, second: Side) -> Table:
+def _numbers_table(first: Side, second: Side) -> Table:
     """What is one number a run, of both, and by how much they differ."""
     ours = {total.name: total for total in totals(first.run)}
     theirs = {total.name: total for total in totals(second.run)}
-    rows = [
-        [name, *map(_shown_total, both), difference_of(*both)]
-        for name in {**ours, **theirs}
-        for both in [(ours.get(name), theirs.get(name))]
-    ]
-    return Table(
-        "numbers", "Summary", ["", first.label, second.label, "difference"], rows,
-        note="Difference: the second run less the first; shares differ by points of a per cent.",
-    )  # fmt: skip
+    rows: list[Row] = []
+    for name in {**ours, **theirs}:
+        both = (ours.get(name), theirs.get(name))
+        rows.append([name, *map(_shown_total, both), difference_of(*both)])
+    return Table(["", first.label, second.label, "difference"], rows)
+
+
+def _shown_total(total: Total | None) -> str | Number:
+    if total is None or total.number is None:
+        return ABSENT if total is None else total.text
+    return Number(total.text, total.number)
 
 
 def difference_of(first: Total | None, second: Total | None) -> str:
@@ -135,65 +116,33 @@ def _points(difference: float) -> str:
     return told if told.startswith("0.0") else ("+" if difference > 0 else "−") + told
 
 
-def shares_table(first: Side, second: Side) -> Table:
-    """Where the learner-time of both went."""
+def _shares_table(first: Side, second: Side) -> Table:
     times = (first.run.account.time, second.run.account.time)
-    rows: list[Row] = [
-        [
-            part,
-            *(Number(percent(time.share(part)), time.share(part)) for time in times),
-            _points(times[1].share(part) - times[0].share(part)),
-        ]
-        for part in TIME_PARTS
-        if times[0].allocated or times[1].allocated
-    ]
-    return Table(
-        "shares", "Shares of learner-time", ["", first.label, second.label, "difference"], rows,
-        "In neither run did a learner take two steps.",
-    )  # fmt: skip
+    rows: list[Row] = []
+    for part in TIME_PARTS if any(time.allocated for time in times) else ():
+        ours, theirs = (time.share(part) for time in times)
+        shown = [Number(percent(share), share) for share in (ours, theirs)]
+        rows.append([part, *shown, _points(theirs - ours)])
+    return Table(["", first.label, second.label, "difference"], rows)
 
 
-def settings_table(first: Side, second: Side, *, every: bool) -> Table:
-    """Settings of both: those that differ, or every one with those marked."""
-    ours, theirs = dict(flattened(first.settings)), dict(flattened(second.settings))
-    names = list({**ours, **theirs})
-    differing = [n for n in names if _shown(ours, n) != _shown(theirs, n)]
-    shown = names if every else differing
-    rows = [[name, _shown(ours, name), _shown(theirs, name)] for name in shown]
-    if not (ours and theirs):
-        rows = []
-    return Table(
-        "settings-all" if every else "settings-differing",
-        f"All {len(names)} settings" if every else "Settings that differ",
-        ["setting", first.label, second.label],
-        rows,
-        "All settings are the same." if ours and theirs else "The settings of both are not known.",
-        left=True,
-        marked=differing,
-    )
-
-
-def _shown(settings: Mapping[str, Any], name: str) -> str:
-    return json.dumps(settings[name], default=str) if name in settings else ABSENT
-
-
-def _shown_total(total: Total | None) -> str | Number:
-    if total is None or total.number is None:
-        return ABSENT if total is None else total.text
-    return Number(total.text, total.number)
+def _settings_table(first: Side, second: Side) -> Table:
+    """All settings of both, if they are known; those that differ are marked."""
+    ours, theirs = first.settings, second.settings
+    names = list({**ours, **theirs}) if ours and theirs else []
+    rows = [[name, ours.get(name, ABSENT), theirs.get(name, ABSENT)] for name in names]
+    differing = {name for name, mine, other in rows if mine != other}
+    return Table(["setting", first.label, second.label], rows, differing)
 
 
 def _side(label: str, path: Path) -> Side:
+    """A run, with the settings in its folder; if none, those that the processes agreed on."""
     run = read_run(path)
-    return Side(label, run, _settings(run, path))
-
-
-def _settings(run: RunModel, path: Path) -> Mapping[str, Any]:
-    """The settings in the run folder; if there are none, those that the processes agreed on."""
-    try:
-        return tomllib.loads(settings_near(path) or "") or run.settings
-    except tomllib.TOMLDecodeError:
-        return run.settings
+    settings: Mapping[str, Any] = run.settings
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        settings = tomllib.loads(report.settings_near(path) or "") or settings
+    told = {name: json.dumps(value, default=str) for name, value in report.flattened(settings)}
+    return Side(label, run, told)
 
 
 def _label(path: Path) -> str:

@@ -43,7 +43,7 @@ class LeasedSpan:
 
 @dataclass(slots=True)
 class PartAccount:
-    """One part in one pass: who trained it, in order, and where it stands."""
+    """One part in one pass: which learners trained it, in order, and where it stands."""
 
     part: int
     spans: list[LeasedSpan] = field(default_factory=list)
@@ -74,21 +74,13 @@ class Repeat:
 
 @dataclass(slots=True)
 class DataAccount:
-    """A run's data: every part of every pass, what was repeated, and what is wrong.
+    """A run's data: every part of every pass, what was repeated, and what is wrong."""
 
-    Attributes:
-        parts: Virtual parts of the data; 0: no learner has asked for any.
-        turns: For each pass, its parts that were ever leased, by number.
-        repeats: What was trained more than once.
-        undone: Entries that count no longer because the run went back to an earlier state.
-        problems: What must not be, in words; empty if the ledger adds up.
-    """
-
-    parts: int = 0
-    turns: dict[int, dict[int, PartAccount]] = field(default_factory=dict)
-    repeats: list[Repeat] = field(default_factory=list)
-    undone: int = 0
-    problems: list[str] = field(default_factory=list)
+    parts: int = 0  # virtual parts of the data; 0: no learner has asked for any
+    turns: dict[int, dict[int, PartAccount]] = field(default_factory=dict)  # by pass and part
+    repeats: list[Repeat] = field(default_factory=list)  # what was trained more than once
+    undone: int = 0  # entries that count no longer: the run went back to an earlier state
+    problems: list[str] = field(default_factory=list)  # what must not be, in words
 
     def count(self, turn: int, standing: Standing) -> int:
         """Parts of a pass that stand like this."""
@@ -105,13 +97,9 @@ class DataAccount:
 
 
 def account_of_data(items: Iterable[LedgerEntry | Basis]) -> DataAccount:
-    """Adds up a ledger."""
-    entries, undone, problems = _in_force(items)
     books = _Bookkeeping()
-    for entry in entries:
+    for entry in _in_force(items, books.account):
         books.take(entry)
-    books.account.undone = undone
-    books.account.problems[:0] = problems
     books.finish()
     return books.account
 
@@ -140,11 +128,9 @@ def _of_tape(run: Path) -> Iterator[LedgerEntry]:
             yield effect.entry
 
 
-def _in_force(
-    items: Iterable[LedgerEntry | Basis],
-) -> tuple[list[LedgerEntry], int, list[str]]:
+def _in_force(items: Iterable[LedgerEntry | Basis], account: DataAccount) -> list[LedgerEntry]:
+    """The entries that count; the account is told of those that do not, and of lost ones."""
     entries: list[LedgerEntry] = []
-    undone, problems = 0, []
     for item in items:
         if not isinstance(item, Basis):
             entries.append(item)
@@ -153,19 +139,20 @@ def _in_force(
         if lost > 0 and lost == len(item.entered):
             entries += item.entered
         elif lost > 0:
-            problems.append(
+            account.problems.append(
                 f"{lost} entries of the ledger are gone: which learner trained what is not known"
             )
         else:
-            undone += len(entries) - item.book.entries
+            account.undone -= lost
             del entries[item.book.entries :]
-    return entries, undone, problems
+    return entries
 
 
 class _Bookkeeping:
     def __init__(self) -> None:
         self.account = DataAccount()
         self._leases: dict[int, Leased] = {}
+        self._wrong = self.account.problems.append
 
     def take(self, entry: LedgerEntry) -> None:
         match entry:
@@ -175,10 +162,17 @@ class _Bookkeeping:
                 self._leased(entry)
             case Settled(lease, _, batches):
                 self._ended(lease, batches, "durable")
-            case TakenBack():
-                self._taken_back(entry)
-            case Repeated():
-                self._repeated(entry)
+            case TakenBack(lease=lease, durable=durable, trained=trained, reason=reason):
+                leased = self._ended(lease, durable, "returned")
+                if leased is not None and trained > durable:
+                    self._repeat(leased, durable, trained, reason)
+            case Repeated(lease=lease, batches=batches):
+                leased = self._leases.get(lease)
+                if leased is None:
+                    self._wrong(f"lease {lease} is repeated, and was never given")
+                    return
+                reason = "no lease was left while the coordinator was away"
+                self._repeat(leased, 0, batches, reason)
             case _:
                 assert_never(entry)
 
@@ -211,33 +205,18 @@ class _Bookkeeping:
         span.end, part.standing = end, standing
         return leased
 
-    def _taken_back(self, entry: TakenBack) -> None:
-        leased = self._ended(entry.lease, entry.durable, "returned")
-        if leased is not None and entry.trained > entry.durable:
-            self._repeat(leased, entry.durable, entry.trained, entry.reason)
-
-    def _repeated(self, entry: Repeated) -> None:
-        leased = self._leases.get(entry.lease)
-        if leased is None:
-            self._wrong(f"lease {entry.lease} is repeated, and was never given")
-            return
-        self._repeat(leased, 0, entry.batches, "no lease was left while the coordinator was away")
-
     def _repeat(self, leased: Leased, first: int, end: int, reason: str) -> None:
         self.account.repeats.append(
             Repeat(leased.turn, leased.part, leased.learner, leased.epoch, first, end, reason)
         )
 
-    def _wrong(self, problem: str) -> None:
-        self.account.problems.append(problem)
-
     def finish(self) -> None:
         """A pass begins when every part of the one before is leased: none is left out."""
-        turns = self.account.turns
+        turns, every = self.account.turns, range(self.account.parts)
         for turn in sorted(turns):
-            skipped = sorted(set(range(self.account.parts)) - turns[turn].keys())
+            skipped = sorted(set(every) - turns[turn].keys())
             if turn < max(turns) and skipped:
                 self._wrong(f"parts {skipped[:5]} of pass {turn} are skipped")
-            beyond = [part for part in turns[turn] if part >= self.account.parts]
+            beyond = [part for part in turns[turn] if part >= len(every)]
             if beyond:
                 self._wrong(f"parts {beyond[:5]} of pass {turn} are not of the data")

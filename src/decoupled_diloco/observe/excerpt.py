@@ -32,12 +32,7 @@ _THINNED = ("StepReport", "Holding", "Heard")
 
 
 def excerpt(piece: bytes, *, detail: bool) -> bytes:
-    """The lines of a piece of a tape that are worth sending.
-
-    Args:
-        piece: Whole lines.
-        detail: Keep every step report and everything that learners say they hold.
-    """
+    """Of whole lines of a tape those worth sending; ``detail``: with every report and holding."""
     lines = piece.splitlines(keepends=True)
     keys = [_key(line) for line in lines]
     last = {topic: number for number, key in enumerate(keys) for topic in _topics(key)}

@@ -1,4 +1,4 @@
-"""What happened at one global step, in words: what set the clock, who reported, what was due."""
+"""What happened at one global step, in words: what set the clock, which reports, what was due."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.explain import name_of, options_in, shards_of
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog, TickLog
-from decoupled_diloco.observe.words import BULLET, listing, many, when
+from decoupled_diloco.observe.words import BULLET, listing, many, ordinal, when
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.units import format_duration
 
@@ -27,9 +27,9 @@ def explain_step(run: RunModel, step: int, shard: int | None = None) -> list[str
     options = options_in(run)
     lines = [f"Global step {step}"]
     for log, tick in reached:
-        lines += ["", _clock(run, log, tick, step, options)]
-        lines += _reports(run, log, tick, step)
-        lines += _rounds(log, tick, step, options)
+        lines += ["", _clock(log, tick, step, options)]
+        told = [_report(log, tick, step, name) for name in run.learners]
+        lines += [f"{BULLET}{text}." for text in (*told, *_rounds(log, tick, step, options))]
     return lines
 
 
@@ -48,68 +48,49 @@ def _ticks(shard: ShardLog, step: int) -> list[TickLog]:
     return found
 
 
-def _clock(
-    run: RunModel, shard: ShardLog, tick: TickLog, step: int, options: Options | None
-) -> str:
-    text = f"{name_of(shard, tick.life)}: its clock came to step {step} "
-    text += f"{when(tick.at)} into the run"
+def _clock(shard: ShardLog, tick: TickLog, step: int, options: Options | None) -> str:
+    text = (
+        f"{name_of(shard, tick.life)}: its clock came to step {step}, {when(tick.at)} into the run"
+    )
     if tick.before is None and tick.clock > step:
         text += f", or before: it was at {tick.clock} when it was first heard of in this life"
     elif tick.before is not None and tick.clock > tick.before + 1:
         text += f", in one jump from {tick.before} to {tick.clock}"
-    if tick.setter:
-        text += f", by the report of {tick.setter}"
-        if options is not None:
-            text += f": {_kth(options.quorum, tick.live)}"
+    if not tick.setter:
+        return f"{text} ({tick.why})."
+    text += f", by the report of {tick.setter}"
+    if options is None:
+        return text + "."
+    kth = "largest" if options.quorum == 1 else f"{ordinal(options.quorum)} largest"
+    sole = " (K = 1)" if options.quorum == 1 else ""
+    return f"{text}: the clock is the {kth} run step of the {tick.live} that were live{sole}."
+
+
+def _report(shard: ShardLog, tick: TickLog, step: int, name: str) -> str:
+    at = next((at for own, at in shard.reports_of(tick.life, name) if own >= step), None)
+    if at is None:
+        return f"{name} has not reported step {step} there"
+    seconds = at - tick.at
+    if abs(seconds) < 1e-6:
+        relation = "and set the clock" if name == tick.setter else "at that instant"
     else:
-        text += f" ({tick.why})"
-    return text + "."
-
-
-def _kth(quorum: int, live: int) -> str:
-    if quorum == 1:
-        return f"the clock is the largest run step of the {live} that were live (K = 1)"
-    return f"the clock is the {quorum}. largest run step of the {live} that were live"
-
-
-def _reports(run: RunModel, shard: ShardLog, tick: TickLog, step: int) -> list[str]:
-    lines = []
-    for name in run.learners:
-        reports = shard.reports_of(tick.life, name)
-        at = next((at for own, at in reports if own >= step), None)
-        if at is None:
-            lines.append(f"{BULLET}{name} has not reported step {step} there.")
-            continue
-        seconds = at - tick.at
-        if abs(seconds) < 1e-6:
-            relation = "and set the clock" if name == tick.setter else "at that instant"
-        elif seconds < 0:
-            relation = f"{format_duration(-seconds)} before"
-        else:
-            relation = f"{format_duration(seconds)} later"
-        lines.append(f"{BULLET}{name} reported it {relation}.")
-    return lines
+        relation = f"{format_duration(abs(seconds))} {'before' if seconds < 0 else 'later'}"
+    return f"{name} reported it {relation}"
 
 
 def _rounds(shard: ShardLog, tick: TickLog, step: int, options: Options | None) -> list[str]:
     rounds = [*shard.rounds, *shard.open.values(), *shard.lost]
+    rounds = [r for r in rounds if r.life == tick.life]
     lines = []
-    due = [r for r in rounds if r.tick == step and r.life == tick.life]
     if options is not None:
-        own = [p for p in options.due(step) if options.owner(p) == shard.index]
-        if own:
-            lines.append(f"{BULLET}due: fragment {listing([str(p) for p in own])}.")
-        else:
-            lines.append(f"{BULLET}due: no fragment of this shard.")
-    lines += [f"{BULLET}{_round(round)}." for round in due]
-    at_once = [
-        r
-        for r in rounds
-        if r.opened_at <= tick.at < r.finished_at and r.life == tick.life and r not in due
-    ]
-    if at_once:
-        told = listing([f"{r.number} (fragment {r.fragment}, step {r.tick})" for r in at_once])
-        lines.append(f"{BULLET}open besides: {many(len(at_once), 'round')}: {told}.")
+        own = [str(p) for p in options.due(step) if options.owner(p) == shard.index]
+        due = f"fragment {listing(own)}" if own else "no fragment of this shard"
+        lines.append(f"due: {due}")
+    lines += [_round(round) for round in rounds if round.tick == step]
+    besides = [r for r in rounds if r.opened_at <= tick.at < r.finished_at and r.tick != step]
+    if besides:
+        told = listing([f"{r.number} (fragment {r.fragment}, step {r.tick})" for r in besides])
+        lines.append(f"open besides: {many(len(besides), 'round')}: {told}")
     return lines
 
 
@@ -119,7 +100,7 @@ def _round(round: RoundLog) -> str:
     if result is None:
         return f"{text}: not over"
     seconds = format_duration(result.finished_seconds)
-    if result.verdict == "merged":
-        folded = [p.learner for p in result.participants if p.state == "folded"]
-        return f"{text}: merged after {seconds} from {listing(folded)}, version {result.version}"
+    if round.merged:
+        learners = listing([participant.learner for participant in round.folded])
+        return f"{text}: merged after {seconds} from {learners}, version {result.version}"
     return f"{text}: given up after {seconds}: {result.reason}"

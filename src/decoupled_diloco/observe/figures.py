@@ -1,32 +1,28 @@
-"""The charts of a report: losses, who did what when, who took part, how rounds went."""
+"""The charts of a report: losses, participation, how rounds went."""
 
 from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from decoupled_diloco.observe import shapes
 from decoupled_diloco.observe.charts import (
     LETTER,
     Axis,
     Canvas,
     Chart,
     Frame,
+    Place,
+    Point,
     framed,
     round_numbers,
 )
+from decoupled_diloco.observe.run_data import LossPoint
 from decoupled_diloco.observe.run_model import RunModel
-from decoupled_diloco.observe.shapes import (
-    averaged,
-    loss_limits,
-    losses_by_life,
-    smoothed,
-    time_name,
-    time_unit,
-)
 from decoupled_diloco.observe.shard_data import RoundLog
 from decoupled_diloco.units import format_count, format_duration
 
@@ -37,7 +33,10 @@ COLORS = 6
 """So many learners have colours of their own, ``c0`` to ``c5``; then they begin again."""
 
 LANES_MAX = 64
-"""The chart of participation shows no more learners than this."""
+"""No more learners than this, and no more shards, have a lane in a chart."""
+
+LEGEND_MAX = 12
+"""More learners than this are not named beside the plot of their losses."""
 
 RAW_LEARNERS_MAX = 6
 """Single steps are drawn behind the smoothed lines of so many learners."""
@@ -53,11 +52,7 @@ ROUND_PARTS = (
 
 def colors_of(run: RunModel) -> dict[str, str]:
     """The class of each learner's colour, by its name, in the order in which people count."""
-    names = run.trained
-    return {name: f"c{number % COLORS}" for number, name in enumerate(names)}
-
-
-# ---- losses
+    return {name: f"c{number % COLORS}" for number, name in enumerate(run.trained)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,70 +76,64 @@ class LossAxis:
         return float(totals[index - 1]) if index else 0.0
 
     def show(self, value: float) -> str:
-        """A number beside the axis."""
         return format_count(value) if self.over == "tokens" else f"{value:g}"
 
 
 def place_over(run: RunModel, over: Over) -> LossAxis:
     """The axis that losses are drawn over: wall-clock time, global step or the run's tokens."""
-    unit, name = time_unit(run.duration)
+    unit, name = shapes.time_unit(run.duration)
+    learners = run.learners.values()
     steps = sorted(
         step
-        for learner in run.learners.values()
+        for learner in learners
         for life in learner.lives
         for step in zip(life.steps_at, life.step_tokens, strict=False)
     )
     tokens_at = (tuple(at for at, _ in steps), tuple(accumulate(tokens for _, tokens in steps)))
+    # A learner's step can be ahead of what the shards have counted.
+    losses = (loss.global_step for learner in learners for loss in learner.losses)
+    last_step = max((run.global_step, *losses, *(e.global_step for e in run.evaluations)))
     label, high = {
-        "time": (f"{time_name(run)} [{name}]", run.duration / unit),
-        "step": ("global step", float(_last_step(run))),
+        "time": (f"{shapes.time_name(run)} [{name}]", run.duration / unit),
+        "step": ("global step", float(last_step)),
         "tokens": ("tokens, all learners together", float(run.tokens)),
     }[over]
     return LossAxis(over, unit if over == "time" else 1.0, label, high or 1.0, tokens_at)
 
 
-def _last_step(run: RunModel) -> int:
-    """The run's last global step: a learner's can be ahead of what the shards have counted."""
-    losses = (loss.global_step for one in run.learners.values() for loss in one.losses)
-    measured = (evaluation.global_step for evaluation in run.evaluations)
-    return max((run.global_step, *losses, *measured))
+def _widest(places: Iterable[LossAxis]) -> LossAxis:
+    """Of several runs' axes the one that they all fit on."""
+    return max(places, key=lambda place: place.high * place.unit)
 
 
 def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart | None:
-    """Losses of global weights on held-out data, of one run or several; ``None``: there are none.
-
-    Args:
-        runs: Name and run; the first is drawn in the colour of letters.
-        over: What they are drawn over.
-    """
+    """Losses of global weights on held-out data, of one run or two; ``None``: there are none."""
     lines = []
     for name, run in runs:
         place = place_over(run, over)
-        points = [
-            (place(e.at, e.global_step), e.loss) for e in run.evaluations if e.loss is not None
-        ]
-        if points:
+        losses = [(e, e.loss) for e in run.evaluations if e.loss is not None]
+        if losses:
+            points = [(place(e.at, e.global_step), loss) for e, loss in losses]
             lines.append((name, place, points))
     if not lines:
         return None
-    losses = [loss for _, _, points in lines for _, loss in points]
-    limits = loss_limits(losses, [min(losses), max(losses)])
-    widest = max((place for _, place, _ in lines), key=lambda place: place.high * place.unit)
+    every = [loss for _, _, points in lines for _, loss in points]
+    limits = shapes.loss_limits(every, every)
+    widest = _widest(place for _, place, _ in lines)
 
     def draw(canvas: Canvas) -> None:
         frame = _loss_frame(canvas, widest, limits)
         if len(runs) == 1 and over == "time":
             _shade_outages(canvas, frame, runs[0][1])
         ends = []
-        for number, (name, place, own) in enumerate(lines):
-            css = "ink" if number == 0 else "second"
-            points = [(x * place.unit / widest.unit, loss) for x, loss in own]
-            canvas.line(frame.points(points), css)
-            if len(points) <= 80:
-                for point, (x, loss) in zip(frame.points(points), points, strict=True):
-                    title = f"{name + ': ' if len(runs) > 1 else ''}{loss:.4f} at {widest.show(x)}"
-                    canvas.dot(point, css, title)
-            ends.append((*frame.points(points[-1:])[0], f"{points[-1][1]:.3f}", css))
+        for (name, place, own), css in zip(lines, ("ink", "second"), strict=False):
+            values = [(x * place.unit / widest.unit, loss) for x, loss in own]
+            points = frame.points(values)
+            canvas.line(points, css)
+            for point, (x, loss) in zip(points, values, strict=True) if len(own) <= 80 else ():
+                whose = f"{name}: " if len(runs) > 1 else ""
+                canvas.dot(point, css, f"{whose}{loss:.4f} at {widest.show(x)}")
+            ends.append((*points[-1], f"{own[-1][1]:.3f}", css))
         _label_ends(canvas, ends, frame.y.begin)
 
     told = "; ".join(
@@ -158,11 +147,7 @@ def evaluation_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart 
 def _label_ends(
     canvas: Canvas, ends: Sequence[tuple[float, float, str, str]], bottom: float
 ) -> None:
-    """Writes at a line's end, or at those of two lines, where it ends: in its colour, above it.
-
-    Of two, the lower one is written below its own line, so that neither is on the other; where
-    there is no room, at the bottom, one stands above the other.
-    """
+    """Writes above a line's end where it ends; of two, below the lower one if there is room."""
     ordered = sorted(ends, key=lambda end: end[1])
     lowest = ordered[-1][1]
     below = lowest + 18 if lowest + 22 <= bottom else lowest - 9
@@ -177,17 +162,13 @@ def learner_losses_chart(run: RunModel, over: Over) -> Chart | None:
     if not learners:
         return None
     place = place_over(run, over)
-    raw = [loss.loss for learner in learners for loss in learner.losses]
-    lines = {
-        (learner.name, number): (
-            [place(loss.at, loss.global_step) for loss in part],
-            [loss.loss for loss in part],
-            smoothed([loss.loss for loss in part]),
-        )
+    lines = [
+        (learner.name, *_line(_points(place, part)))
         for learner in learners
-        for number, part in enumerate(losses_by_life(learner))
-    }
-    limits = loss_limits(raw, [value for _, _, line in lines.values() for value in line])
+        for part in shapes.losses_by_life(learner)
+    ]
+    raw = [loss.loss for learner in learners for loss in learner.losses]
+    limits = shapes.loss_limits(raw, [value for *_, line in lines for value in line])
     colors = colors_of(run)
 
     def draw(canvas: Canvas) -> None:
@@ -196,14 +177,12 @@ def learner_losses_chart(run: RunModel, over: Over) -> Chart | None:
             _shade_outages(canvas, frame, run)
         most = _points_of_line(canvas, len(learners))
         if len(learners) <= RAW_LEARNERS_MAX and not canvas.narrow:
-            for (name, _), (xs, values, _) in lines.items():
-                thin = list(zip(averaged(xs, 2 * most), averaged(values, 2 * most), strict=True))
-                canvas.line(_within(frame, thin), f"raw {colors[name]}")
-        for (name, _), (xs, _, line) in lines.items():
-            thin = list(zip(averaged(xs, most), averaged(line, most), strict=True))
-            canvas.line(_within(frame, thin), colors[name], name)
+            for name, xs, values, _ in lines:
+                canvas.line(_thinned(frame, xs, values, 2 * most), f"raw {colors[name]}")
+        for name, xs, _, line in lines:
+            canvas.line(_thinned(frame, xs, line, most), colors[name], name)
 
-    ends = ", ".join(f"{name} {line[-1]:.3f}" for (name, _), (_, _, line) in lines.items())
+    ends = ", ".join(f"{name} {line[-1]:.3f}" for name, *_, line in lines)
     label = f"Training loss of each learner over {place.label}; smoothed, at the end: {ends}."
     return Chart(label, _loss_height, draw)
 
@@ -213,30 +192,36 @@ def mean_losses_chart(runs: Sequence[tuple[str, RunModel]], over: Over) -> Chart
     lines = []
     for name, run in runs:
         place = place_over(run, over)
-        points = sorted(
-            (place(loss.at, loss.global_step), loss.loss)
-            for learner in run.learners.values()
-            for loss in learner.losses
-        )
+        points = [p for one in run.learners.values() for p in _points(place, one.losses)]
         if points:
-            lines.append((name, place, [x for x, _ in points], smoothed([y for _, y in points])))
+            xs, _, line = _line(sorted(points))
+            lines.append((name, place, xs, line))
     if not lines:
         return None
-    values = [value for _, _, _, line in lines for value in line]
-    limits = loss_limits(values, [min(values), max(values)])
-    widest = max((place for _, place, _, _ in lines), key=lambda place: place.high * place.unit)
+    values = [value for *_, line in lines for value in line]
+    limits = shapes.loss_limits(values, values)
+    widest = _widest(place for _, place, *_ in lines)
 
     def draw(canvas: Canvas) -> None:
         frame = _loss_frame(canvas, widest, limits)
         most = _points_of_line(canvas, len(lines))
         for (name, place, xs, line), css in zip(lines, ("ink", "second"), strict=False):
             factor = place.unit / widest.unit
-            thin = zip(averaged(xs, most), averaged(line, most), strict=True)
-            canvas.line(_within(frame, [(x * factor, y) for x, y in thin]), css, name)
+            canvas.line(_thinned(frame, xs, line, most, factor), css, name)
 
     told = ", ".join(f"{name} {line[-1]:.3f}" for name, _, _, line in lines)
     label = f"Training loss over {widest.label}, smoothed; at the end: {told}."
     return Chart(label, _loss_height, draw)
+
+
+def _points(place: LossAxis, losses: Iterable[LossPoint]) -> list[Point]:
+    return [(place(loss.at, loss.global_step), loss.loss) for loss in losses]
+
+
+def _line(points: Sequence[Point]) -> tuple[list[float], list[float], list[float]]:
+    """Places on the axis, the losses there, and these smoothed."""
+    values = [loss for _, loss in points]
+    return [x for x, _ in points], values, shapes.smoothed(values)
 
 
 def _loss_height(narrow: bool) -> float:
@@ -254,23 +239,23 @@ def _loss_frame(canvas: Canvas, place: LossAxis, limits: tuple[float, float]) ->
     )
 
 
-def _within(frame: Frame, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Places of points; what is beyond the axis is at its edge."""
+def _thinned(
+    frame: Frame, xs: Sequence[float], values: Sequence[float], most: int, factor: float = 1.0
+) -> list[Point]:
+    """Places of at most so many points; what is beyond the axis is at its edge."""
     low, high = frame.y.low, frame.y.high
-    return frame.points((x, min(high, max(low, y))) for x, y in points)
+    thin = zip(shapes.averaged(xs, most), shapes.averaged(values, most), strict=True)
+    return frame.points((x * factor, min(high, max(low, y))) for x, y in thin)
 
 
 def _shade_outages(canvas: Canvas, frame: Frame, run: RunModel) -> None:
-    unit, _ = time_unit(run.duration)
+    unit, _ = shapes.time_unit(run.duration)
     top, bottom = frame.y.end, frame.y.begin
     for outage in run.outages:
         until = run.duration if outage.back_at is None else outage.back_at
         begin, end = frame.x(outage.down_at / unit), frame.x(until / unit)
         title = f"{outage.who} down: {outage.how}"
         canvas.rect(begin, top, max(1.0, end - begin), bottom - top, "shade", title)
-
-
-# ---- rounds
 
 
 def participation_chart(run: RunModel) -> Chart | None:
@@ -280,7 +265,7 @@ def participation_chart(run: RunModel) -> Chart | None:
     if not rounds or not learners:
         return None
     height = 22.0 if len(learners) <= 16 else 12.0
-    folded = [{p.learner for p in r.outcome.participants if p.state == "folded"} for r in rounds]
+    folded = [{participant.learner for participant in r.folded} for r in rounds]
 
     def draw(canvas: Canvas) -> None:
         letters = 10 if canvas.narrow else 15
@@ -290,9 +275,8 @@ def participation_chart(run: RunModel) -> Chart | None:
         edges = [round(len(rounds) * number / bins) for number in range(bins + 1)]
         for lane, learner in enumerate(learners):
             top = 4 + height * lane
-            shown = learner.name[:letters]
-            canvas.text(left - 6, top + height / 2 + 4, shown, "lane", "end")
-            levels: dict[int, list[tuple[float, float, float, float]]] = {}
+            canvas.text(left - 6, top + height / 2 + 4, learner.name[:letters], "lane", "end")
+            levels: dict[int, list[Place]] = {}
             for a, b in pairwise(edges):
                 share = sum(learner.name in names for names in folded[a:b]) / (b - a)
                 place = (x(a) + 0.5, top + 1, max(0.5, x(b) - x(a) - 1), height - 2)
@@ -321,15 +305,11 @@ def level_of(share: float) -> int:
 
 def round_parts(r: RoundLog) -> tuple[float, float, float, float]:
     """Seconds of a merged round: to the quorum, grace beyond it, uploads left then, merging."""
-    result = r.outcome
-    end = result.finished_seconds
-    marks = [result.quorum_seconds, result.closed_seconds, result.uploaded_seconds]
-    at, parts = 0.0, []
-    for mark in [*marks, end]:
-        until = at if mark is None else min(end, max(at, mark))
-        parts.append(until - at)
-        at = until
-    return (parts[0], parts[1], parts[2], parts[3])
+    result, end, ends = r.outcome, r.outcome.finished_seconds, [0.0]
+    for mark in (result.quorum_seconds, result.closed_seconds, result.uploaded_seconds, end):
+        ends.append(ends[-1] if mark is None else min(end, max(ends[-1], mark)))
+    quorum, grace, upload, merge = (until - since for since, until in pairwise(ends))
+    return quorum, grace, upload, merge
 
 
 def round_parts_chart(run: RunModel) -> Chart | None:
@@ -344,8 +324,8 @@ def round_parts_chart(run: RunModel) -> Chart | None:
         stacks = _mean_parts(rounds, run.duration, bins)
         high = max((sum(parts) for parts in stacks if parts), default=0.0) or 1.0
         factor, unit = (1000.0, "ms") if high < 1 else (1.0, "s")
-        seconds, name = time_unit(run.duration)
-        x_axis = (0.0, run.duration / seconds or 1.0, f"{time_name(run)} [{name}]")
+        seconds, name = shapes.time_unit(run.duration)
+        x_axis = (0.0, run.duration / seconds or 1.0, f"{shapes.time_name(run)} [{name}]")
         frame = framed(canvas, x_axis, (0.0, 1.05 * high * factor, f"mean round [{unit}]"))
         width = (frame.x.end - frame.x.begin) / bins
         for part, (css, _) in enumerate(ROUND_PARTS):
@@ -358,25 +338,19 @@ def round_parts_chart(run: RunModel) -> Chart | None:
                     bars.append((left + 0.5, top, max(0.5, width - 1), base - top))
             canvas.rects(bars, css)
 
-    told = ", ".join(
-        f"{name} {format_duration(mean)}"
-        for (name, _), mean in zip(ROUND_PARTS, means, strict=True)
-    )
+    names = [name for name, _ in ROUND_PARTS]
+    told = ", ".join(f"{n} {format_duration(m)}" for n, m in zip(names, means, strict=True))
     label = f"Mean parts of {len(rounds)} merged rounds over the run: {told}."
     return Chart(label, lambda narrow: 230 if narrow else 260, draw)
 
 
-def _mean_parts(
-    rounds: Sequence[RoundLog], duration: float, bins: int
-) -> list[tuple[float, ...] | None]:
+def _mean_parts(rounds: Sequence[RoundLog], duration: float, bins: int) -> list[list[float]]:
     """The mean of each part over the rounds that ended in each of equal stretches of time."""
     ended: list[list[tuple[float, ...]]] = [[] for _ in range(bins)]
     for r in rounds:
         number = int(bins * r.finished_at / (duration or 1.0))
         ended[min(bins - 1, number)].append(round_parts(r))
-    return [
-        tuple(map(statistics.fmean, zip(*parts, strict=True))) if parts else None for parts in ended
-    ]
+    return [list(map(statistics.fmean, zip(*parts, strict=True))) for parts in ended]
 
 
 def _merged_in_order(run: RunModel) -> list[RoundLog]:

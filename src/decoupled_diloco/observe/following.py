@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 
 from decoupled_diloco.observe.reader import Follower
 from decoupled_diloco.observe.run_data import Remark
-from decoupled_diloco.observe.run_model import REMARKS_MAX, RunModel
+from decoupled_diloco.observe.run_model import RunModel
 
 
 class FollowedRun:
@@ -15,17 +14,16 @@ class FollowedRun:
 
     Args:
         run_folder: The run's folder; its tape need not exist yet.
+
+    Attributes:
+        problems: What could not be read, one sentence each.
     """
 
     def __init__(self, run_folder: str | Path) -> None:
         self.run = RunModel()
         self._follower = Follower(run_folder)
-        self._fresh: deque[Remark] = deque(maxlen=REMARKS_MAX)
-
-    @property
-    def problems(self) -> list[str]:
-        """What could not be read, one sentence each."""
-        return self._follower.problems
+        self.problems = self._follower.problems
+        self._remarks_taken = 0
 
     def poll(self) -> None:
         """Takes in what has been added to the tape.
@@ -33,11 +31,10 @@ class FollowedRun:
         Raises:
             StorageError: A file cannot be read or is of a newer schema.
         """
-        for record in self._follower.poll():
-            self._fresh += self.run.take(record)
+        self.run.take_all(self._follower.poll())
 
     def take_remarks(self) -> list[Remark]:
         """What has been worth a line since the last call."""
-        fresh = list(self._fresh)
-        self._fresh.clear()
-        return fresh
+        fresh = self.run.remarks_told - self._remarks_taken
+        self._remarks_taken += fresh
+        return self.run.remarks[-fresh:] if fresh else []

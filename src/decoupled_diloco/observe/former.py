@@ -23,21 +23,9 @@ def _from(peer: Callable[[Fields], str]) -> Callable[[Fields], Fields]:
     return fields
 
 
-def _learner(data: Fields) -> str:
-    return str(data["learner"])
-
-
-def _shard(data: Fields) -> str:
-    return shard_peer(int(data["shard"]))
-
-
 _OF_COORDINATOR = _from(lambda data: COORDINATOR)
-_OF_LEARNER = _from(_learner)
-_OF_SHARD = _from(_shard)
-
-
-def _admitted(data: Fields) -> Fields:
-    return {"peer": COORDINATOR, "message": data["admitted"]}
+_OF_LEARNER = _from(lambda data: str(data["learner"]))
+_OF_SHARD = _from(lambda data: shard_peer(int(data["shard"])))
 
 
 def _greeted(data: Fields) -> Fields:
@@ -52,7 +40,7 @@ def _joining(data: Fields) -> Fields:
 
 
 def _shard_hello(data: Fields) -> Fields:
-    return {"peer": _shard(data), "greeting": {"type": "ShardHello", **data}}
+    return {"peer": shard_peer(int(data["shard"])), "greeting": {"type": "ShardHello", **data}}
 
 
 _EVENTS_OF_1: Mapping[str, tuple[str, Callable[[Fields], Fields]]] = {
@@ -62,7 +50,10 @@ _EVENTS_OF_1: Mapping[str, tuple[str, Callable[[Fields], Fields]]] = {
     "CoordinatorLinked": ("Connected", _OF_COORDINATOR),
     "CoordinatorUnlinked": ("Lost", _OF_COORDINATOR),
     "CoordinatorTold": ("Received", _OF_COORDINATOR),
-    "TermGranted": ("Received", _admitted),
+    "TermGranted": (
+        "Received",
+        lambda data: {"peer": COORDINATOR, "message": data["admitted"]},
+    ),
     "Ordered": ("Received", _OF_COORDINATOR),
     "Greeted": ("Connected", _greeted),
     "Said": ("Received", _OF_LEARNER),

@@ -17,80 +17,64 @@ if TYPE_CHECKING:
     from decoupled_diloco.observe.run_model import RunModel
 
 
-class LearnerFold:
-    """Takes in the records of learners."""
+def take(run: RunModel, learner: LearnerLog, life: ProcessLife, value: Any) -> None:
+    match value:
+        case fact.StepFinished(tokens):
+            life.steps += 1
+            life.tokens += tokens
+            learner.stepped_at, learner.process = run.at, "training"
+            run.count_tokens(learner)
+            learner.rate.add(run.at, learner.tokens)
+            run.token_rate.add(run.duration, run.tokens)
+        case LossMeasured(_, global_step, _, loss):
+            note_loss(run, learner, global_step, loss)
+        case do.Apply(fragment, _, mode, discarded, why):
+            run.fragments_seen = max(run.fragments_seen, fragment + 1)
+            if discarded:
+                learner.discarded[(mode, why)] += discarded
+        case do.Ready():
+            life.ready_at = run.at if life.ready_at is None else life.ready_at
+            learner.process, learner.stepped_at = "training", run.at
+            tell_joined(run, learner)
+        case do.EndTraining() | do.RunOver():
+            life.over, learner.process = True, "finished"
+            if isinstance(value, do.EndTraining):
+                run.remark("", "the budget is spent: the closing rounds begin")
+        case do.Recovered():
+            learner.recoveries.append(value)
+    if run.whole:
+        _keep_books(life, run.at, value)
 
-    def __init__(self, run: RunModel) -> None:
-        self._run = run
 
-    def take(
-        self, learner: LearnerLog, life: ProcessLife, record: Record, at: float, value: Any
-    ) -> None:
-        """Takes one record in."""
-        run = self._run
-        match value:
-            case fact.StepFinished(tokens):
-                self._stepped(learner, life, at, tokens)
-            case LossMeasured(_, global_step, _, loss):
-                self.measured(learner, record, at, global_step, loss)
-            case do.Apply(fragment, _, mode, discarded, why):
-                run.fragments_seen = max(run.fragments_seen, fragment + 1)
-                if discarded:
-                    learner.discarded[(mode, why)] += discarded
-            case do.Ready():
-                life.ready_at = at if life.ready_at is None else life.ready_at
-                learner.process, learner.stepped_at = "training", at
-                self.tell_joined(learner, record, at)
-            case do.EndTraining() | do.RunOver():
-                life.over, learner.process = True, "finished"
-                if isinstance(value, do.EndTraining):
-                    self._run.remark(
-                        record, at, "", "the budget is spent: the closing rounds begin"
-                    )
-            case do.Recovered():
-                learner.recoveries.append(value)
-        if self._run.whole:
-            _keep_books(life, at, value)
+def note_loss(run: RunModel, learner: LearnerLog, step: int, loss: float | None) -> None:
+    """Notes a learner's loss, ``None`` or huge if it is not finite."""
+    learner.loss = None if loss is None or abs(loss) >= LOSS_MAX else loss
+    if learner.loss is None:
+        learner.losses_not_finite += 1
+        run.remark(learner.name, f"the loss of {learner.name} is not finite: it has diverged")
+    elif run.whole:
+        learner.losses.append(LossPoint(run.at, step, learner.loss))
 
-    def _stepped(self, learner: LearnerLog, life: ProcessLife, at: float, tokens: int) -> None:
-        life.steps += 1
-        life.tokens += tokens
-        learner.stepped_at, learner.process = at, "training"
-        self._run.count_tokens(learner)
-        learner.rate.add(at, learner.tokens)
-        self._run.token_rate.add(self._run.duration, self._run.tokens)
 
-    def measured(
-        self, learner: LearnerLog, record: Record, at: float, step: int, loss: float | None
-    ) -> None:
-        """A learner's loss, ``None`` or huge if it is not finite."""
-        learner.loss = None if loss is None or abs(loss) >= LOSS_MAX else loss
-        if learner.loss is None:
-            learner.losses_not_finite += 1
-            text = f"the loss of {learner.name} is not finite: it has diverged"
-            self._run.remark(record, at, learner.name, text)
-        elif self._run.whole:
-            learner.losses.append(LossPoint(at, step, learner.loss))
+def note_sent(run: RunModel, life: ProcessLife, record: Record) -> None:
+    """Notes a contribution that was sent; no more of the record matters."""
+    try:
+        ask = record.data["ask"]
+        name = (int(ask["term"]), int(ask["number"]))
+        life.ledger.sent(int(record.data["fragment"]), name, int(record.data["tokens"]))
+    except (KeyError, TypeError, ValueError) as error:
+        run.left_out[f"{record.who}: SendBody: {error!r}"] += 1
 
-    def sent(self, life: ProcessLife, record: Record) -> None:
-        """Notes a contribution that was sent; no more of the record matters."""
-        try:
-            ask = record.data["ask"]
-            name = (int(ask["term"]), int(ask["number"]))
-            life.ledger.sent(int(record.data["fragment"]), name, int(record.data["tokens"]))
-        except (KeyError, TypeError, ValueError) as error:
-            self._run.left_out[f"{record.who}: SendBody: {error!r}"] += 1
 
-    def tell_joined(self, learner: LearnerLog, record: Record, at: float) -> None:
-        """Says that a learner trains from now on."""
-        text, down_at = f"{learner.name} joined", learner.down_at
-        if down_at is not None:
-            away = format_duration(at - down_at)
-            text = f"{learner.name} is back, {away} after it went down"
-        elif learner.afar and len(learner.lives) > 1:
-            text = f"{learner.name} is back"
-        learner.down_at = None
-        self._run.remark(record, at, learner.name, text)
+def tell_joined(run: RunModel, learner: LearnerLog) -> None:
+    """Says that a learner trains from now on."""
+    text, down_at = f"{learner.name} joined", learner.down_at
+    if down_at is not None:
+        text = f"{learner.name} is back, {format_duration(run.at - down_at)} after it went down"
+    elif learner.afar and len(learner.lives) > 1:
+        text = f"{learner.name} is back"
+    learner.down_at = None
+    run.remark(learner.name, text)
 
 
 def _keep_books(life: ProcessLife, at: float, value: Any) -> None:

@@ -13,6 +13,7 @@ with it, unless this life gets them merged: then they are *brought*.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MAY_BE_MERGED = "what it sent as"
 """How the learner's machine begins to say why it threw away what may have been merged."""
@@ -27,32 +28,22 @@ Name = tuple[int, int]
 """The name of a pull: term and number."""
 
 
-@dataclass(frozen=True, slots=True)
-class SentTokens:
-    """A contribution that went out, and which asking it answers."""
-
-    fragment: int
-    ask: Name
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class GivenUpTokens:
+class GivenUpTokens(NamedTuple):
     """``tokens`` that were thrown away although ``sent``, a part of them, may have been merged.
 
-    Of what was sent, ``carried`` were an earlier life's; they are not among ``tokens``.
-    ``under_way``: all of it was sent, and the life has not heard yet what became of it.
+    ``sent``: the pull that it answered, and its tokens. Of these, ``carried`` were an earlier
+    life's; they are not among ``tokens``. ``under_way``: all of it was sent, and the life has not
+    heard yet what became of it.
     """
 
+    fragment: int
     tokens: int
-    sent: SentTokens | None
-    carried: int = 0
-    fragment: int = 0
-    under_way: bool = False
+    carried: int
+    sent: tuple[Name, int] | None
+    under_way: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(NamedTuple):
     """``tokens`` of a fragment that no merged copy has closed; ``held``: the version it came from.
 
     ``carried``: what an earlier life was trained on, beside them.
@@ -62,41 +53,30 @@ class Open:
 
     fragment: int
     tokens: int
+    carried: int
     held: tuple[int, int] | None
-    carried: int = 0
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Fragment tokens of one life.
+    """Fragment tokens of one life."""
 
-    Attributes:
-        trained: Tokens of its steps (each counts once for every fragment).
-        merged: What merged copies contain that it took, of its own training and of an earlier one.
-        brought: By fragment, how much of that was an earlier life's.
-        in_flight: Trained between a snapshot and the merged copy that overwrote it.
-        missed: Overwritten by a version that it had no part in.
-        given_up: What was sent and is no longer in the parameters, its outcome not known then.
-    """
-
-    trained: int = 0
-    merged: int = 0
-    in_flight: int = 0
-    missed: int = 0
-    given_up: list[GivenUpTokens] = field(default_factory=list)
-    brought: dict[int, int] = field(default_factory=dict)
+    trained: int = 0  # tokens of its steps: each counts once for every fragment
+    merged: int = 0  # in merged copies that it took, of its own training and of an earlier one
+    in_flight: int = 0  # trained between a snapshot and the merged copy that overwrote it
+    missed: int = 0  # overwritten by a version that it had no part in
+    given_up: list[GivenUpTokens] = field(default_factory=list)  # its outcome was not known then
+    brought: dict[int, int] = field(default_factory=dict)  # of what is merged, an earlier life's
     _carried: dict[int, int] = field(default_factory=dict)
     _since: dict[int, int] = field(default_factory=dict)
-    _sent: dict[int, SentTokens] = field(default_factory=dict)
+    _sent: dict[int, tuple[Name, int]] = field(default_factory=dict)
     _held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def stepped(self, tokens: int) -> None:
-        """A step was finished."""
         self.trained += tokens
 
     def sent(self, fragment: int, ask: Name, tokens: int) -> None:
-        """A snapshot with this many tokens went out."""
-        self._sent[fragment] = SentTokens(fragment, ask, tokens)
+        self._sent[fragment] = (ask, tokens)
 
     def restored(self, fragment: int, version: tuple[int, int], tokens: int) -> None:
         """A checkpoint was taken up, with this many tokens since this version."""
@@ -124,7 +104,7 @@ class Ledger:
         carried = self._carried.pop(fragment, 0)
         closed = self.trained - since
         if mode != "overwrite" and sent is not None:
-            closed = min(closed, max(0, sent.tokens - carried))
+            closed = min(closed, max(0, sent[1] - carried))
         if why.startswith(TOOK_PART):
             discarded = min(discarded, closed)  # steps can be missing where the tape is torn
             self.merged += closed - discarded + carried
@@ -134,12 +114,12 @@ class Ledger:
             discarded = min(discarded, closed)
             self.in_flight += discarded
             late = closed - discarded
-            self.given_up.append(GivenUpTokens(late, sent, carried, fragment, under_way=True))
+            self.given_up.append(GivenUpTokens(fragment, late, carried, sent, True))
         else:
             discarded = min(max(0, discarded - carried), closed)
             self.merged += closed - discarded
             if why.startswith(MAY_BE_MERGED):
-                self.given_up.append(GivenUpTokens(discarded, sent, carried, fragment))
+                self.given_up.append(GivenUpTokens(fragment, discarded, carried, sent, False))
             else:
                 self.missed += discarded
         self._since[fragment] = since + closed
@@ -148,10 +128,7 @@ class Ledger:
         """What the life has left open, one entry a fragment."""
         return [
             Open(
-                fragment,
-                self.trained - self._since.get(fragment, 0),
-                self._held.get(fragment),
-                self._carried.get(fragment, 0),
+                p, self.trained - self._since.get(p, 0), self._carried.get(p, 0), self._held.get(p)
             )
-            for fragment in range(fragments)
+            for p in range(fragments)
         ]

@@ -12,9 +12,6 @@ SPARE = 100
 def open_files_allowed(files: int) -> int | None:
     """Raises this process's limit so that so many files can be open, as far as the system lets it.
 
-    Args:
-        files: How many, at once.
-
     Returns:
         The limit that stays below what is needed; ``None``: it suffices.
     """

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from decoupled_diloco.errors import Error
 from decoupled_diloco.observe.following import FollowedRun
-from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.status import RunStatus, status_of
 from decoupled_diloco.observe.status_view import position, render_training
 from decoupled_diloco.observe.terminal import SteadyConsole
@@ -45,8 +44,8 @@ class ProgressDisplay:
 
     Args:
         source: A run's folder, whose tape need not exist yet; or a run that is followed.
-        budget_steps: The run ends at this global step; ``None``: no limit.
-        budget_tokens: The run ends after this many tokens; ``None``: no limit.
+        budget_steps: The run ends at this global step, or after ``budget_tokens``; ``None``: no
+            limit.
         console: Where to show it; a `SteadyConsole` on standard output by default.
         clock: Seconds, for the distance of plain lines.
         virtual: The run is simulated: its time is not the user's.
@@ -64,20 +63,15 @@ class ProgressDisplay:
         self.budget = (budget_steps, budget_tokens)
         self.console = console or SteadyConsole()
         self._clock, self._since, self._virtual = clock, clock(), virtual
+        self._line_at, self._heard_at = self._since + LINE_SECONDS, self._since
         self._followed = source if isinstance(source, FollowedRun) else FollowedRun(source)
+        self.run = self._followed.run
         self._records = 0
         self._live: Live | None = None
-        self._line_at = clock() + LINE_SECONDS
-        self._heard_at = clock()
         self._waiting: list[tuple[float, str]] = []
         self._problems_told = 0
         self._has_line = False
         self._stopped = False
-
-    @property
-    def run(self) -> RunModel:
-        """What is known of the run."""
-        return self._followed.run
 
     def __enter__(self) -> ProgressDisplay:
         if self.console.is_terminal:
@@ -104,10 +98,10 @@ class ProgressDisplay:
             if self._live is not None:
                 self._live.update(self.render(), refresh=True)
         except Exception as error:  # a display that fails must not end hours of training
-            self._stopped = True
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        self._stopped = True
         name = "" if isinstance(error, Error) else f"{type(error).__name__}: "
         text = f"progress is no longer shown, the run goes on: {name}{error}"
         _log.debug("%s", text, exc_info=error)
@@ -136,11 +130,9 @@ class ProgressDisplay:
         until = self.run.duration - LATE_SECONDS + (0.0 if self._virtual else silent)
         self._waiting.sort(key=lambda line: line[0])
         while self._waiting and (last or self._waiting[0][0] <= until):
-            self._tell(*self._waiting.pop(0))
-
-    def _tell(self, at: float, line: str) -> None:
-        text = Text.assemble((clock_face(at), "dim"), "  ", line)
-        self.console.print(text, soft_wrap=self._live is None)
+            at, line = self._waiting.pop(0)
+            text = Text.assemble((clock_face(at), "dim"), "  ", line)
+            self.console.print(text, soft_wrap=self._live is None)
 
     @property
     def _silent(self) -> float:
@@ -148,14 +140,10 @@ class ProgressDisplay:
         silent = self._clock() - self._heard_at
         return silent if silent > SILENT_SECONDS and not self._virtual else 0.0
 
-    # ---- what is shown
-
     def status(self) -> RunStatus:
-        """How the run is doing as of its latest record."""
         return status_of(self.run, self.run.latest, budget=self.budget)
 
     def line(self) -> str:
-        """The whole run in one line."""
         status = self.status()
         there = [learner for learner in status.learners if learner.state != "left"]
         training = [learner for learner in there if learner.state == "stepping"]

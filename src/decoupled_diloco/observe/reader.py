@@ -124,9 +124,21 @@ def run_folder_of(path: Path) -> Path:
     return inside.parent if inside.resolve().name == FOLDER_NAME else inside
 
 
-def _existing_files(path: Path) -> list[Path]:
+def check_name(path: Path) -> None:
     if path.is_file() and path.suffix != ".jsonl":
         raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
+
+
+def check_readable(path: str | Path, problems: list[str]) -> None:
+    """What gave no record must have given no problem either: it is empty."""
+    if problems:
+        raise StorageError(
+            f"{path} is no event tape: none of its lines can be read, the first one: {problems[0]}"
+        )
+
+
+def _existing_files(path: Path) -> list[Path]:
+    check_name(path)
     if not path.exists() and not segments_of(path):
         raise ConfigError(f"{path} does not exist: give a run folder, or a .jsonl file of it")
     files = tape_files(path)
@@ -160,5 +172,5 @@ def _ordered(records: Iterable[Record]) -> Iterator[tuple[tuple[float, str, int,
 
 
 def read_on_order(record: Record) -> tuple[float, str, int, int]:
-    """The order of records of several processes: by wall time, then by who wrote them."""
+    """The order of records of several processes: by wall time, then by their process."""
     return (record.wall, record.who, record.life, record.seq)

@@ -23,32 +23,19 @@ _EventIn = TypeVar("_EventIn", contravariant=True)
 class Machine(Protocol[_EventIn, _EffectT]):
     """A state machine of the protocol."""
 
-    def handle(self, now: float, event: _EventIn, /) -> list[_EffectT]:
-        """Takes one fact in and answers with orders."""
-        ...
+    def handle(self, now: float, event: _EventIn, /) -> list[_EffectT]: ...
 
 
 class Recorder(Generic[_EventT, _EffectT]):
     """A state machine whose events and effects go on the tape.
 
-    A tape that can no longer be written never costs an effect: the error is given to ``on_failure``
-    once, and the machine goes on unrecorded.
-
-    Args:
-        machine: The state machine.
-        tape: Where to write.
-        on_failure: Told of the tape's end; by default it is logged as an error.
+    A tape that can no longer be written never costs an effect: the error is logged once, and the
+    machine goes on unrecorded.
     """
 
-    def __init__(
-        self,
-        machine: Machine[_EventT, _EffectT],
-        tape: TapeWriter,
-        on_failure: Callable[[StorageError], None] | None = None,
-    ) -> None:
+    def __init__(self, machine: Machine[_EventT, _EffectT], tape: TapeWriter) -> None:
         self.machine = machine
         self.tape = tape
-        self._on_failure = on_failure or (lambda error: _log.error("%s", error))
 
     def handle(self, now: float, event: _EventT) -> list[_EffectT]:
         """The machine's answer; event and effects are on the tape."""
@@ -56,21 +43,18 @@ class Recorder(Generic[_EventT, _EffectT]):
         try:
             self.tape.effects(now, self.tape.event(now, event), effects)
         except StorageError as error:
-            self._on_failure(error)
+            _log.error("%s", error)
         return effects
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayDifference:
-    """A replayed machine ordered something else than the tape says.
-
-    ``taped`` and ``replayed`` are effects as JSON objects, ``None`` where there was no such effect.
-    """
+    """A replayed machine ordered something else than the tape says."""
 
     life: int
     cause: int
     event: str
-    taped: dict[str, Any] | None
+    taped: dict[str, Any] | None  # an effect as a JSON object; None: there was none
     replayed: dict[str, Any] | None
 
 

@@ -132,17 +132,8 @@ class Parser:
         offset, life = self._clocks[who]
         if not abs(at) + abs(offset) < SECONDS_MAX:
             raise ValueError("no clock shows this")
-        return Record(
-            at=at,
-            who=who,
-            seq=int(fields["seq"]),
-            kind=_kind(fields["kind"]),
-            type=name,
-            data=data,
-            cause=fields.get("cause"),
-            wall=at + offset,
-            life=life,
-        )
+        kind, seq, cause = _kind(fields["kind"]), int(fields["seq"]), fields.get("cause")
+        return Record(at, who, seq, kind, name, data, cause, at + offset, life)
 
 
 def _shown(line: bytes) -> str:
@@ -160,18 +151,10 @@ def _kind(name: str) -> Kind:
 
 
 def format_record(record: Record) -> str:
-    """The record as a line of a tape."""
-    fields: dict[str, Any] = {
-        "v": SCHEMA,
-        "at": record.at,
-        "who": record.who,
-        "seq": record.seq,
-        "kind": record.kind,
-        "type": record.type,
-        "data": record.data,
-    }
-    if record.cause is not None:
-        fields["cause"] = record.cause
+    names = ("at", "who", "seq", "kind", "type", "data", "cause")
+    fields = {"v": SCHEMA} | {name: getattr(record, name) for name in names}
+    if record.cause is None:
+        del fields["cause"]
     return to_json(fields) + "\n"
 
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from decoupled_diloco.observe import figures, tables
-from decoupled_diloco.observe.accounts import TIME_PARTS
+from decoupled_diloco.observe import figures
+from decoupled_diloco.observe.accounts import TIME_PARTS, TOKEN_PARTS
 from decoupled_diloco.observe.charts import DARK, LIGHT, Chart
 from decoupled_diloco.observe.reader import run_folder_of
+from decoupled_diloco.observe.run_data import GAP_MEDIANS
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.summary import absences, totals
+from decoupled_diloco.observe.tables import meanings, tables_of, time_bars
 from decoupled_diloco.observe.timeline import TIMELINE_KEYS, timeline_chart
 from decoupled_diloco.observe.whole_files import write_whole
-from decoupled_diloco.observe.words import listing
-
-LEGEND_MAX = 12
-"""More learners than this are not named beside the plot of their losses."""
+from decoupled_diloco.observe.words import listing, many
 
 OVER: tuple[tuple[figures.Over, str], ...] = (
     ("time", "time"),
@@ -61,43 +59,42 @@ def write_report(
 
 
 def render_report(run: RunModel, settings: str | None = None) -> str:
-    """The page as text.
-
-    Args:
-        run: The run.
-        settings: Its resolved configuration, to be shown as it is; ``None``: what the start
-            records say.
-    """
-    names = list(run.trained)
-    return (
-        page_maker()
-        .get_template("report.html.j2")
-        .render(
-            title=f"Decoupled DiLoCo: {name_of(run)}" if name_of(run) else "Decoupled DiLoCo run",
-            subtitle=subtitle_of(run),
-            problems=problems_of(run),
-            outages=absences(run),
-            totals=totals(run),
-            losses=_losses(run),
-            legend=list(figures.colors_of(run).items())[:LEGEND_MAX],
-            unnamed=max(0, len(names) - LEGEND_MAX),
-            timeline=timeline_chart(run),
-            timeline_keys=TIMELINE_KEYS,
-            bars=tables.time_bars(run.account),
-            time_parts=TIME_PARTS,
-            participation=figures.participation_chart(run),
-            round_parts=figures.round_parts_chart(run),
-            round_part_names=figures.ROUND_PARTS,
-            tables=_tables(run),
-            sample_text=run.sample_text,
-            settings=settings if settings is not None else _told_settings(run),
-            settings_told=settings is None,
-        )
+    """The page as text; without ``settings``, a configuration, what the start records say of it."""
+    name = str(run.settings_of("run").get("name") or "")
+    told = [f"{key} = {json.dumps(value)}" for key, value in flattened(run.settings)]
+    runs = [("", run)]
+    return render_page(
+        "report.html.j2",
+        title=f"Decoupled DiLoCo: {name}" if name else "Decoupled DiLoCo run",
+        subtitle=subtitle_of(run),
+        problems=problems_of(run),
+        outages=absences(run),
+        totals=totals(run),
+        losses=losses_over(
+            lambda over: figures.evaluation_chart(runs, over),
+            lambda over: figures.learner_losses_chart(run, over),
+        ),
+        legend=list(figures.colors_of(run).items())[: figures.LEGEND_MAX],
+        unnamed=max(0, len(run.trained) - figures.LEGEND_MAX),
+        timeline=timeline_chart(run),
+        timeline_keys=TIMELINE_KEYS,
+        bars=time_bars(run.account),
+        participation=figures.participation_chart(run),
+        round_parts=figures.round_parts_chart(run),
+        round_part_names=figures.ROUND_PARTS,
+        tables=tables_of(run),
+        meanings=meanings,
+        token_parts=TOKEN_PARTS,
+        gap_medians=f"{GAP_MEDIANS:g}",
+        rounds_merged=run.rounds_merged,
+        sample_text=run.sample_text,
+        settings=settings if settings is not None else "\n".join(told) or None,
+        settings_told=settings is None,
     )
 
 
-def page_maker() -> Environment:
-    """Makes pages from the templates beside this file; whatever is put in is escaped."""
+def render_page(template: str, **values: Any) -> str:
+    """A page from a template beside this file; whatever is put in is escaped."""
     maker = Environment(
         loader=PackageLoader("decoupled_diloco.observe", "."),
         autoescape=True,
@@ -105,17 +102,11 @@ def page_maker() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    maker.globals |= {"light": LIGHT, "dark": DARK}
-    return maker
+    shared = {"light": LIGHT, "dark": DARK, "time_parts": TIME_PARTS}
+    return maker.get_template(template).render(shared, **values)
 
 
-def name_of(run: RunModel) -> str:
-    """The run's name by its settings; empty: no start record has one."""
-    return str(run.settings_of("run").get("name") or "")
-
-
-@dataclass(frozen=True, slots=True)
-class LossCharts:
+class LossCharts(NamedTuple):
     """Losses over one of three axes."""
 
     over: str
@@ -124,50 +115,23 @@ class LossCharts:
     learners: Chart | None
 
 
-def _losses(run: RunModel) -> list[LossCharts]:
-    charts = [
-        LossCharts(
-            over,
-            name,
-            figures.evaluation_chart([("", run)], over),
-            figures.learner_losses_chart(run, over),
-        )
-        for over, name in OVER
-    ]
-    return charts if charts[0].evaluation or charts[0].learners else []
+_Draw = Callable[[figures.Over], Chart | None]
 
 
-def _tables(run: RunModel) -> dict[str, tables.Table]:
-    every = (
-        tables.time_table(run),
-        tables.token_table(run),
-        tables.bytes_table(run),
-        tables.participation_table(run),
-        tables.round_parts_table(run),
-        tables.verdict_table(run),
-        tables.learner_table(run),
-        tables.shard_table(run),
-        tables.corpus_table(run),
-        tables.version_table(run),
-        tables.remark_table(run),
-    )
-    return {table.id: table for table in every}
+def losses_over(evaluation: _Draw, learners: _Draw) -> list[LossCharts]:
+    """The charts of losses over each axis; none if there is no loss at all."""
+    charts = [LossCharts(over, name, evaluation(over), learners(over)) for over, name in OVER]
+    return [chart for chart in charts if charts[0].evaluation or charts[0].learners]
 
 
 def subtitle_of(run: RunModel) -> str:
     """How many took part, and when it began."""
-    learners = _counted(len(run.trained), "learner")
-    shards = _counted(len(run.shards), "syncer shard")
+    told = f"{many(len(run.trained), 'learner')}, {many(len(run.shards), 'syncer shard')}"
     if not run.records:
-        return f"{learners}, {shards}"
+        return told
     if run.virtual:
-        return f"{learners}, {shards}, in virtual time"
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.started_wall))
-    return f"{learners}, {shards}, began {began}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+        return f"{told}, in virtual time"
+    return told + time.strftime(", began %Y-%m-%d %H:%M:%S UTC", time.gmtime(run.started_wall))
 
 
 def problems_of(run: RunModel) -> list[str]:
@@ -193,11 +157,6 @@ def problems_of(run: RunModel) -> list[str]:
                 "training has diverged."
             )
     return problems
-
-
-def _told_settings(run: RunModel) -> str | None:
-    lines = [f"{name} = {json.dumps(value)}" for name, value in flattened(run.settings)]
-    return "\n".join(lines) or None
 
 
 def flattened(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -46,7 +46,6 @@ LINK_FAULTS = ("vanish", "cut", "break", "throttle", "delay", "loss", "corrupt")
 """Faults on purpose of the wires between processes."""
 
 TOOK_PART = "took part"
-LATE = "late"
 NOT_ASKED = "not asked"
 OUT_OF_REACH = "out of reach"
 AWAY = "away"
@@ -61,15 +60,14 @@ class Rate:
     def __init__(self) -> None:
         self._points: deque[tuple[float, float]] = deque()
 
+    def clear(self) -> None:
+        self._points.clear()
+
     def add(self, at: float, total: float) -> None:
         """Notes the running total at an instant."""
         self._points.append((at, total))
         while len(self._points) > RATE_POINTS_MIN and self._points[1][0] < at - RATE_SECONDS:
             self._points.popleft()
-
-    def clear(self) -> None:
-        """Forgets what was: the process has started anew."""
-        self._points.clear()
 
     @property
     def settled(self) -> bool:
@@ -98,38 +96,29 @@ class LossPoint:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of the global weights; ``loss`` is ``None`` when it was not finite.
-
-    ``metrics``: what else the workload measures, by name.
-    """
+    """One evaluation of the global weights."""
 
     at: float
     global_step: int
-    loss: float | None
+    loss: float | None  # None: it was not finite
     tokens: int
-    metrics: tuple[tuple[str, float | None], ...] = ()
+    metrics: tuple[tuple[str, float | None], ...] = ()  # what else the workload measures, by name
 
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something worth a line.
-
-    Attributes:
-        who: The process that told it.
-        subject: The process that it is about; ``""``: none.
-        kind: The type of the record that it comes from.
-    """
+    """Something worth a line."""
 
     at: float
-    who: str
-    subject: str
-    kind: str
+    who: str  # the process that told it
+    subject: str  # the process that it is about; "": none
+    kind: str  # the type of the record that it comes from
     text: str
 
 
 @dataclass(slots=True)
 class FaultLog:
-    """A fault on purpose: its kind, target, beginning and end; infinity: to the run's end."""
+    """A fault on purpose; one that ends at infinity lasts to the run's end."""
 
     kind: str
     target: str
@@ -140,29 +129,18 @@ class FaultLog:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A process that died.
-
-    Attributes:
-        who: The process.
-        down_at: When it ended.
-        how: In words: ``killed (SIGKILL)``, ``ended with exit code 4``, ``fell silent``.
-        global_step: The run's global step at that time.
-        restarted_at: When its next process was started; ``None``: none was.
-        back_at: When it took part again; ``None``: it did not.
-        lost_steps: For each learner that lived: steps it lost between ``down_at`` and ``back_at``.
-    """
+    """A process that died."""
 
     who: str
     down_at: float
-    how: str
-    global_step: int
-    restarted_at: float | None
-    back_at: float | None
-    lost_steps: dict[str, int]
+    how: str  # in words: "killed (SIGKILL)", "ended with exit code 4", "fell silent"
+    global_step: int  # of the run, at that time
+    restarted_at: float | None  # when its next process was started; None: none was
+    back_at: float | None  # when it took part again; None: it did not
+    lost_steps: dict[str, int]  # of each learner that lived, between down_at and back_at
 
     @property
     def seconds(self) -> float | None:
-        """How long it was away."""
         return None if self.back_at is None else self.back_at - self.down_at
 
     @property
@@ -172,70 +150,45 @@ class Outage:
 
     @property
     def lost_steps_total(self) -> int:
-        """Steps that all the others together lost meanwhile."""
         return sum(self.lost_steps.values())
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """A learner that lived and stepped on while shards did not hear of it.
-
-    Attributes:
-        who: The learner.
-        cut_at: When a shard had last heard of it.
-        back_at: When every shard counted on it again; ``None``: none did before its end.
-        steps: Its own steps meanwhile.
-        rounds_merged: The rounds that were merged meanwhile; ``rounds_missed``: without it.
-        lost_steps: For each other learner that lived: steps that it lost meanwhile.
-    """
+    """A learner that lived and stepped on while shards did not hear of it."""
 
     who: str
-    cut_at: float
-    back_at: float | None
-    steps: int
-    rounds_merged: int
-    rounds_missed: int
-    lost_steps: dict[str, int]
+    cut_at: float  # when a shard had last heard of it
+    back_at: float | None  # when every shard counted on it again; None: none did before its end
+    steps: int  # its own, meanwhile
+    rounds_merged: int  # meanwhile
+    rounds_missed: int  # those of them that it was not in
+    lost_steps: dict[str, int]  # of each other learner that lived, meanwhile
 
     @property
     def seconds(self) -> float | None:
-        """How long it was cut off; ``None``: to its end."""
         return None if self.back_at is None else self.back_at - self.cut_at
 
 
 @dataclass(slots=True)
 class ProcessLife:
-    """One life of a process, from its start record to its last record.
-
-    Attributes:
-        steps_at: When it finished each step, ``step_tokens`` of how many tokens, and ``holds`` from
-            ``Hold`` to ``Release`` (infinity: never; synchronous baselines only): of a whole tape.
-        spawned_at: When the launcher started the process, before its first record.
-        ended_at: When the process ended, if that is on the tape.
-        crashed: It ended otherwise than at the end of the run or on purpose.
-        over: The run was over for it.
-        ledger: What became of the tokens that it was trained on.
-        steps: Its steps, and ``tokens`` of these, as far as its own tape tells.
-        told: The most steps and tokens of it that a shard heard of.
-        overwritten: Of a life that only the shards tell of, the fragment tokens that merged
-            fragments have overwritten; ``None``: ``ledger`` knows more.
-    """
+    """One life of a process, from its start record to its last record."""
 
     started_at: float
     last_at: float
-    steps_at: list[float] = field(default_factory=list)
+    steps_at: list[float] = field(default_factory=list)  # ends of steps, of a whole tape
     ready_at: float | None = None
-    over: bool = False
-    spawned_at: float | None = None
+    over: bool = False  # the run was over for it
+    spawned_at: float | None = None  # when the launcher started it, before its first record
     ended_at: float | None = None
-    crashed: bool = False
-    step_tokens: list[int] = field(default_factory=list)
-    holds: list[tuple[float, float]] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=Ledger)
-    steps: int = 0
+    crashed: bool = False  # it ended otherwise than at the end of the run or on purpose
+    step_tokens: list[int] = field(default_factory=list)  # of each of ``steps_at``
+    holds: list[tuple[float, float]] = field(default_factory=list)  # ``Hold`` to ``Release``
+    ledger: Ledger = field(default_factory=Ledger)  # what became of its tokens
+    steps: int = 0  # as far as its own tape tells; ``tokens`` likewise
     tokens: int = 0
-    told: tuple[int, int] = (0, 0)
-    overwritten: int | None = None
+    told: tuple[int, int] = (0, 0)  # the most steps and tokens that a shard heard of
+    overwritten: int | None = None  # fragment tokens, as shards tell; None: ``ledger`` knows more
 
     @property
     def began_at(self) -> float:
@@ -250,79 +203,52 @@ class ProcessLife:
     def holds_between(self, begin: float, end: float) -> list[tuple[float, float]]:
         """The holds that reach into this time, cut off at its ends, in order."""
         first = max(0, bisect.bisect_right(self.holds, (begin, math.inf)) - 1)
-        cut = []
-        for a, b in self.holds[first:]:
-            if a >= end:
-                break
-            if b > begin:
-                cut.append((max(a, begin), min(b, end)))
-        return cut
+        last = bisect.bisect_left(self.holds, (end,))
+        return [(max(a, begin), min(b, end)) for a, b in self.holds[first:last] if b > begin]
 
 
 @dataclass
 class LearnerLog:
-    """One learner, over all shards and lives.
-
-    Attributes:
-        lives: Of its own tape; as the shards heard of them where that is elsewhere.
-        epoch: Its newest life, counted by the coordinator.
-        process: What the launcher and its own tape say of its process: ``""`` (nothing),
-            ``joining``, ``training``, ``restarting``, ``down``, ``finished``.
-        down_at: When its process ended, until it is back.
-        left: What its newest life said when it left on purpose.
-        cut_from: The shards that no longer count on it, since ``cut_at``, while it is not down.
-        steps_of: Own steps of each epoch, as reported; `tokens_of` and `discarded_of` likewise.
-        discarded: Fragment-tokens discarded, by mode and reason, from its own tape.
-        recoveries: How each of its processes came by its state, from its own tape.
-        reasons: How many merged rounds it was in, or why not.
-        tokens_counted: Of its tokens, what the total of the run holds.
-        accepted: For each shard, how many rounds it had merged when this learner was last in one.
-        evictions: When which shard no longer counted on it, and why: of a whole tape.
-        disturbed: From when to when a fault on purpose kept it from stepping.
-    """
+    """One learner, over all shards and lives."""
 
     name: str
-    lives: list[ProcessLife] = field(default_factory=list)
-    epoch: int = 0
-    process: str = ""
+    lives: list[ProcessLife] = field(default_factory=list)  # of its own tape, if that is here
+    epoch: int = 0  # its newest life, counted by the coordinator
+    process: str = ""  # "" (not known), joining, training, restarting, down, finished
     has_tape: bool = False
-    down_at: float | None = None
-    left: str = ""
-    cut_from: set[str] = field(default_factory=set)
-    cut_at: float = 0.0
+    down_at: float | None = None  # when its process ended, until it is back
+    left: str = ""  # what its newest life said when it left on purpose
+    cut_from: set[str] = field(default_factory=set)  # shards that no longer count on it
+    cut_at: float = 0.0  # since when, while it is not down
     seen_at: float | None = None
     stepped_at: float | None = None
-    steps_of: dict[int, int] = field(default_factory=dict)
+    steps_of: dict[int, int] = field(default_factory=dict)  # of each epoch, as reported
     tokens_of: dict[int, int] = field(default_factory=dict)
     discarded_of: dict[int, int] = field(default_factory=dict)
     life_of: dict[int, ProcessLife] = field(default_factory=dict)
     rate: Rate = field(default_factory=Rate)
-    tokens_counted: int = 0
+    tokens_counted: int = 0  # of its tokens, what the total of the run holds
     loss: float | None = None
     losses: list[LossPoint] = field(default_factory=list)
     losses_not_finite: int = 0
-    discarded: Counter[tuple[str, str]] = field(default_factory=Counter)
+    discarded: Counter[tuple[str, str]] = field(default_factory=Counter)  # by mode and reason
     bytes_up: int = 0
     recoveries: list[Recovered] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)  # rounds it was in, or why not
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
     accepted_at: float | None = None
     accepted_step: int | None = None
     accepted: dict[str, int] = field(default_factory=dict)
-    evictions: list[tuple[float, str, str]] = field(default_factory=list)
+    """For each shard, how many rounds it had merged when this learner was last in one."""
+    evictions: list[tuple[float, str, str]] = field(default_factory=list)  # when, which shard, why
     outages: list[Outage] = field(default_factory=list)
     cuts: list[CutOff] = field(default_factory=list)
-    disturbed: list[tuple[float, float]] = field(default_factory=list)
+    disturbed: list[tuple[float, float]] = field(default_factory=list)  # by faults on purpose
 
     @property
     def afar(self) -> bool:
         """Whether its tape is not here, and all this is what the shards heard of it."""
         return not self.has_tape
-
-    def count(self, reason: str) -> None:
-        """One more merged round."""
-        self.reasons[reason] += 1
-        self.recent.append(reason)
 
     @property
     def steps(self) -> int:
@@ -348,7 +274,6 @@ class LearnerLog:
 
     @property
     def steps_at(self) -> list[float]:
-        """The instants at which steps were finished."""
         return [at for life in self.lives for at in life.steps_at]
 
     @cached_property
@@ -392,5 +317,4 @@ class LearnerLog:
         return gaps, list(accumulate((b for _, b in gaps), max))
 
     def _gaps(self) -> Iterator[tuple[float, float]]:
-        for life in self.lives:
-            yield from pairwise(life.steps_at)
+        return (gap for life in self.lives for gap in pairwise(life.steps_at))

@@ -10,6 +10,7 @@ tapes, where they are at hand, add what only they know.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,13 +20,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from decoupled_diloco.errors import ProtocolError, StorageError
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.observe import learner_fold, samples
 from decoupled_diloco.observe.absences import find_absences
 from decoupled_diloco.observe.accounts import RunAccount, account_for
 from decoupled_diloco.observe.acting import Acting, is_learner, is_shard
-from decoupled_diloco.observe.learner_fold import LearnerFold
 from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
-from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.reader import TapeReader, check_readable
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_data import (
     TOOK_PART,
@@ -37,21 +38,6 @@ from decoupled_diloco.observe.run_data import (
     ProcessLife,
     Rate,
     Remark,
-)
-from decoupled_diloco.observe.samples import (
-    BytesMoved,
-    CorpusDescribed,
-    EndRequested,
-    Evaluated,
-    FaultEnded,
-    FaultInjected,
-    ProcessEnded,
-    ProcessStarted,
-    RestartScheduled,
-    SampleGenerated,
-    TookOver,
-    WeightsSaved,
-    WentBack,
 )
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.shard_fold import ShardFold
@@ -81,67 +67,48 @@ class Listener(Protocol):
 
     def take(self, who: str, at: float, value: Any) -> None:
         """One record; ``None`` stands for a start record."""
-        ...
 
 
 class RunModel:
-    """Everything that is known of a run as of its latest record.
-
-    Args:
-        keep: What to remember.
-        listener: Told of each record.
-
-    Attributes:
-        records: How many it has taken in.
-        started_wall: The first one's wall-clock seconds; instants are seconds since then.
-        duration: The latest one's instant.
-        settings: The run's public settings, of a shard if any tells them.
-        tokens: Of all learners.
-        evaluations: Of the global weights; of the present state the last one.
-        told_to_end: Processes that the launcher has told to end and not started again.
-        left_out: Records that this version cannot read, by why.
-        problems: What could not be read of the tape, one sentence each.
-    """
+    """Everything that is known of a run as of its latest record."""
 
     def __init__(self, keep: Keep = "now", listener: Listener | None = None) -> None:
         self.keep = keep
-        self.records = 0
-        self.started_wall = 0.0
-        self.duration = 0.0
+        self.record: Record  # that is being taken in, ``at`` its instant
+        self.at = 0.0
+        self.records = 0  # how many it has taken in
+        self.started_wall = 0.0  # the first one's; instants are seconds since then
+        self.duration = 0.0  # the latest one's instant
         self.shards: dict[str, ShardLog] = {}
         self.learners: dict[str, LearnerLog] = {}
         self.observers: set[str] = set()
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}  # public ones, of a shard if any tells them
         self.virtual = False
         self.tokens = 0
         self.clock_rate = Rate()
         self.token_rate = Rate()
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[Evaluation] = []  # of the present state the last one
         self.faults: list[FaultLog] = []
-        self.remarks: list[Remark] = []
+        self.remarks: list[Remark] = []  # of the present state the newest of all ``remarks_told``
+        self.remarks_told = 0
         self.cut: tuple[float, KeepCheckpoint] | None = None
         self.headers: dict[str, dict[str, Any]] = {}
         self.releases: dict[str, str] = {}
-        self.weights: list[str] = []
         self.corpus: dict[str, Any] | None = None
         self.sample_text: str | None = None
-        self.told_to_end: set[str] = set()
-        self.ends: dict[str, list[tuple[float, ProcessEnded]]] = {}
+        self.told_to_end: set[str] = set()  # by the launcher, and not started again
+        self.ends: dict[str, list[tuple[float, samples.ProcessEnded]]] = {}
         self.orders: dict[str, list[float]] = {}
         self.spawns: dict[str, float] = {}
-        self.left_out: Counter[str] = Counter()
-        self.problems: list[str] = []
-        self._bytes: dict[str, dict[int, BytesMoved]] = {}
+        self.left_out: Counter[str] = Counter()  # records that cannot be read, by why
+        self.problems: list[str] = []  # what could not be read of the tape
+        self._bytes: dict[str, dict[int, samples.BytesMoved]] = {}
         self.fragments_seen = 0
         self._acting = Acting()
         self._told: dict[str, float] = {}
-        self._new: list[Remark] = []
         self._listener = listener
         self._looks_at = LOOKED_AT | (listener.looks_at if listener else frozenset())
-        self._learners = LearnerFold(self)
-        self._shards = ShardFold(self, self._learners)
-
-    # ---- what follows from it
+        self._folds: dict[str, ShardFold] = {}
 
     @property
     def whole(self) -> bool:
@@ -156,8 +123,7 @@ class RunModel:
     @property
     def finished(self) -> bool:
         """Whether every shard has seen the end of the run."""
-        shards = self.shards.values()
-        return bool(shards) and all(shard.phase == "finished" for shard in shards)
+        return bool(self.shards) and all(s.phase == "finished" for s in self.shards.values())
 
     @property
     def interrupted(self) -> bool:
@@ -186,19 +152,16 @@ class RunModel:
 
     @property
     def rounds_merged(self) -> int:
-        """Rounds that were merged, of all shards."""
         return sum(shard.merged for shard in self.shards.values())
 
     @property
     def rounds_abandoned(self) -> int:
-        """Rounds that were given up, of all shards."""
         return sum(shard.abandoned for shard in self.shards.values())
 
     @property
     def rounds(self) -> Iterator[RoundLog]:
         """Every round that is over and kept, shard by shard."""
-        for shard in self.shards.values():
-            yield from shard.rounds
+        return (round for shard in self.shards.values() for round in shard.rounds)
 
     @property
     def trained(self) -> dict[str, LearnerLog]:
@@ -249,18 +212,18 @@ class RunModel:
         return found if isinstance(found, dict) else {}
 
     @property
-    def bytes_moved(self) -> dict[str, BytesMoved]:
+    def bytes_moved(self) -> dict[str, samples.BytesMoved]:
         """What each process has sent and received, all its lives together."""
         return {who: _sum_of(lives.values()) for who, lives in self._bytes.items()}
 
-    def bytes_of(self, *, syncer: bool) -> BytesMoved | None:
+    def bytes_of(self, *, syncer: bool) -> samples.BytesMoved | None:
         """What all learners have sent and received, as the shards have counted it or they have."""
         moved, whose = self.bytes_moved, self.shards if syncer else self.learners
         parts = [b.seen_from_there if syncer else b for who, b in moved.items() if who in whose]
         return _sum_of(parts) if parts else None
 
     @property
-    def bytes_total(self) -> BytesMoved | None:
+    def bytes_total(self) -> samples.BytesMoved | None:
         """What all learners together have sent and received.
 
         Where learners have their tapes elsewhere it is what the shards have received and sent, in
@@ -268,57 +231,49 @@ class RunModel:
         """
         return self.bytes_of(syncer=bool(self.afar))
 
-    # ---- taking records in
-
     def take_all(self, records: Iterable[Record]) -> None:
-        """Takes records in, in the order of time."""
         for record in records:
             self.take(record)
 
-    def take(self, record: Record) -> list[Remark]:
-        """Takes one record in; one that this version cannot read is counted and left out.
-
-        Returns:
-            What is worth a line.
-        """
-        self._new = []
+    def take(self, record: Record) -> None:
+        """Takes one record in; one that this version cannot read is counted and left out."""
         if not self.records:
             self.started_wall = record.wall
         self.records += 1
-        at = max(0.0, record.wall - self.started_wall)  # less: the clock was set back
-        self.duration = max(self.duration, at)
+        self.record = record
+        self.at = max(0.0, record.wall - self.started_wall)  # less: the clock was set back
+        self.duration = max(self.duration, self.at)
         if record.kind == "start":
-            self._started(record, at)
-        life = self._life(record, at)
+            self._started(record)
+        life = self._life(record)
         if record.type in self._looks_at and _matters(record):
-            self._decode(record, at, life)
+            self._decode(record, life)
         elif record.type == "SendBody" and life is not None and self.whole:
-            self._learners.sent(life, record)
-        return self._new
+            learner_fold.note_sent(self, life, record)
 
-    def _decode(self, record: Record, at: float, life: ProcessLife | None) -> None:
+    def _decode(self, record: Record, life: ProcessLife | None) -> None:
         try:
             value = record.value()
         except ProtocolError as error:
-            self.leave_out(record, at, str(error))
+            self.leave_out(str(error))
             return
         if self._listener is not None:
-            self._listener.take(record.who, at, value)
+            self._listener.take(record.who, self.at, value)
         if is_shard(record.who):
-            self._shards.take(self.shards[record.who], record, at, value)
+            self._folds[record.who].take(value)
         elif record.who in self.learners and life is not None:
-            self._learners.take(self.learners[record.who], life, record, at, value)
-        self._anybody(record, at, value)
+            learner_fold.take(self, self.learners[record.who], life, value)
+        self._anybody(value)
 
-    def leave_out(self, record: Record, at: float, why: str) -> None:
-        """Counts a record that cannot be read, and tells of the first one."""
-        problem = f"{record.who}: {why}"
-        if not self.left_out[problem]:
-            self.remark(record, at, "", f"a record of {record.who} is left out: {why}")
-        self.left_out[problem] += 1
+    def leave_out(self, why: str) -> None:
+        """Counts the record as one that cannot be read, and tells of the first such."""
+        who = self.record.who
+        if not self.left_out[f"{who}: {why}"]:
+            self.remark("", f"a record of {who} is left out: {why}")
+        self.left_out[f"{who}: {why}"] += 1
 
     def learner(self, name: str) -> LearnerLog:
-        """The learner of this name."""
+        """The learner of this name, which need not be known yet."""
         if name not in self.learners:
             self.learners[name] = LearnerLog(name)
         return self.learners[name]
@@ -326,24 +281,25 @@ class RunModel:
     def _shard(self, name: str) -> ShardLog:
         if name not in self.shards:
             self.shards[name] = ShardLog(name)
-            ordered = sorted(self.shards.values(), key=lambda shard: shard.index)
-            self.shards = {shard.name: shard for shard in ordered}
+            self._folds[name] = ShardFold(self, self.shards[name])
+            self.shards = dict(sorted(self.shards.items(), key=lambda item: item[1].index))
         return self.shards[name]
 
-    def _started(self, record: Record, at: float) -> None:
+    def _started(self, record: Record) -> None:
         who, header = record.who, record.data.get("header")
-        self.headers[who] = dict(header) if isinstance(header, dict) else {}
+        self.headers[who] = header = dict(header) if isinstance(header, dict) else {}
         self.releases[who] = str(record.data.get("version", "unknown"))
-        self.virtual = self.virtual or self.headers[who].get("virtual") is True
-        settings = self.headers[who].get("settings")
+        self.virtual = self.virtual or header.get("virtual") is True
+        settings = header.get("settings")
         if isinstance(settings, dict) and (not self.settings or is_shard(who)):
             self.settings = settings
-        if self.headers[who].get("role") == "observer":
+        if header.get("role") == "observer":
             self.observe_only(who)
         if is_shard(who):
-            self._shards.started(self._shard(who), at)
+            self._shard(who)
+            self._folds[who].started()
             if self._listener is not None:
-                self._listener.take(who, at, None)
+                self._listener.take(who, self.at, None)
         elif self._is_learner(who):
             learner = self.learner(who)
             learner.process, learner.left = "joining", ""
@@ -355,12 +311,12 @@ class RunModel:
         self.observers.add(name)
         self.learners.pop(name, None)
 
-    def _life(self, record: Record, at: float) -> ProcessLife | None:
+    def _life(self, record: Record) -> ProcessLife | None:
         """The life that a record of a learner or shard belongs to."""
         who = record.who
         if is_shard(who):
             shard = self._shard(who)
-            shard.heard_at, lives = at, shard.lives
+            shard.heard_at, lives = self.at, shard.lives
         elif self._is_learner(who):
             learner = self.learner(who)
             if not learner.has_tape:  # which tells more than what was heard from afar
@@ -369,8 +325,8 @@ class RunModel:
         else:
             return None
         if record.kind == "start" or not lives:
-            lives.append(ProcessLife(at, at, spawned_at=self.spawns.pop(who, None)))
-        lives[-1].last_at = at
+            lives.append(ProcessLife(self.at, self.at, spawned_at=self.spawns.pop(who, None)))
+        lives[-1].last_at = self.at
         return lives[-1]
 
     def _is_learner(self, name: str) -> bool:
@@ -382,84 +338,84 @@ class RunModel:
         self.tokens += tokens - learner.tokens_counted
         learner.tokens_counted = tokens
 
-    # ---- the records of the launcher, and of anybody
-
-    def _anybody(self, record: Record, at: float, value: Any) -> None:
+    def _anybody(self, value: Any) -> None:
         match value:
             case KeepCheckpoint():
-                self.cut = at, value
-            case EndRequested(names):
-                self._told_to_end(record, at, names)
-            case ProcessStarted(name, _):
-                self._process_started(name, at)
-            case ProcessEnded():
-                self._process_ended(record, at, value)
-            case RestartScheduled(name, seconds):
+                self.cut = self.at, value
+            case samples.EndRequested(names):
+                self._told_to_end(names)
+            case samples.ProcessStarted(name, _):
+                self._process_started(name)
+            case samples.ProcessEnded():
+                self._process_ended(value)
+            case samples.RestartScheduled(name, seconds):
                 self._set_process(self._acting.whose(name), "restarting")
-                text = f"{name} is started again in {format_duration(seconds)}"
-                self.remark(record, at, name, text)
-            case FaultInjected(kind, target, processes):
-                self.faults.append(FaultLog(kind, target, processes, at))
-                self.remark(record, at, target, f"fault on purpose: {kind} {target}")
-            case FaultEnded(kind, target):
-                self._fault_ended(value, at)
-                self.remark(record, at, target, f"fault undone: {kind} {target}")
-            case TookOver():
-                self.remark(record, at, record.who, self._acting.took_over(value))
+                self.remark(name, f"{name} is started again in {format_duration(seconds)}")
+            case samples.FaultInjected(kind, target, processes):
+                self.faults.append(FaultLog(kind, target, processes, self.at))
+                self.remark(target, f"fault on purpose: {kind} {target}")
+            case samples.FaultEnded(kind, target, processes):
+                for fault in self.faults:
+                    place = (fault.kind, fault.target, fault.processes)
+                    if place == (kind, target, processes) and math.isinf(fault.end):
+                        fault.end = self.at
+                        break
+                self.remark(target, f"fault undone: {kind} {target}")
+            case samples.TookOver():
+                self.remark(self.record.who, self._acting.took_over(value))
             case do.Note(text, why):
-                self._noted(record, at, text, why)
-            case WentBack(told):
+                self._noted(text, why)
+            case samples.WentBack(told):
                 for shard in self.shards.values():
                     shard.clock = shard.clock_max = 0
                 self.clock_rate.clear()
-                self.remark(record, at, "", told)
+                self.remark("", told)
             case _:
-                self._result(record, at, value)
+                self._result(value)
 
-    def _result(self, record: Record, at: float, value: Any) -> None:
-        """What was measured and made."""
+    def _result(self, value: Any) -> None:
         match value:
-            case BytesMoved():
-                self._bytes.setdefault(record.who, {})[record.life] = value
-            case Evaluated():
-                self._evaluated(record, at, value)
-            case WeightsSaved(path):
-                self.weights.append(path)
-                self.remark(record, at, "", f"weights saved: {path}")
-            case SampleGenerated(text):
+            case samples.BytesMoved():
+                self._bytes.setdefault(self.record.who, {})[self.record.life] = value
+            case samples.Evaluated():
+                self._evaluated(value)
+            case samples.WeightsSaved(path):
+                self.remark("", f"weights saved: {path}")
+            case samples.SampleGenerated(text):
                 self.sample_text = text
-            case CorpusDescribed(description):
-                self.corpus = self._corpus(description)
+            case samples.CorpusDescribed(description):
+                self._corpus_described(description)
 
-    def _evaluated(self, record: Record, at: float, value: Evaluated) -> None:
+    def _evaluated(self, value: samples.Evaluated) -> None:
         loss = None if value.loss is None or abs(value.loss) > LOSS_MAX else value.loss
         named = tuple((metric.name, metric.value) for metric in value.metrics)
         if not self.whole:
             self.evaluations.clear()
-        self.evaluations.append(Evaluation(at, value.global_step, loss, value.tokens, named))
-        told = ", ".join(f"{name} {_number(n)}" for name, n in (("loss", loss), *named))
-        self.remark(record, at, "", f"evaluation at step {value.global_step}: {told}")
+        self.evaluations.append(Evaluation(self.at, value.global_step, loss, value.tokens, named))
+        told = ", ".join(
+            f"{name} {'not finite' if number is None else f'{number:.4f}'}"
+            for name, number in (("loss", loss), *named)
+        )
+        self.remark("", f"evaluation at step {value.global_step}: {told}")
 
-    def _corpus(self, description: str) -> dict[str, Any] | None:
-        try:
+    def _corpus_described(self, description: str) -> None:
+        corpus: Any = None
+        with contextlib.suppress(ValueError):
             corpus = json.loads(description)
-        except ValueError:
-            corpus = None
-        if not isinstance(corpus, dict):
+        self.corpus = corpus if isinstance(corpus, dict) else None
+        if self.corpus is None:
             self.problems.append("the description of the corpus is no JSON object")
-            return None
-        return corpus
 
-    def _told_to_end(self, record: Record, at: float, names: tuple[str, ...]) -> None:
+    def _told_to_end(self, names: tuple[str, ...]) -> None:
         for name in names:
-            self.orders.setdefault(name, []).append(at)
+            self.orders.setdefault(name, []).append(self.at)
         if not self.finished:
             told = f"{names[0]} is" if len(names) == 1 else f"{len(names)} processes are"
-            self.remark(record, at, "", f"{told} told to end")
+            self.remark("", f"{told} told to end")
         self.told_to_end |= set(names)
 
-    def _process_started(self, process: str, at: float) -> None:
-        self.spawns[self._acting.whose(process)] = at
+    def _process_started(self, process: str) -> None:
+        self.spawns[self._acting.whose(process)] = self.at
         self.told_to_end.discard(process)
         if is_shard(process):
             self._shard(process)
@@ -467,9 +423,9 @@ class RunModel:
             learner = self.learner(process)
             learner.process, learner.left = "joining", ""
 
-    def _process_ended(self, record: Record, at: float, ended: ProcessEnded) -> None:
+    def _process_ended(self, ended: samples.ProcessEnded) -> None:
         name = self._acting.whose(ended.name)
-        self.ends.setdefault(name, []).append((at, ended))
+        self.ends.setdefault(name, []).append((self.at, ended))
         if ended.name in self.told_to_end:
             if name in self.shards and not self.finished:
                 self.shards[name].phase = "ended"
@@ -477,11 +433,10 @@ class RunModel:
         self._set_process(name, "finished" if ended.code == 0 else "down")
         if ended.code != 0:
             if name in self.learners:
-                self.learners[name].down_at = at
+                self.learners[name].down_at = self.at
             was = "" if ended.signal is None else "was "
             how = ending_in_words(ended.code, ended.signal)
-            text = f"{ended.name} {was}{how} at step {self.global_step}"
-            self.remark(record, at, name, text)
+            self.remark(name, f"{ended.name} {was}{how} at step {self.global_step}")
 
     def _set_process(self, name: str, state: str) -> None:
         if is_shard(name) and name in self.shards:
@@ -489,31 +444,23 @@ class RunModel:
         elif self._is_learner(name):
             self.learner(name).process = state
 
-    def _fault_ended(self, ended: FaultEnded, at: float) -> None:
-        place = (ended.kind, ended.target, ended.processes)
-        for fault in self.faults:
-            if (fault.kind, fault.target, fault.processes) == place and math.isinf(fault.end):
-                fault.end = at
-                return
+    def _noted(self, text: str, why: str) -> None:
+        who, names = self.record.who, [n for n in subjects_of(text) if n in self.learners]
+        subject = who if text.startswith("it ") else next(iter(names), "")
+        self.remark(subject, note_in_words(who, text, why))
 
-    def _noted(self, record: Record, at: float, text: str, why: str) -> None:
-        names = [name for name in subjects_of(text) if name in self.learners]
-        subject = record.who if text.startswith("it ") else next(iter(names), "")
-        self.remark(record, at, subject, note_in_words(record.who, text, why))
-
-    def remark(self, record: Record, at: float, subject: str, text: str) -> None:
+    def remark(self, subject: str, text: str) -> None:
         """Notes what is worth a line, unless there is none or it was told just before."""
         if not text:
             return
         told = self._told.get(text)
-        self._told[text] = at
+        self._told[text] = at = self.at
         if told is not None and at - told <= REPEAT_SECONDS:
             return
         if len(self._told) > REMARKS_MAX:
-            recent = {t: when for t, when in self._told.items() if at - when <= REPEAT_SECONDS}
-            self._told = recent
-        self._new.append(Remark(at, record.who, subject, record.type, text))
-        self.remarks.append(self._new[-1])
+            self._told = {t: w for t, w in self._told.items() if at - w <= REPEAT_SECONDS}
+        self.remarks_told += 1
+        self.remarks.append(Remark(at, self.record.who, subject, self.record.type, text))
         if not self.whole:
             del self.remarks[:-REMARKS_MAX]
 
@@ -521,19 +468,16 @@ class RunModel:
 def read_run(path: str | Path, keep: Keep = "run") -> RunModel:
     """What happened in a run, from its run folder, its tape folder or a single tape file.
 
-    What could not be read of the tape is in the model's ``problems``.
-
     Raises:
         StorageError: There is no tape, or it is of a newer schema.
     """
     reader = TapeReader(path)
     model = run_of(reader, keep)
-    if reader.problems and not model.records:
-        raise StorageError(
-            f"{path} is no event tape: none of its lines can be read, the first one: "
-            f"{reader.problems[0]}"
-        )
-    model.problems[:0] = _fewer(reader.problems)
+    if not model.records:
+        check_readable(path, reader.problems)
+    more = len(reader.problems) - PROBLEMS_MAX
+    torn = [f"… and {more} more lines."] if more > 0 else []
+    model.problems[:0] = [*reader.problems[:PROBLEMS_MAX], *torn]
     if not model.records:
         model.problems.append(f"{path} is empty: no process had written a record yet.")
     return model
@@ -563,15 +507,5 @@ def _matters(record: Record) -> bool:
     return isinstance(name, str) and name in wanted
 
 
-def _fewer(problems: list[str]) -> list[str]:
-    """The first of many problems, and how many more there are."""
-    more = len(problems) - PROBLEMS_MAX
-    return problems if more <= 0 else [*problems[:PROBLEMS_MAX], f"… and {more} more lines."]
-
-
-def _sum_of(parts: Iterable[BytesMoved]) -> BytesMoved:
-    return BytesMoved(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+def _sum_of(parts: Iterable[samples.BytesMoved]) -> samples.BytesMoved:
+    return samples.BytesMoved(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))

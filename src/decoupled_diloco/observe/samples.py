@@ -194,24 +194,10 @@ class PayloadsEnded:
 
 
 Sample = (
-    LossMeasured
-    | Evaluated
-    | ProcessStarted
-    | ProcessEnded
-    | EndRequested
-    | FaultInjected
-    | FaultEnded
-    | RestartScheduled
-    | TookOver
-    | WeightsSaved
-    | SampleGenerated
-    | CorpusDescribed
-    | LinkState
-    | BytesMoved
-    | CheckpointWritten
-    | PayloadsEnded
-    | WentBack
-)
+    LossMeasured | Evaluated | ProcessStarted | ProcessEnded | EndRequested | FaultInjected
+    | FaultEnded | RestartScheduled | TookOver | WeightsSaved | SampleGenerated | CorpusDescribed
+    | LinkState | BytesMoved | CheckpointWritten | PayloadsEnded | WentBack
+)  # fmt: skip
 
 
 def evaluation_of(global_step: int, metrics: Mapping[str, float]) -> Evaluated:

@@ -10,6 +10,8 @@ which little can be saved, a killed process would leave a file that other progra
 readers would need another way to find a torn line. The newest text is written, followed, searched
 and torn like any log; ``xzcat`` reads the rest. Compression is a thread's of its own, outside the
 interpreter's lock, and no other thread waits for it.
+
+What reads or opens a tape raises `OSError` if there is none, or if it cannot be read or opened.
 """
 
 from __future__ import annotations
@@ -44,17 +46,10 @@ TEXT, COMPRESSED, FOLDER = ".jsonl", ".jsonl.xz", ".segments"
 CORRUPT = (EOFError, lzma.LZMAError)
 """What reading a compressed segment raises that a disk has spoilt."""
 
-FILTERS = (
-    {
-        "id": lzma.FILTER_LZMA2,
-        "preset": 6,
-        "dict_size": 1 << 19,
-        "mf": lzma.MF_HC4,
-        "nice_len": 64,
-        "depth": 4,
-        "pb": 0,
-    },
-)
+FILTERS = [
+    {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 19, "pb": 0}
+    | {"mf": lzma.MF_HC4, "nice_len": 64, "depth": 4}
+]
 """A tape says nearly the same again and again: long matches matter, the very best ones do not.
 Smaller than ``xz -6`` makes it, three times as fast, in 4 MB; see `benchmarks/tape.py`."""
 
@@ -80,24 +75,17 @@ class TapeSegment(NamedTuple):
     end: int
 
     def open(self) -> BinaryIO:
-        """Its text."""
         if self.path.name.endswith(COMPRESSED):
             return cast(BinaryIO, lzma.open(self.path))
         return self.path.open("rb")
 
 
 class Part(NamedTuple):
-    """Some of a tape's text.
+    """Some of a tape's text."""
 
-    Attributes:
-        file: The text, from its beginning.
-        begin: Where in the tape that is.
-        end: Where it ends; ``None`` for the newest text, which may grow.
-    """
-
-    file: BinaryIO
-    begin: int
-    end: int | None
+    file: BinaryIO  # the text, from its beginning
+    begin: int  # where in the tape that is
+    end: int | None  # where it ends; None for the newest text, which may grow
 
 
 class Newest(NamedTuple):
@@ -136,30 +124,22 @@ def segments_of(tape: Path) -> list[TapeSegment]:
 
 
 def open_newest(tape: Path) -> Part:
-    """The newest text of a tape.
-
-    Raises:
-        OSError: There is no such tape, or it cannot be read.
-    """
+    """The newest text of a tape."""
     while True:
-        begin = _end_of(segments_of(tape))
+        begin = _segments_end(tape)
         try:
             file: BinaryIO = tape.open("rb")
         except FileNotFoundError:
             if not begin:
                 raise
             file = io.BytesIO()  # it has become a segment, and the next text is not begun yet
-        if _end_of(segments_of(tape)) == begin:
+        if _segments_end(tape) == begin:
             return Part(file, begin, None)
         file.close()
 
 
 def newest_of(tape: Path) -> Newest:
-    """Where the newest text of a tape is, and with it how long the tape is now.
-
-    Raises:
-        OSError: There is no such tape, or it cannot be read.
-    """
+    """Where the newest text of a tape is, and with it how long the tape is now."""
     file, begin, _ = open_newest(tape)
     with file:
         if isinstance(file, io.BytesIO):
@@ -169,11 +149,7 @@ def newest_of(tape: Path) -> Newest:
 
 
 def open_at(tape: Path, offset: int) -> Part:
-    """The part of a tape that an offset falls into.
-
-    Raises:
-        OSError: There is no such tape, or it cannot be read.
-    """
+    """The part of a tape that an offset falls into."""
     while True:
         part = _open_segment(tape, offset) or open_newest(tape)
         if offset >= part.begin:
@@ -182,15 +158,9 @@ def open_at(tape: Path, offset: int) -> Part:
 
 
 def lines_of(tape: Path, problems: list[str], offset: int = 0) -> Iterator[Line]:
-    """The lines of a tape from an offset on, to where it ends now.
+    """The lines of a tape from an offset on, where one begins, to where it ends now.
 
-    Args:
-        tape: The tape.
-        problems: Told of what is missing in a segment; then a line without text leads behind it.
-        offset: Where a line begins.
-
-    Raises:
-        OSError: It cannot be read.
+    What is missing in a segment is told to ``problems``; a line without text leads behind it.
     """
     end: int | None = offset
     while end is not None:
@@ -217,23 +187,17 @@ def _open_segment(tape: Path, offset: int) -> Part | None:
             return Part(segment.open(), segment.begin, segment.end)
 
 
-def _end_of(segments: list[TapeSegment]) -> int:
-    return segments[-1].end if segments else 0
+def _segments_end(tape: Path) -> int:
+    """Where the newest text of a tape begins."""
+    return max((segment.end for segment in segments_of(tape)), default=0)
 
 
 def _folder(tape: Path) -> Path:
     return tape.with_suffix(FOLDER)
 
 
-# ---- writing
-
-
 def open_to_append(tape: Path) -> BinaryIO:
-    """Opens the newest text of a tape, as one who writes there; a torn last line is ended first.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
+    """Opens the newest text of a tape for a writer; a torn last line is ended first."""
     tape.parent.mkdir(parents=True, exist_ok=True)
     file = tape.open("ab+", buffering=0)
     with contextlib.suppress(OSError):  # some storages have no locks, and then no segments
@@ -248,15 +212,13 @@ def open_to_append(tape: Path) -> BinaryIO:
 def end_segment(tape: Path, file: BinaryIO) -> bool:
     """Makes a segment of the newest text, unless another process writes there, too.
 
-    Args:
-        tape: The tape.
-        file: Its newest text, from `open_to_append`; of no use afterwards, if it has become one.
+    ``file``, from `open_to_append`, is of no use afterwards, if it has become one.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(file.fileno()), tape.stat()):
             return False  # the run was moved aside, and another has taken its place
-        end = _end_of(segments_of(tape)) + file.seek(0, os.SEEK_END)
+        end = _segments_end(tape) + file.seek(0, os.SEEK_END)
         _folder(tape).mkdir(exist_ok=True)
         tape.rename(_folder(tape) / f"{end:012d}{TEXT}")
     except OSError:

@@ -32,7 +32,6 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def time_name(run: RunModel) -> str:
-    """Which time the run's seconds are of."""
     return "virtual time" if run.virtual else "wall-clock time"
 
 
@@ -101,12 +100,6 @@ def step_rates(learner: LearnerLog, edges: Sequence[float]) -> list[float]:
         float(b - a) / (until - since) if until > since else 0.0
         for (a, b), (since, until) in zip(pairwise(counts), pairwise(edges), strict=True)
     ]
-
-
-def rate_typical(learner: LearnerLog) -> float:
-    """Steps per second by the median step; 0 with fewer than two steps."""
-    median = learner.step_seconds_median
-    return 1.0 / median if median else 0.0
 
 
 def rows_of(rounds: Sequence[RoundLog]) -> list[int]:

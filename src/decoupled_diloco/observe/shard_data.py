@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from decoupled_diloco.observe.run_data import Outage, ProcessLife
-from decoupled_diloco.protocol.effects import Fold, RoundFinished, RoundOpened
+from decoupled_diloco.observe.run_data import (
+    AWAY,
+    NOT_ASKED,
+    OUT_OF_REACH,
+    TOOK_PART,
+    Outage,
+    ProcessLife,
+)
+from decoupled_diloco.protocol.effects import Fold, Participant, RoundFinished, RoundOpened
 from decoupled_diloco.protocol.messages import Hello
 from decoupled_diloco.protocol.versions import Asking, Version
-
-Fate = Literal["merged", "abandoned", "idle"]
 
 
 @dataclass(slots=True)
@@ -27,51 +31,32 @@ class Asked:
 
 @dataclass(slots=True)
 class RoundLog:
-    """One round.
-
-    Attributes:
-        shard: Name of the shard.
-        life: Of the shard's process, from 1: each counts its rounds anew.
-        opened: What the shard said when it opened; ``None`` on tapes from before it did.
-        asks: The pulls of each learner, in order; a learner that connected anew is asked again.
-        folds: What was folded in, in fold order.
-        fallen: Who was given up before the end, when and why.
-        merging_at: When everything was in and the merge began.
-        finished_at: When it was over; infinity: it is not.
-        live: Who was live when its window closed and connected when it ended, and when each had
-            last reported a step.
-        unreachable: Who was live without a connection.
-        unasked: When those who were not asked reported while it was open.
-        late_reports: When those who were not asked reported their next step.
-        late_bodies: Bodies that came after the end.
-        held_at: When each learner held the new version.
-    """
+    """One round of a shard."""
 
     shard: str
     number: int
     fragment: int
     opened_at: float
-    opened: RoundOpened | None = None
-    asks: dict[str, list[Asked]] = field(default_factory=dict)
-    folds: dict[Asking, tuple[float, Fold]] = field(default_factory=dict)
-    fallen: dict[str, tuple[float, str]] = field(default_factory=dict)
-    merging_at: float | None = None
-    finished_at: float = math.inf
+    opened: RoundOpened | None = None  # None on tapes from before shards told
+    asks: dict[str, list[Asked]] = field(default_factory=dict)  # one that came back: once more
+    folds: dict[Asking, tuple[float, Fold]] = field(default_factory=dict)  # in fold order
+    fallen: dict[str, tuple[float, str]] = field(default_factory=dict)  # given up: when and why
+    merging_at: float | None = None  # when everything was in and the merge began
+    finished_at: float = math.inf  # infinity: it is not over
     result: RoundFinished | None = None
     live: dict[str, float | None] = field(default_factory=dict)
-    unreachable: tuple[str, ...] = ()
-    unasked: dict[str, list[float]] = field(default_factory=dict)
-    late_reports: dict[str, float] = field(default_factory=dict)
-    late_bodies: dict[str, float] = field(default_factory=dict)
-    held_at: dict[str, float] = field(default_factory=dict)
-    life: int = 1
+    """The learners that were live when its window closed and connected when it ended, and when each
+    had last reported a step."""
+    unreachable: tuple[str, ...] = ()  # live without a connection
+    late_bodies: dict[str, float] = field(default_factory=dict)  # that came after the end
+    held_at: dict[str, float] = field(default_factory=dict)  # when each learner held the version
+    life: int = 1  # of the shard's process, from 1: each counts its rounds anew
 
     @property
     def tick(self) -> int | None:
         """The global step at which it was due."""
-        if self.result is not None:
-            return self.result.tick
-        return None if self.opened is None else self.opened.tick
+        told = self.result or self.opened
+        return None if told is None else told.tick
 
     @property
     def outcome(self) -> RoundFinished:
@@ -91,32 +76,42 @@ class RoundLog:
         return self.result is not None and self.result.verdict == "merged"
 
     @property
-    def fate(self) -> Fate:
-        """How it ended: one in which nobody had anything new, as at the end, is not given up."""
+    def fate(self) -> Literal["merged", "abandoned", "idle"]:
+        """How it ended; if no learner had anything new, as at the end, it is not given up."""
         if self.merged:
             return "merged"
         return "abandoned" if self.outcome.given_up else "idle"
 
+    @property
+    def folded(self) -> list[Participant]:
+        """The contributions that are in it, once it is over."""
+        return [each for each in self.outcome.participants if each.state == "folded"]
+
+    def reason_of(self, learner: str) -> str:
+        """`TOOK_PART`, or why a learner was not in it, once it is over."""
+        for participant in self.outcome.participants:  # what is folded comes first, and counts
+            if participant.learner == learner:
+                return TOOK_PART if participant.state == "folded" else participant.state
+        if learner in self.live:
+            return NOT_ASKED
+        return OUT_OF_REACH if learner in self.unreachable else AWAY
+
     def summed_up(self) -> RoundLog:
         """The same without the learners that were asked, live or late: for runs of thousands."""
-        return RoundLog(
-            self.shard,
-            self.number,
-            self.fragment,
-            self.opened_at,
-            finished_at=self.finished_at,
-            result=self.result,
-            life=self.life,
-        )
+        told = (self.shard, self.number, self.fragment, self.opened_at)
+        return RoundLog(*told, finished_at=self.finished_at, result=self.result, life=self.life)
 
 
 @dataclass(slots=True)
-class MemberLog:
-    """A live learner as one shard sees it."""
+class Stay:
+    """A learner as one shard sees it, for as long as it is live there, and why it came and went."""
 
     learner: str
     epoch: int
     since: float
+    why: str = ""
+    until: float = math.inf
+    reason: str = ""
     connected: bool = True
     step: int = 0
     offset: int = 0
@@ -128,18 +123,6 @@ class MemberLog:
     def run_step(self) -> int:
         """s_m: what the shard told it at join, and its own steps since."""
         return self.offset + self.step
-
-
-@dataclass(slots=True)
-class Stay:
-    """From when to when a learner was live at a shard, and why it came and went."""
-
-    learner: str
-    epoch: int
-    since: float
-    why: str
-    until: float | None = None
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,53 +144,38 @@ class TickLog:
 
 @dataclass
 class ShardLog:
-    """One shard of the syncer.
-
-    Attributes:
-        phase: Of its process and its part of the run.
-        terms: Those that it was granted, in order.
-        clock: As its present life tells; one that was started again may be behind.
-        clock_max: The furthest that any life told: what the coordinator counts of a budget.
-        reports: For each learner the run steps that it reported, and when.
-        greeting: The latest connection that was greeted, accepted or refused at once.
-        moved: Whose run steps the latest reports moved, from where to where; before it, the
-            number of the record that told them.
-        unreported: Finished rounds that wait for the next report of a learner not in them.
-        departed: Who left since the oldest round that is open began, and when.
-        rounds: Those that are over.
-        lost: Rounds that were open when the shard's process ended.
-        folds: By fragment, what was folded for its next version.
-    """
+    """One shard of the syncer."""
 
     name: str
-    phase: str = "starting"
+    phase: str = "starting"  # of its process and its part of the run
     lives: list[ProcessLife] = field(default_factory=list)
-    terms: list[int] = field(default_factory=list)
-    clock: int = 0
-    clock_max: int = 0
+    terms: list[int] = field(default_factory=list)  # those that it was granted, in order
+    clock: int = 0  # as its present life tells; one that was started again may be behind
+    clock_max: int = 0  # the furthest of all lives: what the coordinator counts of a budget
     heard_at: float | None = None
     merged: int = 0
     abandoned: int = 0
-    members: dict[str, MemberLog] = field(default_factory=dict)
-    departed: deque[tuple[float, MemberLog]] = field(default_factory=deque)
+    members: dict[str, Stay] = field(default_factory=dict)
+    departed: list[Stay] = field(default_factory=list)  # since the oldest open round began
+    stays: list[Stay] = field(default_factory=list)  # all that ever were, of a whole tape
     versions: dict[int, Version] = field(default_factory=dict)
     open: dict[int, RoundLog] = field(default_factory=dict)
-    rounds: list[RoundLog] = field(default_factory=list)
-    lost: list[RoundLog] = field(default_factory=list)
+    rounds: list[RoundLog] = field(default_factory=list)  # those that are over
+    lost: list[RoundLog] = field(default_factory=list)  # that were open when its process ended
     ticks: list[TickLog] = field(default_factory=list)
-    stays: list[Stay] = field(default_factory=list)
-    reports: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    reports: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # run step and when
     moved: tuple[int, list[tuple[str, int, int]]] = field(default_factory=lambda: (-1, []))
+    """Whose run steps the latest reports moved, from where to where; before it, the number of the
+    record that told them."""
     last_merged: dict[int, RoundLog] = field(default_factory=dict)
-    unreported: dict[str, list[RoundLog]] = field(default_factory=dict)
     paths: dict[str, tuple[int, str]] = field(default_factory=dict)
     folds: dict[int, dict[Asking, tuple[float, Fold]]] = field(default_factory=dict)
-    greeting: tuple[int, Hello] | None = None
+    """By fragment, what was folded for its next version."""
+    greeting: tuple[int, Hello] | None = None  # the latest connection, accepted or refused at once
     outages: list[Outage] = field(default_factory=list)
 
     @property
     def index(self) -> int:
-        """Its number."""
         number = self.name.rpartition("-")[2]
         return int(number) if number.isdigit() else 0
 
@@ -217,7 +185,6 @@ class ShardLog:
         return max(1, len(self.lives))
 
     def clock_by(self, at: float) -> int:
-        """Its global step at an instant."""
         index = bisect.bisect_right(self.ticks, at, key=lambda tick: tick.at)
         return self.ticks[index - 1].clock if index else 0
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from decoupled_diloco.observe.learner_fold import LearnerFold
-from decoupled_diloco.observe.records import SECONDS_MAX, Record
-from decoupled_diloco.observe.run_data import (
-    AWAY,
-    LATE,
-    NOT_ASKED,
-    OUT_OF_REACH,
-    TOOK_PART,
-    LearnerLog,
-    ProcessLife,
-)
-from decoupled_diloco.observe.shard_data import Asked, MemberLog, RoundLog, ShardLog, Stay, TickLog
+from decoupled_diloco.observe.learner_fold import note_loss, tell_joined
+from decoupled_diloco.observe.records import SECONDS_MAX
+from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, ProcessLife
+from decoupled_diloco.observe.shard_data import Asked, RoundLog, ShardLog, Stay, TickLog
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
@@ -28,10 +22,10 @@ if TYPE_CHECKING:
 
 INSTANT_SECONDS = 1e-6
 """Closer instants of one shard are the same: a wall clock's seconds hold no more digits, and any
-event takes longer. Who leaves in the instant in which a window closes has closed it."""
+event takes longer. A learner that leaves in the instant in which a window closes has closed it."""
 
-LATE_REPORTS_MAX = 8
-"""Rounds that may wait at once for the next report of a learner not in them."""
+LATE_ROUNDS_MAX = 8
+"""So many of the latest rounds are remembered whole: bodies may still come for them."""
 
 ROUNDS_MAX = 100
 """The newest rounds, lost rounds and ticks of a shard that are kept for the present state."""
@@ -41,29 +35,27 @@ LEFT_AT_THE_END = "left: the run is over"
 
 
 class ShardFold:
-    """Takes in the records of shards."""
+    """Takes in the records of one shard."""
 
-    def __init__(self, run: RunModel, learners: LearnerFold) -> None:
-        self._run, self._learners = run, learners
+    def __init__(self, run: RunModel, shard: ShardLog) -> None:
+        self._run, self._shard = run, shard
 
-    def started(self, shard: ShardLog, at: float) -> None:
+    def started(self) -> None:
         """A new life: it knows no learner, and what was open is given up."""
+        shard = self._shard
         for member in shard.members.values():
-            self._leave(shard, member, at, f"{shard.name} was started again")
+            self._leave(member, f"{shard.name} was started again")
         for learner in self._run.learners.values():
             learner.cut_from.discard(shard.name)
         shard.lost += list(shard.open.values())
         self._forget(shard.lost)
-        shard.members.clear()
-        shard.open.clear()
-        shard.paths.clear()
-        shard.folds.clear()
-        shard.unreported.clear()
+        for known in (shard.members, shard.open, shard.paths, shard.folds):
+            known.clear()
         shard.greeting, shard.moved, shard.phase = None, (-1, []), "starting"
         self._run.clock_rate.clear()  # it may have to make up for what it has forgotten
 
-    def take(self, shard: ShardLog, record: Record, at: float, value: Any) -> None:
-        """Takes one record in."""
+    def take(self, value: Any) -> None:
+        shard = self._shard
         match value:
             case fact.Received(_, say.ShardAdmitted() as admitted):
                 if admitted.term not in shard.terms:  # a new coordinator confirms the one it has
@@ -77,16 +69,15 @@ class ShardFold:
                 self._run.observe_only(name)
             case fact.Connected(_, say.Hello() as hello, connection):
                 shard.greeting = (connection, hello)
-            case do.Accept(connection, name, epoch, why):
-                self._accepted(shard, record, at, (connection, name, epoch, why))
+            case do.Accept():
+                self._accepted(value)
             case fact.Lost(learner):
-                self._of(shard, learner, at).connected = False
+                self._of(learner).connected = False
             case fact.Heard(learners):
-                for name in learners:
-                    if name in shard.members:
-                        self._seen(name, at)
+                for name in shard.members.keys() & set(learners):
+                    self._seen(name)
             case do.Evict(name, reason):
-                self._evicted(shard, name, at, reason)
+                self._evicted(name, reason)
             case do.Install(fragment, version):
                 shard.versions[fragment] = version
             case do.Send(learner, say.Welcome(step=step, run_step=run_step)):
@@ -96,151 +87,129 @@ class ShardFold:
                 for member in shard.members.values():
                     member.offset += by
             case do.Broadcast(say.Finished()) | do.Stop():
-                self._finished(shard)
+                shard.phase = "finished"
+                for name in shard.members:
+                    _is_over(self._run.learner(name))
             case _:
-                self._message(shard, record, at, value)
+                self._message(value)
 
-    def _message(self, shard: ShardLog, record: Record, at: float, value: Any) -> None:
-        learners = self._run.learners
+    def _message(self, value: Any) -> None:
+        shard, learners, at = self._shard, self._run.learners, self._run.at
         match value:
             case fact.Received(learner, Holding() | say.Leave()) if learner not in learners:
                 pass  # an observer
             case fact.Received(learner, say.StepReport() as report):
-                self._reported(shard, record, at, ((learner, report),))
+                self._reported(((learner, report),))
             case fact.Reported(reports):
-                self._reported(shard, record, at, reports)
+                self._reported(reports)
             case fact.Received(learner, Holding(fragment, version)):
-                member = self._of(shard, learner, at)
+                member = self._of(learner)
                 member.held[fragment] = max(version, member.held.get(fragment, version))
                 round = shard.last_merged.get(fragment)
                 if round and round.outcome.version == version:
                     round.held_at.setdefault(learner, at)
-                self._seen(learner, at)
+                self._seen(learner)
             case fact.Received(learner, say.Leave(reason)):
-                if self._of(shard, learner, at).epoch in (0, learners[learner].epoch):
+                if self._of(learner).epoch in (0, learners[learner].epoch):
                     learners[learner].left = reason
             case fact.BodyArrived(learner=learner, nbytes=nbytes):
                 self._run.learner(learner).bytes_up += nbytes
-                self._seen(learner, at)
-                for round in shard.rounds[-LATE_REPORTS_MAX:]:
+                self._seen(learner)
+                for round in shard.rounds[-LATE_ROUNDS_MAX:]:
                     if any(p.ask == value.ask for p in round.outcome.participants):
                         round.late_bodies[learner] = at
-            case do.ClockAdvanced(clock, live, why):
-                self._ticked(shard, record, at, clock, live, why)
+            case do.ClockAdvanced():
+                self._ticked(value)
             case _:
-                self._round_record(shard, record, at, value)
+                self._round_record(value)
 
-    def _of(self, shard: ShardLog, name: str, at: float) -> MemberLog:
+    def _of(self, name: str) -> Stay:
         """A learner that this tape speaks of; it began before what is read of the tape."""
-        if name not in shard.members:
-            return MemberLog(name, 0, at)
-        return shard.members[name]
+        return self._shard.members.get(name) or Stay(name, 0, self._run.at)
 
-    # ---- who comes and goes
-
-    def _accepted(
-        self, shard: ShardLog, record: Record, at: float, accept: tuple[int, str, int, str]
-    ) -> None:
-        connection, name, epoch, why = accept
+    def _accepted(self, accept: do.Accept) -> None:
+        shard, name, epoch, at = self._shard, accept.learner, accept.epoch, self._run.at
         if name in self._run.observers:
             return
-        hello = shard.greeting[1] if shard.greeting and shard.greeting[0] == connection else None
-        self._seen(name, at)
+        self._seen(name)
         member = shard.members.get(name)
         if member is not None and member.epoch != epoch:
-            self._leave(shard, member, at, f"epoch {epoch} of it has joined")
+            self._leave(member, f"epoch {epoch} of it has joined")
             member = None
         if member is None:
-            member = shard.members[name] = MemberLog(name, epoch, at)
-            shard.stays.append(Stay(name, epoch, at, why))
+            member = shard.members[name] = Stay(name, epoch, at, accept.why)
+            if self._run.whole:
+                shard.stays.append(member)
         learner = self._run.learner(name)
         if epoch > learner.epoch:
             learner.epoch, learner.left = epoch, ""
             learner.cut_from.clear()
-        self._life_afar(learner, epoch, at)
-        self._heard_again(learner, shard, record, at)
+        self._life_afar(learner, epoch)
+        self._heard_again(learner)
         member.connected = True
-        if hello is not None:
+        if shard.greeting and shard.greeting[0] == accept.connection:
+            hello = shard.greeting[1]
             member.step = max(member.step, hello.step)
             member.held = {holding.fragment: holding.version for holding in hello.held}
 
-    def _life_afar(self, learner: LearnerLog, epoch: int, at: float) -> None:
+    def _life_afar(self, learner: LearnerLog, epoch: int) -> None:
         """A life of a learner whose tape is elsewhere, as a shard takes it in."""
         if learner.afar and epoch not in learner.life_of:
-            life = learner.life_of[epoch] = ProcessLife(at, at, overwritten=0)
+            life = ProcessLife(self._run.at, self._run.at, overwritten=0)
+            learner.life_of[epoch] = life
             learner.lives.append(life)
 
-    def _heard_again(self, learner: LearnerLog, shard: ShardLog, record: Record, at: float) -> None:
-        if shard.name in learner.cut_from:
-            learner.cut_from.discard(shard.name)
+    def _heard_again(self, learner: LearnerLog) -> None:
+        if self._shard.name in learner.cut_from:
+            learner.cut_from.discard(self._shard.name)
             if not learner.cut_from and learner.process == "training":
-                away = format_duration(at - learner.cut_at)
-                text = f"{learner.name} is live again, {away} after it was not"
-                self._run.remark(record, at, learner.name, text)
+                away = format_duration(self._run.at - learner.cut_at)
+                self._run.remark(
+                    learner.name, f"{learner.name} is live again, {away} after it was not"
+                )
 
-    def _evicted(self, shard: ShardLog, name: str, at: float, reason: str) -> None:
-        member = shard.members.pop(name, None)
+    def _evicted(self, name: str, reason: str) -> None:
+        at, member = self._run.at, self._shard.members.pop(name, None)
         if member is not None:
-            self._leave(shard, member, at, reason)
+            self._leave(member, reason)
         learner = self._run.learners.get(name)
         if learner is None:
             return
         if self._run.whole:
-            learner.evictions.append((at, shard.name, reason))
+            learner.evictions.append((at, self._shard.name, reason))
         learner.cut_at = learner.cut_at if learner.cut_from else at
-        learner.cut_from.add(shard.name)
+        learner.cut_from.add(self._shard.name)
         if reason == LEFT_AT_THE_END:
             _is_over(learner)
 
-    def _finished(self, shard: ShardLog) -> None:
-        shard.phase = "finished"
-        for name in shard.members:
-            _is_over(self._run.learner(name))
+    def _leave(self, member: Stay, reason: str) -> None:
+        shard, member.until, member.reason = self._shard, self._run.at, reason
+        oldest = min((round.opened_at for round in shard.open.values()), default=member.until)
+        shard.departed = [*(s for s in shard.departed if s.until >= oldest), member]
 
-    def _leave(self, shard: ShardLog, member: MemberLog, at: float, reason: str) -> None:
-        oldest = min((round.opened_at for round in shard.open.values()), default=at)
-        while shard.departed and shard.departed[0][0] < oldest:
-            shard.departed.popleft()
-        shard.departed.append((at, member))
-        for stay in reversed(shard.stays):
-            if stay.learner == member.learner and stay.until is None:
-                stay.until, stay.reason = at, reason
-                break
-        if not self._run.whole:
-            shard.stays = [stay for stay in shard.stays if stay.until is None]
-
-    def _seen(self, name: str, at: float) -> None:
+    def _seen(self, name: str) -> None:
         learner = self._run.learner(name)
-        learner.seen_at = max(at, learner.seen_at or at)
+        learner.seen_at = max(self._run.at, learner.seen_at or 0.0)
 
-    # ---- steps
-
-    def _reported(
-        self,
-        shard: ShardLog,
-        record: Record,
-        at: float,
-        reports: Iterable[tuple[str, say.StepReport]],
-    ) -> None:
+    def _reported(self, reports: Iterable[tuple[str, say.StepReport]]) -> None:
         """One report or several at once: they move the clock together."""
         moved = []
         for name, report in reports:
-            member = self._of(shard, name, at)
+            member = self._of(name)
             before = member.run_step
-            self._report(shard, record, at, member, report)
+            self._report(member, report)
             moved.append((name, before, member.run_step))
-        shard.moved = (record.seq, moved)
+        self._shard.moved = (self._run.record.seq, moved)
         self._run.token_rate.add(self._run.duration, self._run.tokens)
 
-    def _report(
-        self, shard: ShardLog, record: Record, at: float, member: MemberLog, report: say.StepReport
-    ) -> None:
-        name, learner = member.learner, self._run.learner(member.learner)
+    def _report(self, member: Stay, report: say.StepReport) -> None:
+        shard, at, name = self._shard, self._run.at, member.learner
+        learner = self._run.learner(name)
         member.step, member.reported_at = max(member.step, report.step), at
         member.step_seconds = report.seconds or member.step_seconds
         if self._run.keep == "details":
             shard.reports.setdefault(name, []).append((member.run_step, at))
-        self._seen(name, at)
+        self._seen(name)
         for table, value in (
             (learner.steps_of, report.step),
             (learner.tokens_of, report.tokens),
@@ -248,45 +217,35 @@ class ShardFold:
         ):
             table[member.epoch] = max(value, table.get(member.epoch, 0))
         if learner.afar:
-            self._step_afar(learner, record, at, member.epoch, report)
+            self._step_afar(learner, member.epoch, report)
         elif learner.lives:
             life = learner.lives[-1]
             life.told = (max(life.told[0], report.step), max(life.told[1], report.tokens))
         self._run.count_tokens(learner)
         if learner.afar:
             learner.rate.add(at, learner.tokens)
-        for round in shard.unreported.pop(name, ()):
-            round.late_reports.setdefault(name, at)
-        for round in shard.open.values():
-            if name not in round.asks:
-                round.unasked.setdefault(name, []).append(at)
 
-    def _step_afar(
-        self, learner: LearnerLog, record: Record, at: float, epoch: int, report: say.StepReport
-    ) -> None:
+    def _step_afar(self, learner: LearnerLog, epoch: int, report: say.StepReport) -> None:
         """Steps of a learner whose tape is elsewhere, spread over the time since the one before."""
         if not learner.lives:
-            self._life_afar(learner, epoch, at)
+            self._life_afar(learner, epoch)
         life = learner.life_of.get(epoch)
         if life is None:
             return
         steps, tokens = report.step - life.steps, report.tokens - life.tokens
         if steps < 1 or tokens < 0:
             return  # another shard has told it already
-        self._note_steps(life, at, steps, tokens, report.seconds)
+        self._note_steps(life, steps, tokens, report.seconds)
         life.overwritten = max(life.overwritten or 0, report.discarded_tokens)
         if life.ready_at is None:
-            life.ready_at = at
+            life.ready_at = self._run.at
             learner.process = "training"
-            self._learners.tell_joined(learner, record, at)
+            tell_joined(self._run, learner)
         if report.loss is not None:
-            step = self._run.global_step
-            self._learners.measured(learner, record, at, step, report.loss)
+            note_loss(self._run, learner, self._run.global_step, report.loss)
 
-    def _note_steps(
-        self, life: ProcessLife, at: float, steps: int, tokens: int, seconds: float
-    ) -> None:
-        life.last_at = at
+    def _note_steps(self, life: ProcessLife, steps: int, tokens: int, seconds: float) -> None:
+        life.last_at = at = self._run.at
         if self._run.whole:
             since = life.steps_at[-1] if life.steps_at else life.started_at
             if not life.steps_at:
@@ -298,19 +257,18 @@ class ShardFold:
         life.steps += steps
         life.tokens += tokens
 
-    def _ticked(
-        self, shard: ShardLog, record: Record, at: float, clock: int, live: int, why: str
-    ) -> None:
-        quorum = int(self._run.settings_of("sync").get("quorum", 1))
-        setter = shard.clock_setter(record.cause, clock, quorum)
+    def _ticked(self, tick: do.ClockAdvanced) -> None:
+        run, shard, clock, at = self._run, self._shard, tick.clock, self._run.at
+        quorum = int(run.settings_of("sync").get("quorum", 1))
+        setter = shard.clock_setter(run.record.cause, clock, quorum)
         known = shard.life == 1 or any(tick.life == shard.life for tick in shard.ticks[-1:])
         before = shard.clock if known else None
-        shard.ticks.append(TickLog(at, clock, before, live, setter, why, shard.life))
+        shard.ticks.append(TickLog(at, clock, before, tick.live, setter, tick.why, shard.life))
         self._forget(shard.ticks)
         life = shard.lives[-1]
         life.ready_at = at if life.ready_at is None else life.ready_at
         shard.clock, shard.clock_max = clock, max(clock, shard.clock_max)
-        self._run.clock_rate.add(at, self._run.step)
+        run.clock_rate.add(at, run.step)
         if shard.phase not in ("closing", "finished"):
             shard.phase = "running"
 
@@ -319,16 +277,15 @@ class ShardFold:
         if not self._run.whole:
             del logs[:-ROUNDS_MAX]
 
-    # ---- rounds
-
-    def _round_record(self, shard: ShardLog, record: Record, at: float, value: Any) -> None:
+    def _round_record(self, value: Any) -> None:
+        shard, at = self._shard, self._run.at
         match value:
             case do.RoundOpened():
-                round = _round(shard, value, at)
+                round = self._round(value, at)
                 round.opened = value
                 shard.open[value.round] = round
             case do.Expect(path=path, learner=learner, round=number, ask=ask, why=why) if number:
-                round = shard.open.get(number) or _round(shard, value, at)
+                round = shard.open.get(number) or self._round(value, at)
                 shard.open[number] = round
                 round.asks.setdefault(learner, []).append(Asked(at, ask, why))
                 shard.paths[path] = (number, learner)
@@ -344,23 +301,28 @@ class ShardFold:
                     shard.open[number].merging_at = at
             case do.RoundFinished(finished_seconds=seconds):
                 if not 0 <= seconds < SECONDS_MAX:
-                    self._run.leave_out(record, at, f"a round of {seconds} s")
+                    self._run.leave_out(f"a round of {seconds} s")
                 else:
-                    self._round_finished(shard, at, value)
+                    self._round_finished(value)
 
-    def _round_finished(self, shard: ShardLog, at: float, result: do.RoundFinished) -> None:
+    def _round(self, told: do.RoundOpened | do.Expect | do.RoundFinished, at: float) -> RoundLog:
+        shard = self._shard
+        folds = shard.folds.setdefault(told.fragment, {})
+        return RoundLog(shard.name, told.round, told.fragment, at, life=shard.life, folds=folds)
+
+    def _round_finished(self, result: do.RoundFinished) -> None:
+        shard, at = self._shard, self._run.at
         round = shard.open.pop(result.round, None)
         if round is None:
-            round = _round(shard, result, max(0.0, at - result.finished_seconds))
+            round = self._round(result, max(0.0, at - result.finished_seconds))
         shard.paths = {p: asked for p, asked in shard.paths.items() if asked[0] != result.round}
         round.result, round.finished_at = result, at
         round.folds = dict(round.folds)  # what a round that is given up leaves goes into the next
-        _note_who_is_live(shard, round)
+        self._note_live(round)
         shard.rounds.append(round)
         self._forget(shard.rounds)
-        if self._run.keep == "run" and len(shard.rounds) > LATE_REPORTS_MAX:
-            shard.rounds[-LATE_REPORTS_MAX - 1] = shard.rounds[-LATE_REPORTS_MAX - 1].summed_up()
-        _note_lateness(shard, round)
+        if self._run.keep == "run" and len(shard.rounds) > LATE_ROUNDS_MAX:
+            shard.rounds[-LATE_ROUNDS_MAX - 1] = shard.rounds[-LATE_ROUNDS_MAX - 1].summed_up()
         if not round.merged:
             shard.abandoned += result.given_up
             return
@@ -368,64 +330,31 @@ class ShardFold:
         if result.version is not None:
             shard.versions[result.fragment] = result.version
         shard.last_merged[result.fragment] = round
-        self._count(shard, round, at)
+        self._count(round)
 
-    def _count(self, shard: ShardLog, round: RoundLog, at: float) -> None:
+    def _note_live(self, round: RoundLog) -> None:
+        """Notes the learners that were live when its window closed."""
+        shard, closed_at = self._shard, round.closed_at
+        until = round.finished_at if closed_at is None else closed_at + INSTANT_SECONDS
+        known = (*shard.departed, *shard.members.values())
+        there = [stay for stay in known if stay.since <= until < stay.until]
+        heard = [stay.connected or not math.isinf(stay.until) for stay in there]
+        round.live = {s.learner: s.reported_at for s in compress(there, heard)}
+        round.unreachable = tuple(s.learner for s in there if s.learner not in round.live)
+
+    def _count(self, round: RoundLog) -> None:
         """Counts the learners that took part in a merged round, and why the others did not."""
-        states: dict[str, str] = {}
-        for participant in round.outcome.participants:  # what is folded comes first, and counts
-            states.setdefault(participant.learner, participant.state)
-        for name, state in states.items():
-            learner = self._run.learner(name)
-            if state == "folded":
-                learner.count(TOOK_PART)
-                learner.accepted_at, learner.accepted_step = at, round.outcome.tick
-                learner.accepted[shard.name] = shard.merged
-            else:
-                learner.count(LATE if state == "late" else state)
-        for name in round.live.keys() - states.keys():
-            self._run.learner(name).count(NOT_ASKED)
-        for name, learner in self._run.learners.items():
-            if name not in states and name not in round.live:
-                learner.count(OUT_OF_REACH if name in round.unreachable else AWAY)
+        named = [*(p.learner for p in round.outcome.participants), *round.live, *self._run.learners]
+        for name in dict.fromkeys(named):
+            learner, reason = self._run.learner(name), round.reason_of(name)
+            learner.reasons[reason] += 1
+            learner.recent.append(reason)
+            if reason == TOOK_PART:
+                learner.accepted_at, learner.accepted_step = self._run.at, round.outcome.tick
+                learner.accepted[self._shard.name] = self._shard.merged
 
 
 def _is_over(learner: LearnerLog) -> None:
     """The run is over for a learner whose tape is elsewhere."""
     if learner.afar and learner.lives:
         learner.lives[-1].over = True
-
-
-def _round(
-    shard: ShardLog, told: do.RoundOpened | do.Expect | do.RoundFinished, at: float
-) -> RoundLog:
-    """A round of the shard's present life."""
-    folds = shard.folds.setdefault(told.fragment, {})
-    return RoundLog(shard.name, told.round, told.fragment, at, life=shard.life, folds=folds)
-
-
-def _note_who_is_live(shard: ShardLog, round: RoundLog) -> None:
-    """Notes the learners that were live when its window closed."""
-    closed_at = round.closed_at
-    until = round.finished_at if closed_at is None else closed_at + INSTANT_SECONDS
-    there = [member for member in shard.members.values() if member.since <= until]
-    since_gone = [m for gone_at, m in shard.departed if m.since <= until < gone_at]
-    round.live = {m.learner: m.reported_at for m in since_gone}
-    round.live |= {m.learner: m.reported_at for m in there if m.connected}
-    round.unreachable = tuple(m.learner for m in there if not m.connected)
-
-
-def _note_lateness(shard: ShardLog, round: RoundLog) -> None:
-    """Notes when the learners that were not asked reported, or waits until they do."""
-    closed_at = round.closed_at
-    if closed_at is None:
-        return
-    for name in round.live.keys() - {p.learner for p in round.outcome.participants}:
-        late = [reported for reported in round.unasked.get(name, ()) if reported > closed_at]
-        if late:
-            round.late_reports[name] = late[0]
-        else:
-            waiting = shard.unreported.setdefault(name, [])
-            waiting.append(round)
-            del waiting[:-LATE_REPORTS_MAX]
-    round.unasked.clear()

@@ -7,8 +7,10 @@ run that is still going is a tape that grows.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import (
@@ -18,7 +20,13 @@ from decoupled_diloco.errors import (
     StorageError,
     TransportError,
 )
-from decoupled_diloco.observe.reader import Follower, read_on_order, tape_files
+from decoupled_diloco.observe.reader import (
+    Follower,
+    check_name,
+    check_readable,
+    read_on_order,
+    tape_files,
+)
 from decoupled_diloco.observe.records import FOLDER_NAME, Parser, Record
 from decoupled_diloco.transport.documents import fetch, read_object
 
@@ -27,17 +35,17 @@ TAPE_PATH = "/tape"
 NEW_RUNS_MAX = 3
 """So often another run may take the place of the one before while a poll reads its tapes."""
 
+_T = TypeVar("_T")
+
 
 class Source(Protocol):
     """A run that can be read.
 
     Attributes:
-        name: How to call it.
         live: It is a running syncer, so what only learners' tapes tell is not known.
         generation: Raised when another run has taken the place: all is read anew.
     """
 
-    name: str
     live: bool
     generation: int
 
@@ -46,7 +54,7 @@ class Source(Protocol):
 
         Raises:
             StorageError: There is no tape, or it cannot be read.
-            TransportError: Nobody answers.
+            TransportError: No syncer answers.
         """
         ...
 
@@ -64,12 +72,12 @@ def open_source(text: str, token: str | None = None, *, detail: bool = False) ->
 
     Args:
         text: A run folder, tape folder or tape file; or one or several addresses of a running
-            syncer, ``http://host:port``, separated by commas.
+            syncer, ``http://host:port``, separated by commas; every shard knows the others.
         token: The run's secret, for a syncer.
         detail: Have a syncer tell every step report.
 
     Raises:
-        StorageError: There is nothing at that path.
+        Error: There is nothing at that path, or it is no run.
     """
     if text.startswith(("http://", "https://")):
         parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -79,16 +87,11 @@ def open_source(text: str, token: str | None = None, *, detail: bool = False) ->
 
 
 class FolderSource:
-    """A run folder, a tape folder or a tape file on this machine.
-
-    Raises:
-        StorageError: There is nothing at that path, or it is no run.
-    """
+    """A run folder, a tape folder or a tape file on this machine."""
 
     live = False
 
     def __init__(self, path: Path) -> None:
-        self.name = str(path)
         self.path = path
         self.generation = 0
         self._records = 0
@@ -107,53 +110,37 @@ class FolderSource:
                 f"{path} is no run folder: it holds neither a tape nor run.toml; give the folder "
                 "that the run's configuration names"
             )
-        if path.is_file() and path.suffix != ".jsonl":
-            raise StorageError(f"{path} is no event tape: give a .jsonl file, or its run folder")
+        check_name(path)
         return Follower(path)
 
     def poll(self) -> list[Record]:
-        """See `Source.poll`."""
         if self._follower.replaced():
             self._follower = self._new()
             self.generation += 1
             self._records = 0
         records = self._follower.poll()
         self._records += len(records)
-        if not self._records and self._follower.problems:
-            first = self._follower.problems[0]
-            raise StorageError(
-                f"{self.path} is no event tape: none of its lines can be read, the first one: "
-                f"{first}"
-            )
+        if not self._records:
+            check_readable(self.path, self._follower.problems)
         return records
 
     def now(self) -> float:
-        """See `Source.now`."""
         return time.time()
 
     def problems(self) -> list[str]:
-        """See `Source.problems`."""
         return list(self._follower.problems)
 
 
 class SyncerSource:
-    """The shards of a running syncer, which tell what is on their tapes.
-
-    Args:
-        addresses: One or several shards; every shard knows where the others are.
-        token: The run's secret; ``None``: it has none.
-        detail: Ask for every step report.
-    """
+    """The shards of a running syncer, which tell what is on their tapes."""
 
     live = True
 
     def __init__(
         self, addresses: tuple[str, ...], token: str | None, *, detail: bool = False
     ) -> None:
-        self.name = ", ".join(addresses)
         self.generation = 0
-        self._addresses = addresses
-        self._token = token
+        self._addresses, self._token = addresses, token
         self._detail = "1" if detail else "0"
         self._shards: tuple[str, ...] = ()
         self._skew = 0.0
@@ -164,73 +151,46 @@ class SyncerSource:
         self._silent: dict[str, str] = {}
 
     def poll(self) -> list[Record]:
-        """See `Source.poll`. When another run has taken the place, all of it."""
+        """See `Source`. When another run has taken the place, all of it."""
         for _ in range(NEW_RUNS_MAX):
             try:
                 return self._poll()
             except _AnotherRun:
-                self._begin_anew()
+                self.generation += 1
+                for known in (self._offsets, self._identities, self._parsers):
+                    known.clear()
+                self._shards = ()
         return []
 
     def _poll(self) -> list[Record]:
-        if not self._shards:
-            self._shards = self._find()
+        self._shards = self._shards or _first_to_answer(self._find, self._addresses)
         records: list[Record] = []
-        answered = False
+        failures: list[TransportError] = []
         self._silent.clear()
-        failure: TransportError | None = None
         for shard, address in enumerate(self._shards):
             try:
-                records += self._read_shard(shard, alternatives(address))
-                answered = True
+                records += _first_to_answer(partial(self._read, shard), alternatives(address))
             except AccessError:
                 raise
             except TransportError as error:
-                failure = failure or error
+                failures.append(error)
                 self._silent[address] = f"shard {shard} is out of reach: {error}"
-        if failure is not None and not answered:
-            raise failure
+        if failures and len(failures) == len(self._shards):
+            raise failures[0]
         return sorted(records, key=read_on_order)
 
-    def _find(self) -> tuple[str, ...]:
-        """Where all shards are, from the first that answers."""
-        failure: TransportError | None = None
-        for address in self._addresses:
-            try:
-                document = fetch(address, TAPE_PATH, {}, self._token)
-            except AccessError:
-                raise
-            except TransportError as error:
-                failure = failure or error
-                continue
-            about = read_object(document, address)
-            shards = about.get("shards")
-            if not isinstance(shards, list) or not all(isinstance(s, str) for s in shards):
-                raise ProtocolError(f"{address} does not say where the shards are")
-            wall = about.get("wall")
-            self._skew = float(wall) - time.time() if isinstance(wall, int | float) else 0.0
-            return tuple(reached_by(each, address) for each in shards)
-        assert failure is not None, "there is at least one address"
-        raise failure
-
-    def _read_shard(self, shard: int, addresses: tuple[str, ...]) -> list[Record]:
-        """From the process that acts for the shard: of several, one answers."""
-        failure: TransportError | None = None
-        for address in addresses:
-            try:
-                return self._read(shard, address)
-            except AccessError:
-                raise
-            except TransportError as error:
-                failure = failure or error
-        assert failure is not None, "a shard has an address"
-        raise failure
+    def _find(self, address: str) -> tuple[str, ...]:
+        """Where all shards are."""
+        about = read_object(fetch(address, TAPE_PATH, {}, self._token), address)
+        shards, wall = about.get("shards"), about.get("wall")
+        if not isinstance(shards, list) or not all(isinstance(s, str) for s in shards):
+            raise ProtocolError(f"{address} does not say where the shards are")
+        self._skew = float(wall) - time.time() if isinstance(wall, int | float) else 0.0
+        return tuple(reached_by(each, address) for each in shards)
 
     def _read(self, shard: int, address: str) -> list[Record]:
-        records: list[Record] = []
-        for who in (f"shard-{shard}", *(("coordinator",) if shard == 0 else ())):
-            records += self._read_tape(address, who)
-        return records
+        names = (f"shard-{shard}", *(("coordinator",) if shard == 0 else ()))
+        return [record for who in names for record in self._read_tape(address, who)]
 
     def _read_tape(self, address: str, who: str) -> list[Record]:
         parser = self._parsers.setdefault(who, Parser(Path(f"{address}/{who}"), self._torn))
@@ -243,33 +203,34 @@ class SyncerSource:
             identity = document.facts.get("tape") or self._identities.get(who, "")
             if size < start or self._identities.setdefault(who, identity) != identity:
                 raise _AnotherRun
-            for line in document.body.splitlines():
-                record = parser.parse(line)
-                if record is not None:
-                    records.append(record)
+            records += filter(None, map(parser.parse, document.body.splitlines()))
             self._offsets[who] = following
             if following <= start:
                 return records
 
-    def _begin_anew(self) -> None:
-        """Another run answers at this address."""
-        self.generation += 1
-        self._offsets.clear()
-        self._identities.clear()
-        self._parsers.clear()
-        self._shards = ()
-
     def now(self) -> float:
-        """See `Source.now`."""
         return time.time() + self._skew
 
     def problems(self) -> list[str]:
-        """See `Source.problems`."""
         return [*self._silent.values(), *self._torn]
 
 
 class _AnotherRun(Exception):
     """The tape is not the one that was read so far."""
+
+
+def _first_to_answer(ask: Callable[[str], _T], addresses: Iterable[str]) -> _T:
+    """What the first of several addresses answers, of which some may be silent."""
+    failure: TransportError | None = None
+    for address in addresses:
+        try:
+            return ask(address)
+        except AccessError:
+            raise
+        except TransportError as error:
+            failure = failure or error
+    assert failure is not None, "there is at least one address"
+    raise failure
 
 
 def _fact(facts: dict[str, str], name: str) -> int:

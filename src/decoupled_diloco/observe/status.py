@@ -6,6 +6,7 @@ Seconds are ages: how long ago something was, as of ``RunStatus.as_of``.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from decoupled_diloco.observe.accounts import RunAccount
 from decoupled_diloco.observe.run_data import OUT_OF_REACH, TOOK_PART, LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
-from decoupled_diloco.observe.shard_data import MemberLog, RoundLog, ShardLog
+from decoupled_diloco.observe.shard_data import RoundLog, ShardLog, Stay
 from decoupled_diloco.observe.words import natural
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
 
@@ -34,46 +35,30 @@ QUIET_STEPS = 5.0
 class LearnerStatus:
     """One learner.
 
-    Attributes:
-        state: ``stepping``, ``quiet`` (live, no step for long), ``joining``, ``cut off``
-            (no shard hears of it, and it steps on), ``out of reach`` (its connection is broken,
-            and what it does is not known), ``down``, ``restarting``, ``left``, ``finished``,
-            ``ended`` (the launcher told it to, before the run was over).
-        epoch: Its newest life.
-        steps: Own inner steps of all lives; ``tokens`` likewise.
-        tokens_per_second: Of the last seconds; ``None`` while it does not step.
-        participation: Share of the run's merged rounds that it was in; ``None`` before the first.
-        participation_recent: The same of the last 50 merged rounds.
-        reasons_recent: How many of those it was in, or why it was not in them.
-        rounds_behind: Merged rounds since the last one that it was in, all shards together.
-        steps_behind: Global steps since the tick of the last round that it was in.
-        accepted_seconds: Since its last contribution was merged.
-        versions_behind: Fragments of which it does not hold the newest version.
-        seen_seconds: Since the syncer last heard of it.
-        discarded_tokens: Trained and then overwritten.
-        discarded_why: For each mode and reason; only its own tape tells.
-        bytes_up: Contributions that the syncer has received.
-        loss: Its last training loss.
+    ``state``: ``stepping``, ``quiet`` (live, no step for long), ``joining``, ``cut off`` (no shard
+    hears of it, and it steps on), ``out of reach`` (its connection is broken, and what it does is
+    not known), ``down``, ``restarting``, ``left``, ``finished``, ``ended`` (the launcher told it
+    to, before the run was over).
     """
 
     name: str
     state: str
-    epoch: int
-    steps: int
+    epoch: int  # its newest life
+    steps: int  # own inner steps of all lives; tokens likewise
     tokens: int
-    tokens_per_second: float | None
-    participation: float | None
-    participation_recent: float | None
-    reasons_recent: dict[str, int]
-    rounds_behind: int | None
-    steps_behind: int | None
-    accepted_seconds: float | None
-    versions_behind: int | None
-    seen_seconds: float | None
-    discarded_tokens: float
-    discarded_why: dict[str, float] | None
-    bytes_up: int
-    loss: float | None
+    tokens_per_second: float | None  # of the last seconds; None while it does not step
+    participation: float | None  # share of the merged rounds that it was in
+    participation_recent: float | None  # the same of the last 50 merged rounds
+    reasons_recent: dict[str, int]  # how many of those it was in, or why it was not in them
+    rounds_behind: int | None  # merged since the last one that it was in, all shards together
+    steps_behind: int | None  # global steps since the tick of the last round that it was in
+    accepted_seconds: float | None  # since its last contribution was merged
+    versions_behind: int | None  # fragments of which it does not hold the newest version
+    seen_seconds: float | None  # since the syncer last heard of it
+    discarded_tokens: float  # trained and then overwritten
+    discarded_why: dict[str, float] | None  # by mode and reason; only its own tape tells
+    bytes_up: int  # contributions that the syncer has received
+    loss: float | None  # its last training loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,52 +105,39 @@ class CutStatus:
 class RunStatus:
     """A run at one instant.
 
-    Attributes:
-        phase: ``starting``, ``waiting for learners``, ``running``, ``closing``, ``finished``,
-            ``interrupted`` (its processes were told to end before), ``silent`` (it was not over,
-            and nothing writes its tape any more), ``empty``.
-        virtual: The run is one in virtual time: it ended when its tape did.
-        as_of: Wall-clock instant, seconds since the Unix epoch.
-        silent_seconds: Since the latest record.
-        seconds_left: To the end of the budget at the present rate; ``None``: not known.
-        left_by: Which budget ends it: ``steps`` or ``tokens``.
-        bytes_up: What the syncer has received, bodies and messages, also an evaluator's; ``None``:
-            it is not known yet.
-        bytes_of: Who has counted these bytes: ``syncer``, or ``learners``.
-        discarded_whole: Whether the discards are all there are; else there are at least so many.
-        discarded_known: Whether the discards' reasons are known (the learners' tapes are at hand).
-        cut: The last complete cut, ``None``: there was none.
-        remarks: The last things worth a line, each with seconds since the run's beginning.
+    ``phase``: ``starting``, ``waiting for learners``, ``running``, ``closing``, ``finished``,
+    ``interrupted`` (its processes were told to end before), ``silent`` (it was not over, and
+    nothing writes its tape any more), ``empty``.
     """
 
     name: str
     phase: str
-    virtual: bool
-    as_of: float
+    virtual: bool  # in virtual time: it ended when its tape did
+    as_of: float  # wall-clock instant, seconds since the Unix epoch
     began: float | None
     elapsed_seconds: float
-    silent_seconds: float
+    silent_seconds: float  # since the latest record
     step: int
     budget_steps: int | None
     tokens: int
     budget_tokens: int | None
     steps_per_second: float | None
     tokens_per_second: float | None
-    seconds_left: float | None
-    left_by: str
+    seconds_left: float | None  # of the budget at the present rate; None: not known
+    left_by: str  # which budget ends it: "steps" or "tokens"
     rounds_merged: int
     rounds_abandoned: int
-    bytes_up: int | None
+    bytes_up: int | None  # received by the syncer, also an evaluator's; None: not known yet
     bytes_down: int | None
-    bytes_of: str
+    bytes_of: str  # which side has counted these bytes: "syncer", or "learners"
     discarded_tokens: float
-    discarded_whole: bool
+    discarded_whole: bool  # whether these are all there are; else there are at least so many
     evaluation_loss: float | None
     evaluation_step: int | None
     learners: tuple[LearnerStatus, ...]
     shards: tuple[ShardStatus, ...]
-    cut: CutStatus | None
-    remarks: tuple[tuple[float, str], ...]
+    cut: CutStatus | None  # the last complete one
+    remarks: tuple[tuple[float, str], ...]  # the last ones, with seconds since the beginning
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -190,23 +162,23 @@ def status_of(
         now: Wall-clock seconds. A run that nothing has been heard of for longer than a lease is
             looked at as it was at its latest record.
         problems: What could not be read or reached, one sentence each.
-        account: What became of all tokens, where a whole tape is at hand. Without it only those
-            count that learners have told to be overwritten: a lower bound.
+        account: Where a whole tape is at hand. Without it only those tokens are discarded that
+            learners have told to be overwritten: a lower bound.
         budget: Steps and tokens that end the run; default: as its settings say.
     """
     if account is not None and run.learners.keys() - account.learners.keys():
         account = None
     silent = max(0.0, now - run.latest) if run.records else 0.0
-    over = run.finished
-    going = not over and not run.interrupted and silent <= LEASE_SECONDS
+    going = not run.finished and not run.interrupted and silent <= LEASE_SECONDS
     as_of = now - run.started_wall if going and run.records else run.duration
     settings = run.settings_of("run")
     budget = budget or (settings.get("budget_steps"), settings.get("budget_tokens"))
     left, left_by = _left(run, budget, as_of) if going else (None, "")
     up, down, bytes_of = _bytes(run)
-    statuses = tuple(
-        _with_account(_learner(run, learner, as_of, over, going), account)
-        for learner in sorted(run.learners.values(), key=lambda learner: natural(learner.name))
+    evaluation = run.evaluations[-1] if run.evaluations else None
+    learners = tuple(
+        _learner(run, run.learners[name], as_of, going, account)
+        for name in sorted(run.learners, key=natural)
     )
     return RunStatus(
         name=str(settings.get("name", "")),
@@ -229,16 +201,20 @@ def status_of(
         bytes_up=up,
         bytes_down=down,
         bytes_of=bytes_of,
-        discarded_tokens=sum(learner.discarded_tokens for learner in statuses),
+        discarded_tokens=sum(learner.discarded_tokens for learner in learners),
         discarded_whole=account is not None,
-        evaluation_loss=run.evaluations[-1].loss if run.evaluations else None,
-        evaluation_step=run.evaluations[-1].global_step if run.evaluations else None,
-        learners=statuses,
+        evaluation_loss=evaluation.loss if evaluation else None,
+        evaluation_step=evaluation.global_step if evaluation else None,
+        learners=learners,
         shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),
         cut=_cut(run, as_of),
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
         problems=(*problems, *(f"{n} records left out: {why}" for why, n in run.left_out.items())),
     )
+
+
+def _age(at: float | None, as_of: float) -> float | None:
+    return None if at is None else max(0.0, as_of - at)
 
 
 def _cut(run: RunModel, as_of: float) -> CutStatus | None:
@@ -278,36 +254,32 @@ def _left(run: RunModel, budget: Budget, as_of: float) -> tuple[float | None, st
 
 def _bytes(run: RunModel) -> tuple[int | None, int | None, str]:
     """Up and down as the syncer counts them, else as the learners' own tapes do."""
-    for counted_by, syncer in (("syncer", True), ("learners", False)):
-        moved = run.bytes_of(syncer=syncer)
+    for counted_by in ("syncer", "learners"):
+        moved = run.bytes_of(syncer=counted_by == "syncer")
         if moved is not None:
-            up, down = moved.data_sent + moved.control_sent, moved.data_received
-            return up, down + moved.control_received, counted_by
+            down = moved.data_received + moved.control_received
+            return moved.data_sent + moved.control_sent, down, counted_by
     return None, None, ""
 
 
-# ---- learners
-
-
 def _learner(
-    run: RunModel, learner: LearnerLog, as_of: float, over: bool, going: bool
+    run: RunModel, learner: LearnerLog, as_of: float, going: bool, account: RunAccount | None
 ) -> LearnerStatus:
     members = [
         (shard, shard.members[learner.name])
         for shard in run.shards.values()
         if learner.name in shard.members
     ]
-    state = "finished" if over else _learner_state(learner, [m for _, m in members], as_of)
-    if run.interrupted and state != "finished":
-        state = "ended" if learner.name in run.told_to_end else OUT_OF_REACH
-    total, recent = sum(learner.reasons.values()), len(learner.recent)
-    merged = run.rounds_merged
-    tally = {reason: learner.recent.count(reason) for reason in sorted(set(learner.recent))}
-    fragments = run.fragments or 1
+    state = _learner_state(run, learner, [member for _, member in members], as_of)
+    recent, merged, fragments = Counter(learner.recent), run.rounds_merged, run.fragments or 1
+    discarded = learner.discarded_fragment_tokens / fragments
+    if account is not None:  # also what died with a process or was left behind
+        discarded = account.learners[learner.name].tokens.tokens("discarded")
     why = {
         f"{mode}, {reason}": tokens / fragments
         for (mode, reason), tokens in learner.discarded.most_common()
     }
+    accepted = learner.accepted_step
     return LearnerStatus(
         name=learner.name,
         state=state,
@@ -315,35 +287,32 @@ def _learner(
         steps=learner.steps,
         tokens=learner.tokens,
         tokens_per_second=learner.rate.per_second(as_of) if state == "stepping" and going else None,
-        participation=learner.reasons[TOOK_PART] / merged if merged else None,
-        participation_recent=tally.get(TOOK_PART, 0) / recent if recent else None,
-        reasons_recent=tally,
-        rounds_behind=_rounds_behind(run, learner) if total else None,
-        steps_behind=None
-        if learner.accepted_step is None
-        else max(0, run.step - learner.accepted_step),
-        accepted_seconds=None
-        if learner.accepted_at is None
-        else max(0.0, as_of - learner.accepted_at),
+        participation=run.participation_of(learner),
+        participation_recent=recent[TOOK_PART] / recent.total() if recent else None,
+        reasons_recent=dict(sorted(recent.items())),
+        rounds_behind=merged - sum(learner.accepted.values()) if learner.reasons else None,
+        steps_behind=None if accepted is None else max(0, run.step - accepted),
+        accepted_seconds=_age(learner.accepted_at, as_of),
         versions_behind=_versions_behind(members) if members else None,
-        seen_seconds=None if learner.seen_at is None else max(0.0, as_of - learner.seen_at),
-        discarded_tokens=learner.discarded_fragment_tokens / fragments,
+        seen_seconds=_age(learner.seen_at, as_of),
+        discarded_tokens=discarded,
         discarded_why=why if learner.has_tape else None,
         bytes_up=learner.bytes_up,
         loss=learner.loss,
     )
 
 
-def _with_account(learner: LearnerStatus, account: RunAccount | None) -> LearnerStatus:
-    """With all that was discarded of it, also what died with a process or was left behind."""
-    if account is None or learner.name not in account.learners:
-        return learner
-    tokens = account.learners[learner.name].tokens.tokens("discarded")
-    return dataclasses.replace(learner, discarded_tokens=tokens)
-
-
-def _learner_state(learner: LearnerLog, members: list[MemberLog], as_of: float) -> str:
+def _learner_state(run: RunModel, learner: LearnerLog, members: list[Stay], as_of: float) -> str:
     """What it does now: as the syncer sees it, and its own tape where that knows better."""
+    if run.finished:
+        return "finished"
+    state = _state_told(learner, members, as_of)
+    if run.interrupted and state != "finished":
+        return "ended" if learner.name in run.told_to_end else OUT_OF_REACH
+    return state
+
+
+def _state_told(learner: LearnerLog, members: list[Stay], as_of: float) -> str:
     if learner.process in ("restarting", "finished"):
         return learner.process
     if not members and learner.left:
@@ -373,19 +342,12 @@ def _steps(learner: LearnerLog, as_of: float) -> bool:
     return as_of - learner.stepped_at <= LEASE_SECONDS
 
 
-def _rounds_behind(run: RunModel, learner: LearnerLog) -> int:
-    return sum(shard.merged - learner.accepted.get(shard.name, 0) for shard in run.shards.values())
-
-
-def _versions_behind(members: list[tuple[ShardLog, MemberLog]]) -> int:
+def _versions_behind(members: list[tuple[ShardLog, Stay]]) -> int:
     return sum(
         member.held.get(fragment) != version
         for shard, member in members
         for fragment, version in shard.versions.items()
     )
-
-
-# ---- shards
 
 
 def _shard(run: RunModel, shard: ShardLog, as_of: float) -> ShardStatus:
@@ -402,43 +364,33 @@ def _shard(run: RunModel, shard: ShardLog, as_of: float) -> ShardStatus:
         open_rounds=tuple(_open(shard, round, quorum, as_of) for round in rounds),
         versions={p: str(version) for p, version in sorted(shard.versions.items())},
         grace_seconds=_grace_seconds(shard, rounds),
-        seen_seconds=None if shard.heard_at is None else max(0.0, as_of - shard.heard_at),
+        seen_seconds=_age(shard.heard_at, as_of),
     )
 
 
 def _grace_seconds(shard: ShardLog, rounds: Sequence[RoundLog]) -> float | None:
     """The grace window of the newest round."""
-    for round in (*reversed(rounds), *shard.rounds[-1:]):
-        told = round.opened or round.result
-        if told is not None:
-            return told.grace_seconds
-    return None
+    told = [round.opened or round.result for round in (*shard.rounds[-1:], *rounds)]
+    return next((each.grace_seconds for each in reversed(told) if each is not None), None)
 
 
 def _open(shard: ShardLog, round: RoundLog, quorum: int, as_of: float) -> OpenRound:
     delivered = tuple(dict.fromkeys(fold.learner for _, fold in round.folds.values()))
     waiting = [name for name in round.asks if name not in (*delivered, *round.fallen)]
-    qualified = len(waiting) + len(delivered)
     others = [
         member.learner
         for member in shard.members.values()
         if member.learner not in round.asks and member.reported_at is not None
     ]
     grace = round.opened.grace_seconds if round.opened is not None else 0.0
+    waits_for, whom = "upload", waiting
     if round.merging_at is not None:
         waits_for, whom = "merge", []
-    elif qualified < quorum:
+    elif len(waiting) + len(delivered) < quorum:
         waits_for, whom = "quorum", others
     elif others and as_of < round.opened_at + grace:
         waits_for, whom = "grace", others
-    else:
-        waits_for, whom = "upload", waiting
+    age = max(0.0, as_of - round.opened_at)
     return OpenRound(
-        number=round.number,
-        fragment=round.fragment,
-        step=round.tick,
-        open_seconds=max(0.0, as_of - round.opened_at),
-        waits_for=waits_for,
-        learners=tuple(whom),
-        delivered=delivered,
+        round.number, round.fragment, round.tick, age, waits_for, tuple(whom), delivered
     )

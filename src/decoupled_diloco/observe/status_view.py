@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -10,20 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from decoupled_diloco.observe.status import LearnerStatus, OpenRound, RunStatus, ShardStatus
+from decoupled_diloco.observe.terminal import plain_table
 from decoupled_diloco.observe.words import ABSENT, clock_face, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 _STYLES = {
-    "stepping": "green",
-    "running": "green",
-    "finished": "dim",
-    "left": "dim",
-    "ended": "dim",
-    "interrupted": "bold red",
-    "down": "bold red",
-    "silent": "bold red",
+    **dict.fromkeys(("stepping", "running"), "green"),
+    **dict.fromkeys(("finished", "left", "ended"), "dim"),
+    **dict.fromkeys(("interrupted", "down", "silent", "out of reach"), "bold red"),
     "cut off": "bold yellow",
-    "out of reach": "bold red",
 }
 
 HEADER_LINES = 3
@@ -38,14 +33,20 @@ REMARKS_MAX = 3
 OPEN_ROUNDS_MAX = 3
 """Open rounds of a shard that are shown, the oldest."""
 
+_LEARNERS_NARROW = ("learner", "state", "steps", "tok/s", "took\npart", "lately")
+_LEARNERS = (*_LEARNERS_NARROW, "rounds\nbehind", "silent")
+_LEARNERS_WIDE = (*_LEARNERS[:-1], "stale\ncopies", "discarded", "silent")
+_LEARNERS_TRAINING = ("learner", "state", "steps", "tok/s", "loss", "took part")
+_SHARDS_NARROW = ("syncer", "state", "term", "clock", "merged", "given\nup", "open")
+_SHARDS = (*_SHARDS_NARROW[:-1], "live", "open", "grace", "versions")
+_SHARDS_TRAINING = ("syncer", "state", "clock", "merged", "given up", "open", "grace")
+"""Columns, by how wide the terminal is and by what for."""
+
 
 def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None) -> RenderableType:
-    """The whole picture.
+    """The whole picture, for a terminal of so many columns and lines; ``rows=None``: no limit.
 
-    Args:
-        status: The run.
-        width: Columns of the terminal: a narrow one gets fewer columns.
-        rows: Lines of the terminal: learners that do not fit are summed up; ``None``: no limit.
+    A narrow terminal gets fewer columns; learners that do not fit a low one are summed up.
     """
     parts: list[RenderableType] = [*_head(status, width), *_totals(status, width)]
     shards = len(status.shards) + HEADER_LINES if status.shards else 0
@@ -57,9 +58,10 @@ def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None
         parts += [Text(""), _learner_table(status, columns, room)]
     if status.shards:
         parts += [Text(""), _shard_table(status, _SHARDS if width >= 60 else _SHARDS_NARROW)]
-    told = [*map(_problem, status.problems), *(_dim(line) for line in _open_lines(status))]
+    told = [Text(f"! {each}", style="yellow", overflow="fold") for each in status.problems]
+    told += _dim(_open_lines(status))
     count = REMARKS_MAX if rows is None else max(0, rows - used - len(told) - 1)
-    told += _remarks(status, count)
+    told += _dim(f"{clock_face(at)}  {text}" for at, text in status.remarks[-count:] if count)
     if rows is not None:
         told = told[: max(0, rows - used - 1)]
         for line in told:  # one line each: the terminal has no more
@@ -68,12 +70,7 @@ def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None
 
 
 def render_training(status: RunStatus, left: str) -> RenderableType:
-    """What `ddiloco train` shows below its lines; fits 80 columns.
-
-    Args:
-        status: The run.
-        left: How long it will take, in words.
-    """
+    """What `ddiloco train` shows below its lines; fits 80 columns. ``left``: for how long yet."""
     parts: list[RenderableType] = [Text(""), _budget_bar(status, 80, left)]
     if status.learners:
         parts += [Text(""), _learner_table(status, _LEARNERS_TRAINING, LEARNERS_MAX)]
@@ -85,27 +82,17 @@ def render_training(status: RunStatus, left: str) -> RenderableType:
     return Group(*parts)
 
 
-def _problem(text: str) -> Text:
-    return Text(f"! {text}", style="yellow", overflow="fold")
-
-
-def _dim(text: str) -> Text:
-    return Text(text, style="dim", overflow="fold")
-
-
-def _remarks(status: RunStatus, count: int) -> list[Text]:
-    """The last things worth a line."""
-    return [_dim(f"{clock_face(at)}  {text}") for at, text in status.remarks[-count:] if count]
+def _dim(lines: Iterable[str]) -> list[Text]:
+    return [Text(line, style="dim", overflow="fold") for line in lines]
 
 
 def headline(status: RunStatus) -> str:
-    """What is going on, in one sentence."""
     silent = format_duration(status.silent_seconds)
-    if status.virtual and status.phase in ("finished", "silent"):
-        return {"finished": "finished", "silent": "not finished"}[
-            status.phase
-        ] + ", in virtual time"
     match status.phase:
+        case "finished" if status.virtual:
+            return "finished, in virtual time"
+        case "silent" if status.virtual:
+            return "not finished, in virtual time"
         case "empty":
             return "nothing is on the tape yet"
         case "finished":
@@ -126,11 +113,9 @@ def _head(status: RunStatus, width: int) -> list[RenderableType]:
         return [line]
     left = ""
     if status.seconds_left is not None:
-        rate = (
-            f"{status.steps_per_second or 0:.3g}/s"
-            if status.left_by == "steps"
-            else f"{format_count(status.tokens_per_second or 0)} tok/s"
-        )
+        rate = f"{format_count(status.tokens_per_second or 0)} tok/s"
+        if status.left_by == "steps":
+            rate = f"{status.steps_per_second or 0:.3g}/s"
         left = f"{format_duration(status.seconds_left)} left, {rate}"
     return [line, _budget_bar(status, width, left)]
 
@@ -140,16 +125,9 @@ def _budget_bar(status: RunStatus, width: int, left: str) -> Table:
     cells: list[RenderableType] = [Text(position(status))]
     share = budget_share(status)
     if share is not None and width >= 60:
-        cells.append(
-            ProgressBar(
-                total=1.0,
-                completed=share,
-                width=min(24, width // 4),
-                style="grey37",
-                complete_style="cyan",
-                finished_style="cyan",
-            )
-        )
+        bar = ProgressBar(1.0, share, width=min(24, width // 4), style="grey37")
+        bar.complete_style = bar.finished_style = "cyan"
+        cells.append(bar)
     if share is not None:
         cells.append(Text(percent(share)))
     cells.append(Text(clock_face(status.elapsed_seconds)))
@@ -161,18 +139,13 @@ def _budget_bar(status: RunStatus, width: int, left: str) -> Table:
 
 def position(status: RunStatus) -> str:
     """How far it is, and of how much if that is known."""
-    if status.budget_steps:
-        return f"step {status.step}/{status.budget_steps}"
-    return f"step {status.step}"
+    return f"step {status.step}" + (f"/{status.budget_steps}" if status.budget_steps else "")
 
 
 def budget_share(status: RunStatus) -> float | None:
     """How much of the budget is spent, 0 to 1; the budget that ends the run first counts."""
-    shares = []
-    if status.budget_steps:
-        shares.append(status.step / status.budget_steps)
-    if status.budget_tokens:
-        shares.append(status.tokens / status.budget_tokens)
+    budgets = ((status.step, status.budget_steps), (status.tokens, status.budget_tokens))
+    shares = [spent / budget for spent, budget in budgets if budget]
     return min(1.0, max(shares)) if shares else None
 
 
@@ -185,51 +158,36 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
     if status.tokens_per_second is not None:
         tokens += f" ({format_count(status.tokens_per_second)}/s)"
     if status.tokens:
-        share = percent(status.discarded_tokens / status.tokens)
         least = "" if status.discarded_whole else "at least "
-        tokens += f", {least}{share} discarded"
+        tokens += f", {least}{percent(status.discarded_tokens / status.tokens)} discarded"
     parts = [tokens, f"{status.rounds_merged} rounds merged, {status.rounds_abandoned} given up"]
     if status.bytes_up is not None and status.bytes_down is not None:
         up, down = format_bytes(status.bytes_up), format_bytes(status.bytes_down)
-        of_syncer = status.bytes_of == "syncer"
-        parts.append(
-            f"syncer received {up}, sent {down}"
-            if of_syncer
-            else f"learners sent {up}, received {down}"
-        )
+        by_syncer = status.bytes_of == "syncer"
+        moved = f"received {up}, sent {down}" if by_syncer else f"sent {up}, received {down}"
+        parts.append(f"{status.bytes_of} {moved}")
     if status.evaluation_loss is not None:
         parts.append(f"evaluation loss {status.evaluation_loss:.4f}")
     if status.cut is not None:
         ago, size = format_duration(round(status.cut.seconds_ago)), format_bytes(status.cut.nbytes)
         without = f", without {', '.join(status.cut.missing)}" if status.cut.missing else ""
         parts.append(f"cut {status.cut.number} of {ago} ago ({size}{without})")
-    lines, line = [], ""
-    for part in parts:
-        if line and len(line) + len(part) + 2 > width:
-            lines.append(line)
-            line = ""
-        line += ("; " if line else "") + part
-    return [Text(each) for each in (*lines, line) if each]
-
-
-# ---- learners
-
-_LEARNERS_NARROW = ("learner", "state", "steps", "tok/s", "took\npart", "lately")
-_LEARNERS = (*_LEARNERS_NARROW, "rounds\nbehind", "silent")
-_LEARNERS_WIDE = (*_LEARNERS[:-1], "stale\ncopies", "discarded", "silent")
-_LEARNERS_TRAINING = ("learner", "state", "steps", "tok/s", "loss", "took part")
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 2 > width:
+            lines.append(part)
+        else:
+            lines[-1] += f"; {part}"
+    return [Text(line) for line in lines]
 
 
 def _learner_table(status: RunStatus, columns: Sequence[str], room: int) -> Table:
     """A row for each learner that is there; those that have left are counted."""
-    table = _table(columns)
     learners = [learner for learner in status.learners if learner.state != "left"]
     left = len(status.learners) - len(learners)
     room -= bool(left)
     shown = learners if len(learners) <= room else _most_interesting(learners, room - 1)
-    for learner in shown:
-        cells = _learner_cells(learner)
-        table.add_row(*(cells[column] for column in columns))
+    table = _table(columns, map(_learner_cells, shown))
     rest = [""] * (len(columns) - 1)
     if len(shown) < len(learners):
         table.add_row(f"… {len(learners) - len(shown)} more", *rest)
@@ -248,24 +206,21 @@ def _most_interesting(learners: list[LearnerStatus], room: int) -> list[LearnerS
     return [learner for learner in learners if learner.name in worst]
 
 
-def _learner_cells(learner: LearnerStatus) -> dict[str, Text]:
+def _learner_cells(learner: LearnerStatus) -> dict[str, str | Text]:
     rate, recent = learner.tokens_per_second, learner.participation_recent
     absent = learner.state == "stepping" and recent is not None and recent < 0.5
-    lost = learner.discarded_tokens / learner.tokens if learner.tokens else None
-    took_part = Text(percent(learner.participation))
     return {
-        "learner": Text(learner.name),
+        "learner": learner.name,
         "state": _state(learner.state),
-        "steps": Text(str(learner.steps)),
-        "tok/s": Text(ABSENT if rate is None else format_count(rate)),
-        "loss": Text(ABSENT if learner.loss is None else f"{learner.loss:.3f}"),
-        "took part": took_part,
-        "took\npart": took_part,
+        "steps": str(learner.steps),
+        "tok/s": ABSENT if rate is None else format_count(rate),
+        "loss": ABSENT if learner.loss is None else f"{learner.loss:.3f}",
+        "took part": percent(learner.participation),
         "lately": Text(percent(recent), style="bold yellow" if absent else ""),
-        "rounds\nbehind": Text(_number(learner.rounds_behind)),
-        "stale\ncopies": Text(_number(learner.versions_behind)),
-        "discarded": Text(percent(lost)),
-        "silent": Text(_ago(learner.seen_seconds)),
+        "rounds behind": _number(learner.rounds_behind),
+        "stale copies": _number(learner.versions_behind),
+        "discarded": percent(learner.discarded_tokens / learner.tokens if learner.tokens else None),
+        "silent": _ago(learner.seen_seconds),
     }
 
 
@@ -283,36 +238,23 @@ def _ago(seconds: float | None) -> str:
     return "no" if seconds < 2.5 else format_duration(round(seconds))
 
 
-# ---- shards
-
-_SHARDS_NARROW = ("syncer", "state", "term", "clock", "merged", "given\nup", "open")
-_SHARDS = (*_SHARDS_NARROW[:-1], "live", "open", "grace", "versions")
-_SHARDS_TRAINING = ("syncer", "state", "clock", "merged", "given up", "open", "grace")
-
-
 def _shard_table(status: RunStatus, columns: Sequence[str]) -> Table:
-    table = _table(columns)
-    for shard in status.shards:
-        cells = _shard_cells(shard)
-        table.add_row(*(cells[column] for column in columns))
-    return table
+    return _table(columns, map(_shard_cells, status.shards))
 
 
-def _shard_cells(shard: ShardStatus) -> dict[str, Text]:
+def _shard_cells(shard: ShardStatus) -> dict[str, str | Text]:
     grace = shard.grace_seconds
-    given_up = Text(str(shard.abandoned), style="yellow" if shard.abandoned else "")
     return {
-        "syncer": Text(shard.name),
+        "syncer": shard.name,
         "state": _state(shard.state),
-        "term": Text(str(shard.term)),
-        "clock": Text(str(shard.clock)),
-        "merged": Text(str(shard.merged)),
-        "given up": given_up,
-        "given\nup": given_up,
-        "live": Text(str(shard.live)),
-        "open": Text(str(len(shard.open_rounds))),
-        "grace": Text(ABSENT if grace is None else format_duration(grace) if grace else "0"),
-        "versions": Text(_versions(shard)),
+        "term": str(shard.term),
+        "clock": str(shard.clock),
+        "merged": str(shard.merged),
+        "given up": Text(str(shard.abandoned), style="yellow" if shard.abandoned else ""),
+        "live": str(shard.live),
+        "open": str(len(shard.open_rounds)),
+        "grace": ABSENT if grace is None else format_duration(grace) if grace else "0",
+        "versions": _versions(shard),
     }
 
 
@@ -330,8 +272,7 @@ def _open_lines(status: RunStatus) -> list[str]:
     """What each open round waits for; nothing at the end of a run."""
     lines = []
     for shard in status.shards:
-        for round in shard.open_rounds[:OPEN_ROUNDS_MAX]:
-            lines.append(f"{shard.name} {open_line(round)}")
+        lines += [f"{shard.name} {open_line(r)}" for r in shard.open_rounds[:OPEN_ROUNDS_MAX]]
         more = len(shard.open_rounds) - OPEN_ROUNDS_MAX
         if more > 0:
             lines.append(f"{shard.name} and {more} more open rounds")
@@ -339,30 +280,21 @@ def _open_lines(status: RunStatus) -> list[str]:
 
 
 def open_line(round: OpenRound) -> str:
-    """What an open round waits for."""
     step = "" if round.step is None else f", step {round.step}"
-    text = f"round {round.number} (fragment {round.fragment}{step}) open for "
-    text += f"{format_duration(round.open_seconds)}, waits for "
     names = ", ".join(round.learners) or "no learner"
-    match round.waits_for:
-        case "merge":
-            return text + f"the merge of {', '.join(round.delivered)}"
-        case "quorum":
-            return text + f"its quorum: not asked yet: {names}"
-        case "grace":
-            return text + f"stragglers within its grace window: {names}"
-        case _:
-            return text + f"the upload of {names}"
+    awaited = {
+        "merge": f"the merge of {', '.join(round.delivered)}",
+        "quorum": f"its quorum: not asked yet: {names}",
+        "grace": f"stragglers within its grace window: {names}",
+        "upload": f"the upload of {names}",
+    }[round.waits_for]
+    text = f"round {round.number} (fragment {round.fragment}{step}) open for "
+    return f"{text}{format_duration(round.open_seconds)}, waits for {awaited}"
 
 
-def _table(columns: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="left" if index < 2 else "right",
-            vertical="bottom",
-            no_wrap=True,
-            min_width=len(max(column.split("\n"), key=len)),
-        )
+def _table(columns: Sequence[str], rows: Iterable[dict[str, str | Text]]) -> Table:
+    table = plain_table(*columns, gap=1, left=columns[:2], wrap=False)
+    for cells in rows:
+        shown = (cells[column.replace("\n", " ")] for column in columns)
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in shown))
     return table

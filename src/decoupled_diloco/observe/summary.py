@@ -14,8 +14,8 @@ from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount
 from decoupled_diloco.observe.run_data import CutOff, LearnerLog, Outage
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import ShardLog
-from decoupled_diloco.observe.terminal import SteadyConsole, named_values
-from decoupled_diloco.observe.words import ABSENT, percent
+from decoupled_diloco.observe.terminal import SteadyConsole, named_values, plain_table
+from decoupled_diloco.observe.words import ABSENT, many, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 LINES_MAX = 24
@@ -30,13 +30,9 @@ def print_summary(
 ) -> None:
     """Prints what became of a run: totals, every learner and shard, outages, files written."""
     console = console or SteadyConsole()
-    pairs = [
-        (total.name, f"{total.text}, {total.detail}" if total.detail else total.text)
-        for total in totals(run)
-    ]
-    console.print(named_values(pairs))
-    tables = (("learners", learner_rows(run)), ("syncer", shard_rows(run)))
-    for title, rows in tables:
+    told = [(t.name, f"{t.text}, {t.detail}" if t.detail else t.text) for t in totals(run)]
+    console.print(named_values(told))
+    for title, rows in (("learners", learner_rows(run)), ("syncer", shard_rows(run))):
         if len(rows) > 1:
             console.print()
             console.print(_table(title, rows[: 1 + LINES_MAX]))
@@ -44,11 +40,14 @@ def print_summary(
             console.print(f"… and {len(rows) - 1 - LINES_MAX} more: the report has them")
     lines = absences(run)
     if len(lines) > LINES_MAX:
-        lines = [
-            *lines[:LINES_MAX],
-            f"… and {len(lines) - LINES_MAX} more absences: the report has them",
-        ]
-    lines += [line for learner in run.learners.values() for line in unrecorded_line(learner)]
+        more = f"… and {len(lines) - LINES_MAX} more absences: the report has them"
+        lines = [*lines[:LINES_MAX], more]
+    lines += [
+        f"{many(learner.steps_unrecorded, 'step')} of {learner.name} known from the shards alone: "
+        "a process that is killed takes its last records with it"
+        for learner in run.learners.values()
+        if learner.steps_unrecorded
+    ]
     lines += [f"the tape is not whole: {problem}" for problem in run.problems]
     for line in lines:
         console.print()
@@ -78,23 +77,22 @@ class Total:
 
 
 def totals(run: RunModel) -> list[Total]:
-    """Everything that is one number a run."""
-    account = run.account
+    account, tokens, span = run.account, run.account.tokens, run.training_span
+    whole, given_up = "{:.0f}".format, f"{run.rounds_abandoned} given up"
+    rate = ""
+    if span is not None and span[1] > span[0]:
+        rate = f"{format_count(run.tokens / (span[1] - span[0]))}/s"
+    discarded = percent(tokens.discarded_share) if tokens.trained else ""
     rows = [
         _total("duration", run.duration, format_duration),
-        _total("global steps", run.global_step, "{:.0f}".format),
-        _total("tokens", run.tokens, format_count, _rate(run)),
+        _total("global steps", run.global_step, whole),
+        _total("tokens", run.tokens, format_count, rate),
         *_evaluation_totals(run),
-        _total(
-            "rounds merged",
-            run.rounds_merged,
-            "{:.0f}".format,
-            f"{run.rounds_abandoned} given up",
-        ),
+        _total("rounds merged", run.rounds_merged, whole, given_up),
         _total("goodput", account.time.goodput, percent, rest_in_words(account)),
         _total("time in steps", account.time.stepping, percent, "goodput, as the paper counts"),
         _total("uptime", account.uptime, percent, "share of the time with steps"),
-        _total("tokens discarded", *_discarded(account)),
+        _total("tokens discarded", tokens.tokens("discarded"), format_count, discarded),
     ]
     moved = run.bytes_total
     if moved is not None:
@@ -114,29 +112,21 @@ def _total(
 
 
 def _evaluation_totals(run: RunModel) -> list[Total]:
-    """The loss of the global weights, and what else the last evaluation measured."""
-    text, detail = _evaluations(run)
-    losses = [e.loss for e in run.evaluations if e.loss is not None]
-    number = losses[-1] if losses else None
-    rows = [Total("evaluation loss", text, detail, number, "{:.4f}".format)]
+    """The loss of the global weights, first and last, and what else was measured at last."""
+    show = "{:.4f}".format
+    losses = [(e.loss, e.global_step) for e in run.evaluations if e.loss is not None]
+    text, detail = (NOT_FINITE, "it diverged") if run.evaluations else (ABSENT, "none was made")
+    if losses:
+        (first, begin), (last, end) = losses[0], losses[-1]
+        text, detail = f"{first:.4f} → {last:.4f}", f"steps {begin} → {end}"
+    if len(losses) == 1:
+        text, detail = show(losses[0][0]), f"step {losses[0][1]}"
+    number = losses[-1][0] if losses else None
+    rows = [Total("evaluation loss", text, detail, number, show)]
     for name, value in run.evaluations[-1].metrics if run.evaluations else ():
         measured = math.nan if value is None else value  # the tape has no word for such a number
-        rows.append(_total(name, measured, "{:.4f}".format, "last evaluation"))
+        rows.append(_total(name, measured, show, "last evaluation"))
     return rows
-
-
-def _evaluations(run: RunModel) -> tuple[str, str]:
-    """The first and the last evaluation of the global weights."""
-    losses = [e for e in run.evaluations if e.loss is not None]
-    if not losses:
-        return (NOT_FINITE, "it diverged") if run.evaluations else (ABSENT, "none was made")
-    first, last = losses[0], losses[-1]
-    if first is last:
-        return (f"{last.loss:.4f}", f"step {last.global_step}")
-    return (
-        f"{first.loss:.4f} → {last.loss:.4f}",
-        f"steps {first.global_step} → {last.global_step}",
-    )
 
 
 def rest_in_words(account: RunAccount) -> str:
@@ -154,12 +144,6 @@ def rest_in_words(account: RunAccount) -> str:
     return ", ".join(shares) or "nothing was lost"
 
 
-def _discarded(account: RunAccount) -> tuple[float, Callable[[float], str], str]:
-    tokens = account.tokens
-    share = percent(tokens.discarded_share) if tokens.trained else ""
-    return (tokens.tokens("discarded"), format_count, share)
-
-
 def absences(run: RunModel) -> list[str]:
     """The absences of all processes, down or cut off, a sentence each, in order of time."""
     told = [(outage.down_at, outage_line(run, outage)) for outage in run.outages]
@@ -167,29 +151,15 @@ def absences(run: RunModel) -> list[str]:
     return [line for _, line in sorted(told, key=lambda entry: entry[0])]
 
 
-def unrecorded_line(learner: LearnerLog) -> list[str]:
-    """Where a number of steps is from that its own tape does not have, in a sentence; or none."""
-    steps = learner.steps_unrecorded
-    if not steps:
-        return []
-    count = "1 step" if steps == 1 else f"{steps} steps"
-    return [
-        f"{count} of {learner.name} known from the shards alone: a process that is killed takes "
-        "its last records with it"
-    ]
-
-
 def cut_line(run: RunModel, cut: CutOff) -> str:
     """What it meant that a learner was cut off, in one sentence."""
     until = "the end" if cut.back_at is None else f"{cut.back_at:.1f} s"
-    line = f"{cut.who} was cut off from {cut.cut_at:.1f} s (step "
-    line += f"{run.global_step_by(cut.cut_at)}) to {until}, trained on alone for "
-    line += f"{cut.steps} steps and missed {cut.rounds_missed} of {cut.rounds_merged} merged rounds"
-    if not cut.lost_steps:
-        return line
-    losers = [f"{name} {count}" for name, count in cut.lost_steps.items() if count]
-    line += f"; steps lost by the others: {sum(cut.lost_steps.values())}"
-    return line + (f" ({', '.join(losers)})" if losers else "")
+    line = (
+        f"{cut.who} was cut off from {cut.cut_at:.1f} s (step {run.global_step_by(cut.cut_at)}) to "
+        f"{until}, trained on alone for {cut.steps} steps and missed {cut.rounds_missed} of "
+        f"{cut.rounds_merged} merged rounds"
+    )
+    return line + _lost("the others", cut.lost_steps)
 
 
 def outage_line(run: RunModel, outage: Outage) -> str:
@@ -207,11 +177,16 @@ def outage_line(run: RunModel, outage: Outage) -> str:
         line += ", started again but not back before the end"
     else:
         line += ", not started again"
-    if not outage.lost_steps:
-        return line
-    whose = "the others" if outage.who in run.learners else "the learners"
-    line += f"; steps lost by {whose}: {outage.lost_steps_total}"
-    losers = [f"{name} {count}" for name, count in outage.lost_steps.items() if count]
+    return line + _lost(
+        "the others" if outage.who in run.learners else "the learners", outage.lost_steps
+    )
+
+
+def _lost(whose: str, lost_steps: dict[str, int]) -> str:
+    if not lost_steps:
+        return ""
+    line = f"; steps lost by {whose}: {sum(lost_steps.values())}"
+    losers = [f"{name} {count}" for name, count in lost_steps.items() if count]
     return line + (f" ({', '.join(losers)})" if losers else "")
 
 
@@ -222,36 +197,36 @@ def learner_rows(run: RunModel) -> list[list[str]]:
     return [header, *(_learner_row(run, learner) for learner in run.trained.values())]
 
 
-def shard_rows(run: RunModel) -> list[list[str]]:
-    """A table of the shards: the header, then one row each."""
-    header = ["", "clock", "merged", "given up", "median round", "median grace", "terms"]
-    return [header, *map(_shard_row, run.shards.values())]
-
-
-def last_loss(learner: LearnerLog) -> float | None:
-    """The mean of a learner's last 20 losses: one batch alone says little."""
-    losses = [loss.loss for loss in learner.losses[-20:]]
-    return sum(losses) / len(losses) if losses else None
-
-
 def _learner_row(run: RunModel, learner: LearnerLog) -> list[str]:
-    loss = last_loss(learner)
-    not_finite = f" ({learner.losses_not_finite} not finite)" if learner.losses_not_finite else ""
+    losses = [loss.loss for loss in learner.losses[-20:]]  # one batch alone says little
+    loss = f"{sum(losses) / len(losses):.3f}" if losses else ABSENT
+    tokens = run.account.learners[learner.name].tokens
     return [
         learner.name,
         str(learner.steps),
         format_count(learner.tokens),
-        (ABSENT if loss is None else f"{loss:.3f}") + not_finite,
+        loss + (f" ({n} not finite)" if (n := learner.losses_not_finite) else ""),
         percent(run.participation_of(learner)),
-        percent(_share_discarded(run, learner)),
+        percent(tokens.discarded_share if learner.tokens else None),
         _away([*learner.outages, *learner.cuts]),
         _seconds(learner.gap_seconds_longest),
         _seconds(learner.step_seconds_median),
     ]
 
 
-def _share_discarded(run: RunModel, learner: LearnerLog) -> float | None:
-    return run.account.learners[learner.name].tokens.discarded_share if learner.tokens else None
+def _away(times: Sequence[Outage | CutOff]) -> str:
+    """How often and how long it was down or cut off, or that it never came back."""
+    if not times:
+        return ABSENT
+    seconds = [each.seconds for each in times if each.seconds is not None]
+    often = f"{len(times)}×, " if len(times) > 1 else ""
+    return often + (f"{sum(seconds):.1f} s" if len(seconds) == len(times) else "for good")
+
+
+def shard_rows(run: RunModel) -> list[list[str]]:
+    """A table of the shards: the header, then one row each."""
+    header = ["", "clock", "merged", "given up", "median round", "median grace", "terms"]
+    return [header, *map(_shard_row, run.shards.values())]
 
 
 def _shard_row(shard: ShardLog) -> list[str]:
@@ -266,15 +241,6 @@ def _shard_row(shard: ShardLog) -> list[str]:
     ]
 
 
-def _away(times: Sequence[Outage | CutOff]) -> str:
-    """How often and how long it was down or cut off, or that it never came back."""
-    if not times:
-        return ABSENT
-    seconds = [each.seconds for each in times if each.seconds is not None]
-    often = f"{len(times)}×, " if len(times) > 1 else ""
-    return often + (f"{sum(seconds):.1f} s" if len(seconds) == len(times) else "for good")
-
-
 def _median(values: list[float]) -> float | None:
     return sorted(values)[len(values) // 2] if values else None
 
@@ -283,19 +249,10 @@ def _seconds(value: float | None) -> str:
     return ABSENT if value is None else format_duration(value)
 
 
-def _rate(run: RunModel) -> str:
-    span = run.training_span
-    if span is None or span[1] <= span[0]:
-        return ""
-    return f"{format_count(run.tokens / (span[1] - span[0]))}/s"
-
-
 def _table(title: str, rows: list[list[str]]) -> Table:
     """Headers are broken at spaces, so that the table fits 80 columns."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for index, name in enumerate(rows[0]):
-        header = name.replace(" ", "\n") or title
-        table.add_column(header, justify="right" if index else "left", vertical="bottom")
+    header = [name.replace(" ", "\n") or title for name in rows[0]]
+    table = plain_table(*header, left=header[:1])
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     return table

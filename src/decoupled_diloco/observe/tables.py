@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -18,23 +18,17 @@ from decoupled_diloco.observe.accounts import (
 )
 from decoupled_diloco.observe.charts import stacked_bar
 from decoupled_diloco.observe.figures import ROUND_PARTS, round_parts
-from decoupled_diloco.observe.run_data import GAP_MEDIANS
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.observe.summary import learner_rows, shard_rows
 from decoupled_diloco.observe.words import percent
-from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 TOLD_ELSEWHERE = ("Evaluated", "Ready", "RestartScheduled", "StepFinished", "WeightsSaved")
 """Remarks on these are not listed: charts and other tables show what they tell."""
 
-REMARKS_MAX = 200
-"""The report lists no more lines of what happened than this."""
 
-
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(NamedTuple):
     """A number as it is shown, and exactly."""
 
     text: str
@@ -44,26 +38,15 @@ class Number:
 Row = Sequence[str | Number]
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table; the first cell of a row names it.
+class Table(NamedTuple):
+    """A table; the first cell of a row names it. The page has its words."""
 
-    ``id`` finds it in the page; ``missing`` stands there instead when it has no rows; the rows of
-    the names in ``marked`` stand out.
-    """
-
-    id: str
-    caption: str
     header: Sequence[str]
-    rows: Sequence[Row] = field(default_factory=tuple)
-    missing: str = ""
-    note: str = ""
-    left: bool = False
-    marked: Collection[str] = ()
+    rows: Sequence[Row]
+    marked: Collection[str] = ()  # names of rows that stand out
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """A learner's time as a bar."""
 
     name: str
@@ -88,83 +71,67 @@ def _bar(name: str, time: TimeAccount) -> Markup:
     return stacked_bar(parts, f"Time of {name}: {', '.join(told for _, _, told in parts)}.")
 
 
-def _meanings(parts: Iterable[str]) -> str:
+def tables_of(run: RunModel) -> dict[str, Table]:
+    """Every table of a run's report, by its id."""
+    learner_header, *learners = learner_rows(run)
+    shard_header, *shards = shard_rows(run)
+    return {
+        "time": _time_table(run),
+        "tokens": _token_table(run),
+        "bytes": _bytes_table(run),
+        "participation": _participation_table(run),
+        "round-parts": _round_parts_table(run),
+        "verdicts": _verdict_table(run),
+        "learners": Table(["learner", *learner_header[1:]], learners),
+        "shards": Table(["shard", *shard_header[1:]], shards),
+        "corpus": Table([], [[str(k), str(v)] for k, v in (run.corpus or {}).items()]),
+        "versions": Table([], sorted(_versions(run))),
+        "remarks": _remark_table(run),
+    }
+
+
+def meanings(parts: Iterable[str]) -> str:
+    """What parts of an account mean, a sentence each."""
     return " ".join(f"{part_in_words(part).capitalize()}." for part in parts)
 
 
-def time_table(run: RunModel) -> Table:
-    """Where learner-time went."""
-    rows: list[Row] = [
-        [
-            name,
-            Number(format_duration(time.seconds("allocated")), time.seconds("allocated")),
-            *(Number(percent(time.share(part)), time.seconds(part)) for part in TIME_PARTS),
-        ]
-        for name, time, _ in _each(run.account)
-    ]
-    return Table(
-        "time",
-        "Learner-time and where it went",
-        ["learner", "allocated", *TIME_PARTS],
-        rows if run.account.time.allocated else [],
-        "Nobody took two steps, so there is no time to divide.",
-        "Allocated: from the run's first step, or the learner's own start if that is later, to "
-        f"the run's last step. {_meanings(TIME_PARTS)} Goodput is useful divided by allocated.",
-    )
+def _number(count: int) -> Number:
+    return Number(str(count), count)
 
 
-def token_table(run: RunModel) -> Table:
-    """Where tokens went."""
-    rows: list[Row] = [
-        [name, *(_count(tokens.tokens(part)) for part in ("trained", *TOKEN_PARTS))]
-        for name, _, tokens in _each(run.account)
-    ]
-    return Table(
-        "tokens",
-        "Tokens and what became of them",
-        ["learner", "trained", *(part.replace("_", " ") for part in TOKEN_PARTS)],
-        rows,
-        "No learner is on the tape.",
-        f"{_meanings(TOKEN_PARTS)} A merge takes one of the fragments, so a token counts for each "
-        "fragment by its part.",
-    )
+def _time_table(run: RunModel) -> Table:
+    rows: list[Row] = []
+    for name, time, _ in _each(run.account) if run.account.time.allocated else ():
+        allocated = time.seconds("allocated")
+        parts = [Number(percent(time.share(part)), time.seconds(part)) for part in TIME_PARTS]
+        rows.append([name, Number(format_duration(allocated), allocated), *parts])
+    return Table(["learner", "allocated", *TIME_PARTS], rows)
 
 
-def _count(count: float) -> Number:
-    return Number(format_count(count), count)
+def _token_table(run: RunModel) -> Table:
+    rows: list[Row] = []
+    for name, _, tokens in _each(run.account):
+        counts = [tokens.tokens(part) for part in ("trained", *TOKEN_PARTS)]
+        rows.append([name, *(Number(format_count(count), count) for count in counts)])
+    return Table(["learner", "trained", *(part.replace("_", " ") for part in TOKEN_PARTS)], rows)
 
 
-def bytes_table(run: RunModel) -> Table:
-    """What every process has sent and received."""
-    names = list(run.trained)
-    names += [who for who in sorted(run.bytes_moved) if who not in names]
-    rows = [_bytes_row(n, run.bytes_moved[n]) for n in names if n in run.bytes_moved]
+def _bytes_table(run: RunModel) -> Table:
+    moved = run.bytes_moved
+    names = dict.fromkeys([*run.trained, *sorted(moved)])
+    rows = [_bytes_row(name, moved[name]) for name in names if name in moved]
     total = run.bytes_total
     if total is not None and len(names) > 1:
         rows.insert(0, _bytes_row("all learners", total))
-    return Table(
-        "bytes",
-        "Bytes by process and plane",
-        ["process", "data up", "data down", "control up", "control down"],
-        rows,
-        "The tape does not say what was sent.",
-        "Up: sent by the process. Data: fragments and published copies. Control: everything else. "
-        "What a killed process moved after its last sample is not on the tape.",
-    )
+    return Table(["process", "data up", "data down", "control up", "control down"], rows)
 
 
-def _bytes_row(name: str, moved: BytesMoved) -> Row:
-    counts = (
-        moved.data_sent,
-        moved.data_received,
-        moved.control_sent,
-        moved.control_received,
-    )
+def _bytes_row(name: str, b: BytesMoved) -> Row:
+    counts = (b.data_sent, b.data_received, b.control_sent, b.control_received)
     return [name, *(Number(format_bytes(count), count) for count in counts)]
 
 
-def participation_table(run: RunModel) -> Table:
-    """What became of every learner's contributions."""
+def _participation_table(run: RunModel) -> Table:
     states: dict[str, Counter[str]] = {name: Counter() for name in run.trained}
     for r in run.rounds:
         for participant in r.outcome.participants:
@@ -173,47 +140,20 @@ def participation_table(run: RunModel) -> Table:
             states.setdefault(participant.learner, Counter())[state] += 1
     known = ("folded", "in a round given up", "late", "declined", "refused", "gone", "waiting")
     shown = [state for state in known if any(count[state] for count in states.values())]
-    merged = run.rounds_merged
-    rows: list[Row] = [
-        [
-            name,
-            percent(states[name]["folded"] / merged if merged else None),
-            _number(states[name].total()),
-            *(_number(states[name][state]) for state in shown),
-        ]
-        for name in run.trained
-    ]
-    return Table(
-        "participation",
-        "Rounds that each learner was asked in, and how it answered",
-        ["learner", "took part", "asked", *shown],
-        rows if any(count.total() for count in states.values()) else [],
-        "No round asked a learner.",
-        f"Took part: share of all {merged} merged rounds that its contribution went into.",
-    )
+    rows: list[Row] = []
+    for name in run.trained if any(states.values()) else ():
+        own, merged = states[name], run.rounds_merged
+        took_part = percent(own["folded"] / merged if merged else None)
+        rows.append([name, took_part, *map(_number, (own.total(), *(own[each] for each in shown)))])
+    return Table(["learner", "took part", "asked", *shown], rows)
 
 
-def round_parts_table(run: RunModel) -> Table:
-    """What the time of merged rounds went to."""
+def _round_parts_table(run: RunModel) -> Table:
     rounds = [round_parts(r) for r in run.rounds if r.merged]
-    columns = list(zip(*rounds, strict=True))
-    names = [title for _, title in ROUND_PARTS]
-    if columns:
-        columns.append(tuple(map(sum, rounds)))
-        names.append("whole round")
-    return Table(
-        "round-parts",
-        "Parts of a merged round",
-        ["part", "median", "95 %", "longest"],
-        [[n, *_quantiles(sorted(c))] for n, c in zip(names, columns, strict=False)],
-        "No round was merged.",
-        "A round's parts follow each other. Uploads begin as soon as a learner is asked, so most "
-        "of their time lies within the grace window.",
-    )
-
-
-def _number(count: int) -> Number:
-    return Number(str(count), count)
+    columns = [*zip(*rounds, strict=True), tuple(map(sum, rounds))] if rounds else []
+    names = [*(title for _, title in ROUND_PARTS), "whole round"]
+    rows = [[name, *_quantiles(sorted(c))] for name, c in zip(names, columns, strict=False)]
+    return Table(["part", "median", "95 %", "longest"], rows)
 
 
 def _quantiles(values: Sequence[float]) -> Row:
@@ -221,80 +161,27 @@ def _quantiles(values: Sequence[float]) -> Row:
     return [Number(format_duration(value), value) for value in chosen]
 
 
-def _verdict(result: RoundFinished) -> str:
-    if result.given_up:
-        return "given up"
-    return "merged" if result.verdict == "merged" else "had nothing to merge"
-
-
-def verdict_table(run: RunModel) -> Table:
-    """How rounds ended."""
-    results = [r.outcome for r in run.rounds]
-    rounds = Counter((_verdict(result), result.reason) for result in results)
+def _verdict_table(run: RunModel) -> Table:
+    told = {"merged": "merged", "abandoned": "given up", "idle": "had nothing to merge"}
+    counts = Counter((told[r.fate], r.outcome.reason) for r in run.rounds).most_common(12)
     rows: list[Row] = [
-        [verdict, _number(count), "" if why == verdict else why]
-        for (verdict, why), count in rounds.most_common(12)
+        [how, _number(count), "" if why == how else why] for (how, why), count in counts
     ]
-    return Table(
-        "verdicts",
-        "How rounds ended",
-        ["rounds", "how many", "why"],
-        rows,
-        "No round was finished.",
-        left=True,
-    )
+    return Table(["rounds", "how many", "why"], rows)
 
 
-def learner_table(run: RunModel) -> Table:
-    """Every learner in a row."""
-    header, *rows = learner_rows(run)
-    return Table(
-        "learners",
-        "Learners",
-        ["learner", *header[1:]],
-        rows,
-        "No learner is on the tape.",
-        "Last loss: mean of its last 20 steps. Away: from the end of its process until it held "
-        "the global weights again, or cut off: without a shard that heard of it. Longest gap: "
-        "the longest time from one step to the next while the process lived. Lost steps "
-        f"are those that would have fitted into gaps longer than {GAP_MEDIANS:.0f} median steps.",
-    )
-
-
-def shard_table(run: RunModel) -> Table:
-    """Every shard in a row."""
-    header, *rows = shard_rows(run)
-    return Table(
-        "shards",
-        "Syncer shards",
-        ["shard", *header[1:]],
-        rows,
-        "No shard of the syncer is on the tape.",
-    )
-
-
-def corpus_table(run: RunModel) -> Table:
-    """What was trained."""
-    rows = [[str(k), str(v)] for k, v in (run.corpus or {}).items()]
-    return Table("corpus", "Corpus", [], rows, "The tape does not say what was trained.", left=True)
-
-
-def version_table(run: RunModel) -> Table:
+def _versions(run: RunModel) -> set[tuple[str, str]]:
     """With which versions the run was made."""
     named = {("decoupled-diloco", version) for version in run.releases.values()}
     for header in run.headers.values():
         versions = header.get("versions")
         if isinstance(versions, dict):
             named |= {(str(name), str(version)) for name, version in versions.items()}
-    rows = sorted(named)
-    return Table("versions", "Versions", [], rows, "The tape does not name any.", left=True)
+    return named
 
 
-def remark_table(run: RunModel) -> Table:
+def _remark_table(run: RunModel) -> Table:
     """What happened, in order."""
-    lines = [(r.at, r.who, r.text) for r in run.remarks if r.kind not in TOLD_ELSEWHERE]
-    rows: list[Row] = [[Number(f"{at:.1f} s", at), who, text] for at, who, text in sorted(lines)]
-    more = len(rows) - REMARKS_MAX
-    caption = f"{len(rows)} notes" if more <= 0 else f"The first {REMARKS_MAX} of {len(rows)} notes"
-    header = ["time", "process", "what"]
-    return Table("remarks", caption, header, rows[:REMARKS_MAX], "Nothing worth a note.", left=True)
+    told = sorted((r.at, r.who, r.text) for r in run.remarks if r.kind not in TOLD_ELSEWHERE)
+    rows: list[Row] = [[Number(f"{at:.1f} s", at), who, text] for at, who, text in told]
+    return Table(["time", "process", "what"], rows)

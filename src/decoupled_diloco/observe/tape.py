@@ -24,36 +24,12 @@ Files of a schema newer than ``SCHEMA`` are refused; older ones are to stay read
 from __future__ import annotations
 
 from decoupled_diloco.observe.reader import Follower, TapeReader
-from decoupled_diloco.observe.recorder import Machine, Recorder, ReplayDifference, replay
-from decoupled_diloco.observe.records import (
-    FOLDER_NAME,
-    MERGED_NAME,
-    SCHEMA,
-    Effect,
-    Event,
-    Kind,
-    Record,
-)
+from decoupled_diloco.observe.recorder import Recorder, ReplayDifference, replay
+from decoupled_diloco.observe.records import MERGED_NAME
 from decoupled_diloco.observe.segments import pack_tapes, tapes_in
-from decoupled_diloco.observe.writer import BUFFER_RECORDS_MAX, FLUSH_SECONDS, TapeWriter
+from decoupled_diloco.observe.writer import FLUSH_SECONDS, TapeWriter
 
 __all__ = [
-    "BUFFER_RECORDS_MAX",
-    "FLUSH_SECONDS",
-    "FOLDER_NAME",
-    "MERGED_NAME",
-    "SCHEMA",
-    "Effect",
-    "Event",
-    "Follower",
-    "Kind",
-    "Machine",
-    "Record",
-    "Recorder",
-    "ReplayDifference",
-    "TapeReader",
-    "TapeWriter",
-    "pack_tapes",
-    "replay",
-    "tapes_in",
-]
+    "FLUSH_SECONDS", "MERGED_NAME", "Follower", "Recorder", "ReplayDifference", "TapeReader",
+    "TapeWriter", "pack_tapes", "replay", "tapes_in",
+]  # fmt: skip

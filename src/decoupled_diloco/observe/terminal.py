@@ -45,15 +45,21 @@ def plain_table(
     """A table without rules.
 
     Args:
-        header: Names of the columns.
+        header: Names of the columns; a name of two lines stands at the bottom, as its cells do.
         gap: Blanks between two of them.
         left: Names of the columns of text; the others hold numbers, flush right. Default: all.
         wrap: Whether a long cell takes several lines, where it would be cut off otherwise.
     """
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
     for name in header:
-        justify = "left" if left is None or name in left else "right"
-        table.add_column(name, justify=justify, no_wrap=not wrap, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(
+            name,
+            justify="left" if left is None or name in left else "right",
+            vertical="bottom" if "\n" in "".join(header) else "top",
+            no_wrap=not wrap,
+            overflow="fold" if wrap else "ellipsis",
+            min_width=None if wrap else max(map(len, name.split("\n"))),
+        )
     return table
 
 

@@ -1,28 +1,19 @@
-"""The chart of who did what when: one lane for each learner and shard."""
+"""The chart of what every process did when: one lane for each learner and shard."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from decoupled_diloco.observe.charts import LETTER, Axis, Canvas, Chart, round_numbers
-from decoupled_diloco.observe.figures import colors_of
+from decoupled_diloco.observe.charts import LETTER, Axis, Canvas, Chart, Point, round_numbers
+from decoupled_diloco.observe.figures import LANES_MAX, colors_of
 from decoupled_diloco.observe.run_data import FaultLog, LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
-from decoupled_diloco.observe.shapes import (
-    rate_typical,
-    rows_of,
-    step_rates,
-    time_name,
-    time_unit,
-)
+from decoupled_diloco.observe.shapes import rows_of, step_rates, time_name, time_unit
 from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.units import format_duration
-
-LANES_MAX = 64
-"""No more learners and shards than this are shown, each."""
 
 ROUNDS_MAX = 1500
 """A shard's lane shows no more rounds than this one by one; of more, as many evenly chosen."""
@@ -52,13 +43,13 @@ MARKS = {"cross": "ended", "back": "back", "fault": "other fault"}
 def timeline_chart(run: RunModel) -> Chart | None:
     """One lane per learner and shard; ``None``: there is neither."""
     learners = list(run.trained.values())[:LANES_MAX]
-    shards = list(run.shards.values())[:LANES_MAX]
-    members: list[LearnerLog | ShardLog] = [*learners, *shards]
+    members: list[LearnerLog | ShardLog] = [*learners, *list(run.shards.values())[:LANES_MAX]]
     if not members:
         return None
     lane_height = 28.0 if len(members) <= 24 else 16.0
     colors = colors_of(run)
     names = {member.name for member in members}
+    fastest = max((1 / m for one in learners if (m := one.step_seconds_median)), default=0.0)
     befalls = [fault for fault in run.faults if fault.target not in names]
     first = TOP if befalls else 10.0
     bottom = first + lane_height * len(members)
@@ -67,30 +58,28 @@ def timeline_chart(run: RunModel) -> Chart | None:
         letters = 10 if canvas.narrow else 15
         left = 10 + LETTER * min(letters, max(len(member.name) for member in members))
         x = Axis(0.0, run.duration or 1.0, left, canvas.width - 12)
-        _draw_axis(canvas, x, (first, bottom), run)
+        _draw_axis(canvas, x, first, bottom, run)
         _draw_befalls(canvas, x, bottom, befalls)
-        fastest = max(map(rate_typical, learners), default=0.0)
-        for lane, member in enumerate(members):
-            top = first + lane_height * lane + 3
+        for number, member in enumerate(members):
+            top = first + lane_height * number + 3
             shown = member.name if len(member.name) <= letters else member.name[: letters - 1] + "…"
             canvas.text(left - 6, top + lane_height / 2 + 1, shown, "lane", "end")
-            at = _Lane(canvas, x, top, lane_height - 6)
+            lane = _Lane(canvas, x, top, lane_height - 6)
             if isinstance(member, LearnerLog):
-                _draw_learner(at, run, member, fastest, colors[member.name])
-                _draw_cuts(at, member, run.duration)
+                _draw_learner(lane, run, member, fastest, colors[member.name])
             else:
-                _draw_rounds(at, member)
-            _draw_outages(at, run, member)
-            _draw_faults(at, run, member.name)
+                _draw_rounds(lane, member)
+            _draw_absences(lane, run, member)
 
     told = f"{len(run.trained)} learners and {len(run.shards)} shards"
     faults = f"{len(run.outages)} outages" if run.outages else "no outage"
-    label = f"Who did what, when: {told} over {format_duration(run.duration)}, {faults}."
+    label = (
+        f"What every process did, and when: {told} over {format_duration(run.duration)}, {faults}."
+    )
     return Chart(label, lambda _: bottom + 38, draw)
 
 
-def _draw_axis(canvas: Canvas, x: Axis, reach: tuple[float, float], run: RunModel) -> None:
-    top, bottom = reach
+def _draw_axis(canvas: Canvas, x: Axis, top: float, bottom: float, run: RunModel) -> None:
     unit, name = time_unit(run.duration)
     for tick in round_numbers(0.0, run.duration / unit, 4 if canvas.narrow else 9):
         canvas.stroke([(x(tick * unit), top - 4), (x(tick * unit), bottom)], "grid")
@@ -99,36 +88,30 @@ def _draw_axis(canvas: Canvas, x: Axis, reach: tuple[float, float], run: RunMode
     canvas.text(middle, bottom + 32, f"{time_name(run)} [{name}]", "name", "middle")
 
 
-@dataclass(frozen=True, slots=True)
-class _Lane:
+class _Lane(NamedTuple):
     canvas: Canvas
     x: Axis
     top: float
     height: float
 
-    def rect(self, begin: float, end: float, css: str, title: str) -> None:
+    def rect(self, begin: float, end: float, css: str, title: str, height: float = 0.0) -> None:
         """From one instant to another, at least a pixel wide."""
         a, b = self.x(begin), self.x(end)
-        self.canvas.rect(a, self.top, max(1.0, b - a), self.height, css, title)
+        self.canvas.rect(a, self.top, max(1.0, b - a), height or self.height, css, title)
 
 
 def _draw_learner(
-    lane: _Lane,
-    run: RunModel,
-    learner: LearnerLog,
-    fastest: float,
-    color: str,
+    lane: _Lane, run: RunModel, learner: LearnerLog, fastest: float, color: str
 ) -> None:
     """The rate of stepping as a height; what else it did as a pattern."""
-    own = run.account.learners[learner.name]
-    for span in own.spans:
+    for span in run.account.learners[learner.name].spans:
         if span.doing in ("waiting", "joining"):
             seconds = format_duration(span.end - span.begin)
             lane.rect(span.begin, span.end, span.doing, f"{learner.name} {span.doing} {seconds}")
     bins = max(1, round((lane.x.end - lane.x.begin) / 3))
     edges = [run.duration * number / bins for number in range(bins + 1)]
     base = lane.top + lane.height
-    outline: list[tuple[float, float]] = []
+    outline: list[Point] = []
     for (begin, end), rate in zip(pairwise(edges), step_rates(learner, edges), strict=True):
         if rate:
             height = lane.height * min(1.0, rate / fastest if fastest else 1.0)
@@ -139,7 +122,7 @@ def _draw_learner(
     lane.canvas.area(_corners(outline), base, f"steps {color}")
 
 
-def _corners(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _corners(points: list[Point]) -> list[Point]:
     """The outline without points that lie in the middle of a level stretch."""
     return [
         point
@@ -152,34 +135,36 @@ def _corners(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _draw_rounds(lane: _Lane, shard: ShardLog) -> None:
     """A short bar from each round's opening to its end; rounds that overlap lie in rows."""
-    step = max(1, -(-len(shard.rounds) // ROUNDS_MAX))
-    rounds = shard.rounds[::step]
+    rounds = shard.rounds[:: max(1, -(-len(shard.rounds) // ROUNDS_MAX))]
     rows = rows_of(rounds)
     height = lane.height / (max(rows, default=0) + 1)
     for fate in ("idle", "merged", "abandoned"):
-        bars = [
-            (
-                lane.x(r.opened_at),
-                lane.top + row * height + 0.5,
-                max(0.6, lane.x(r.finished_at) - lane.x(r.opened_at)),
-                height - 1,
-            )
-            for r, row in zip(rounds, rows, strict=True)
-            if r.fate == fate
-        ]
+        bars = []
+        for r, row in zip(rounds, rows, strict=True):
+            if r.fate == fate:
+                begin, end = lane.x(r.opened_at), lane.x(r.finished_at)
+                top = lane.top + row * height + 0.5
+                bars.append((begin, top, max(0.6, end - begin), height - 1))
         lane.canvas.rects(bars, fate)
 
 
-def _draw_outages(lane: _Lane, run: RunModel, member: LearnerLog | ShardLog) -> None:
+def _draw_absences(lane: _Lane, run: RunModel, member: LearnerLog | ShardLog) -> None:
+    """Cuts as thin bars, outages as wide ones, faults that a process lives through as marks."""
+    for cut in member.cuts if isinstance(member, LearnerLog) else ():
+        until = run.duration if cut.back_at is None else cut.back_at
+        lane.rect(cut.cut_at, until, "cutoff", f"{member.name} cut off", 4.0)
     middle = lane.top + lane.height / 2
     for outage in member.outages:
         up_at = outage.restarted_at if outage.restarted_at is not None else run.duration
         title = f"{outage.who} {outage.how} at {outage.down_at:.1f} s"
         lane.rect(outage.down_at, up_at, "down", title)
-        x = lane.x(outage.down_at)
-        draw_mark(lane.canvas, "cross", x, middle)
+        draw_mark(lane.canvas, "cross", lane.x(outage.down_at), middle)
         if outage.back_at is not None:
             draw_mark(lane.canvas, "back", lane.x(outage.back_at), middle, "back")
+    for fault in run.faults:
+        if fault.target == member.name and fault.kind not in ENDING_FAULTS:
+            title = f"{fault.kind} {member.name} at {fault.begin:.1f} s"
+            draw_mark(lane.canvas, "fault", lane.x(fault.begin), lane.top + 3, title)
 
 
 def draw_mark(canvas: Canvas, css: str, x: float, y: float, title: str = "") -> None:
@@ -193,34 +178,16 @@ def draw_mark(canvas: Canvas, css: str, x: float, y: float, title: str = "") -> 
         canvas.shape([(x - 5, y - 4), (x + 5, y - 4), (x, y + 4)], css, title)
 
 
-def _draw_cuts(lane: _Lane, learner: LearnerLog, until: float) -> None:
-    """A thin bar while no shard heard of it."""
-    for cut in learner.cuts:
-        begin, end = lane.x(cut.cut_at), lane.x(until if cut.back_at is None else cut.back_at)
-        lane.canvas.rect(
-            begin, lane.top, max(1.0, end - begin), 4.0, "cutoff", f"{learner.name} cut off"
-        )
-
-
-def _draw_faults(lane: _Lane, run: RunModel, name: str) -> None:
-    """Faults of a process that it lives through; others are outages."""
-    for fault in run.faults:
-        at = fault.begin
-        if fault.target == name and fault.kind not in ENDING_FAULTS:
-            title = f"{fault.kind} {name} at {at:.1f} s"
-            draw_mark(lane.canvas, "fault", lane.x(at), lane.top + 3, title)
-
-
 def _draw_befalls(canvas: Canvas, x: Axis, bottom: float, faults: Sequence[FaultLog]) -> None:
     """Faults of more than one process: from when to when, with what they are above."""
     free_from = -math.inf
     for fault in faults:
         begin, end = x(fault.begin), x(min(fault.end, x.high))
-        title = f"{fault.kind} {fault.target} at {fault.begin:.1f} s"
+        told = f"{fault.kind} {fault.target}"
+        title = f"{told} at {fault.begin:.1f} s"
         if not math.isinf(fault.end):
             canvas.rect(begin, TOP, max(1.0, end - begin), bottom - TOP, "shade", title)
         canvas.stroke([(begin, TOP - 4), (begin, bottom)], "befalls", title)
-        told = f"{fault.kind} {fault.target}"
         width = LETTER * len(told)
         at = min(begin, canvas.width - width)
         if at > free_from:

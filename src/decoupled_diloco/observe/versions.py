@@ -6,8 +6,6 @@ import platform
 from functools import cache
 from importlib import metadata
 
-DISTRIBUTIONS = ("torch", "numpy")
-
 
 @cache
 def versions() -> dict[str, str]:
@@ -16,10 +14,8 @@ def versions() -> dict[str, str]:
     >>> sorted(versions())
     ['numpy', 'python', 'torch']
     """
-    found = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        found[name] = metadata.version(name)
-    return found
+    libraries = {name: metadata.version(name) for name in ("torch", "numpy")}
+    return {"python": platform.python_version(), **libraries}
 
 
 def versions_of_bits() -> dict[str, str]:

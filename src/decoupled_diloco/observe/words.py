@@ -39,10 +39,10 @@ def listing(items: Sequence[str]) -> str:
     """Items in a sentence.
 
     >>> listing(["a", "b", "c"]), listing(["a"]), listing([])
-    ('a, b and c', 'a', 'nobody')
+    ('a, b and c', 'a', 'none')
     """
     if not items:
-        return "nobody"
+        return "none"
     if len(items) == 1:
         return items[0]
     return f"{', '.join(items[:-1])} and {items[-1]}"
@@ -72,6 +72,16 @@ def many(count: int, one: str, more: str = "") -> str:
     ('1 step', '2 steps')
     """
     return f"{count} {one if count == 1 else more or one + 's'}"
+
+
+def ordinal(number: int) -> str:
+    """A place in an order.
+
+    >>> ordinal(2), ordinal(13), ordinal(21)
+    ('2nd', '13th', '21st')
+    """
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
 
 
 def after(seconds: float) -> str:

@@ -52,9 +52,7 @@ class TapeWriter:
         who: Name of the process.
         header: JSON values to keep in the start record, for example what a replay needs.
         clock: The clock of the instants that `event` and the others are given; default: this
-            process's.
-        wall: Seconds since the Unix epoch; default: as this process has them.
-        pid: Number of the process; default: this one's.
+            process's. So for ``wall``, seconds since the Unix epoch.
         on_failure: Told of the tape's end instead of an error being raised.
 
     Raises:
@@ -70,7 +68,6 @@ class TapeWriter:
         clock: Callable[[], float] | None = None,
         wall: Callable[[], float] | None = None,
         on_failure: Callable[[StorageError], None] | None = None,
-        pid: int | None = None,
     ) -> None:
         path = Path(path)
         self.path = path if path.suffix == ".jsonl" else path / f"{who}.jsonl"
@@ -96,7 +93,7 @@ class TapeWriter:
         start = {
             "wall": (wall or here.wall)(),
             "monotonic": now,
-            "pid": here.process_id() if pid is None else pid,
+            "pid": here.process_id(),
             "version": decoupled_diloco.__version__,
             "header": dict(header or {}),
         }
@@ -113,7 +110,6 @@ class TapeWriter:
             self._write(now, "effect", effect, cause_seq)
 
     def sample(self, now: float, sample: Sample) -> None:
-        """Writes a measurement."""
         self._write(now, "sample", sample, None)
 
     def make_text(self, records: int) -> bool:
@@ -136,11 +132,11 @@ class TapeWriter:
             self.make_text(len(self._buffer))
             with self._making:
                 lines, self._lines = self._lines, []
-            if not lines:
-                return
             try:
-                for text in self._pieces(lines):
-                    self._append(text)
+                for piece in self._pieces(lines):
+                    text = memoryview(piece)
+                    while text:
+                        text = text[self._file.write(text) :]
             except OSError as error:
                 with self._making, self._lock:
                     self._ended = True
@@ -161,11 +157,6 @@ class TapeWriter:
                 self._room = SEGMENT_BYTES
                 self._end_segment()
         yield b"".join(piece)
-
-    def _append(self, text: bytes) -> None:
-        view = memoryview(text)
-        while view:
-            view = view[self._file.write(view) :]
 
     def _end_segment(self) -> None:
         """What cannot become a segment now grows on, and may be one that is longer."""

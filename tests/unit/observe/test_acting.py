@@ -79,9 +79,9 @@ def test_the_status_is_that_of_who_acts(run: Path) -> None:
 
 
 def test_the_display_tells_of_the_takeover(run: Path) -> None:
-    view, lines = RunModel(), list[str]()
-    for record in TapeReader(run):
-        lines += [remark.text for remark in view.take(record)]
+    view = RunModel()
+    view.take_all(TapeReader(run))
+    lines = [remark.text for remark in view.remarks]
     assert "shard-1-standby acts for shard 1 by claim 2" in "\n".join(lines)
     assert list(view.shards) == [FIRST]
     assert view.shards[FIRST].phase != "down"

@@ -158,7 +158,8 @@ def test_a_loss_that_is_no_number_is_told_as_such(syncers: Path) -> None:
     assert all(learner.losses == [] for learner in far.learners.values())
     assert f"{A} had" in " ".join(problems_of(far))
     view = RunModel()
-    lines = [remark.text for record in spoilt for remark in view.take(record)]
+    view.take_all(spoilt)
+    lines = [remark.text for remark in view.remarks]
     assert lines.count(f"the loss of {A} is not finite: it has diverged") == 1
     assert view.learners[A].loss is None
 

@@ -55,7 +55,7 @@ def line_about(lines, name):
 
 def line_of(lines, data, participant):
     """The line about one contribution; a learner may have several in a round."""
-    told = lines[lines.index("Who took part:") + 1 :]
+    told = lines[lines.index("What each learner did:") + 1 :]
     line = told[data["participants"].index(participant)]
     assert line.startswith(f"- {participant['learner']}:")
     return line
@@ -125,9 +125,9 @@ def test_counters_that_were_capped_are_told(tmp_path):
         assert "counters capped at 16 steps" in line_of(lines, data, p)
 
 
-def test_a_closing_round_asks_everyone(folder, chronicle):
+def test_a_closing_round_asks_all(folder, chronicle):
     closing = [d for d in finished(folder, 0) if d["why"].startswith("the closing")]
-    assert "asks everyone" in said(explain_round(chronicle, closing[0]["round"], 0))
+    assert "asks all learners" in said(explain_round(chronicle, closing[0]["round"], 0))
 
 
 def test_who_was_still_under_way_and_how_late_it_came(folder, chronicle):
@@ -190,7 +190,7 @@ def test_the_grace_window_comes_from_what_the_tape_says(folder, chronicle):
                 data[f"{name}_average_seconds"] for name in ("quorum", "merge", "broadcast")
             )
             assert data["slack_seconds"] == pytest.approx(slack)
-            if "derived" in text or data["step_seconds"] == 0 or "asks everyone and" in text:
+            if "derived" in text or data["step_seconds"] == 0 or "asks all learners and" in text:
                 continue
             assert format_duration(abs(slack)) in text
             assert format_duration(data["merge_average_seconds"]) in text

@@ -42,7 +42,7 @@ def test_run_totals(history):
     assert history.evaluations[0].global_step == 0
     assert len(history.evaluations) == 7
     assert history.corpus["name"] == "standard library"
-    assert history.weights == ["weights.safetensors"]
+    assert "weights saved: weights.safetensors" in [remark.text for remark in history.remarks]
     assert history.headers["launcher"]["versions"]["torch"] == "2.13.0"
     assert history.problems == []
 

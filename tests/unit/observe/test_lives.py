@@ -21,7 +21,7 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import Accept, Evict, Note, Reject
 from decoupled_diloco.protocol.events import Connected, Received
 from decoupled_diloco.protocol.messages import Hello, Leave, StepReport
-from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, lines_of, write_world
+from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, A, B, lines_of, write_world
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,10 @@ def test_reports_of_another_life_are_not_late_ones(chronicle):
     shard = chronicle.shards["shard-1"]
     back = SHARD_BACK_AT
     for round in shard.rounds:
-        late = [*round.late_reports.values(), *round.late_bodies.values()]
-        assert all((at >= back) is (round.life == 2) for at in late)
+        reports = [at for name in (A, B) for _, at in shard.reports_of(round.life, name)]
+        assert reports
+        times = [*reports, *round.late_bodies.values()]
+        assert all((at >= back) is (round.life == 2) for at in times)
 
 
 def test_a_shard_that_is_not_there_is_said(chronicle):
@@ -246,6 +248,19 @@ def test_who_closes_a_window_by_leaving_was_not_live_when_it_closed(chronicle):
         assert set(round.live) == {"stays", "later"}
 
 
+def test_a_report_that_came_late_is_told_however_many_rounds_later(chronicle):
+    template = next(r.result for r in chronicle.shards["shard-0"].rounds if r.result.version)
+    shard = Shard()
+    shard.join(0.1, 0, "slow")
+    times = {"closed_seconds": 0.5, "finished_seconds": 0.5}
+    for number in range(1, 21):
+        result = replace(template, round=number, participants=(), **times)
+        shard.tell(float(number), "effect", result)
+    shard.tell(30.0, "event", Received("slow", StepReport(1, 8, 1.0)))
+    told = explain_round(run_of(shard.records), 1)
+    assert any(text.endswith("its next report came 29 s too late.") for text in told)
+
+
 def test_everybody_who_left_during_a_round_was_live_before(chronicle):
     template = next(r.result for r in chronicle.shards["shard-0"].rounds if r.result.version)
     opening = next(r.opened for r in chronicle.shards["shard-0"].rounds)
@@ -317,8 +332,8 @@ def test_a_watched_run_is_told_the_same_and_nothing_of_it_grows(records, monkeyp
     for name, shard in watched.shards.items():
         kept = (shard.ticks, shard.rounds, shard.lost)
         assert max(len(logs) for logs in kept) <= 3 < len(whole.shards[name].ticks)
-        assert all(stay.until is None for stay in shard.stays)
-        assert len(shard.stays) == len(shard.members)
+        assert not shard.stays
+        assert len(shard.departed) < len(whole.shards[name].stays)
     for learner in watched.learners.values():
         assert learner.losses == learner.evictions == []
         assert not any(life.steps_at or life.step_tokens for life in learner.lives)

@@ -268,10 +268,9 @@ def test_many_learners_are_summed_up(tmp_path):
 
 
 def view_of(folder):
-    view, lines = RunModel(), []
-    for record in TapeReader(folder):
-        lines += [remark.text for remark in view.take(record)]
-    return view, lines
+    view = RunModel()
+    view.take_all(TapeReader(folder))
+    return view, [remark.text for remark in view.remarks]
 
 
 def states_of(run):
@@ -314,9 +313,9 @@ def test_a_learner_that_has_not_stepped_for_long_is_quiet(tmp_path):
 
 def test_who_is_cut_off_and_steps_on_is_to_be_seen(tmp_path):
     write_world(tmp_path, faults=[Fault(50.0, "cut", A, 25.0)])
-    view, lines, states = RunModel(), [], {}
+    view, states = RunModel(), {}
     for record in TapeReader(tmp_path):
-        lines += [remark.text for remark in view.take(record)]
+        view.take(record)
         states[int(view.duration)] = states_of(view)
     assert (states[49][A], states[70][A], states[80][A]) == (
         "stepping",
@@ -324,7 +323,7 @@ def test_who_is_cut_off_and_steps_on_is_to_be_seen(tmp_path):
         "stepping",
     )
     assert states[70][B] == "stepping"
-    again = [line for line in lines if "is live again" in line]
+    again = [r.text for r in view.remarks if "is live again" in r.text]
     assert len(again) == 1
     assert again[0].startswith(f"{A} is live again, ")
 

@@ -200,7 +200,7 @@ def test_a_run_with_no_rounds_is_reported_as_far_as_it_got(tmp_path):
     assert "No step is on the tape: no learner got as far as training." in page
     assert "No round was finished: the learners trained on their own, unmerged." in page
     assert "There is no run.toml beside the tape" in page
-    assert "Nobody took two steps" in page
+    assert "No learner took two steps" in page
 
 
 def test_an_empty_history_renders(tmp_path):

@@ -25,7 +25,7 @@ def short_segments(monkeypatch):
 
 
 def open_tape(folder, who="learner-0"):
-    return TapeWriter(folder, who, clock=lambda: 0.0, wall=lambda: 1000.0, pid=1)
+    return TapeWriter(folder, who, clock=lambda: 0.0, wall=lambda: 1000.0)
 
 
 def write(tape, steps, flush_every=1):
