@@ -321,10 +321,13 @@ class LocalRun:
 
     def _keep_the_rest(self, weights: Path) -> None:
         from decoupled_diloco.launch.finished import keep_the_rest
+        from decoupled_diloco.syncer.kept import leave_to_result
 
-        children = self.supervisor.children
+        children, shards = self.supervisor.children, range(self.config.syncer.shards)
         ended = [n for n in self.config.learner_ids if n in children and not children[n].running]
         keep_the_rest(self.path, ended, weights)
+        gone = [s for s in shards if not any(each.running for each in self._processes_of(s))]
+        leave_to_result(self.path, self.config, gone)
 
     def stop(self) -> None:
         """Ends all processes, learners first, so that they can say goodbye."""
