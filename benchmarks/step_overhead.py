@@ -48,7 +48,12 @@ NETWORK = "10.87.0"
 
 def server_config(case: str, host: str, folder: Path) -> RunConfig:
     return RunConfig(
-        run={"learners": 1, "budget_steps": 10**7, "evaluator": False, "folder": str(folder)},
+        run={
+            "learners": 1,
+            "budget_steps": 10**7,
+            "evaluator": False,
+            "folder": str(folder / "run"),
+        },
         sync={"fragments": 24, "period": 24, "overlap": 2},
         syncer={"host": host, "port": 7311, "token_file": str(folder / "token")},
         workload={"options": {**CASES[case], "total_steps": 10**6}},

@@ -23,6 +23,7 @@ is shown as smallest to largest.
 
 TITLES = {
     "step_overhead": "What a learner costs its training loop",
+    "background": "What the background takes from the thread that trains",
     "quality": "Loss at equal tokens",
     "outer": "Which outer optimizer",
     "speeds": "Learners of unequal speed",
@@ -86,6 +87,29 @@ def step_overhead(result: Any) -> str:
         ],
         rows,
     )
+
+
+def background(result: Any) -> str:
+    def middles(row: Any, *keys: str) -> str:
+        return " + ".join(f"{row[f'inside_{key}_ms']['median']:.2f}" for key in keys)
+
+    rows = [
+        [
+            case,
+            f"{row['step_ms']:.0f} ms",
+            spread(row["inside_ms"]),
+            middles(row, "ran", "queued", "still"),
+            spread(row["inside_if_preempting_ms"]),
+            spread(row["work_more_still_ms"]),
+            spread(row["others_ran_ms"], 1),
+            spread(row["lost_ms"]),
+        ]
+        for case, row in result.items()
+    ]
+    header = ["learners, operations", "step", "ms inside `step()`", "ran, queued, stood still"]
+    header += ["if threads that wake up take the core", "the rest of the step stood still more, ms"]
+    header += ["other threads ran, ms", "lost: ran inside, stood still anywhere, ms"]
+    return table(header, rows)
 
 
 def quality(result: Any) -> str:
@@ -412,6 +436,7 @@ def tape(result: Any) -> str:
 
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
+    "background": background,
     "quality": quality,
     "outer": outer,
     "speeds": speeds,

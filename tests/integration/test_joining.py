@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
+from decoupled_diloco.transport.http_client import HttpClient
 from torch import nn
 
 from decoupled_diloco import Learner, Observer
@@ -27,6 +28,8 @@ from decoupled_diloco.errors import (
 )
 from decoupled_diloco.learner import trouble
 from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol import syncer, syncer_rounds
+from decoupled_diloco.transport.base import TransferStats
 from decoupled_diloco.transport.tokens import Tokens
 from integration.system import TOKENS, Model, System, Trainer, free_ports, training, until
 
@@ -249,6 +252,39 @@ async def test_what_is_no_syncer_is_called_so() -> None:
 def test_a_join_timeout_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(ConfigError, match=r"join_timeout=.*: give more than 0 seconds, or None"):
         Learner(Model(), "http://127.0.0.1:9", join_timeout=seconds)
+
+
+class Stuck(HttpClient):
+    """A client to which no body ever comes."""
+
+    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_who_joins_as_the_run_ends_is_told_so(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    for module, name in (
+        (syncer, "LINGER_SECONDS"),
+        (syncer_rounds, "CLOSING_SECONDS"),
+        (syncer_rounds, "COPY_SECONDS"),
+    ):
+        monkeypatch.setattr(module, name, 0.5)
+    system = make()
+    system.start()
+    with training(Trainer(system, "learner-0")), pytest.raises(TransportError) as caught:
+        system.learner(Model(), "learner-1", client=Stuck, join_timeout=10.0)
+    assert str(caught.value).startswith("the run is over: it ended while learner-1 was joining")
+
+
+def test_a_budget_that_was_raised_is_in_the_settings_of_who_is_there(make: Make) -> None:
+    system = make(run={"budget_steps": 10**6})
+    system.start()
+    with system.learner(Model(), "learner-0") as learner:
+        system.stop()
+        budget = {"budget_steps": 2 * 10**6}
+        more = system.config.model_copy(update={"run": system.config.run.model_copy(update=budget)})
+        system.start(config=more)
+        until(lambda: learner.settings["run"]["budget_steps"] == 2 * 10**6, "it hears of it")
 
 
 def test_a_learner_waits_for_a_syncer_that_is_started_later(

@@ -256,6 +256,31 @@ def test_checkpoints_are_taken_now_and_then_and_at_the_end(make: Make, tmp_path:
     assert all(w["problem"] == "" and w["nbytes"] > 0 for w in written)
 
 
+@pytest.mark.parametrize("inside", ["the batch", "the optimizer"])
+def test_who_interrupts_the_loop_loses_no_step(make: Make, tmp_path: Path, inside: str) -> None:
+    """Ctrl-C strikes anywhere; only parameters that just change are not worth keeping."""
+    system = make(**ALONE)
+    system.start()
+    loop = Loop(system, tmp_path, checkpoint_every_seconds=0.0)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        with loop.learner:
+            loop.steps(3)
+            if inside == "the optimizer":
+                loop.optimizer.register_step_pre_hook(interrupt)
+                loop.steps(1)
+            interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    newest = CheckpointFolder(tmp_path / "learner-0").newest()
+    assert (newest is None) == (inside == "the optimizer")
+    assert newest is None or newest.steps == 3
+
+
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth.case import Case, Model
-from decoupled_diloco_plan.bandwidth.inputs import read_run
+from decoupled_diloco_plan.bandwidth.inputs import model_of
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
 from decoupled_diloco_plan.bandwidth.rounds import simulate
 from network.conftest import Saturated
@@ -39,11 +39,11 @@ def test_the_rounds_that_a_slow_link_bears(saturated: Saturated) -> None:
     begin, end = steps[WARM], steps[-LAST]
     kept = sum(begin < at <= end for at in merged(saturated.folder)) / (len(steps) - LAST - WARM)
 
-    found, rate = read_run(saturated.config), saturated.mbit * 1e6 / 8
+    found, rate = model_of(saturated.config), saturated.mbit * 1e6 / 8
     # tbf holds back up to 0.2 s.
     near = Site("near", LEARNERS, Link(rate, rate, 0.2))
     network = Network((near,), HUB, Link(math.inf, math.inf))
-    model = Model(found.params, found.layers or 1, pace)
+    model = Model(found["params"], found["layers"] or 1, pace)
     plan = simulate(Case(model, Options(fragments=8, period=8, overlap=2), network))
     assert 0.2 < plan.kept < 0.4, "the link bears about a third of it"
     assert plan.kept - 0.12 <= kept <= 2 * plan.kept

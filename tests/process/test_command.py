@@ -138,6 +138,17 @@ def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "what has not begun is no run"
 
 
+def test_one_shard_whose_port_is_taken_leaves_no_folder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file = config_file(tmp_path / "run", syncer={"port": port})
+        code, output = ended(command("syncer", str(file), "--shard", "0"), 30.0)
+    assert code == 4
+    assert f"error: a shard cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert "Choose another one with --port" in output
+    assert not (tmp_path / "run").exists(), "what has not begun is no run"
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with RunFolder(folder):

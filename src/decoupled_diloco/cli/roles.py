@@ -108,10 +108,13 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
         fail(f"--shard {shard} goes on by itself with what is in its folder: leave --resume out")
     _prepare(options.stop_with_parent)
     from decoupled_diloco.launch.folder import enter_run_folder, read_token
+    from decoupled_diloco.launch.ports import free_ports
     from decoupled_diloco.launch.secrets import own_token
     from decoupled_diloco.launch.shard_role import run_shard
 
     port, addresses = _place_of(config, shard, options)
+    if not config.syncer.standbys:  # a standby listens only when it is its turn
+        free_ports(config.syncer.host, [port], "Choose another one with --port")
     if shard:
         token = own_token(config, f"shard-{shard}")
     else:

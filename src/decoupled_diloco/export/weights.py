@@ -20,7 +20,7 @@ from decoupled_diloco.syncer.coordinator_disk import FILE as COORDINATOR_FILE
 from decoupled_diloco.syncer.coordinator_disk import newest_state
 from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco.syncer.kept import kept_layout, read_kept
-from decoupled_diloco.syncer.result import RESULT, SHARES, read_layout, read_shares
+from decoupled_diloco.syncer.result import RESULT, SHARES, read_layout, read_shares, share_file
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Fou
     if over and (run / RESULT).exists():
         path = run / RESULT
         return Found(path, load_weights(path), _versions(path), _global_step(run))
-    paths = [run / SHARES / f"shard-{shard}.safetensors" for shard in range(config.syncer.shards)]
+    paths = [share_file(run, shard) for shard in range(config.syncer.shards)]
     missing = [path.name for path in paths if not path.exists()]
     if layout is not None and (missing or not over):
         return Found(run / DURABLE, *read_kept(run, config, layout))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import socket
 import time
@@ -13,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine, url_of
+from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
-from decoupled_diloco.errors import ConfigError, Error, StorageError, TransportError
+from decoupled_diloco.errors import ConfigError, Error, StorageError
 from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
 from decoupled_diloco.launch.placement import ThisMachine
+from decoupled_diloco.launch.ports import free_ports
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of, reopen_claims
 from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
@@ -303,10 +302,13 @@ class LocalRun:
 
     def _keep_the_rest(self, weights: Path) -> None:
         from decoupled_diloco.launch.resume import keep_the_rest
+        from decoupled_diloco.syncer.kept import leave_to_result
 
-        children = self.supervisor.children
+        children, shards = self.supervisor.children, range(self.config.syncer.shards)
         ended = [n for n in self.config.learner_ids if n in children and not children[n].running]
         keep_the_rest(self.path, ended, weights)
+        gone = [s for s in shards if not any(each.running for each in self._processes_of(s))]
+        leave_to_result(self.path, self.config, gone)
 
     def stop(self) -> None:
         """Ends all processes, learners first, so that they can say goodbye."""
@@ -345,28 +347,4 @@ def _ports(config: RunConfig) -> list[int]:
     """One port a shard, and then one a standby: those of the settings, or free ones."""
     first, count = config.syncer.port, config.syncer.shards * (1 + config.syncer.standbys)
     wanted = [first + shard if first else 0 for shard in range(count)]
-    family = socket.AF_INET6 if ":" in config.syncer.host else socket.AF_INET
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for port in wanted:
-            each = stack.enter_context(socket.socket(family))
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                each.bind((config.syncer.host, port))
-                each.listen()
-            except OSError as error:
-                where = url_of(config.syncer.host, port).removeprefix("http://")
-                raise TransportError(
-                    f"a shard cannot listen on {where}: {error.strerror}: {_way_out(error)}"
-                ) from error
-            ports.append(each.getsockname()[1])
-        return ports
-
-
-def _way_out(error: OSError) -> str:
-    if error.errno in (errno.EADDRINUSE, errno.EACCES):
-        return (
-            "is another run still there? Choose other ports with --set syncer.port=…, or any free "
-            "ones with syncer.port=0"
-        )
-    return "set syncer.host to an address of this machine, or 0.0.0.0 for all of them"
+    return free_ports(config.syncer.host, wanted)

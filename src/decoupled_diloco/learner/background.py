@@ -458,10 +458,11 @@ class Background:
             )
 
     def _admitted(self, admitted: say.Admitted, dialled: str) -> None:
+        config = read_public(admitted.settings)
         with self.changed:
             if self.shared is not None:
-                return  # joined again after the coordinator came back; nothing is new
-            config = read_public(admitted.settings)
+                self.shared.config = config  # joined again: the budget may be another one by now
+                return
             layout, me = Layout.from_json(json.loads(admitted.layout)), self.identity
             machine = LearnerMachine(options_of(config), me.name, admitted.epoch, me.nonce, me.role)
             plan, alpha = plan_of(layout, config), config.sync.blend_alpha
@@ -500,6 +501,12 @@ class Background:
     def unlinked(self) -> list[str]:
         """The addresses of shards that are not connected; empty before the run is joined."""
         return [a for shard, a in enumerate(self._shards) if shard not in self._channels]
+
+    @property
+    def is_too_late(self) -> bool:
+        """Whether the shards have finished and gone: what is not here by now never comes."""
+        shards = () if self.shared is None else self.shared.machine.state.shards
+        return any(s.finished for s in shards) and not any(s.linked for s in shards)
 
     @property
     def refused(self) -> str:

@@ -79,6 +79,7 @@ class Checkpointer:
         writing: The checkpoint that is being written, or was last.
         loaded: The newest checkpoint of an earlier life, until `restore` or `forget`.
         counted: What earlier lives have counted.
+        changing: The parameters are between two states, in a step of their optimizer or a boundary.
 
     Raises:
         ConfigError: An object's state cannot be kept, or it has no state at all.
@@ -107,6 +108,14 @@ class Checkpointer:
         self.writing: Future[Written] | None = None
         self._spare: list[HostMemory] = []
         self._prepared = folder is None or not every_seconds
+        self.changing = False
+        optimizer = self._stateful.get(OPTIMIZER)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(lambda *_: self._change(True))
+            optimizer.register_step_post_hook(lambda *_: self._change(False))
+
+    def _change(self, changing: bool) -> None:
+        self.changing = changing
 
     # ---- going on
 

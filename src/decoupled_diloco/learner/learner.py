@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -259,7 +260,9 @@ class Learner(Participation):
     def _at_boundary(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
         """Carries a boundary out; its part of a checkpoint comes first."""
         background = self._background
+        self._checkpointer.changing = True
         plan = background.tell(event, loss)
+        self._checkpointer.changing = False
         if plan.checkpoint is None:
             return plan
         number, written = plan.checkpoint, self.checkpoint(plan.checkpoint)
@@ -381,6 +384,19 @@ class Learner(Participation):
         weights. Else see `hand_in`.
         """
         blocking(self._close())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is KeyboardInterrupt and not (self._closed or self._checkpointer.changing):
+                self.checkpoint()
+                await self._written(CHECKPOINT_SECONDS)
+        finally:
+            await super().__aexit__(kind, error, traceback)
 
     async def _close(self) -> None:
         if self._closed:

@@ -97,6 +97,11 @@ class Participation:
         with background.changed:
             while not background.ready:
                 self._raise_failure()
+                if background.is_too_late:
+                    raise TransportError(
+                        f"the run is over: it ended while {self.name} was joining. Its weights are "
+                        "in the syncer's run folder"
+                    )
                 if join_timeout is not None and now() - began > join_timeout:
                     self._refuse_to_wait_for(background.unlinked, join_timeout)
                 await background.changed.wait(min(1.0, join_timeout or 1.0))

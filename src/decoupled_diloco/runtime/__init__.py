@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol, Self, TypeVar
 
@@ -170,8 +170,23 @@ class _LoopThread:
     # No daemon: one that is still at work while the interpreter is taken down would be torn out of
     # the middle of tensor code, which aborts the process.
     def __init__(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-        self._thread = threading.Thread(target=lambda: asyncio.run(main()), name=name)
+        self._thread = threading.Thread(target=self._run, args=(main,), name=name)
         self._thread.start()
+
+    @staticmethod
+    def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        _let_others_finish()
+        asyncio.run(main())
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
+
+
+def _let_others_finish() -> None:
+    """This thread and those that it starts take no core from others when they wake up.
+
+    Else, on a busy machine, each message that comes or goes stops the thread that trains.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):  # a sandbox may refuse
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

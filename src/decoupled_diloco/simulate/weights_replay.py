@@ -34,7 +34,7 @@ from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.syncer.durable import as_tensors
 from decoupled_diloco.syncer.fragments import FragmentTensors, OuterStep, ShardTensors
 from decoupled_diloco.syncer.payloads import PAYLOADS, read_body, read_layout, read_recovered
-from decoupled_diloco.syncer.result import SHARES
+from decoupled_diloco.syncer.result import share_file
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +308,7 @@ class _Shard:
 
     def end(self, *, whole: bool) -> None:
         """Compares the last weights with those that the run has left."""
-        path = self._run / SHARES / f"shard-{self._shard}.safetensors"
+        path = share_file(self._run, self._shard)
         if not whole or not path.exists():
             return
         theirs = load_weights(path)

@@ -92,7 +92,7 @@ def read_document(
         layout = document["layout"]
         theirs = read_public(document["settings"])
         found = Layout.from_json(json.loads(layout)) if layout else None
-    except (OSError, ValueError, KeyError, TypeError, ProtocolError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ProtocolError) as error:
         raise StorageError(
             f"{file} cannot be read ({error}): move the run folder away to begin anew"
         ) from error

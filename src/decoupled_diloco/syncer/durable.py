@@ -13,6 +13,9 @@ present. The pair before is kept: a checkpoint that turns out to be torn is repl
 before it and two journals. So the folder holds at most 2 · (1 + JOURNAL_CHECKPOINTS_MAX)
 checkpoint sizes, and one more while one is written.
 
+When a run is over, its result has the published copies, and the launcher leaves them to it
+(`ShardDisk.leave_to`): 8 bytes a parameter stay.
+
 Files: ``<number>.safetensors`` and ``<number>.journal``, numbers ascending. A process that acts for
 the shard by a claim has numbers of its own, above those of all earlier claims: what an earlier
 process still writes falls into none of its files.
@@ -40,6 +43,7 @@ from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
 from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
+from decoupled_diloco.syncer.result import RESULT, values_in
 
 Json = dict[str, Any]
 
@@ -146,7 +150,8 @@ class ShardDisk:
             The fragments that are there. Empty: nothing was kept, or nothing of it is whole.
 
         Raises:
-            ConfigError: The folder belongs to a run with other settings or another layout.
+            ConfigError: The folder belongs to a run with other settings or another layout, or lacks
+                what was left to the run's result.
         """
         numbers = sorted((int(path.stem) for path in self._files(".safetensors")), reverse=True)
         for number in numbers:
@@ -271,6 +276,24 @@ class ShardDisk:
         self.checkpoint()
         self._delete_before(self._whole)
 
+    def leave_to(self, weights: Path) -> None:
+        """Takes the published copies that a file of weights has out of the last checkpoint.
+
+        Args:
+            weights: The run's result: `recover` looks for it in the run folder.
+
+        Raises:
+            StorageError: A file cannot be read or written; what was there is untouched.
+        """
+        path = self._path(max(int(p.stem) for p in self._files(".safetensors")), ".safetensors")
+        metadata = load_metadata(path)
+        state = _load_checked(path, metadata)
+        digests = json.loads(metadata["digests"])
+        for fragment, values in values_in(weights, self.tensors.plan, self.tensors.owned).items():
+            if digests.get(_published(fragment)) == digest(values):
+                state.pop(_published(fragment), None)
+        save_weights(path, state, metadata)
+
     def close(self) -> None:
         """Closes the journal."""
         if self._journal is not None:
@@ -306,7 +329,7 @@ class ShardDisk:
                 f"{path} is of a run with other settings or another model: train in another "
                 "folder, or with the settings of that run"
             )
-        state = _load_checked(path, metadata)
+        state = self._with_published(path, _load_checked(path, metadata), metadata)
         self.memory = json.loads(metadata.get("memory", "null"))
         found: dict[int, Durable] = {}
         for fragment, version in json.loads(metadata["versions"]).items():
@@ -314,6 +337,26 @@ class ShardDisk:
             self.tensors.fragments[int(fragment)] = entry
             found[int(fragment)] = Durable(Version.read(version), digest(entry.published))
         return found
+
+    def _with_published(
+        self, path: Path, state: dict[str, Tensor], metadata: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        """The state with the copies that `leave_to` has left to the run's result."""
+        versions, digests = json.loads(metadata["versions"]), json.loads(metadata["digests"])
+        left = [int(p) for p in versions if _published(p) not in state]
+        result = self.folder.parents[1] / RESULT
+        try:
+            found = values_in(result, self.tensors.plan, left) if left else {}
+            wrong = [p for p, values in found.items() if digest(values) != digests[_published(p)]]
+            problem = f"{result} has other values" if wrong else ""
+        except StorageError as error:
+            problem = str(error)
+        if problem:
+            raise ConfigError(
+                f"{path} leaves the published copies to the run's result, but {problem}: put the "
+                "result of this run back"
+            )
+        return state | {_published(p): values for p, values in found.items()}
 
     def _replay_from(self, number: int, found: dict[int, Durable]) -> None:
         """Takes the merges of a checkpoint's journal over, and of those after it."""
@@ -375,6 +418,10 @@ class ShardDisk:
         except OSError as error:
             raise StorageError(f"{self.folder} cannot be read: {error.strerror}") from error
         return [path for path in found if path.suffix in wanted and path.stem.isdigit()]
+
+
+def _published(fragment: int | str) -> str:
+    return f"{fragment}.published"
 
 
 def _load_checked(path: Path, metadata: Mapping[str, str]) -> dict[str, Tensor]:

@@ -59,6 +59,11 @@ def initial_values(
         yield fragment, gather(plan.fragments[fragment], tensors)
 
 
+def share_file(run: Path, shard: int) -> Path:
+    """The file of one shard's share."""
+    return run / SHARES / f"shard-{shard}.safetensors"
+
+
 def save_share(folder: Path, shard: int, tensors: ShardTensors, versions: dict[int, str]) -> None:
     """Writes one shard's published copies, with the layout and versions.
 
@@ -70,7 +75,7 @@ def save_share(folder: Path, shard: int, tensors: ShardTensors, versions: dict[i
         "layout": json.dumps(tensors.plan.layout.to_json()),
         "versions": json.dumps(versions),
     }
-    save_weights(folder / SHARES / f"shard-{shard}.safetensors", copies, metadata)
+    save_weights(share_file(folder, shard), copies, metadata)
 
 
 def assemble(folder: Path, plan: MergePlan, shards: int) -> Path:
@@ -104,7 +109,7 @@ def read_shares(
     copies: dict[int, Tensor] = {}
     versions: dict[str, str] = {}
     for shard in range(shards):
-        path = folder / SHARES / f"shard-{shard}.safetensors"
+        path = share_file(folder, shard)
         for name, values in load_weights(path).items():
             copies[int(name.removeprefix("fragment."))] = values
         versions |= json.loads(load_metadata(path)["versions"])
@@ -112,6 +117,20 @@ def read_shares(
     if missing:
         raise StorageError(f"fragments {missing} are in no share below {folder / SHARES}")
     return by_name(plan, copies), versions
+
+
+def values_in(path: Path, plan: MergePlan, fragments: Iterable[int]) -> dict[int, Tensor]:
+    """Fragments as a file of weights has them: fp32 [N].
+
+    Raises:
+        StorageError: it is missing, torn, or of another model.
+    """
+    weights = load_weights(path)
+    tensors = [weights.get(spec.name, torch.empty(0)) for spec in plan.layout.tensors]
+    for spec, found in zip(plan.layout.tensors, tensors, strict=True):
+        if tuple(found.shape) != spec.shape:
+            raise StorageError(f"{path} is of another model: {spec.name!r} has another shape")
+    return {fragment: gather(plan.fragments[fragment], tensors) for fragment in fragments}
 
 
 def by_name(plan: MergePlan, copies: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -132,7 +151,7 @@ def read_layout(folder: Path) -> Layout:
     Raises:
         StorageError: it is missing or torn.
     """
-    path = folder / SHARES / "shard-0.safetensors"
+    path = share_file(folder, 0)
     try:
         return Layout.from_json(json.loads(load_metadata(path)["layout"]))
     except (KeyError, ValueError) as error:

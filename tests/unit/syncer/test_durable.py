@@ -16,8 +16,10 @@ from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.versions import Asking
+from decoupled_diloco.storage.weights import save_weights
 from decoupled_diloco.syncer.durable import JOURNAL_CHECKPOINTS_MAX, Durable, ShardDisk
 from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.syncer.result import RESULT, by_name
 
 FRAGMENTS = (0, 1)
 Lives = Callable[..., "Life"]
@@ -283,6 +285,42 @@ def test_when_the_run_is_over_only_the_last_state_is_kept(tmp_path: Path, life_o
     life.disk.finish()
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
     assert life_of().disk.recover() == life.durable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_result_has_is_not_kept_twice(tmp_path: Path, dtype: torch.dtype) -> None:
+    run, folder = tmp_path, tmp_path / "durable" / "shard-0"
+    life = Life(folder).begin()
+    life.merge(0)
+    life.disk.finish()
+    life.disk.close()
+    plan = life.tensors.plan
+    named = by_name(plan, {p: life.tensors.whole(p) for p in FRAGMENTS})
+    save_weights(run / RESULT, {name: values.to(dtype) for name, values in named.items()})
+    [file] = folder.glob("*.safetensors")
+    before = file.stat().st_size
+    life.disk.leave_to(run / RESULT)
+    assert (file.stat().st_size < 0.7 * before) == (dtype is torch.float32), "if the bits are there"
+    after = Life(folder)
+    assert after.disk.recover() == life.durable()
+    assert same(after.values(), life.values())
+
+
+@pytest.mark.parametrize("harm", ["moved away", "another"])
+def test_a_result_that_is_not_there_any_more_is_asked_for(tmp_path: Path, harm: str) -> None:
+    run, folder = tmp_path, tmp_path / "durable" / "shard-0"
+    life = Life(folder).begin()
+    life.disk.finish()
+    life.disk.close()
+    named = by_name(life.tensors.plan, {p: life.tensors.whole(p) for p in FRAGMENTS})
+    save_weights(run / RESULT, named)
+    life.disk.leave_to(run / RESULT)
+    if harm == "another":
+        save_weights(run / RESULT, {name: values + 1 for name, values in named.items()})
+    else:
+        (run / RESULT).rename(run / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"{RESULT}.*put the result of this run back"):
+        Life(folder).disk.recover()
 
 
 @pytest.mark.parametrize("claims", [(1, 2), (0, 1), (1, 0)])
