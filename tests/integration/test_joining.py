@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from decoupled_diloco.transport.http_client import HttpClient
 from torch import nn
 
 from decoupled_diloco import Learner, Observer
@@ -30,6 +29,7 @@ from decoupled_diloco.learner import trouble
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol import syncer, syncer_rounds
 from decoupled_diloco.transport.base import TransferStats
+from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.tokens import Tokens
 from integration.system import TOKENS, Model, System, Trainer, free_ports, training, until
 
