@@ -12,8 +12,7 @@ from typing import Any
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.protocol import (
     asking,
-    learner_boundary,
-    learner_copies,
+    learner_fragments,
     syncer,
     syncer_fill,
     syncer_members,
@@ -83,7 +82,7 @@ CORE = (
     ),
     Break(
         "what was sent and may have been merged is kept and sent again",
-        learner_boundary,
+        learner_fragments,
         "apply_mode",
         "if sent is not None:",
         "if sent is not None and not sent.lost:",
@@ -91,14 +90,14 @@ CORE = (
     ),
     Break(
         "what was merged is carried over on top of the merge",
-        learner_boundary,
+        learner_fragments,
         "apply_mode",
         "mode: Mode = sent.taken.alignment",
         'mode: Mode = "rebase"',
     ),
     Break(
         "what is under way is kept as well, and sent again",
-        learner_boundary,
+        learner_fragments,
         "apply_mode",
         "if sent is not None:",
         "if sent is not None and sent.version is not None:",
@@ -238,7 +237,7 @@ CORE = (
     ),
     Break(
         "who has missed a version waits for one that fits",
-        learner_copies,
+        learner_fragments,
         "_fetch",
         "whole = not follows or view.fetch_whole",
         "whole = newest is None or view.fetch_whole\n"

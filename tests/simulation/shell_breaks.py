@@ -8,14 +8,13 @@ from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.joining import CoordinatorSession as Joining
 from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.syncer.bodies import Downloads, Uploads
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
-from decoupled_diloco.syncer.downloads import Downloads
 from decoupled_diloco.syncer.merging import Merging
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.slices import Slices
-from decoupled_diloco.syncer.uploads import Uploads
 from simulation.breaks import Break
 
 LEARNERS = (

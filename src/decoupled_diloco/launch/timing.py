@@ -17,7 +17,7 @@ from decoupled_diloco.observe import writer
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.protocol import (
     grace,
-    learner_copies,
+    learner_fragments,
     membership,
     recovery,
     shard_lease,
@@ -74,7 +74,7 @@ one more copy | after {limits.copies_per_principal} of one version by one id | {
 server's patience | × of that for a sender; a reader gets 3 ×\
  | {bodies.SERVER_PATIENCE:g} × {limits.stall_seconds}
 resumed | attempts in a row without progress | {limits.retries}
-copy not had | a learner asks again after | {learner_copies.RETRY_SECONDS}
+copy not had | a learner asks again after | {learner_fragments.RETRY_SECONDS}
 begin, end
 restoring shard | waits {syncer_fill.SETTLE_SECONDS} for more holders; initial weights if none by\
  | {syncer_fill.FROM_THE_START_SECONDS}
@@ -119,7 +119,7 @@ MODULES = (
     *(background, backoff, bodies, coordinator, transfer, grace, http_client, http_server, joining),
     *(
         learner,
-        learner_copies,
+        learner_fragments,
         shard_lease,
         leases,
         local,

@@ -4,7 +4,7 @@ Theory of operation. Between two step boundaries the background may hear of new 
 and fetch them; they are *staged*. At a boundary the learner first applies what is staged (rule 7),
 then takes the snapshots that pulls wait for or that will be due before the next boundary (rule 4),
 then reports the step. A pull is answered from a snapshot at once if there is one for its tick, else
-at the next boundary. Nothing here ever waits, except ``Hold`` for the synchronous baselines.
+at the next fragments. Nothing here ever waits, except ``Hold`` for the synchronous baselines.
 
 One fragment's life at the learner (``TRANSITIONS``); ``held`` is the version that the parameters
 were last aligned with, ``steps`` counts the inner steps since.
@@ -15,8 +15,8 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import draining, learner_copies, recovery
-from decoupled_diloco.protocol import learner_boundary as boundary
+from decoupled_diloco.protocol import draining, recovery
+from decoupled_diloco.protocol import learner_fragments as fragments
 from decoupled_diloco.protocol.checkpoints import learner as checkpoints
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered
@@ -50,7 +50,6 @@ from decoupled_diloco.protocol.events import (
     UploadFailed,
 )
 from decoupled_diloco.protocol.foresight import due_ahead
-from decoupled_diloco.protocol.learner_copies import fetch_failed, fetched, published, retry
 from decoupled_diloco.protocol.learner_state import (
     FragmentView,
     LearnerState,
@@ -127,7 +126,7 @@ class LearnerMachine:
     def _dispatch(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
         match event:
             case Tick():
-                effects = retry(self.state, self.options, now)
+                effects = fragments.retry(self.state, self.options, now)
                 return effects + transfer.patience_over(self.state, now)
             case Began():
                 return recovery.began(self.state, now, event)
@@ -146,9 +145,11 @@ class LearnerMachine:
             case Lost(peer):
                 return self._unlinked(shard_of(peer))
             case Fetched(fragment, version):
-                return fetched(self.state, self.options, fragment, version)
+                return fragments.fetched(self.state, self.options, fragment, version)
             case FetchFailed(fragment, version, reason):
-                return fetch_failed(self.state, self.options, now, fragment, version, reason)
+                return fragments.fetch_failed(
+                    self.state, self.options, now, fragment, version, reason
+                )
             case BodyEncoded(fragment, ask, digest):
                 return self._encoded(fragment, ask, digest)
             case UploadFailed(fragment, ask, reason):
@@ -229,21 +230,21 @@ class LearnerMachine:
             effects.append(EndTraining("the run's budget is spent"))
         for index in sorted(state.attention) if state.attention else ():
             view = state.fragments[index]
-            if view.staged is not None and boundary.may_apply(state, options, view):
-                if boundary.answers_first(state, options, view):
-                    effects += boundary.snapshot_if_due(state, options, index, view, None)
-                effects += boundary.apply_staged(state, options, index, view)
+            if view.staged is not None and fragments.may_apply(state, options, view):
+                if fragments.answers_first(state, options, view):
+                    effects += fragments.snapshot_if_due(state, options, index, view, None)
+                effects += fragments.apply_staged(state, options, index, view)
         ahead = due_ahead(self.state, self.options, now) if self.role == "learner" else {}
         if ahead or state.attention:
             for index in sorted(state.attention | ahead.keys()):
                 view = state.fragments[index]
                 if self.role == "learner":
-                    effects += boundary.snapshot_if_due(
+                    effects += fragments.snapshot_if_due(
                         state, options, index, view, ahead.get(index)
                     )
             state.look_away()
         if self.role == "learner" and self._has_last_copies():
-            effects += boundary.leave_no_rest(state)
+            effects += fragments.leave_no_rest(state)
         return effects + self._over_if_done()
 
     def _over_if_done(self) -> list[LearnerEffect]:
@@ -434,14 +435,14 @@ class LearnerMachine:
                 return self._release_if_free(f"the round of fragment {fragment}: {reason}")
             case Published():
                 self._hear_clock(now, link, message.clock)
-                effects = published(self.state, self.options, message)
+                effects = fragments.published(self.state, self.options, message)
                 return effects if self.state.ready else effects + transfer.look(self.state, now)
             case Shifted(by):
                 if link.offset is not None:
                     link.offset += by
                 return []
             case CopyWanted():
-                return learner_copies.copy_wanted(self.state, shard, message)
+                return fragments.copy_wanted(self.state, shard, message)
             case Ending():
                 self.state.ending = True
                 for view in self.state.fragments:
@@ -491,12 +492,12 @@ class LearnerMachine:
         self.state.attention.add(index)
         self.state.shards[self.options.owner(index)].coming = pull.coming
         if view.held is not None and pull.base < view.held:
-            return boundary.decline(self.options, index, view, f"behind: I hold {view.held}")
+            return fragments.decline(self.options, index, view, f"behind: I hold {view.held}")
         if pull.base == view.held:
             if view.latest is None or view.latest.version == view.held:
                 view.sent = None  # nothing that was made from the newest version is in any
             elif view.sent is not None or view.restored:
-                return boundary.decline(
+                return fragments.decline(
                     self.options, index, view, f"what I made from {view.held} is sent already"
                 )
         taken = view.snapshot
@@ -506,7 +507,7 @@ class LearnerMachine:
             and not pull.final
             and (taken.first_tick <= pull.tick <= taken.last_tick or taken.step == self.state.step)
         )
-        return boundary.send(self.state, self.options, index, view, pull) if fits else []
+        return fragments.send(self.state, self.options, index, view, pull) if fits else []
 
     def _outcome(self, message: Outcome) -> list[LearnerEffect]:
         view, accepted = self.state.fragments[message.fragment], message.version

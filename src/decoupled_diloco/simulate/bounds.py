@@ -37,7 +37,7 @@ from decoupled_diloco.protocol.data_leases.coordinator import HELD_MAX
 from decoupled_diloco.protocol.effects import Broadcast, Evict, Install, Unexpect
 from decoupled_diloco.protocol.events import StepFinished
 from decoupled_diloco.protocol.gate import SAMPLES_MAX
-from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
+from decoupled_diloco.protocol.learner_fragments import RETRY_SECONDS
 from decoupled_diloco.protocol.messages import Published
 from decoupled_diloco.protocol.syncer import LINGER_SECONDS
 from decoupled_diloco.protocol.versions import Version

@@ -24,7 +24,7 @@ from decoupled_diloco.protocol.effects import (
     Snapshot,
 )
 from decoupled_diloco.protocol.events import Began, BodyArrived, Merged, MergeFailed, Received
-from decoupled_diloco.protocol.learner_boundary import NOT_TAKEN
+from decoupled_diloco.protocol.learner_fragments import NOT_TAKEN
 from decoupled_diloco.protocol.messages import GivenUp, Published, Pull, ShardAdmitted
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS, SWEEP_TRIES_MAX
 from decoupled_diloco.protocol.versions import Version

@@ -24,7 +24,7 @@ from typing import Any
 
 from decoupled_diloco.protocol.effects import AdmitShard, Apply, Broadcast, Evict, Fetch, Relabel
 from decoupled_diloco.protocol.events import BodyArrived, Connected, Heard, Received, Reported
-from decoupled_diloco.protocol.learner_boundary import NOT_TAKEN
+from decoupled_diloco.protocol.learner_fragments import NOT_TAKEN
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
 from decoupled_diloco.protocol.messages import Published, ShardHello
 from decoupled_diloco.protocol.shard_lease import Activate

@@ -66,7 +66,7 @@ def read_kept(
 def leave_to_result(run: Path, config: RunConfig, shards: Iterable[int]) -> None:
     """Deletes of a run that is over what its result has as well.
 
-    That are the shares of the result, and the published copies in the shards' checkpoints. Replays
+    Those are the shares of the result, and the published copies in the shards' checkpoints. Replays
     of recorded bodies compare the shares; where shards keep nothing else, they stay as well.
 
     Args:

@@ -20,15 +20,14 @@ from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now
+from decoupled_diloco.syncer.bodies import Downloads, InWorker
 from decoupled_diloco.syncer.checkpoints import part_file
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS
-from decoupled_diloco.syncer.downloads import Downloads
 from decoupled_diloco.syncer.durable import ShardDisk
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.syncer.shard_lease import NoStandby, ShardLease
-from decoupled_diloco.syncer.uploads import InWorker
 
 logger = logging.getLogger(__name__)
 

@@ -41,9 +41,9 @@ from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.versions import Holding
 from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.syncer.bodies import Downloads, Uploads
 from decoupled_diloco.syncer.checkpoints import forget_checkpoints
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
-from decoupled_diloco.syncer.downloads import Downloads
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.health import health_of
@@ -54,7 +54,6 @@ from decoupled_diloco.syncer.seals import Seals
 from decoupled_diloco.syncer.sessions import Sessions, first_message
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.slices import SLICE, Slices
-from decoupled_diloco.syncer.uploads import Uploads
 from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)

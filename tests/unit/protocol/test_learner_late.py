@@ -10,7 +10,7 @@ from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.effects import Apply, EndTraining, Hold, Release, SendBody, Snapshot
 from decoupled_diloco.protocol.events import BodyEncoded, Connected, Lost, Paused, UploadFailed
-from decoupled_diloco.protocol.learner_boundary import UNDER_WAY
+from decoupled_diloco.protocol.learner_fragments import UNDER_WAY
 from decoupled_diloco.protocol.messages import (
     Decline,
     Ending,

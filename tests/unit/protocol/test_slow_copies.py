@@ -27,7 +27,7 @@ from decoupled_diloco.protocol.events import (
     Received,
     Tick,
 )
-from decoupled_diloco.protocol.learner_copies import RETRY_SECONDS
+from decoupled_diloco.protocol.learner_fragments import RETRY_SECONDS
 from decoupled_diloco.protocol.messages import (
     Decline,
     Draining,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decoupled_diloco.protocol.versions import Version
-from decoupled_diloco.syncer.downloads import Downloads
+from decoupled_diloco.syncer.bodies import Downloads
 from decoupled_diloco.syncer.fragments import PublishedCopy
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import BodyBooks

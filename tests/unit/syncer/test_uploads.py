@@ -16,8 +16,8 @@ from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.syncer.bodies import Uploads
 from decoupled_diloco.syncer.fragments import ShardTensors
-from decoupled_diloco.syncer.uploads import Uploads
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
