@@ -127,7 +127,11 @@ def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Pat
     assert clock_of(folder) >= BUDGET + 12
     tapes = [record for own in kept for record in records(folder, own.learner)]
     whys = [record.data["why"] for record in tapes if record.type == "Recovered"]
-    assert any(f"its own checkpoint of step {own.steps}," in why for own in kept for why in whys)
+    own_steps = [own.steps for own in kept]
+    found = any(
+        f"its own checkpoint of step {steps}," in why for steps in own_steps for why in whys
+    )
+    assert found, (own_steps, whys)
 
 
 def cuts(folder: Path) -> list[int]:

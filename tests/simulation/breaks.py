@@ -41,6 +41,7 @@ class Break:
         old: The words.
         new: What stands there instead.
         changes: What makes worlds in which it matters likelier.
+        noticed_by: The seed of a world that has noticed it: it is tried first.
     """
 
     what: str
@@ -49,6 +50,7 @@ class Break:
     old: str
     new: str
     changes: Changes = field(default_factory=Changes)
+    noticed_by: int = 0
 
     @contextmanager
     def broken(self) -> Iterator[None]:
@@ -79,6 +81,7 @@ CORE = (
         "_greeted",
         "if member is not None and member.epoch < hello.epoch:",
         "if False:",
+        noticed_by=50,
     ),
     Break(
         "what was sent and may have been merged is kept and sent again",
@@ -87,6 +90,7 @@ CORE = (
         "if sent is not None:",
         "if sent is not None and not sent.lost:",
         Changes(options={"missed": "rebase"}),
+        noticed_by=31,
     ),
     Break(
         "what was merged is carried over on top of the merge",
@@ -102,6 +106,7 @@ CORE = (
         "if sent is not None:",
         "if sent is not None and sent.version is not None:",
         Changes(options={"missed": "rebase"}),
+        noticed_by=2,
     ),
     Break(
         "who comes back is asked again for what its earlier life has handed in",
@@ -109,6 +114,7 @@ CORE = (
         "has_since_version",
         "return self.made.get(learner) == self.version",
         "return False",
+        noticed_by=4,
     ),
     Break(
         "who is in arrears is never asked again",
@@ -116,6 +122,7 @@ CORE = (
         "_can_be_served",
         "return not merging and _held_base(state, options, member, fragment) is not None",
         "return False",
+        noticed_by=25,
     ),
     Break(
         "a pull that went with the connection is thought to be under way",
@@ -124,6 +131,7 @@ CORE = (
         "ask.name not in known",
         "state.members.get(learner) is None",
         Changes(mishaps={"slips": 0.02}),
+        noticed_by=23,
     ),
     Break(
         "who is in arrears is asked for the first fragment, whichever waits longest",
@@ -132,6 +140,7 @@ CORE = (
         'member.heard_at.get(fragment, float("-inf"))',
         "0.0",
         Changes(endless=True),
+        noticed_by=32,
     ),
     Break(
         "a body that is no longer waited for is still expected",
@@ -139,6 +148,7 @@ CORE = (
         "_fall_out",
         "[Unexpect(ask.path, reason)]",
         "[]",
+        noticed_by=9,
     ),
     Break(
         "a closing round that lacks somebody is not tried again",
@@ -146,6 +156,7 @@ CORE = (
         "_swept",
         "and entry.sweep_tries < SWEEP_TRIES_MAX",
         "and False",
+        noticed_by=11,
     ),
     Break(
         "the closing sweep leaves open rounds as they are",
@@ -153,6 +164,7 @@ CORE = (
         "begin_sweep",
         "if round.settled_at is None:",
         "if False:",
+        noticed_by=14,
     ),
     Break(
         "a seed that connects anew is not asked again",
@@ -161,6 +173,7 @@ CORE = (
         "effects += syncer_fill.member_gone(state, hello.learner, why_void)",
         "pass",
         Changes(mishaps={"copies_slip": 0.3}),
+        noticed_by=8,
     ),
     Break(
         "after a restart versions are counted from 0",
@@ -168,6 +181,7 @@ CORE = (
         "_install",
         "Version(state.term, held.counter)",
         "Version(state.term, 0)",
+        noticed_by=2,
     ),
     Break(
         "a shard that starts again is given the term it had, and uses versions again",
@@ -175,6 +189,7 @@ CORE = (
         "_new_process",
         "state.terms.get(shard, 0) + 1",
         "max(1, state.terms.get(shard, 0))",
+        noticed_by=1,
     ),
     Break(
         "a learner that starts again is given the epoch it had",
@@ -182,6 +197,7 @@ CORE = (
         "_join_asked",
         "(known.epoch if known else 0) + 1",
         "max(1, known.epoch if known else 1)",
+        noticed_by=2,
     ),
     Break(
         "the clock follows the learners back",
@@ -189,6 +205,7 @@ CORE = (
         "_advance_clock",
         "state.clock = advanced(state.clock, steps, quorum)",
         "state.clock = advanced(0, steps, 1 + quorum % len(steps))",
+        noticed_by=2,
     ),
     Break(
         "one contribution is enough, whatever the quorum",
@@ -204,6 +221,7 @@ CORE = (
         "round.awaited and (not round.delivery_over or waits_for_leaver(state, round))",
         "round.awaited",
         Changes(endless=True),
+        noticed_by=2,
     ),
     Break(
         "a merge that has failed is tried again at once",
@@ -211,6 +229,7 @@ CORE = (
         "merge_failed",
         "now + min(longest, first * 2.0**entry.failures)",
         "now",
+        noticed_by=114,
     ),
     Break(
         "a learner whose link is broken waits for it",
@@ -219,6 +238,7 @@ CORE = (
         'if self.options.wait == "never":\n        return []',
         'if self.options.wait == "never":\n'
         '        return [] if self.state.shards[0].linked else [Hold("a shard is gone")]',
+        noticed_by=15,
     ),
     Break(
         "nobody is told that a round is given up",
@@ -227,6 +247,7 @@ CORE = (
         "self.state.fragments[fragment].owed_at = None",
         "return []",
         Changes(mishaps={"corruption": 0.05, "impatience": 1.0}),
+        noticed_by=45,
     ),
     Break(
         "a lease is not renewed by what is heard",
@@ -243,6 +264,7 @@ CORE = (
         "whole = newest is None or view.fetch_whole\n"
         "    if newest is not None and not follows:\n"
         "        return []",
+        noticed_by=5,
     ),
     Break(
         "a version is on the disk only with the next one, though everybody has heard of it",
@@ -257,6 +279,7 @@ CORE = (
         "holds",
         " and now < self.state.valid_until",
         "",
+        noticed_by=56,
     ),
     Break(
         "a claim that is not renewed is waited for",
@@ -264,6 +287,7 @@ CORE = (
         "_free",
         "asked_at < self._silent_at(standing)",
         "standing.number > 0",
+        noticed_by=1,
     ),
 )
 """Breaks of the machines, and of a shell's promise to the disk."""

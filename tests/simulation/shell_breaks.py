@@ -24,6 +24,7 @@ LEARNERS = (
         "_converse",
         "self._told(fact.Lost(shard_peer(shard)))",
         "pass",
+        noticed_by=22,
     ),
     Break(
         "a copy that could not be fetched is told to nobody",
@@ -31,6 +32,7 @@ LEARNERS = (
         "fetch",
         "self._told(fact.FetchFailed(fragment, effect.version, str(error)))",
         "pass",
+        noticed_by=11,
     ),
     Break(
         "a learner is not woken at its deadlines",
@@ -38,6 +40,7 @@ LEARNERS = (
         "_arm",
         "if deadline is not None:",
         "if False:",
+        noticed_by=17,
     ),
     Break(
         "who has lost the coordinator does not join again",
@@ -45,6 +48,7 @@ LEARNERS = (
         "stay",
         "member = await self._join_again(client)",
         "member = None",
+        noticed_by=7,
     ),
     Break(
         "what the model has is not brought back from its checkpoint",
@@ -52,6 +56,7 @@ LEARNERS = (
         "restore",
         "self._model.load_state_dict(dict(checkpoint.model), strict=whole)",
         "pass",
+        noticed_by=31,
     ),
     Break(
         "who has seen the end does not wait for its last copies",
@@ -76,6 +81,7 @@ SHARDS = (
         "_arm",
         "if deadline is not None and not self._stopping.is_set():",
         "if False:",
+        noticed_by=122,
     ),
     Break(
         "a shard does not tell who was heard",
@@ -83,6 +89,7 @@ SHARDS = (
         "_hear",
         "if heard:",
         "if False:",
+        noticed_by=7,
     ),
     Break(
         "a merge that has failed is told to nobody",
@@ -90,6 +97,7 @@ SHARDS = (
         "_merge",
         "self._handle(fact.MergeFailed(number, fragment, str(error)))",
         "pass",
+        noticed_by=114,
     ),
     Break(
         "everybody hears of a version before the disk has it",
@@ -97,6 +105,7 @@ SHARDS = (
         "_merge",
         "return disk.merge(fragment, effect.version, memory)",
         "return tensors.merge(fragment)",
+        noticed_by=2,
     ),
     Break(
         "an older connection of the same id speaks on",
@@ -104,6 +113,7 @@ SHARDS = (
         "_is_current",
         "session is not None and session.connection == connection",
         "session is not None",
+        noticed_by=7,
     ),
     Break(
         "orders overtake one another",
@@ -111,6 +121,7 @@ SHARDS = (
         "put",
         "self._waiting.append(thing)",
         "self._waiting.appendleft(thing)",
+        noticed_by=1,
     ),
     Break(
         "a body is taken in once it is announced, and never once it is here",

@@ -50,7 +50,8 @@ def must_go_on(scene: Scene) -> None:
     standing = scene.bounds.standing()
     assert not standing, f"{standing} do not step: {_phases(system)}"
     _stand_still(scene, patience)
-    if scene.data is not None and all(keeps_up(scene, name) for name in system.learners):
+    heard = scene.options.late != "drop" and all(keeps_up(scene, n) for n in system.learners)
+    if scene.data is not None and heard:  # what is never merged is never durable
         scene.data.check_progress(6 * patience)
 
 
