@@ -11,6 +11,7 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
