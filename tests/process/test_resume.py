@@ -93,9 +93,10 @@ def check(folder: Path) -> None:
 
 def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Path) -> None:
     folder, rng = tmp_path / "run", random.Random(4)
+    budget = 4 * BUDGET  # far behind the last kill, however late that comes
     file = config_file(
         folder,
-        run={"budget_steps": BUDGET},
+        run={"budget_steps": budget},
         syncer={"shards": 2},
         learner={"checkpoint_every_seconds": 0.5},
     )
@@ -122,18 +123,14 @@ def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Pat
     code, text = train("--resume", str(folder))
     assert code == 0
     assert "finished already" in text
-    code, text = train("--resume", str(folder), "--set", f"run.budget_steps={BUDGET + 12}")
+    more = clock_of(folder) + 12  # the loops have gone on until they were told of the end
+    code, text = train("--resume", str(folder), "--set", f"run.budget_steps={more}")
     assert code == 0, text
     check(folder)
-    assert clock_of(folder) >= BUDGET + 12
+    assert clock_of(folder) >= more
     tapes = [record for own in kept for record in records(folder, own.learner)]
     whys = [record.data["why"] for record in tapes if record.type == "Recovered"]
-    own_steps = [own.steps for own in kept]
-    found = any(
-        f"its own checkpoint of step {steps}," in why for steps in own_steps for why in whys
-    )
-    if not found:  # seen on a busy machine, twice; not understood yet
-        pytest.xfail(f"nobody went on from its own checkpoint: {own_steps}, {whys}")
+    assert any(f"its own checkpoint of step {own.steps}," in why for own in kept for why in whys)
 
 
 def cuts(folder: Path) -> list[int]:
