@@ -11,7 +11,6 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 

@@ -24,6 +24,7 @@ from decoupled_diloco.protocol.data_leases import learner as leases
 from decoupled_diloco.protocol.data_leases.events import DataEvent
 from decoupled_diloco.protocol.data_leases.messages import DataRefused, LeasesGiven
 from decoupled_diloco.protocol.effects import (
+    NOTHING_NEW,
     EndTraining,
     Expelled,
     Hold,
@@ -491,6 +492,9 @@ class LearnerMachine:
         view.pull = pull
         self.state.attention.add(index)
         self.state.shards[self.options.owner(index)].coming = pull.coming
+        if pull.final and view.held is None and self.state.ending and not self.state.ready:
+            # The run ends before it begins: it will not train.
+            return fragments.decline(self.options, index, view, NOTHING_NEW, nothing_new=True)
         if view.held is not None and pull.base < view.held:
             return fragments.decline(self.options, index, view, f"behind: I hold {view.held}")
         if pull.base == view.held:

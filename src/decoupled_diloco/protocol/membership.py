@@ -105,6 +105,7 @@ class Member:
             or their round still lacks its quorum.
         pressed: It had arrears when it delivered last: it sends one body at a time.
         heard_at: When each fragment heard it last.
+        is_new: It came while the clock was being restored: its steps begin where that then is.
         handed_in: Fragments that have had what it had when it said that it goes.
         leavings: How often it has said so.
     """
@@ -127,6 +128,7 @@ class Member:
     heard_at: dict[int, float] = field(default_factory=dict)
     drained: set[int] = field(default_factory=set)
     leavings: int = 0
+    is_new: bool = False
 
     @property
     def run_step(self) -> int:

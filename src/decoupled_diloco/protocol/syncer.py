@@ -391,23 +391,16 @@ class SyncerMachine:
         state.phase, state.fill = "running", None
         state.ticked_at = state.previous_tick_at = now
         effects: list[SyncerEffect] = []
-        # A clock that was lost is where the learners are; what it has missed is not made up for.
-        syncer_members.believe_run_steps(state, self.options)
-        steps = [member.run_step for member in state.members.values()]
-        state.clock = advanced(state.clock, steps, self.options.quorum)
+        syncer_members.restore_clock(state, self.options)
         for member in state.members.values():
-            member.offset = max(member.offset, state.clock - member.step)
-            effects.append(
-                Send(
-                    member.learner,
-                    Welcome(self.shard, state.term, state.clock, member.step, member.run_step),
-                    why,
-                )
-            )
-        state.ahead = sum(m.run_step > state.clock for m in state.members.values())
+            here = Welcome(self.shard, state.term, state.clock, member.step, member.run_step)
+            effects.append(Send(member.learner, here, why))
         for fragment, entry in state.fragments.items():
             effects.append(Broadcast(entry.announcement(fragment, state.clock), why))
-        if self.state.end_ordered:
+        if state.finish_ordered and syncer_fill.has_last_versions(state, self.owned):
+            state.phase = "swept"  # in an earlier life
+            effects.append(Broadcast(Ending(), "every shard is swept"))
+        elif state.end_ordered:
             effects += self._sweep(now, "the budget was spent before")
         return effects
 

@@ -124,9 +124,14 @@ def all_are_swept(state: SyncerState, owned: tuple[int, ...], now: float) -> Non
     """
     fill = state.fill
     restores = state.phase == "restoring" and fill is not None and fill.settle_at is None
-    if restores and all(fragment in state.durable for fragment in owned):
+    if restores and has_last_versions(state, owned):
         assert fill is not None
         fill.settle_at = now + SETTLE_SECONDS
+
+
+def has_last_versions(state: SyncerState, owned: tuple[int, ...]) -> bool:
+    """Whether its disk has what the closing rounds made: asked once every shard is swept."""
+    return all(fragment in state.durable for fragment in owned)
 
 
 def _ask_seed(state: SyncerState, owned: tuple[int, ...], member: Member) -> list[SyncerEffect]:

@@ -6,10 +6,10 @@ renews a lease, and a lease that runs out, a goodbye or a newer epoch removes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from decoupled_diloco.protocol import asking, syncer_fill, syncer_rounds
-from decoupled_diloco.protocol.clock import shift_after_leave
+from decoupled_diloco.protocol.clock import advanced, shift_after_leave
 from decoupled_diloco.protocol.effects import Broadcast, Evict, Note, Send, SyncerEffect
 from decoupled_diloco.protocol.membership import (
     CLOCK_MAX,
@@ -32,6 +32,9 @@ from decoupled_diloco.protocol.versions import Holding
 LATENESS_SECONDS_MIN = 0.5
 """A tick later than this was held up by a pause of the process, not by the scheduler."""
 
+CLOCKLESS = ("starting", "restoring")
+"""Phases of a shard that has to hear first where the clock is."""
+
 
 # ---- coming
 
@@ -41,7 +44,7 @@ def steps_problem(state: SyncerState, hello: Hello) -> str | None:
     member, run_step = state.members.get(hello.learner), hello.run_step or 0
     if member is not None and member.epoch == hello.epoch:
         return report_problem(member.step, hello.step, 0, 0)
-    if state.phase in ("starting", "restoring"):
+    if state.phase in CLOCKLESS:
         return None if run_step <= CLOCK_MAX else f"run step {run_step} is out of reach"
     return report_problem(state.clock, run_step, 0, 0)
 
@@ -60,6 +63,7 @@ def admit(state: SyncerState, options: Options, now: float, hello: Hello) -> Mem
         step=hello.step,
         lease_until=now + LEASE_SECONDS,
         reported_at=now if hello.step > 0 else None,  # it came back: its steps count
+        is_new=hello.run_step is None and state.phase in CLOCKLESS,
     )
     state.members[hello.learner] = member
     state.members_stepping += member.reported_at is not None
@@ -83,25 +87,34 @@ def _run_step(
     """The run step of who is admitted: as it says, as far as that can be true (rule 13)."""
     if hello.run_step is None:
         return state.clock
-    if state.phase in ("starting", "restoring"):
+    if state.phase in CLOCKLESS:
         return min(hello.run_step, CLOCK_MAX)  # looked at once all have spoken
     if known.run_step is None or known.pace is None:
         forgotten = state.term > 1  # by a life before this one
-        limit = _steps_limit(state, options, hello.run_step) if forgotten else state.clock
+        steps = [hello.run_step, *(member.run_step for member in state.members.values())]
+        limit = _steps_limit(state, options, steps) if forgotten else state.clock
         return min(hello.run_step, limit)
     return min(hello.run_step, max(state.clock, known.run_step + known.pace.allows(now)))
 
 
-def believe_run_steps(state: SyncerState, options: Options) -> None:
-    """A shard that has restored its clock: nobody is further ahead of most than one period."""
-    limit = _steps_limit(state, options)
-    for member in state.members.values():
+def restore_clock(state: SyncerState, options: Options) -> None:
+    """A clock that was lost is where the learners are; what it has missed is not made up for.
+
+    Nobody is further ahead of most than one period. Who is new has no steps to tell it by.
+    """
+    known = [member for member in state.members.values() if not member.is_new]
+    limit = _steps_limit(state, options, (member.run_step for member in known))
+    for member in known:
         member.offset = min(member.offset, limit - member.step)
+    quorum = max(1, options.quorum - (len(state.members) - len(known)))
+    state.clock = advanced(state.clock, (member.run_step for member in known), quorum)
+    for member in state.members.values():
+        member.offset, member.is_new = max(member.offset, state.clock - member.step), False
+    state.ahead = sum(member.run_step > state.clock for member in state.members.values())
 
 
-def _steps_limit(state: SyncerState, options: Options, *claimed: int) -> int:
-    steps = [*claimed, *(member.run_step for member in state.members.values())]
-    return max(state.clock, int(lower_median(steps))) + options.period
+def _steps_limit(state: SyncerState, options: Options, run_steps: Iterable[int]) -> int:
+    return max(state.clock, int(lower_median(list(run_steps)))) + options.period
 
 
 # ---- being heard

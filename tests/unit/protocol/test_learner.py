@@ -509,6 +509,16 @@ def test_with_nothing_new_the_last_pull_is_declined(learner_bench: Any) -> None:
     assert [message.reason for message in bench.messages(Decline)] == ["nothing new"]
 
 
+def test_rule_12_who_cannot_begin_any_more_keeps_nobody_waiting(learner_bench: Any) -> None:
+    """The other shard has gone already: this learner never gets the whole model."""
+    bench = learner_bench(begin=False, fragments=2, shards=2)
+    bench.publish(V0, None)
+    bench.hear(Ending())
+    bench.hear(pull(final=True))
+    assert [message.nothing_new for message in bench.messages(Decline)] == [True]
+    assert not bench.machine.state.ready
+
+
 def test_steps_that_an_overwrite_threw_away_are_in_no_version_at_the_end(
     learner_bench: Any,
 ) -> None:

@@ -24,10 +24,13 @@ from decoupled_diloco.protocol.messages import (
     Begin,
     CopyDeclined,
     CopyWanted,
+    Ending,
     EndOrdered,
+    Finished,
     FinishOrdered,
     Hello,
     Published,
+    Pull,
     SeedFailed,
     SeedNamed,
     ShardAdmitted,
@@ -47,8 +50,8 @@ from decoupled_diloco.protocol.versions import Holding
 class FillBench:
     """A shard of two fragments that has just been let in; ``begun=None``: it is about to be."""
 
-    def __init__(self, *, begun: bool | None) -> None:
-        self.machine = SyncerMachine(Options(fragments=2, period=4), 0)
+    def __init__(self, *, begun: bool | None, quorum: int = 1) -> None:
+        self.machine = SyncerMachine(Options(fragments=2, period=4, quorum=quorum), 0)
         self.effects: list[Any] = []
         self.now = 0.0
         if begun is not None:
@@ -351,6 +354,19 @@ def test_who_starts_again_when_all_have_seen_the_end_and_gone_ends_as_well() -> 
     assert [entry.digest for entry in fragments] == ["last 0", "last 1"]
 
 
+def test_who_has_swept_in_an_earlier_life_asks_nobody_again() -> None:
+    bench = FillBench(begun=None)
+    bench.told(DiskRead(tuple(DurableCopy(p, Version(1, 5), f"last {p}") for p in (0, 1))))
+    for order in (ShardAdmitted(2, True), EndOrdered(), FinishOrdered()):
+        bench.told(Received(COORDINATOR, order))
+    bench.greet("late")
+    bench.told(Tick(), SETTLE_SECONDS)
+    assert bench.machine.state.phase == "finished"
+    assert len(bench.said(Published)) == 2
+    assert not bench.said(Pull)
+    assert [type(each) for each in bench.said(object)[-2:]] == [Ending, Finished]
+
+
 def test_who_has_lost_its_disk_does_not_end_with_other_weights() -> None:
     bench = FillBench(begun=None)
     bench.told(DiskRead((DurableCopy(0, Version(1, 5), "last 0"),)))
@@ -369,3 +385,20 @@ def test_an_end_that_was_ordered_while_restoring_sweeps_afterwards() -> None:
     bench.told(Tick(), SETTLE_SECONDS)
     bench.deliver(bench.wanted())
     assert bench.machine.state.phase == "sweeping"
+
+
+def test_rule_1_who_is_new_does_not_keep_a_lost_clock_down() -> None:
+    """Else its run step would differ from shard to shard, and who waits might wait for ever."""
+    bench = FillBench(begun=True, quorum=3)
+    bench.greet("new")
+    bench.greet("a", Version(1, 5), Version(1, 5), step=9)
+    bench.greet("b", Version(1, 5), Version(1, 5), step=8)
+    bench.told(Tick(), SETTLE_SECONDS)
+    bench.deliver(bench.wanted())
+    state = bench.machine.state
+    assert (state.phase, state.clock) == ("running", 8)
+    assert {name: member.run_step for name, member in state.members.items()} == {
+        "new": 8,
+        "a": 9,
+        "b": 8,
+    }
