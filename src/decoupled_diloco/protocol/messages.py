@@ -68,6 +68,17 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
+class CountLess:
+    """The shard is to count the learner from a smaller run step: from where another shard does.
+
+    For learners that wait (`Options.wait`): two shards that count one learner differently may each
+    wait for what the other holds up.
+    """
+
+    run_step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Upload:
     """Announces the body of a contribution; counters are those of its snapshot."""
 
@@ -221,7 +232,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
-    """The clock's quorum changed: every learner's run step moves up by this much (rule 1)."""
+    """The clock's quorum changed: every learner's run step moves up by this much (rule 1).
+
+    Below 0 it answers `CountLess`.
+    """
 
     by: int
 
@@ -395,7 +409,9 @@ class FinishOrdered:
 
 # ---- who says what to whom
 
-FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Draining | Leave
+FromLearner = (
+    StepReport | CountLess | Upload | Decline | Copy | CopyDeclined | Holding | Draining | Leave
+)
 ToLearner = (
     Welcome
     | Refusal
