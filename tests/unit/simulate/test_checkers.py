@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,3 +38,12 @@ def test_a_shard_pauses_after_a_failed_merge_by_its_own_clock(system: System) ->
     system.run(until=2.0)
     with pytest.raises(AssertionError, match=r"0\.500 s after it has failed"):
         checker(shard.name, system.now, failed, [])
+
+
+def test_who_is_told_to_go_does_not_wait_for_the_end(system: System) -> None:
+    learner = system.learners["learner-0"]
+    system.run(until=10.0)
+    system.tell_to_go(learner, 30.0, signal.SIGTERM)
+    system.run(until=20.0)
+    assert not learner.alive
+    assert learner.waited_seconds is None
