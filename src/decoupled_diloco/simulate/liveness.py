@@ -43,6 +43,8 @@ def must_go_on(scene: Scene) -> None:
     checker.forget()
     _go_on(scene, SETTLE_SECONDS + patience)
     _take_over(scene, patience)
+    if is_ending(system):
+        return  # it came to its end so soon that what faults have led to need not be over
     checker.forget()
     scene.bounds.calm()
     _go_on(scene, patience)
