@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.simulate.liveness import is_ending, must_go_on
+from decoupled_diloco.simulate.liveness import is_ending, must_be_heard, must_go_on
 from decoupled_diloco.simulate.scene import Mishaps, Scene, draw, heal
 from decoupled_diloco.simulate.shrink import Changes
 from decoupled_diloco.simulate.worlds import must_end
@@ -66,3 +66,12 @@ def test_who_lost_its_power_before_the_end_is_evicted_in_it(begin: Begin) -> Non
     heal(scene)
     must_go_on(scene)
     must_end(scene)
+
+
+@pytest.mark.parametrize(("latency", "heard"), [(0.4, True), (0.6, False)])
+def test_who_asks_for_copies_that_are_superseded_need_not_be_heard(
+    begin: Begin, latency: float, heard: bool
+) -> None:
+    """A fragment has a new version every second: so long it takes to be told of one and to ask."""
+    scene = begin({"period": 1, "overlap": 0}, latency=latency)
+    assert must_be_heard(scene, "learner-0") is heard
