@@ -29,7 +29,7 @@ from decoupled_diloco.protocol.messages import GivenUp, Published, Pull, ShardAd
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS, SWEEP_TRIES_MAX
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.bounds import sees_the_end
-from decoupled_diloco.simulate.hosts import LearnerHost
+from decoupled_diloco.simulate.hosts import LearnerHost, ShardHost
 from decoupled_diloco.simulate.system import System
 
 
@@ -87,7 +87,7 @@ class Checker:
                     assert who in self.system.learners, f"{who} trains"
         self._is_later(who, event)
         if isinstance(event, MergeFailed):
-            self._merge_failed(who, now, event.fragment)
+            self._merge_failed(self.shards[who], event.fragment)
         if isinstance(event, Merged):
             self._count(event.fragment)
         if isinstance(event, Received) and isinstance(event.message, Pull):
@@ -114,11 +114,12 @@ class Checker:
         self.merges[fragment] += 1
         self.merged_at[fragment] = self.system.now
 
-    def _merge_failed(self, who: str, now: float, fragment: int) -> None:
-        """Who has failed pauses before it tries again, whatever is due meanwhile."""
-        place = (who, self.shards[who].life, fragment)
+    def _merge_failed(self, shard: ShardHost, fragment: int) -> None:
+        """Who has failed pauses before it tries again, by its own clock, whatever is due."""
+        place = (shard.name, shard.life, fragment)
+        now = self.system.now + shard.ahead_seconds
         paused = now - self.failed_at.get(place, float("-inf"))
-        text = f"{who} merges into fragment {fragment} {paused:.3f} s after it has failed"
+        text = f"{shard.name} merges into fragment {fragment} {paused:.3f} s after it has failed"
         assert paused > 0.99 * MERGE_PAUSE_SECONDS[0], text
         self.failed_at[place] = now
 

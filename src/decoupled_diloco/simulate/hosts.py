@@ -23,6 +23,7 @@ from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.merge import digest
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.runtime import now
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.simulate.disk import SimulatedDisk, UnsyncedDisk, lose_power
 from decoupled_diloco.simulate.host_tape import HostTape
@@ -268,10 +269,10 @@ class VirtualLearner(Learner):
         self.host.stepped(loss)
         return await super().take_step(tokens, loss)
 
-    async def _close(self) -> None:
-        stopped_at = self.host.clockwork.now
-        await super()._close()
-        self.host.waited_seconds = self.host.clockwork.now - stopped_at
+    async def _finish(self) -> None:
+        began = now()
+        await super()._finish()
+        self.host.waited_seconds = now() - began
 
 
 class VirtualObserver(Observer):
@@ -382,7 +383,7 @@ class LearnerHost(ParticipantHost):
         stood_until: When it did last.
         stepping: It is within a step.
         loaded_steps: Of the checkpoint that its present life began with.
-        waited_seconds: How long it has waited for the end, once it has.
+        waited_seconds: How long it has waited for the end, by its own clock, once it has.
         losses: Of its steps so far, those of all lives.
         model: What its present life trains.
     """

@@ -43,6 +43,8 @@ def must_go_on(scene: Scene) -> None:
     checker.forget()
     _go_on(scene, SETTLE_SECONDS + patience)
     _take_over(scene, patience)
+    if is_ending(system):
+        return  # it came to its end so soon that what faults have led to need not be over
     checker.forget()
     scene.bounds.calm()
     _go_on(scene, patience)
@@ -50,7 +52,7 @@ def must_go_on(scene: Scene) -> None:
     standing = scene.bounds.standing()
     assert not standing, f"{standing} do not step: {_phases(system)}"
     _stand_still(scene, patience)
-    heard = scene.options.late != "drop" and all(keeps_up(scene, n) for n in system.learners)
+    heard = all(keeps_up(scene, n) and must_be_heard(scene, n) for n in system.learners)
     if scene.data is not None and heard:  # what is never merged is never durable
         scene.data.check_progress(6 * patience)
 
@@ -214,14 +216,24 @@ def must_be_heard(scene: Scene, learner: str) -> bool:
     In a third of all worlds for those with slow uplinks, too: they are heard in turns. Where late
     contributions are dropped, who is always a little late is never heard.
     """
-    if scene.options.late == "drop":
+    spec = scene.system.learners[learner].spec
+    if scene.options.late == "drop" or not _asks_in_time(scene, spec):
         return False
     if keeps_up(scene, learner):
         return True
-    spec = scene.system.learners[learner].spec
     swift = replace(spec, up_bytes_per_second=float("inf"))
     patient = Choices(f"{scene.seed}/patient").chance(0.33)
     return patient and _keeps_up(scene, swift)
+
+
+def _asks_in_time(scene: Scene, spec: LearnerSpec) -> bool:
+    """Whether a whole copy is still offered, on the average, when a learner asks for it.
+
+    It makes way for the next version, a period later: who is farther away has it by luck.
+    """
+    there_and_back = 2 * spec.latency + spec.jitter + scene.system.link_of_shards.jitter
+    fastest = min(each.step_seconds for each in _specs(scene))
+    return there_and_back < scene.options.period * fastest
 
 
 def pace(scene: Scene) -> float:

@@ -333,14 +333,14 @@ class System(Stage):
             self._poll()
 
     def tell_to_go(self, host: Host, seconds: float, number: Any) -> None:
-        """SIGTERM; who has not ended after so many seconds is killed. It stays down."""
+        """SIGTERM; who has not ended after so many seconds is killed. Down until `restart`."""
         life = host.pid
         self._take_down(host, number)
         self.clockwork.after(seconds, self._insist, host, life)
 
     def _insist(self, host: Host, life: int) -> None:
         if host.alive and host.pid == life:
-            self._take_down(host)
+            host.kill()  # and no more: it may have been told to come back meanwhile
 
     def lose_disk(self, host: Host) -> None:
         """What a process that is down has kept is gone: a shard's versions, or checkpoints."""

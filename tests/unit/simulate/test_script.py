@@ -241,3 +241,16 @@ def test_a_cut_in_one_direction(begin: Begin, tmp_path: Path) -> None:
 def test_chance_chooses_whom_an_event_strikes(begin: Begin, tmp_path: Path) -> None:
     run = told(begin, tmp_path, "kill", "learners", 'choose = "majority"', 12.0)
     assert sum(learner.alive for learner in run.system.learners.values()) == 1
+
+
+def test_who_was_told_to_come_back_does_so_however_long_it_takes_to_go(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """It stands, so it is killed; by then it has been told to come back."""
+    run, learner = begun(begin, tmp_path, "pause 10 40", "leave 11 1")
+    run.system.run(until=13.0)
+    assert learner.alive
+    assert learner.life == 1
+    run.system.run(until=45.0)
+    assert learner.alive
+    assert learner.life == 2

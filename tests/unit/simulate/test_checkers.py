@@ -1,0 +1,49 @@
+"""What is held against a world is no more than what was promised."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.protocol.events import MergeFailed
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.simulate.checkers import Checker
+from decoupled_diloco.simulate.scene import ENDLESS_STEPS, config_of
+from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.system import System
+
+OPTIONS = Options(fragments=2, period=4, overlap=1, budget_steps=ENDLESS_STEPS)
+LEARNERS = (LearnerSpec("learner-0"), LearnerSpec("learner-1"))
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Iterator[System]:
+    """A shard and two learners."""
+    system = System(config_of(OPTIONS, tmp_path, learners=2), LEARNERS, tmp_path)
+    yield system
+    system.close()
+
+
+def test_a_shard_pauses_after_a_failed_merge_by_its_own_clock(system: System) -> None:
+    checker, (shard,) = Checker(system), system.shards
+    failed = MergeFailed(1, 0, "disk full")
+    system.run(until=1.0)
+    checker(shard.name, system.now, failed, [])
+    shard.leap(5.0)
+    system.run(until=1.5)
+    checker(shard.name, system.now, failed, [])
+    system.run(until=2.0)
+    with pytest.raises(AssertionError, match=r"0\.500 s after it has failed"):
+        checker(shard.name, system.now, failed, [])
+
+
+def test_who_is_told_to_go_does_not_wait_for_the_end(system: System) -> None:
+    learner = system.learners["learner-0"]
+    system.run(until=10.0)
+    system.tell_to_go(learner, 30.0, signal.SIGTERM)
+    system.run(until=20.0)
+    assert not learner.alive
+    assert learner.waited_seconds is None

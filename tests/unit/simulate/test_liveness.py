@@ -1,0 +1,77 @@
+"""What must happen in a world without faults, and what need not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.simulate.liveness import is_ending, must_be_heard, must_go_on
+from decoupled_diloco.simulate.scene import Mishaps, Scene, draw, heal
+from decoupled_diloco.simulate.shrink import Changes
+from decoupled_diloco.simulate.worlds import must_end
+
+OPTIONS = {
+    "fragments": 2,
+    "period": 4,
+    "overlap": 1,
+    "shards": 1,
+    "quorum": 1,
+    "wait": "never",
+    "late": "next",
+}
+NEAR = {
+    "step_seconds": 1.0,
+    "variance": 0.0,
+    "latency": 0.001,
+    "jitter": 0.0,
+    "joins_at": 0.0,
+    "up_bytes_per_second": 1e6,
+    "down_bytes_per_second": 1e6,
+}
+Begin = Callable[..., Scene]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """A world of three learners, without faults."""
+    with ExitStack() as stack:
+
+        def begun(options: dict[str, Any], **learners: Any) -> Scene:
+            changes = Changes(
+                without_faults=tuple(range(1000)),
+                without_standbys=True,
+                options={**OPTIONS, **options},
+                mishaps={f.name: 0.0 for f in fields(Mishaps)},
+                learners={**NEAR, **learners},
+            )
+            scene = draw(2, tmp_path / "run", changes)
+            stack.callback(scene.system.close)
+            return scene
+
+        yield begun
+
+
+def test_who_lost_its_power_before_the_end_is_evicted_in_it(begin: Begin) -> None:
+    """Its lease runs out in the closing sweep: what its fault has led to is not over before."""
+    scene = begin({"budget_steps": 12})
+    system = scene.system
+    system.run(until=10.5)
+    system.crash(system.learners["learner-1"], silent=True)
+    system.run(until=15.0, stop=lambda: is_ending(system))
+    heal(scene)
+    must_go_on(scene)
+    must_end(scene)
+
+
+@pytest.mark.parametrize(("latency", "heard"), [(0.4, True), (0.6, False)])
+def test_who_asks_for_copies_that_are_superseded_need_not_be_heard(
+    begin: Begin, latency: float, heard: bool
+) -> None:
+    """A fragment has a new version every second: so long it takes to be told of one and to ask."""
+    scene = begin({"period": 1, "overlap": 0}, latency=latency)
+    assert must_be_heard(scene, "learner-0") is heard
