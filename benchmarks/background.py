@@ -91,9 +91,6 @@ def run_config(case: Case, folder: Path) -> RunConfig:
     )
 
 
-# ---- in a learner's process
-
-
 class Clocks:
     """What the calling thread has spent: seconds of the wall, of a core, of waiting for a core."""
 
@@ -215,9 +212,6 @@ def spent(begun: tuple[float, ...], done: tuple[float, ...]) -> list[int]:
     """Microseconds: of the wall, of the core, in the core's queue, standing still."""
     wall, ran, queued = (after - before for before, after in zip(begun, done, strict=True))
     return [round(1e6 * each) for each in (wall, ran, queued, wall - ran - queued)]
-
-
-# ---- in the process that was started
 
 
 def summarise(raw: list[dict[str, Any]]) -> dict[str, Any]:

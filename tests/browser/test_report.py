@@ -37,9 +37,6 @@ def pages(run: Path) -> list[Path]:
     return [run / "report.html", run / "comparison.html"]
 
 
-# ---- it fits
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_nothing_sticks_out(browser: Browser, pages: list[Path], width: int) -> None:
     for page in pages:
@@ -75,9 +72,6 @@ def test_wide_tables_scroll_by_themselves_and_by_keyboard(browser: Browser, run:
     browser.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
     browser.driver.execute_async_script("setTimeout(arguments[0], 300)")
     assert browser.run(f"{region}.scrollLeft") > 0
-
-
-# ---- it is right
 
 
 def numbers(browser: Browser, table: str) -> dict[str, list[float]]:
@@ -168,9 +162,6 @@ def test_time_and_tokens_add_up(browser: Browser, run: Path, lines: list[dict[st
     assert float(goodput) == pytest.approx(time["all learners"][1] / time["all learners"][0])
 
 
-# ---- it can be used without a mouse
-
-
 def press(browser: Browser, *keys: str) -> Any:
     """Presses keys where the focus is; returns what has the focus then."""
     for key in keys:
@@ -228,9 +219,6 @@ def test_headings_captions_and_pictures_have_words(browser: Browser, pages: list
             assert all(told)
 
 
-# ---- it can be used at night
-
-
 def look(browser: Browser, selector: str) -> float:
     """How light the pixels of an element are, from 0 to 1."""
     box = browser.run(
@@ -285,9 +273,6 @@ def test_the_colours_can_be_chosen(browser: Browser, run: Path, system: str) -> 
     dark = colors(browser)
     assert own == (light if system == "light" else dark)
     assert all(a != b for a, b in zip(light, dark, strict=True))
-
-
-# ---- it keeps to itself
 
 
 def test_nothing_is_fetched_and_nobody_complains(browser: Browser, pages: list[Path]) -> None:

@@ -30,8 +30,6 @@ TOKENS_A_STEP = 8
 HEAR_SECONDS = 1.0  # how often a shard is told whose bytes have come
 DIFFERENCES_KEPT = 4  # of so many newest versions a shard still serves the difference
 
-# ---- contents: ranges of steps, kept by their ends, so that adding is adding numbers
-
 Content = dict[tuple[int, int, int], int]  # (learner, epoch, step) -> change of the count there
 
 
@@ -87,9 +85,6 @@ def missing(part: Content, whole: Content) -> list[tuple[int, int, int, int, int
 
 def digest(content: Content) -> str:
     return str(hash(frozenset(content.items())))
-
-
-# ---- what can be set
 
 
 @dataclass
@@ -523,8 +518,6 @@ class Shard(Node):
             self.tell(ev.Heard(tuple(heard)))
         self.later(HEAR_SECONDS, self._hear)
 
-    # ---- the control link
-
     def hears(self, link: Connection, message: Any) -> None:
         if isinstance(message, msg.Hello):
             self.greeting[link.number] = link
@@ -541,8 +534,6 @@ class Shard(Node):
         if self.alive and self.bound.get(link.learner.name) is link:
             del self.bound[link.learner.name]
             self.tell(ev.Lost(link.learner.name))
-
-    # ---- bodies
 
     def _announced(self, learner: str, message: msg.Upload | msg.Copy) -> None:
         name = message.ask if isinstance(message, msg.Upload) else message.attempt
@@ -598,8 +589,6 @@ class Shard(Node):
         counters = (upload.base, upload.steps, upload.tokens)
         arrived = (order.learner, order.epoch, order.fragment, order.ask, *counters)
         self.tell(ev.BodyArrived(*arrived, nbytes=1, norm=1.0))
-
-    # ---- orders
 
     def do(self, effect: Any) -> None:
         match effect:
@@ -772,8 +761,6 @@ class Learner(Node):
             self.tell(ev.DrainAsked("by chance"))
             self.later(patience, self.crash, 10.0)
 
-    # ---- the control links
-
     def _dial(self, shard: Shard) -> None:
         if shard.index in self.links or self.run_over:
             return
@@ -796,8 +783,6 @@ class Learner(Node):
                 if key in self.world.contributions:
                     self.world.contributions[key].heard.append(message)
             self.tell(ev.Received(shard_peer(link.shard.index), message))
-
-    # ---- the training loop
 
     def parameters(self, fragment: int) -> Content:
         content, counted = self.theta[fragment]
@@ -825,8 +810,6 @@ class Learner(Node):
         standing = self.training and (self.ended or self.waiting)
         if standing and not isinstance(event, ev.Paused) and self.still_until <= self.world.now:
             self.inbox.append(ev.Paused())
-
-    # ---- orders
 
     def do(self, effect: Any) -> None:
         match effect:

@@ -102,9 +102,6 @@ def run(
 EVERY_FRAGMENT = set(range(24))
 
 
-# ---- rule 1: the clock
-
-
 def test_rule_1_the_clock_is_the_kth_largest_run_step() -> None:
     assert [kth_largest([5, 9, 7], k) for k in (1, 2, 3, 4)] == [9, 7, 5, None]
     assert advanced(4, [9, 7, 5], 2) == 7
@@ -149,9 +146,6 @@ def test_rule_1_the_death_of_a_learner_twice_as_fast_neither() -> None:
     assert seen.world.shards[0].machine.state.clock >= before + 17
 
 
-# ---- rule 2: rounds
-
-
 @pytest.mark.parametrize(
     ("overlap", "fragments", "period", "limit"),
     [(2, 24, 24, 2), (0, 24, 24, 1), (2, 12, 24, 1), (3, 24, 12, 6), (1, 1, 1, 1), (1, 3, 2, 2)],
@@ -191,9 +185,6 @@ def test_rule_2_without_overlap_all_as_quorum_is_waited_for() -> None:
     seen = run(1.0, 1.0, overlap=0, quorum=2, seconds=48.0)
     assert len(seen.merged) >= 47
     assert {(p.state, p.age) for r in seen.merged for p in r.participants} == {("folded", 0)}
-
-
-# ---- rule 3: participants, and Eq. 3: grace
 
 
 def test_rule_3_the_grace_window_brings_the_slower_half_in() -> None:
@@ -265,9 +256,6 @@ def test_rule_3_the_window_closes_with_its_time_or_with_everybody(
     assert reason in decision.reason
 
 
-# ---- rule 4: snapshots are there when the pull comes
-
-
 @pytest.mark.parametrize(
     ("speeds", "options"),
     [
@@ -289,9 +277,6 @@ def test_rule_4_pulls_are_answered_at_once(
     assert seen.snapshots <= 2.5 * sum(seen.pulls.values()), "and few are taken in vain"
 
 
-# ---- rule 11: the coordinator
-
-
 def test_rule_11_rounds_go_on_while_the_coordinator_is_gone() -> None:
     """Rule 11: its absence stops joins, leases and the end; rounds go on."""
     seen = run(1.0, 1.0, 1.0, seconds=10.0)
@@ -303,9 +288,6 @@ def test_rule_11_rounds_go_on_while_the_coordinator_is_gone() -> None:
     assert len(seen.ticks) - gone_at == pytest.approx(48, abs=1)
     assert {round.fragment for round in seen.merged} == EVERY_FRAGMENT
     assert all(seen.share(name) == 1.0 for name in world.learners)
-
-
-# ---- the special settings keep time as well
 
 
 def test_a_synchronous_learner_waits_for_the_slowest() -> None:

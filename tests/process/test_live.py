@@ -157,9 +157,6 @@ def test_the_table_of_intervals_fits_a_terminal() -> None:
     assert ddiloco("timing", "no-such-recipe").returncode == 2
 
 
-# ---- watch, in a terminal
-
-
 def _without_size() -> dict[str, str]:
     """The environment; what it may say of another terminal's size goes before that of this one."""
     return {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}

@@ -83,8 +83,6 @@ def test_a_broken_shell_is_caught(each: Break, tmp_path: Path) -> None:
     check(tmp_path / "whole")
 
 
-# ---- shrinking
-
 SHRUNKEN = (
     "one contribution is enough, whatever the quorum",
     "a lease is not renewed by what is heard",

@@ -112,9 +112,6 @@ def test_a_disk_that_is_full_at_any_operation_costs_rounds_and_nothing_else(
         after.disk.close()
 
 
-# ---- the coordinator's file
-
-
 def coordinator(root: Path) -> tuple[SimulatedDisk, list[int]]:
     """A coordinator's file that is written again and again; after how many operations each was."""
     disk, done = SimulatedDisk(root), [0]
@@ -157,9 +154,6 @@ def test_a_full_disk_leaves_the_coordinators_file_whole(tmp_path: Path, number: 
     with within(Runtime(disk)):
         write_text(tmp_path / "coordinator.json", "after")
     assert (tmp_path / "coordinator.json").read_text() == "after"
-
-
-# ---- the simulated disk itself
 
 
 def test_the_simulated_disk_does_what_it_says(tmp_path: Path) -> None:

@@ -169,9 +169,6 @@ def gaps(history: RunModel, name: str) -> list[float]:
     return [gap for gap in every if gap > GAP_MEDIANS * median]
 
 
-# ---- the command
-
-
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
     """The same scenario in two processes that hash differently, in folders of other names."""
@@ -330,9 +327,6 @@ def test_bad_usage_is_one_sentence(tmp_path: Path, arguments: list[str], message
     assert message in " ".join(output.split())
     assert "Traceback" not in output
     assert not (tmp_path / "runs").exists()
-
-
-# ---- what befalls a virtual run
 
 
 REGIONS = """
@@ -534,9 +528,6 @@ def test_until_seconds_ends_a_simulation(tmp_path: Path) -> None:
     assert "until_seconds=12 of the scenario is reached" in " ".join(output.split())
     assert "did not happen: join late at step 20" in output
     assert read_run(tmp_path / "runs" / "story").duration <= 12.0
-
-
-# ---- the protocol alone
 
 
 CROWD = """

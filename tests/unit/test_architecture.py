@@ -234,8 +234,6 @@ def test_the_machines_are_told_by_their_shells_only() -> None:
                 assert not {a.name for a in node.names} & {"syncer_rounds", "syncer_fill"}, path
 
 
-# ---- the runtime
-
 SHELLS = ("learner", "syncer", "storage", "transport")
 """Real shells: they run on virtual machines, too, and so ask nobody but the runtime."""
 

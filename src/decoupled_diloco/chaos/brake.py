@@ -89,8 +89,6 @@ class Brake:
         self._changed.set()
         self._thread.join()
 
-    # ---- in the thread
-
     def _run(self) -> None:
         while not self._ends.is_set():
             self._turn()

@@ -143,8 +143,6 @@ class Engine:
             target = happening.target
             self.run.tell(FaultEnded(happening.kind, target.name, target.processes))
 
-    # ---- what happens, and how it is undone
-
     def _change(self, happening: Happening, number: int, *, begins: bool) -> None:
         match happening.kind:
             case "cut" | "break" | "delay" | "loss" | "corrupt":
@@ -235,8 +233,6 @@ class Engine:
     def _pid(self, name: str) -> int | None:
         process = self.run.supervisor.children[name].process
         return None if process is None else process.pid
-
-    # ---- links
 
     def _spoil_links(self, happening: Happening, *, begins: bool) -> None:
         assert self._links is not None

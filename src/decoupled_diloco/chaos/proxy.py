@@ -205,8 +205,6 @@ class Links:
             self._thread.join()
             self._loop.close()
 
-    # ---- in the thread
-
     async def _open(self, process: str, address: str) -> str:
         port = urlsplit(address).port
         assert port is not None, "a shard's address names its port"

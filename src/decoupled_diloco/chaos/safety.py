@@ -102,8 +102,6 @@ class SafetyChecker:
             case RoundFinished(verdict="merged"):
                 self._round(who, value)
 
-    # ---- versions
-
     def _installed(self, who: str, fragment: int, version: Version) -> None:
         newest, merged = self._newest.get(fragment), self._merged.get(fragment)
         if newest is not None and version < newest:

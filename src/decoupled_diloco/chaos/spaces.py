@@ -65,9 +65,6 @@ def _unshare(flag: int, what: str) -> None:
         raise Error(f"a namespace for this process's own {what} cannot be had: {reason}")
 
 
-# ---- disks
-
-
 class Disks:
     """The durable folders of a run's shards.
 
@@ -118,8 +115,6 @@ class Disks:
         path = self._folder / name
         command("mount", "-o", f"remount,size={size}", str(path))
 
-
-# ---- links with a rate
 
 QUEUE_MILLISECONDS = 200
 """How long a packet may wait for its turn; then it is dropped, and TCP slows down."""

@@ -150,8 +150,6 @@ class _Judge:
     ) -> None:
         self.checks.append(Check(name, kept, measured, limit, tuple(details)))
 
-    # ---- steps
-
     def steps(self) -> None:
         """At every moment some learner steps, unless a fault struck all of them."""
         learners = self.run.trained.values()
@@ -238,8 +236,6 @@ class _Judge:
         near = [s for s in self.run.faults if begin - 5.0 <= s.begin <= end]
         told = ", ".join(f"{s.kind} {s.target} at {s.begin:.1f} s" for s in near)
         return f" (then: {told})" if told else ""
-
-    # ---- tokens
 
     def accepted(self, share: float, least: float) -> None:
         """What was merged, over what a fault-free run would have merged in the same alive time."""
@@ -329,8 +325,6 @@ class _Judge:
             return 0.0
         return max(0.0, (b - a) - _steps_between(life, a, b) * median)
 
-    # ---- rounds
-
     def participation(self, least: float) -> None:
         """Every live learner takes part in the rounds that it is eligible for."""
         shares: dict[str, float] = {}
@@ -386,8 +380,6 @@ class _Judge:
             if _overlaps(self._disturbances(who, kinds, SETTLE_SECONDS), since, end):
                 return None
         return mine[0].state if mine else "not asked"
-
-    # ---- safety, replay, end
 
     def safety(self) -> None:
         """Versions, epochs, terms, and what was merged; see `chaos.safety`."""

@@ -58,9 +58,6 @@ def train(options: TrainOptions) -> None:
     exit_with(code)
 
 
-# ---- the syncer
-
-
 class SyncerOptions(TrainOptions):
     """Options of `ddiloco syncer`."""
 
@@ -146,9 +143,6 @@ def _place_of(config: RunConfig, shard: int, options: SyncerOptions) -> tuple[in
             "not be found: give the addresses of all shards with --addresses"
         )
     return port, told or advertised(config, (port,) if alone else ())
-
-
-# ---- processes that dial the syncer
 
 
 class DialOptions(CommandOptions):

@@ -197,9 +197,6 @@ def _code(reason: str) -> int:
     return 0 if reason.startswith("until_seconds") else 1
 
 
-# ---- while it goes on
-
-
 def _now_and_then(look: Callable[[], object]) -> Callable[[], None]:
     """Looks at most every ``POLL_SECONDS`` of real time; nothing virtual may come of that."""
     last = time.monotonic()
@@ -242,9 +239,6 @@ def _noticing_interrupts() -> Iterator[Callable[[], bool]]:
 
     with handling(notice, signal.SIGINT, signal.SIGTERM):
         yield lambda: bool(noticed)
-
-
-# ---- afterwards
 
 
 def _tell_end(virtual: float, real: float, script: Script, console: SteadyConsole) -> None:

@@ -117,8 +117,6 @@ def _parse_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-# ---- what comes with the package
-
 Kind = Literal["recipes", "scenarios"]
 
 _PACKAGE = Path(__file__).parents[1]

@@ -42,9 +42,6 @@ DEATHS_MAX = 3
 """After so many spares that ended by themselves there is none: the machine may lack the memory."""
 
 
-# ---- in the launcher
-
-
 class Spare:
     """The one process in reserve of a launcher.
 
@@ -105,9 +102,6 @@ def _is_ready(process: subprocess.Popen[bytes]) -> bool:
     said = select.poll()  # which takes any descriptor, however many children there are
     said.register(process.stdout, select.POLLIN)
     return process.poll() is None and bool(said.poll(0))
-
-
-# ---- in the process itself
 
 
 def wait_for_role() -> list[str]:

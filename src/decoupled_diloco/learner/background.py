@@ -167,8 +167,6 @@ class Background:
         )
         self._refusals: dict[int, str] = {}
 
-    # ---- called by the trainer
-
     def start(self) -> None:
         """Starts the event loop."""
         self._beside = runtime().beside(self._run, "ddiloco")
@@ -252,8 +250,6 @@ class Background:
             self.shared.recorder = Unrecorded(self.shared.machine)
             self._tape.close()
             self._tape = None
-
-    # ---- the queue between the two
 
     def _enqueue(self, shared: Shared, effect: do.LearnerEffect) -> None:
         """Called with the lock held; what must be captured at this instant is captured here."""
@@ -345,8 +341,6 @@ class Background:
             if self.failure is None:
                 self.failure = error
             self.changed.notify()
-
-    # ---- the thread
 
     @property
     def _over(self) -> bool:

@@ -117,8 +117,6 @@ class Checkpointer:
     def _change(self, changing: bool) -> None:
         self.changing = changing
 
-    # ---- going on
-
     def fits(self, run: str, fragment_numels: tuple[int, ...]) -> str:
         """Why the checkpoint of an earlier life cannot be gone on from here; empty: it can."""
         checkpoint = self.loaded
@@ -192,8 +190,6 @@ class Checkpointer:
     @property
     def _place(self) -> Path | None:
         return None if self.folder is None else self.folder.path
-
-    # ---- keeping
 
     @property
     def due(self) -> bool:

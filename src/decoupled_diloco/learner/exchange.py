@@ -69,8 +69,6 @@ class LearnerTensors:
         self.snapshots: list[HostCopy | None] = [None] * count
         self._sent: list[HostCopy | None] = [None] * count
 
-    # ---- at step boundaries
-
     def carry_out(self, order: Apply | Snapshot) -> None:
         """Does what a boundary's plan orders; what is sent in between is captured in between."""
         if isinstance(order, Apply):
@@ -104,8 +102,6 @@ class LearnerTensors:
         self.published[fragment], self.staged[fragment] = new, None
         self.snapshots[fragment] = self._sent[fragment] = None
 
-    # ---- uplink
-
     def capture(self, fragment: int) -> Capture:
         """What a round is answered with: the newest snapshot and its published copy."""
         copy, published = self.snapshots[fragment], self.published[fragment]
@@ -126,8 +122,6 @@ class LearnerTensors:
         """A whole fragment and its digest; see `values`."""
         values = self.values(fragment, published=published)
         return values, digest(values)
-
-    # ---- downlink
 
     def next_values(self, fragment: int, body: Body, announced: str) -> Tensor:
         """The next version's values: what is here, staged or published, plus the difference.

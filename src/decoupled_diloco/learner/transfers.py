@@ -113,8 +113,6 @@ class StateTransfers:
         assert self._around is not None
         return self._around
 
-    # ---- giving
-
     def copy(self, order: CopyState) -> None:
         """Copies the state as it is at this step boundary; the trainer calls it."""
         key = (order.learner, order.attempt)
@@ -186,8 +184,6 @@ class StateTransfers:
             for number in range(len(_bodies(*kept))):
                 self._server.bodies.withdraw(_path((learner, attempt), number))
 
-    # ---- taking
-
     async def _fetch(self, order: FetchState, me: str) -> None:
         try:
             self.taken = await self._fetched(order, me)
@@ -248,8 +244,6 @@ class StateTransfers:
                     raise
                 await asyncio.sleep(AGAIN_SECONDS)
         self._here.tell(ChunkArrived(order.attempt, number, out.numel()))
-
-    # ---- both
 
     def carry_out(self, order: TransferOrder, me: str) -> None:
         """Begins what is ordered; in the event loop."""

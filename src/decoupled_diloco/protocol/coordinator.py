@@ -206,8 +206,6 @@ class CoordinatorMachine:
         assert state.phase != "finished" or len(state.swept) == self.options.shards
         leases.check(state.data)
 
-    # ---- learners
-
     def _join_asked(
         self, connection: int, learner: str, joining: Joining
     ) -> list[CoordinatorEffect]:
@@ -279,8 +277,6 @@ class CoordinatorMachine:
         state.phase, state.seed = "gathering", ""
         note = Note(f"{learner}, the seed of the initial weights, is gone", "its connection broke")
         return [*effects, note, *self._name_seed()]
-
-    # ---- begin
 
     def _name_seed(self, after: str = "") -> list[CoordinatorEffect]:
         """Names the first learner in the order of their names, or the next one ``after``."""
@@ -392,8 +388,6 @@ class CoordinatorMachine:
             Persist(why),
             *(Send(shard_peer(s), Begin(attempt), why) for s in sorted(self._present_shards)),
         ]
-
-    # ---- end
 
     @property
     def _slowest(self) -> int:

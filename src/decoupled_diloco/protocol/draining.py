@@ -25,8 +25,6 @@ from decoupled_diloco.protocol.syncer_state import SyncerState
 LEAVINGS_MAX = 8
 """Who connects anew says again that it goes; so often it is heard."""
 
-# ---- the shard
-
 
 def leaving(
     state: SyncerState, options: Options, owned: tuple[int, ...], member: Member, message: Draining
@@ -73,9 +71,6 @@ def waits_for_leaver(state: SyncerState, round: Round) -> bool:
     member = state.members.get(round.leaver)
     going = member is not None and member.leaving_with is not None
     return going and round.leaver in state.fragments[round.fragment].asks
-
-
-# ---- the learner
 
 
 def told_to_go(state: LearnerState, options: Options, why: str) -> list[LearnerEffect]:

@@ -26,9 +26,6 @@ class Send:
     why: str
 
 
-# ---- syncer
-
-
 @dataclass(frozen=True, slots=True)
 class Accept:
     """Bind this connection to the learner (closing its older one) and send the welcome."""
@@ -297,8 +294,6 @@ SyncerEffect = (
     | Stop
 )
 
-# ---- learner
-
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -460,8 +455,6 @@ LearnerEffect = (
     | ForgetCheckpoints
     | Note
 )
-
-# ---- coordinator
 
 
 @dataclass(frozen=True, slots=True)

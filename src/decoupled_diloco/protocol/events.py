@@ -67,9 +67,6 @@ class Lost:
     nonce: str = ""
 
 
-# ---- syncer
-
-
 @dataclass(frozen=True, slots=True)
 class DurableCopy:
     """A fragment's published copy as the shard's own disk has it, whole."""
@@ -225,9 +222,6 @@ SyncerEvent = (
     | CheckpointHeard
     | PartWritten
 )
-
-
-# ---- learner
 
 
 @dataclass(frozen=True, slots=True)

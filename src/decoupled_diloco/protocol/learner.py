@@ -204,8 +204,6 @@ class LearnerMachine:
         self.state.check_fragments()
         assert not self.state.holding or self.options.wait == "at_overlap"
 
-    # ---- the training thread
-
     def _stepped(self, now: float, tokens: int) -> list[LearnerEffect]:
         state = self.state
         if state.stepped_at is not None:
@@ -322,8 +320,6 @@ class LearnerMachine:
             case _:
                 return transfer.told(state, now, message)
 
-    # ---- leased data
-
     def _coordinated(self, *, linked: bool) -> list[LearnerEffect]:
         state = self.state
         state.coordinated = linked
@@ -341,8 +337,6 @@ class LearnerMachine:
             if data is None
             else leases.merged(data, self.state.step, leases.durable_step(self.state))
         )
-
-    # ---- synchronous baselines
 
     def _owe(self) -> None:
         """With ``wait``, what is due at this very step must be back before step + τ ends."""
@@ -396,8 +390,6 @@ class LearnerMachine:
             for shard, link in enumerate(state.shards)
             if link.linked and link.offset is not None and link.offset > min(offsets)
         ]
-
-    # ---- what shards say
 
     def _linked(self, shard: int) -> list[LearnerEffect]:
         link = self.state.shards[shard]

@@ -229,9 +229,6 @@ def decline(
     return [Send(shard_peer(options.owner(index)), decline, reason)]
 
 
-# ---- copies
-
-
 def published(state: LearnerState, options: Options, message: Published) -> list[LearnerEffect]:
     """A shard has told of a new copy."""
     view = state.fragments[message.fragment]

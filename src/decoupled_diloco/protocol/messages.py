@@ -26,9 +26,6 @@ LOSS_MAX = 1e30
 Verdict = Literal["accepted", "refused", "behind", "abandoned"]
 
 
-# ---- learner → shard
-
-
 @dataclass(frozen=True, slots=True)
 class Hello:
     """The first message on every connection to a shard.
@@ -137,9 +134,6 @@ class Leave:
     """The learner goes, on purpose."""
 
     reason: str
-
-
-# ---- shard → learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +264,6 @@ class Finished:
     """The run is over; the last published copies are the result."""
 
 
-# ---- learner ↔ coordinator
-
-
 @dataclass(frozen=True, slots=True)
 class Join:
     """Learner or observer → coordinator: let me in. ``layout`` is its layout as JSON text.
@@ -315,9 +306,6 @@ class Referred:
     """Shard → learner: I do not host the coordinator, this address does."""
 
     address: str
-
-
-# ---- shard ↔ coordinator
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,8 +394,6 @@ class Swept:
 class FinishOrdered:
     """Coordinator → shard: all are swept, the run is over."""
 
-
-# ---- who says what to whom
 
 FromLearner = (
     StepReport | CountLess | Upload | Decline | Copy | CopyDeclined | Holding | Draining | Leave

@@ -67,9 +67,6 @@ class NewestLease:
     condition: Condition
 
 
-# ---- events
-
-
 @dataclass(frozen=True, slots=True)
 class Looked:
     """The storage was looked at."""
@@ -124,9 +121,6 @@ class HolderLeaves:
 
 LeaseAnswer = Looked | LookFailed | Acquired | NotAcquired | Renewed | RenewFailed
 LeaseEvent = Tick | LeaseAnswer | HolderLeaves
-
-
-# ---- effects
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +198,6 @@ def failure_of(order: LeaseOrder, reason: str) -> LeaseAnswer | None:
             return None
         case _:
             assert_never(order)
-
-
-# ---- the machine
 
 
 @dataclass(slots=True)
@@ -293,8 +284,6 @@ class ShardLeaseMachine:
         assert state.phase != "active" or state.number > 0
         assert state.phase != "claiming" or state.asked_at is not None
 
-    # ---- waiting
-
     def _due(self, now: float) -> list[LeaseEffect]:
         state = self.state
         if state.phase == "active" and now >= state.valid_until:
@@ -364,8 +353,6 @@ class ShardLeaseMachine:
         state.next_at = asked_at + self.lease_seconds / RENEWALS
         waited = asked_at - state.changed_at
         return [Activate(number, waited, f"claim {number} is ours"), *self._due(now)]
-
-    # ---- acting
 
     def _renewed(self, now: float, asked_at: float, newest: int) -> list[LeaseEffect]:
         state = self.state

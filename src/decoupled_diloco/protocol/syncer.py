@@ -192,8 +192,6 @@ class SyncerMachine:
             for ask in entry.asks.values():
                 assert state.members[ask.learner].epoch == ask.epoch, "who is gone is waited for"
 
-    # ---- events
-
     def _dispatch(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
         state, options = self.state, self.options
         match event:
@@ -385,8 +383,6 @@ class SyncerMachine:
             effects.append(Broadcast(announcement, f"round {number} is merged"))
         return effects
 
-    # ---- phases
-
     def _run(self, now: float, why: str) -> list[SyncerEffect]:
         state = self.state
         if state.fill is not None:
@@ -461,8 +457,6 @@ class SyncerMachine:
             and any(member.held.get(p) != version for p, version in newest.items())
             for member in self.state.members.values()
         )
-
-    # ---- the clock
 
     def _advance_clock(self, now: float) -> list[SyncerEffect]:
         """Ticks that come at once (somebody is back, far ahead) are one instant, and said once."""

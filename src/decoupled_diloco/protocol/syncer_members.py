@@ -36,9 +36,6 @@ CLOCKLESS = ("starting", "restoring")
 """Phases of a shard that has to hear first where the clock is."""
 
 
-# ---- coming
-
-
 def steps_problem(state: SyncerState, hello: Hello) -> str | None:
     """Why the steps that a greeting names cannot be true, as far as this life knows."""
     member, run_step = state.members.get(hello.learner), hello.run_step or 0
@@ -115,9 +112,6 @@ def restore_clock(state: SyncerState, options: Options) -> None:
 
 def _steps_limit(state: SyncerState, options: Options, run_steps: Iterable[int]) -> int:
     return max(state.clock, int(lower_median(list(run_steps)))) + options.period
-
-
-# ---- being heard
 
 
 def holding(
@@ -232,9 +226,6 @@ def _look_at_leases(state: SyncerState, instant: float) -> None:
         state.lease_check_at = instant
 
 
-# ---- standing
-
-
 def stands_looked_at(state: SyncerState, options: Options) -> float | None:
     """When to look whether it is a loop that stands still for which the clock waits (rule 1)."""
     if options.wait != "never" or state.phase != "running" or state.step_seconds == 0.0:
@@ -274,9 +265,6 @@ def _shift(state: SyncerState, options: Options, why: str) -> list[SyncerEffect]
         member.offset += by
     state.ahead = sum(member.run_step > state.clock for member in state.members.values())
     return effects
-
-
-# ---- going
 
 
 def disconnected(state: SyncerState, now: float, learner: str) -> list[SyncerEffect]:

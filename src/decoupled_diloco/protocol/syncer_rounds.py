@@ -62,9 +62,6 @@ MERGE_PAUSE_SECONDS = (1.0, 60.0)
 long at most."""
 
 
-# ---- opening
-
-
 def note_due(state: SyncerState, options: Options, owned: frozenset[int], since: int) -> None:
     """Queues what the ticks after ``since`` make due, and what a round that was given up left due.
 
@@ -132,9 +129,6 @@ def _open(
     for member in list(state.members.values()):
         effects += ask_if_qualified(state, options, now, round, member)
     return effects
-
-
-# ---- what arrives
 
 
 def announced(state: SyncerState, learner: str, fragment: int, name: Asking) -> None:
@@ -296,9 +290,6 @@ def open_asks(state: SyncerState, learner: str) -> tuple[Asking, ...]:
             asks = [*entry.asks.values(), *entry.folded, *asks]
         found += [ask.name for ask in asks if ask.learner == learner]
     return tuple(found)
-
-
-# ---- moving on
 
 
 def deadline(state: SyncerState, options: Options, round: Round) -> float | None:
@@ -487,9 +478,6 @@ def _swept(state: SyncerState, round: Round, problem: str) -> list[SyncerEffect]
     text = f"fragment {round.fragment} is without what {missing} trained last"
     reason = lost[0].reason or problem
     return [Note(text, f"{reason}; closing rounds that failed: {entry.sweep_tries}")]
-
-
-# ---- what the worker says
 
 
 def merged(

@@ -203,8 +203,6 @@ class BareShard(Bare):
         self.later(HEARD_SECONDS, self._hear)
         self.crowd.coordinator.greeted(self.shard)
 
-    # ---- what arrives
-
     def received(self, connection: Connection, message: Any) -> None:
         """See `Endpoint`."""
         if isinstance(message, say.Hello):
@@ -258,8 +256,6 @@ class BareShard(Bare):
         if heard:
             self.tell(fact.Heard(heard))
 
-    # ---- bodies
-
     def arrived(self, path: str, body: Body) -> bool:
         """A body is here whole; ``False``: nobody expects it."""
         expected = self.expected.get(path)
@@ -311,8 +307,6 @@ class BareShard(Bare):
             return None
         nbytes = self.crowd.fragment_bytes[int(fragment)]
         return Body(nbytes if kind == "whole" else WIRE_BYTES * nbytes, entry.digest)
-
-    # ---- orders
 
     def carry_out(self, effect: Any) -> None:
         """See `Bare`."""

@@ -51,8 +51,6 @@ class BareLearner(Bare):
         self._fresh()
         self._dial_coordinator()
 
-    # ---- joining
-
     def _dial_coordinator(self) -> None:
         def opened(connection: Connection) -> None:
             self.coordinator = connection
@@ -109,8 +107,6 @@ class BareLearner(Bare):
                 self.tell(fact.Lost(shard_peer(shard)))
                 self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
 
-    # ---- the training loop
-
     def stand_still(self) -> None:
         """The loop stands in its present step; all else goes on."""
         self.stands = self.alive
@@ -150,8 +146,6 @@ class BareLearner(Bare):
         boundary = isinstance(event, fact.Paused | fact.StepFinished)
         if idle and not boundary and self.machine.state.ready:
             self.tell(fact.Paused())
-
-    # ---- orders
 
     def carry_out(self, effect: Any) -> None:
         """See `Bare`."""

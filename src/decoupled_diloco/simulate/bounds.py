@@ -98,8 +98,6 @@ class Bounds:
         ):
             self._step(self.system.learners[who])
 
-    # ---- what is kept
-
     def _tell(self, message: Published) -> None:
         self._told[message.fragment] = (message.version, message.digest)
         if self.calm_since is not None:
@@ -115,8 +113,6 @@ class Bounds:
         assert version.counter >= told[0].counter, text
         if version.counter == told[0].counter:
             assert shard.machine.state.fragments[fragment].digest == told[1], f"{text}: other bits"
-
-    # ---- rounds behind
 
     def _rounds_behind(self, fragment: int) -> None:
         shard = self.system.acting(self.system.options.owner(fragment))
@@ -155,8 +151,6 @@ class Bounds:
         stepped = self._stepped.get((learner.name, learner.life), float("-inf"))
         return not learner.stands and stepped > learner.stood_until
 
-    # ---- steps
-
     def _step(self, learner: LearnerHost) -> None:
         place, now = (learner.name, learner.life), self.system.now
         before = self._stepped.get(place)
@@ -186,8 +180,6 @@ class Bounds:
         longest = step_seconds_max(learner) + SLACK_SECONDS
         overdue = before is not None and self.system.now - before > longest
         return overdue and self._goes(learner)
-
-    # ---- memory
 
     def _memory(self, who: str, effects: Sequence[Any]) -> None:
         options, count = self.system.options, len(self.system.participants)

@@ -194,8 +194,6 @@ class Checker:
         assert clock > self.clocks.get(key, clock - 1), "the clock goes forward"
         self.clocks[key] = clock
 
-    # ---- liveness
-
     def forget(self) -> None:
         """From here on counts what liveness is about."""
         self.merges.clear()
@@ -223,8 +221,6 @@ class Checker:
             for name in live
             if name not in self.heard[p]
         ]
-
-    # ---- the end
 
     def check_end(self) -> None:
         """What no version has taken in the end is said, for everybody who saw the end."""

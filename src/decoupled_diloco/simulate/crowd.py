@@ -83,8 +83,6 @@ class Crowd(Stage):
         """A shard has ended of itself."""
         self.finished = all(each.over for each in self.shards)
 
-    # ---- what may be done to it
-
     def crash(self, learner: Any, *, silent: bool = False) -> None:
         """See `System`; for learners."""
         learner.end(silent=silent)

@@ -191,8 +191,6 @@ class DataChecker:
         self._seen = len(self.trained)
         return self._by_lease[leased.learner, leased.epoch, leased.lease]
 
-    # ---- liveness
-
     def check_progress(self, seconds: float) -> None:
         """Without faults every part of the passes that are open now becomes durable."""
         system = self.system
@@ -204,8 +202,6 @@ class DataChecker:
                 return
         ending = system.coordinator.state.phase in ("ending", "finished")
         assert ending, f"passes {sorted(turns)} are never complete"
-
-    # ---- the end
 
     def account(self) -> DataAccount:
         """The ledger as it stands, which must add up."""

@@ -63,8 +63,6 @@ class Host(VirtualProcess):
         self.last_words = ""
         self._tapes: list[HostTape] = []
 
-    # ---- lives
-
     def begin(self) -> None:
         """A new life."""
         assert not self.alive
@@ -136,8 +134,6 @@ class Host(VirtualProcess):
             fail("the process is gone")
         self.system.ended(self)
 
-    # ---- its tapes
-
     def lose_tapes(self) -> None:
         """Its tapes end as they are."""
         for tape in self._tapes:
@@ -160,8 +156,6 @@ class Host(VirtualProcess):
         )
         self._tapes.append(tape)
         return tape
-
-    # ---- the network
 
     def received(self, connection: Connection, message: Any) -> None:
         """See `Endpoint`."""
@@ -407,8 +401,6 @@ class LearnerHost(ParticipantHost):
         tensors = self.participant._shared.tensors
         return digest(tensors.store.read(tensors.plan.fragments[fragment]))
 
-    # ---- what befalls it
-
     def stand_still(self) -> None:
         """See `ParticipantHost`."""
         self.stands = True
@@ -424,8 +416,6 @@ class LearnerHost(ParticipantHost):
         assert self.loop is not None
         if not self.loop.run(self.termination.told):
             self._gone(INTERRUPTED, silent=False)
-
-    # ---- what it does
 
     async def main(self) -> None:
         """Trains until the run is over, or it is told to go."""

@@ -137,8 +137,6 @@ class Lineage:
         elif who in self.shards:
             self._shard(self.shards[who], event, effects)
 
-    # ---- learners
-
     def _trainer(self, who: str) -> Trainer:
         host = self.system.learners[who]
         trainer = self.trainers.get(who)
@@ -224,8 +222,6 @@ class Lineage:
         local.given_up = union(local.given_up, lost)
         local.held, local.sent, local.snapshot = version, None, {}
 
-    # ---- shards
-
     def _shard(self, host: ShardHost, event: Any, effects: Sequence[Any]) -> None:
         who, life = host.name, host.life
         if isinstance(event, Merged):
@@ -273,8 +269,6 @@ class Lineage:
     def _is_new(fragment: int, folded: Steps, known: Steps) -> None:
         twice = common(folded, known)
         assert not twice, f"fragment {fragment}: {count(twice)} steps are merged twice: {twice}"
-
-    # ---- the end
 
     def check_end(self) -> None:
         """Whatever was trained by who saw the end is in the result, or was given up and counted."""

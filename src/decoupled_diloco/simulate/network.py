@@ -243,8 +243,6 @@ class Network:
             seconds += resend_seconds(1 - (1 - a.link.loss) * (1 - b.link.loss), self.choices)
         return seconds + self.choices.uniform(0.0, jitter) if jitter else seconds
 
-    # ---- connections
-
     def dial(
         self,
         dialer: Endpoint,
@@ -300,8 +298,6 @@ class Network:
         """When who hears nothing from now on gives a connection up."""
         return self.clockwork.now + LOST_SECONDS + self.choices.uniform(0.0, 1.0)
 
-    # ---- cuts
-
     def is_cut(self, a: Endpoint, b: Endpoint) -> bool:
         """Whether something does not pass between the two: TCP gets nowhere then."""
         return bool(self.cuts) and (self.is_silent(a, b) or self.is_silent(b, a))
@@ -352,8 +348,6 @@ class Network:
         for connection in list(end.connections.values()):
             if connection.other(end) is other:
                 connection.slip(end)
-
-    # ---- bodies
 
     def transfer(
         self,

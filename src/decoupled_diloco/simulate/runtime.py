@@ -54,8 +54,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._timers: set[asyncio.TimerHandle] = set()
         self._handlers: dict[int, Callable[[], None]] = {}
 
-    # ---- what asyncio needs
-
     def time(self) -> float:
         """This process's own clock: it may have leapt ahead."""
         return self.clockwork.now + self.process.ahead_seconds
@@ -155,8 +153,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         """Never: what belongs to an earlier life does not run."""
         return False
-
-    # ---- running
 
     def at(self, instant: float, timer: bool, function: Callable[..., None], *args: Any) -> None:
         """Plans something in this life, however many the process has had since."""

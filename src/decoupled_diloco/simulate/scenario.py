@@ -257,9 +257,6 @@ def dump_scenario(scenario: Scenario) -> str:
     return tomli_w.dumps(tables | tomllib.loads(dump_config(scenario.config)))
 
 
-# ---- the run
-
-
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ConfigError(f"{path} does not exist: give the path of a scenario's TOML file")
@@ -315,9 +312,6 @@ def _set_learners(tables: dict[str, Any], groups: Sequence[LearnerGroup]) -> Non
         )
     if groups:
         tables["run"]["learners"] = count
-
-
-# ---- who there is
 
 
 class _Cast:
@@ -404,9 +398,6 @@ def _paces(config: RunConfig) -> list[float]:
     return [float(pace) if config.workload.name == "paced" else 1.0] * config.run.learners
 
 
-# ---- what happens
-
-
 def _happenings(file: ScenarioFile, config: RunConfig, cast: _Cast) -> tuple[Happening, ...]:
     found = [_happening(event, file, config, cast) for event in file.events]
     for fault in config.faults:
@@ -487,9 +478,6 @@ def _recurrences(file: ScenarioFile, cast: _Cast) -> Iterable[Recurrence]:
             _check_kind(settings.kind, target, cast, where)
             for each in cast.each(target, settings):
                 yield Recurrence(each, settings, f"random/{number}/{each.name}")
-
-
-# ---- nobody comes who is there, nobody goes who is not
 
 
 def _check_presence(happenings: Sequence[Happening], members: dict[str, LearnerGroup]) -> None:

@@ -100,8 +100,6 @@ class Script:
         """What has not happened, because its step has not been reached."""
         return list(self._to_come)
 
-    # ---- triggers
-
     def _on_time(self, happening: Happening) -> None:
         self._timed -= 1
         self._strike(happening)
@@ -166,8 +164,6 @@ class Script:
         there = [self._hosts[name].name for name in target.processes if name in self._hosts]
         return replace(happening, target=replace(target, processes=tuple(dict.fromkeys(there))))
 
-    # ---- at random
-
     def _recur(self, recurrence: Recurrence, scenario: Scenario) -> None:
         choices = recurrence.choices(scenario.seed)
         self._plan_next(recurrence, choices, recurrence.settings.from_seconds)
@@ -178,8 +174,6 @@ class Script:
             at, over_at, happening = coming
             self.system.clockwork.at(at, self._strike, happening)
             self.system.clockwork.at(over_at, self._plan_next, recurrence, choices, over_at)
-
-    # ---- what happens, and how it is undone
 
     def _begin(self, happening: Happening, number: int) -> None:
         kind, target = happening.kind, happening.target

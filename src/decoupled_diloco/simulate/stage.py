@@ -36,8 +36,6 @@ class Stage:
         """Virtual time in seconds."""
         return self.clockwork.now
 
-    # ---- what may be done to processes
-
     def pause(self, host: Endpoint) -> None:
         """SIGSTOP."""
         if host.alive and not host.paused:
@@ -59,8 +57,6 @@ class Stage:
     def break_connections(self, a: Endpoint, b: Endpoint) -> None:
         """Connections between the two are lost with what is under way."""
         self.network.reset(a, b)
-
-    # ---- time
 
     def run(
         self,

@@ -191,8 +191,6 @@ class System(Stage):
         }
         """Those who train."""
 
-    # ---- its launcher
-
     def _launch(self) -> None:
         launcher = VirtualProcess(LAUNCHER, self.clockwork, self.choices.fork(LAUNCHER))
         self._context = Context()
@@ -249,8 +247,6 @@ class System(Stage):
         """Puts something that the launcher knows on its tape."""
         self.tape.sample(self.now, sample)
 
-    # ---- who there is
-
     @property
     def shard_processes(self) -> list[ShardHost]:
         """Every process of every shard."""
@@ -292,8 +288,6 @@ class System(Stage):
         """Of a copy of the default workload's model, fp32."""
         return 4 * sum(self.sizes)
 
-    # ---- told by the processes
-
     def record(self, host: Host, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         """A machine has handled an event; a shard's tape is called after its process here."""
         self.events += 1
@@ -318,8 +312,6 @@ class System(Stage):
     def broken(self, host: Host, error: BaseException) -> None:
         """The code of a process has failed in a way that it must not."""
         self.error = self.error or error
-
-    # ---- what may be done to it
 
     def crash(self, host: Host, *, silent: bool = False) -> None:
         """SIGKILL, and it stays down; ``silent``: with its machine, so that nobody is told."""

@@ -92,8 +92,6 @@ class Place:
         self.servers.clear()
         self.dialling.clear()
 
-    # ---- told by the network
-
     def received(self, connection: Connection, message: Any) -> None:
         """Something has arrived."""
         channel = self.channels.get(connection.number)

@@ -151,8 +151,6 @@ class _Shard:
         self._unknown: set[int] = set()
         self._recovered: tuple[fact.DurableCopy, ...] = ()
 
-    # ---- what was told
-
     def _event(self, event: Any) -> None:
         match event:
             case fact.Received(_, say.Upload() as message):
@@ -232,8 +230,6 @@ class _Shard:
         self._tensors.fragments.pop(fragment, None)
         self._unknown.add(fragment)
 
-    # ---- what was ordered
-
     def _order(self, order: Any) -> None:
         tensors = self._tensors
         match order:
@@ -303,8 +299,6 @@ class _Shard:
         text = f"version {message.version} of fragment {message.fragment}"
         if digest(entry.published) != message.digest and text not in self.result.differences:
             self.result.differences.append(text)
-
-    # ---- the end
 
     def end(self, *, whole: bool) -> None:
         """Compares the last weights with those that the run has left."""

@@ -130,8 +130,6 @@ def _parse_aliases(metadata: Mapping[str, str]) -> dict[str, str]:
     return aliases
 
 
-# ---- sealed
-
 DIGESTS_KEY = "decoupled_diloco.digests"
 """Metadata entry, JSON: {tensor: digest}."""
 

@@ -158,8 +158,6 @@ class CoordinatorHost:
         self._part: dict[str, Any] = {}
         self._checkpoint_kept = CheckpointAnswer("given up", 0)
 
-    # ---- learners and observers
-
     async def serve_join(self, channel: Channel, join: say.Join) -> None:
         """Answers a join, and watches its connection until it is gone."""
         if join.run and join.run != self._run:
@@ -255,8 +253,6 @@ class CoordinatorHost:
             return layout, str(error)
         return layout, ""
 
-    # ---- shards
-
     async def serve_shard(self, channel: Channel, hello: say.ShardHello) -> None:
         """Follows the connection of a shard in another process."""
         problem = self._shard_problem(hello)
@@ -329,8 +325,6 @@ class CoordinatorHost:
     def shard_said(self, shard: int, message: say.FromShard) -> None:
         """A shard said something."""
         self._handle(Received(shard_peer(shard), message))
-
-    # ---- carrying out
 
     def _handle(self, event: CoordinatorEvent) -> None:
         if not self._shard_lease.holds():
@@ -523,8 +517,6 @@ class CoordinatorHost:
 
     def _layout_text(self) -> str:
         return "" if self._layout is None else json.dumps(self._layout.to_json())
-
-    # ---- state on disk
 
     def _document(self) -> dict[str, Any]:
         return {

@@ -319,8 +319,6 @@ class ShardDisk:
             with contextlib.suppress(OSError):  # tried again at the next checkpoint
                 runtime().disk.remove(file)
 
-    # ---- reading
-
     def _load(self, number: int) -> dict[int, Durable]:
         path = self._path(number, ".safetensors")
         metadata = load_metadata(path)
@@ -403,8 +401,6 @@ class ShardDisk:
         self.tensors.commit(fragment, step)
         found[fragment] = durable
         self.memory = record.fields.get("memory", self.memory)
-
-    # ---- files
 
     def _path(self, number: int, suffix: str) -> Path:
         return self.folder / f"{number:08d}{suffix}"

@@ -243,8 +243,6 @@ class Shard:
             "layout": None if self._layout is None else self._layout.to_json(),
         }
 
-    # ---- telling the machine
-
     def _handle(self, event: fact.SyncerEvent) -> None:
         if self._stopping.is_set() or not self._shard_lease.holds():
             return  # peers may still talk; what they say belongs to the next life
@@ -340,8 +338,6 @@ class Shard:
             logger.error("shard %d stops: %s", self.shard, error, exc_info=details)
         self._stopping.set()
 
-    # ---- connections
-
     async def _serve(self, channel: Channel) -> None:
         """One control connection; its first message says what it is for."""
         try:
@@ -385,8 +381,6 @@ class Shard:
     def _genuine(self, hello: say.Hello) -> say.Hello:
         assert self._seals is not None
         return dataclasses.replace(hello, held=self._seals.genuine(hello.held))
-
-    # ---- orders
 
     def _do(self, effect: do.SyncerEffect) -> None:
         """Does at once what the worker does, and in order, in slices, what peers hear of."""
@@ -497,8 +491,6 @@ class Shard:
         if self._merging is not None:
             await self._merging.save_share()
         self._coordinator.tell(message)
-
-    # ---- the coordinator
 
     def _ordered(self, message: say.ToShard | say.ShardAdmitted) -> None:
         if self._stopping.is_set():

@@ -147,8 +147,6 @@ class ShardLease:
         self._worker.shutdown(wait=False, cancel_futures=True)
         self.tape.close()
 
-    # ---- telling the machine
-
     def _handle(self, event: LeaseEvent) -> None:
         for effect in self._recorder.handle(now(), event):
             self._do(effect)

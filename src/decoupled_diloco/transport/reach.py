@@ -252,8 +252,6 @@ class _Look:
         ):
             self._seen.upgraded = True
 
-    # ---- what the data plane moves
-
     async def _rate(self, move: Callable[[int], Awaitable[None]], streams: int) -> float:
         """Bytes a second over so many connections."""
         begun, moved = time.monotonic(), FIRST_BYTES

@@ -65,9 +65,6 @@ def test_a_pace_needs_a_workload_that_has_one(tmp_path: Path) -> None:
         require_real(load_scenario(path, overrides=["workload.name=gpt"]))
 
 
-# ---- stopping
-
-
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     """A process that counts on its standard output."""
@@ -144,9 +141,6 @@ def test_who_stands_goes_on_when_the_one_who_stopped_it_dies(
         stopper.send_signal(signal.SIGKILL)
         stopper.wait()
     wait_for(child.pid, "RS")
-
-
-# ---- disks
 
 
 FULL = """

@@ -47,9 +47,6 @@ def model_of(width: int = 4) -> ModelFacts:
     )
 
 
-# ---- this machine
-
-
 def test_python_and_torch_are_as_new_as_the_project_says() -> None:
     assert machine.judge_python((3, 12, 1)) == Finding("python", "ok", "3.12.1")
     assert machine.judge_python((3, 10, 9)).level == "error"
@@ -140,9 +137,6 @@ def test_taken_ports_are_named() -> None:
     assert machine.judge_ports("::", {7070: "", 7071: ""}).level == "ok"
     taken = machine.judge_ports("127.0.0.1", {7070: "", 7071: "Address already in use"})
     assert (taken.level, taken.text) == ("error", "127.0.0.1:7071: Address already in use")
-
-
-# ---- the syncer
 
 
 def trouble(step: str, cause: Any) -> Finding:
@@ -271,9 +265,6 @@ def test_a_layout_that_is_none_is_told() -> None:
     assert syncer.judge_layout(model_of().layout, {"tensors": 5}).level == "error"
 
 
-# ---- facts, from the real thing
-
-
 def test_the_model_of_a_file_is_described() -> None:
     options = {"layers": 1, "width": 32, "heads": 2, "context": 16}
     config = config_of(sync={"fragments": 4}, workload={"name": "gpt", "options": options})
@@ -311,9 +302,6 @@ def test_what_hangs_is_given_up_and_what_fails_is_told() -> None:
     with pytest.raises(ZeroDivisionError):
         limited(1.0, lambda: 1 // 0)
     assert limited(1.0, lambda: None) is None
-
-
-# ---- the command
 
 
 FINDINGS = [

@@ -160,9 +160,6 @@ def test_no_steps_and_one_step():
     assert (account.uptime, account.time.goodput, account.tokens.unsent) == (None, None, 10)
 
 
-# ---- tokens
-
-
 def life_with(ledger: Ledger, **fields: object) -> ProcessLife:
     return ProcessLife(0.0, 9.0, ledger=ledger, **fields)  # type: ignore[arg-type]
 

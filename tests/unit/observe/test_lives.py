@@ -147,9 +147,6 @@ def test_a_shard_that_is_not_there_is_said(chronicle):
         explain_step(chronicle, 3, 9)
 
 
-# ---- a clock that goes back, on a tape made by hand
-
-
 def line(seq, at, kind, name, data, who="shard-1"):
     return Record(at, who, seq, kind, name, data, None, 1e9 + at, 0)
 
@@ -193,9 +190,6 @@ def test_the_progress_of_a_run_does_not_go_back():
     assert progress.step == 57
     rate = progress.clock_rate.per_second()
     assert rate == 0.0
-
-
-# ---- who was live when a window closed
 
 
 class Shard:
@@ -276,9 +270,6 @@ def test_everybody_who_left_during_a_round_was_live_before(chronicle):
     assert set(round.live) == set(names)
 
 
-# ---- what befell whom
-
-
 def test_a_gap_is_not_explained_by_what_befell_a_learner_with_a_longer_name():
     shard = Shard()
     for connection, name in enumerate(("learner-1", "learner-11")):
@@ -319,9 +310,6 @@ def test_a_learner_that_left_and_came_back_is_down_when_it_is_killed():
     assert state_of(shard) == "stepping"
     shard.tell(9.0, "effect", Evict("a", "gone", "its connection broke and its lease ran out"))
     assert state_of(shard) == "down"
-
-
-# ---- what is kept
 
 
 def test_a_watched_run_is_told_the_same_and_nothing_of_it_grows(records, monkeypatch):

@@ -264,9 +264,6 @@ def test_many_learners_are_summed_up(tmp_path):
     assert any(line.startswith("… 4 more") for line in lines)
 
 
-# ---- the state behind it
-
-
 def view_of(folder):
     view = RunModel()
     view.take_all(TapeReader(folder))

@@ -184,9 +184,6 @@ def test_same_run_same_page(written, run_folder):
     assert (written[0] / "report.html").read_text() == again
 
 
-# ---- bad and unusual input: what there is, is shown
-
-
 def test_a_run_with_no_rounds_is_reported_as_far_as_it_got(tmp_path):
     with TapeWriter(tmp_path / "tape", "learner-0") as tape:
         tape.event(1.0, StepFinished(10))
@@ -345,9 +342,6 @@ def test_what_cannot_be_written_is_an_error(run_folder, tmp_path):
         write_report(read_run(run_folder), None, tmp_path / "file" / "report.png")
 
 
-# ---- two runs
-
-
 def evaluated(*losses, virtual=False):
     """A run of ten seconds with these losses of the global weights."""
     every = [Evaluation(10 * n / (len(losses) - 1), n, x, 1) for n, x in enumerate(losses)]
@@ -437,9 +431,6 @@ def test_a_run_beside_itself(run_folder, tmp_path):
     texts = Page((tmp_path / "comparison.html").read_text()).texts
     assert "All settings are the same." in texts
     assert not any("points" in text and text[0] in "+−" for text in texts if text)
-
-
-# ---- shapes
 
 
 def test_rounds_that_overlap_lie_in_rows(run_folder):

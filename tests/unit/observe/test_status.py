@@ -281,9 +281,6 @@ def test_a_low_terminal_shows_who_is_in_trouble(records):
     assert "3 more" in text
 
 
-# ---- broken tapes
-
-
 def test_nothing_on_the_tape_yet(tmp_path):
     (tmp_path / "tape").mkdir()
     source = FolderSource(tmp_path)

@@ -423,8 +423,6 @@ def test_follow_reports_torn_lines(tmp_path):
     assert len(reader.problems) == 1
 
 
-# ---- recording and replay
-
 OPTIONS = Options(fragments=4, period=4, shards=2)
 
 

@@ -27,9 +27,6 @@ from decoupled_diloco.protocol.messages import Draining, StepReport, Welcome
 LEAST, MOST = STEPS_PER_SECOND
 
 
-# ---- steps
-
-
 def test_rule_13_one_report_moves_the_clock_by_no_more_than_can_be_true(shard_bench: Any) -> None:
     """Rule 13: a number is no step; what is not believed at once is when time has passed."""
     bench = shard_bench("a", "b", fragments=1, period=10)
@@ -89,9 +86,6 @@ def test_rule_13_who_is_new_is_not_ahead_of_the_clock(shard_bench: Any) -> None:
     assert bench.messages(Welcome)[0].run_step == bench.machine.state.clock == 1
 
 
-# ---- step times
-
-
 def test_rule_13_a_step_time_that_its_reports_belie_is_not_believed(shard_bench: Any) -> None:
     """Rule 13: it would make every delivery window as short, and nobody could deliver."""
     bench = shard_bench("a", "b", fragments=1, period=100)
@@ -118,9 +112,6 @@ def test_rule_13_a_step_time_that_nothing_speaks_against_is_believed(shard_bench
     bench.step("b", 3.0, seconds=7.0)
     steps = {name: one.step_seconds for name, one in bench.machine.state.members.items()}
     assert steps == {"a": 0.8, "b": 7.0}
-
-
-# ---- tokens
 
 
 def liar(shard_bench: Any) -> Any:
@@ -169,9 +160,6 @@ def test_rule_13_what_an_earlier_epoch_has_reported_counts(shard_bench: Any) -> 
     assert fold.tokens == 40.0
 
 
-# ---- goodbyes
-
-
 def leave_again_and_again(bench: Any, *, delivers: bool) -> tuple[Counter[Any], Counter[int]]:
     """a says twenty times that it goes; how often each is asked, and each fragment opened."""
     asked: Counter[Any] = Counter()
@@ -218,9 +206,6 @@ def test_rule_13_who_goes_again_and_again_and_hands_nothing_in_is_heard_no_more(
         bench.step(learner)
     _, opened = leave_again_and_again(bench, delivers=False)
     assert opened == {0: LEAVINGS_MAX, 1: LEAVINGS_MAX}
-
-
-# ---- leases
 
 
 def test_rule_1_learners_that_go_at_once_shift_the_others_once(shard_bench: Any) -> None:

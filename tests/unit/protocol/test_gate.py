@@ -109,9 +109,6 @@ def test_when_all_become_larger_the_limit_follows(shard_bench: Any) -> None:
     assert all(found[-SAMPLES_MAX // 2 :])
 
 
-# ---- a learner's own past
-
-
 @pytest.mark.parametrize(
     ("own", "limit"),
     [

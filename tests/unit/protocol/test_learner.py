@@ -100,9 +100,6 @@ def contributed(
     return bench
 
 
-# ---- joining
-
-
 def test_training_may_begin_when_every_fragment_is_here(learner_bench: Any) -> None:
     bench = learner_bench(begin=False, fragments=2)
     bench.publish(V0, None, 0)
@@ -140,9 +137,6 @@ def test_a_refusal_for_good_expels(learner_bench: Any) -> None:
     assert not bench.orders(Expelled)
     bench.hear(Refusal("an old epoch", True))
     assert [order.reason for order in bench.orders(Expelled)] == ["an old epoch"]
-
-
-# ---- published copies
 
 
 def test_who_holds_the_base_fetches_the_difference(learner_bench: Any) -> None:
@@ -221,9 +215,6 @@ def test_a_staged_copy_that_is_renamed_still_contains_what_was_sent(learner_benc
     assert bench.machine.state.tokens_of(bench.machine.state.fragments[0]) == 30
 
 
-# ---- snapshots and pulls
-
-
 def test_the_report_of_a_step_carries_counters(learner_bench: Any) -> None:
     bench = started(learner_bench, steps=1)
     bench.step()
@@ -300,9 +291,6 @@ def test_no_snapshot_replaces_one_that_was_sent(learner_bench: Any) -> None:
     bench.hear(outcome("abandoned"))
     bench.step()
     assert bench.orders(Snapshot)
-
-
-# ---- applying (rule 7)
 
 
 @pytest.mark.parametrize(
@@ -393,9 +381,6 @@ def test_at_tau_applies_so_many_steps_after_the_snapshot(learner_bench: Any) -> 
         assert not bench.orders(Apply), step
     bench.step()
     assert bench.orders(Apply)
-
-
-# ---- waiting
 
 
 def waiting(learner_bench: Any, **options: Any) -> Any:
@@ -492,9 +477,6 @@ def test_who_waits_for_long_has_its_shards_count_it_alike(learner_bench: Any) ->
     assert bench.orders(Release), "the fragment will be due once more"
     offsets = [link.offset for link in bench.machine.state.shards]
     assert offsets == [-2, -2]
-
-
-# ---- copies, the end
 
 
 def test_a_shard_gets_its_copy_back(learner_bench: Any) -> None:

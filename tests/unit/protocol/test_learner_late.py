@@ -77,9 +77,6 @@ def view(bench: Any) -> Any:
     return bench.machine.state.fragments[0]
 
 
-# ---- rule 7: the version in between
-
-
 @pytest.mark.parametrize(
     ("alignment", "discarded", "left"),
     [("overwrite", 30, 0), ("carry", 0, 30), ("blend", 0, 30)],
@@ -195,9 +192,6 @@ def test_rule_4_a_pull_that_the_shard_gave_up_is_not_answered(learner_bench: Any
     assert not bench.orders(SendBody)
 
 
-# ---- rule 4: the answer before the next copy
-
-
 def test_rule_4_a_pull_is_answered_before_the_next_copy_is_taken(learner_bench: Any) -> None:
     """Rule 4: who needs longer for a step than the delivery window would never be heard."""
     bench = started(learner_bench, steps=1)
@@ -274,9 +268,6 @@ def test_rule_4_what_comes_next_is_snapshotted_ahead(learner_bench: Any) -> None
     assert [order.fragment for order in bench.orders(Snapshot)] == [0, 2, 3]
     bench.hear(pull(SECOND, tick=3, fragment=2))
     assert [body.fragment for body in bench.orders(SendBody)] == [2], "at once"
-
-
-# ---- connections
 
 
 def test_an_announcement_follows_the_digest(learner_bench: Any) -> None:

@@ -48,9 +48,6 @@ def behind_by(shard_bench: Any, versions: int, **options: Any) -> Any:
     return bench
 
 
-# ---- late contributions
-
-
 @pytest.mark.parametrize("versions", [1, 2, 5])
 def test_rule_4_a_late_body_goes_into_the_fragments_next_round(
     shard_bench: Any, versions: int
@@ -170,9 +167,6 @@ def test_rule_4_what_is_late_counts_for_the_next_quorum(shard_bench: Any) -> Non
     bench.body("a")
     tick_at(bench, bench.machine.state.rounds[0].deliver_until)
     assert bench.orders(Merge)
-
-
-# ---- flow
 
 
 def slow(shard_bench: Any, fragments: int = 6, **options: Any) -> Any:

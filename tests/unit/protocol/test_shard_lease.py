@@ -237,9 +237,6 @@ def test_a_storage_out_of_reach_is_told_of_once(standby: Bench) -> None:
     assert len(standby.told(LookFailed("stale file handle"))) == 1
 
 
-# ---- several contenders, in worlds drawn from a seed
-
-
 class Storage:
     """The claims, as all see them."""
 

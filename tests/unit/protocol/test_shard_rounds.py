@@ -63,9 +63,6 @@ def states(finished: RoundFinished) -> dict[str, str]:
     return {participant.learner: participant.state for participant in finished.participants}
 
 
-# ---- rule 2: slots
-
-
 def test_rule_2_rounds_are_limited_and_what_is_due_waits_with_its_tick(shard_bench: Any) -> None:
     """Rule 2: at most ⌈τ·P/H⌉ hold a slot, until they merge; the rest waits in order."""
     bench = shard_bench("a", fragments=4, period=4, overlap=2)
@@ -155,9 +152,6 @@ def test_a_round_from_the_tick_to_the_published_copy(shard_bench: Any) -> None:
     (finished,) = bench.orders(RoundFinished)
     assert finished.verdict == "merged"
     assert [participant.state for participant in finished.participants] == ["folded", "folded"]
-
-
-# ---- rule 4: when a round merges
 
 
 def test_rule_4_a_round_merges_as_soon_as_everybody_asked_has_delivered(shard_bench: Any) -> None:
@@ -343,9 +337,6 @@ def test_rule_4_without_any_weight_the_round_is_given_up(shard_bench: Any) -> No
     assert bench.machine.state.again == {0}
 
 
-# ---- rule 4: a merge that fails
-
-
 def fail_merge(bench: Any) -> None:
     """Everybody is asked, delivers, and the worker cannot merge."""
     if not bench.asked():
@@ -432,9 +423,6 @@ def test_a_merge_of_another_round_is_none(shard_bench: Any) -> None:
     assert not bench.told(MergeFailed(7, 0, "no memory"))
     assert not bench.orders(RoundFinished)
     assert bench.merged()
-
-
-# ---- rules 4 and 6: what arrives
 
 
 @pytest.mark.parametrize(
@@ -557,9 +545,6 @@ def test_windows_pass_in_ticks_only(shard_bench: Any) -> None:
     assert order.why == "all 2 live learners qualify"
 
 
-# ---- connections
-
-
 def test_who_connects_anew_is_not_waited_for_when_the_window_has_closed(shard_bench: Any) -> None:
     bench = opened(shard_bench, "a", "b", quorum=1)
     first = bench.machine.state.fragments[0].asks["a"].path
@@ -677,9 +662,6 @@ def test_a_new_epoch_is_not_asked_for_what_its_earlier_life_has_delivered(
     bench.step("a")
     assert "a" not in bench.asked()
     assert [ask.learner for ask in bench.machine.state.fragments[0].folded] == ["a"]
-
-
-# ---- rule 3 and Eq. 3
 
 
 def test_who_missed_a_fragment_is_asked_the_next_time(shard_bench: Any) -> None:

@@ -157,9 +157,6 @@ def test_who_was_late_in_the_closing_round_gets_another_chance(shard_bench: Any)
     assert bench.messages(Swept)
 
 
-# ---- what is open when the run ends
-
-
 def wait(bench: Any, seconds: float) -> None:
     """Time passes, tick by tick; everybody is heard."""
     until = bench.now + seconds
@@ -295,9 +292,6 @@ def test_rule_12_a_merge_that_is_under_way_is_no_closing_round(shard_bench: Any)
     assert [pull.final for pull in bench.messages(Pull)] == [True]
 
 
-# ---- who does not answer
-
-
 def test_rule_12_a_learner_whose_loop_stands_still_ends_the_sweep_after_three_tries(
     shard_bench: Any,
 ) -> None:
@@ -398,9 +392,6 @@ def test_rule_12_who_has_made_no_step_is_asked_as_well(shard_bench: Any, deliver
     else:
         bench.decline("b")
     assert bench.orders(Merge)
-
-
-# ---- the last copies
 
 
 def finished(shard_bench: Any) -> Any:

@@ -47,9 +47,6 @@ from decoupled_diloco.protocol.versions import Asking, Holding
 V0, V1, V2 = (Version(1, counter) for counter in range(3))
 
 
-# ---- the shard: from which version
-
-
 def step_without_copies(bench: Any, learner: str) -> list[Any]:
     """It reports a step, and holds nothing new."""
     bench.steps[learner] += 1
@@ -360,9 +357,6 @@ def test_rule_12_a_loop_that_stood_before_the_end_is_not_fetching(shard_bench: A
     assert bench.orders(Merge)
 
 
-# ---- the learner: what it answers
-
-
 def pull(ask: int, base: Version, tick: int = 4) -> Pull:
     return Pull(0, Asking(1, ask), base, tick, "bf16", "carry", "/up", False, ())
 
@@ -454,9 +448,6 @@ def test_rule_4_what_was_refused_may_be_sent_again(learner_bench: Any) -> None:
     bench.step()
     (body,) = bench.orders(SendBody)
     assert (body.base, body.steps) == (V0, 6)
-
-
-# ---- the learner: what it fetches
 
 
 def fetching(learner_bench: Any, fragments: int, **options: Any) -> Any:

@@ -71,9 +71,6 @@ def random(**keys: object) -> str:
     return event(**keys).replace("[[events]]", "[[random]]")
 
 
-# ---- what it means
-
-
 def test_groups_are_the_runs_learners_in_their_order(tmp_path: Path) -> None:
     scenario = load(tmp_path, RUN + GROUPS)
     assert scenario.config.run.learners == 3
@@ -189,8 +186,6 @@ def test_there_are_scenarios() -> None:
         "thousands",
     }
 
-
-# ---- what it cannot mean
 
 KILL = {"kind": "kill", "target": "learner-1"}
 
@@ -365,9 +360,6 @@ def test_a_file_that_makes_no_scenario(tmp_path: Path, text: str, message: str) 
 def test_no_scenario_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give the path of a scenario's TOML file"):
         load_scenario(tmp_path / "none.toml")
-
-
-# ---- all kinds of chaos
 
 
 def test_targets_may_be_all_shards_and_the_evaluator(tmp_path: Path) -> None:

@@ -139,9 +139,6 @@ def test_who_left_and_had_become_slower_leaves_no_step_time_behind(
         assert "until_seconds" in run.reason
 
 
-# ---- every kind of fault
-
-
 STORM = """
 [[events]]
 kind = "{kind}"

@@ -154,9 +154,6 @@ async def test_a_tape_that_is_gone_is_said(tmp_path):
         await documents_of(tmp_path)({"who": "shard-0"})
 
 
-# ---- over HTTP
-
-
 async def nobody(channel):
     raise AssertionError("no channel is opened here")
 

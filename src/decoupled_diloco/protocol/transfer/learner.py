@@ -96,9 +96,6 @@ def told(state: LearnerState, now: float, message: Message) -> list[LearnerEffec
             raise AssertionError(f"the coordinator does not say this to a learner: {message}")
 
 
-# ---- looking for one
-
-
 def look(state: LearnerState, now: float) -> list[LearnerEffect]:
     """Asks for a donor as soon as every shard has told of its versions."""
     search = _search(state)
@@ -246,9 +243,6 @@ def _give_up(state: LearnerState, search: Search, reason: str) -> list[LearnerEf
 
 def _search(state: LearnerState) -> Search | None:
     return None if state.recovery is None else state.recovery.search
-
-
-# ---- being one
 
 
 def wanted(state: LearnerState, now: float, message: StateWanted) -> list[LearnerEffect]:

@@ -198,8 +198,6 @@ class World:
     def _tick_of(self, fragment: int, step: int, ends: list[float], arrived: list[float]) -> _Tick:
         return _Tick(fragment, step, ends, arrived, counts=step >= self.first_step)
 
-    # ---- learners that never wait
-
     def _clock(self, step: int) -> None:
         """The run's clock is at a step in which something happens."""
         if step in (self.first_step, self.first_step + self.steps):
@@ -234,8 +232,6 @@ class World:
         if pace == self.tick:
             return step * pace
         return pace * (floor(((step - 1) * self.tick + nearer) / pace + ROUNDING) + 1)
-
-    # ---- learners that wait
 
     def _boundary(self, site: _Site, step: int) -> None:
         """A site's learners have finished a step in which something happens."""
@@ -276,8 +272,6 @@ class World:
             arrived = list(map(operator.add, told, away))
             opens = max(self.now, self.network.kth(arrived, self.options.quorum))
             self._at(opens, self._is_due, self._tick_of(fragment, step, told, arrived))
-
-    # ---- rounds
 
     def _is_due(self, tick: _Tick) -> None:
         self.due += tick.counts
@@ -429,8 +423,6 @@ class World:
         if round.following is not None:
             self._queue(round.following)
 
-    # ---- copies
-
     def _fetch(self, round: _Round, site: _Site) -> None:
         """A site wants a copy; an older one that waits for its turn is not needed any more."""
         if round.fragment in site.wanted:
@@ -476,8 +468,6 @@ class World:
         whole = max(0, ceil(steps))
         held = self.waits or self.options.apply == "at_tau"
         return max(whole, self.options.overlap) if held else whole
-
-    # ---- afterwards
 
     def _result(self) -> Rounds:
         begin = min(site.marks[0] for site in self.sites)

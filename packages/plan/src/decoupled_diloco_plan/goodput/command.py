@@ -160,9 +160,6 @@ def _calibrate(options: GoodputOptions) -> None:
     write_json(document, options.json_to)
 
 
-# ---- what is given
-
-
 def _refuse_what_is_ignored(options: GoodputOptions) -> None:
     """An option that the others leave nothing to do is a mistake."""
     given, systems = options.model_fields_set, _systems(options)

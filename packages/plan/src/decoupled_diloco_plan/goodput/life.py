@@ -261,8 +261,6 @@ class Life:
         self._leave(end)
         self._stand(UPSCALE, end + self._habits.upscale)
 
-    # ---- who leaves and who joins
-
     def _next_stop(self) -> int:
         """When the next upscale is due, or the next slice leaves that is there."""
         at = self._returns[0][0] + self._habits.window if self._returns else NEVER
@@ -328,8 +326,6 @@ class Life:
     def _size(self, which: int) -> int:
         own = self._slices.count
         return self._slices.size(which) if which < own else self._extra[which - own]
-
-    # ---- failures
 
     def _skip(self) -> None:
         self._next += 1
