@@ -60,7 +60,6 @@ from decoupled_diloco.protocol.learner_state import (
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
     CopyWanted,
-    CountLess,
     Decline,
     DrainRefused,
     Ending,
@@ -102,10 +101,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-HOLD_SECONDS = 10.0
-"""A learner that waits for longer asks whether its shards count it alike."""
-
-
 class LearnerMachine:
     """One learner's protocol; ``role="observer"`` follows the published copies and no more."""
 
@@ -139,7 +134,7 @@ class LearnerMachine:
             case StepFinished(tokens, batches):
                 return self._stepped(now, tokens) + self._trained(batches)
             case Paused():
-                return self._boundary(now) + self._hold_or_release(now) + self._count_alike(now)
+                return self._boundary(now) + self._hold_or_release()
             case DrainAsked(why):
                 return draining.told_to_go(self.state, self.options, why)
             case Connected(peer) | Received(peer) | Lost(peer) if peer == COORDINATOR:
@@ -221,7 +216,7 @@ class LearnerMachine:
                 effects.append(Send(shard_peer(shard), report, "a step is finished"))
         if state.givings:
             effects += transfer.at_boundary(state, now)
-        return effects + self._hold_or_release(now)
+        return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
         """What a boundary allows: its part of a checkpoint, or else applying, then snapshots."""
@@ -350,12 +345,12 @@ class LearnerMachine:
                 if self.options.owner(index) == shard and view.held is not None:
                     view.owed_at = self.state.step
 
-    def _hold_or_release(self, now: float) -> list[LearnerEffect]:
+    def _hold_or_release(self) -> list[LearnerEffect]:
         if self.options.wait == "never":
             return []
         owed = self._owed()
         if owed and not self.state.holding:
-            self.state.holding, self.state.held_since = True, now
+            self.state.holding = True
             return [Hold(f"fragments {owed} are not back yet")]
         return self._release_if_free("everything is back")
 
@@ -373,23 +368,6 @@ class LearnerMachine:
             self.state.holding = False
             return [Release(why)]
         return []
-
-    def _count_alike(self, now: float) -> list[LearnerEffect]:
-        """It has waited for long: has the shards that count it further on count it as the others.
-
-        Else a shard that lags may wait for this learner's next step, and all others for that shard.
-        """
-        state = self.state
-        if not state.holding or now - state.held_since < HOLD_SECONDS:
-            return []
-        state.held_since = now
-        offsets = [link.offset for link in state.shards if link.offset is not None]
-        least = CountLess(max(0, min(offsets) + state.step))
-        return [
-            Send(shard_peer(shard), least, "another shard counts this learner from there")
-            for shard, link in enumerate(state.shards)
-            if link.linked and link.offset is not None and link.offset > min(offsets)
-        ]
 
     def _linked(self, shard: int) -> list[LearnerEffect]:
         link = self.state.shards[shard]
@@ -455,7 +433,7 @@ class LearnerMachine:
             case Shifted(by):
                 if link.offset is not None:
                     link.offset += by
-                return [] if by >= 0 else self._counted_less(shard)
+                return []
             case CopyWanted():
                 return fragments.copy_wanted(self.state, shard, message)
             case Ending():
@@ -468,11 +446,6 @@ class LearnerMachine:
                 return self._over_if_done()
             case _:
                 raise AssertionError(f"a shard does not say this to a learner: {message}")
-
-    def _counted_less(self, shard: int) -> list[LearnerEffect]:
-        for view in self._fragments_of(shard):
-            view.owed_at = None  # it will be due once more
-        return self._release_if_free("the shard counts from where another does")
 
     def _hear_clock(self, now: float, link: ShardView, clock: int) -> None:
         if clock > link.clock:

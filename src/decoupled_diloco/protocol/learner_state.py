@@ -163,7 +163,6 @@ class LearnerState:
     ended: bool = False
     over: bool = False
     holding: bool = False
-    held_since: float = 0.0
     attention: set[int] = field(default_factory=set)
     retrying: set[int] = field(default_factory=set)
     recovery: Recovery | None = None

@@ -65,17 +65,6 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class CountLess:
-    """The shard is to count the learner from a smaller run step: from where another shard does.
-
-    For learners that wait (`Options.wait`): two shards that count one learner differently may each
-    wait for what the other holds up.
-    """
-
-    run_step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Upload:
     """Announces the body of a contribution; counters are those of its snapshot."""
 
@@ -226,10 +215,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
-    """The clock's quorum changed: every learner's run step moves up by this much (rule 1).
-
-    Below 0 it answers `CountLess`.
-    """
+    """The clock's quorum changed: every learner's run step moves up by this much (rule 1)."""
 
     by: int
 
@@ -395,9 +381,7 @@ class FinishOrdered:
     """Coordinator → shard: all are swept, the run is over."""
 
 
-FromLearner = (
-    StepReport | CountLess | Upload | Decline | Copy | CopyDeclined | Holding | Draining | Leave
-)
+FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Draining | Leave
 ToLearner = (
     Welcome
     | Refusal

@@ -57,7 +57,6 @@ from decoupled_diloco.protocol.messages import (
     Begin,
     Copy,
     CopyDeclined,
-    CountLess,
     Decline,
     Draining,
     Ending,
@@ -353,8 +352,6 @@ class SyncerMachine:
         match message:
             case StepReport():
                 return syncer_members.reported(state, self.options, now, member, message)
-            case CountLess(run_step):
-                return syncer_members.count_less(state, member, run_step)
             case Upload(fragment, ask):
                 syncer_rounds.announced(state, learner, fragment, ask)
                 return []  # the shell joins it with its body

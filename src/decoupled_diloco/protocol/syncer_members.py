@@ -187,16 +187,6 @@ def _steps_again(state: SyncerState, member: Member) -> list[SyncerEffect]:
     return [Send(member.learner, Shifted(by), "the clock went on while its loop stood still")]
 
 
-def count_less(state: SyncerState, member: Member, run_step: int) -> list[SyncerEffect]:
-    """A learner asks to be counted as another shard counts it, which is less."""
-    by = run_step - member.run_step
-    if by >= 0 or run_step < 0 or state.phase in CLOCKLESS:
-        return []
-    state.ahead -= run_step <= state.clock < member.run_step
-    member.offset += by
-    return [Send(member.learner, Shifted(by), "another shard counts it from there")]
-
-
 def advance_step(state: SyncerState, member: Member, now: float, step: int) -> None:
     """A learner's own step count grows, as far as that can be true; old reports change nothing."""
     pace = state.identities[member.learner].pace

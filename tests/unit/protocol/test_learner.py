@@ -17,7 +17,6 @@ from decoupled_diloco.protocol.effects import (
     Relabel,
     Release,
     RunOver,
-    Send,
     SendBody,
     SendCopy,
     Snapshot,
@@ -31,11 +30,9 @@ from decoupled_diloco.protocol.events import (
     Tick,
     UploadFailed,
 )
-from decoupled_diloco.protocol.learner import HOLD_SECONDS
 from decoupled_diloco.protocol.messages import (
     CopyDeclined,
     CopyWanted,
-    CountLess,
     Decline,
     Ending,
     Finished,
@@ -461,22 +458,6 @@ def test_a_late_snapshot_does_not_make_at_tau_wait_for_itself(learner_bench: Any
     bench.told(Paused())
     assert bench.orders(Apply)
     assert bench.orders(Release)
-
-
-def test_who_waits_for_long_has_its_shards_count_it_alike(learner_bench: Any) -> None:
-    """Its other shard counts it two steps behind, and waits for this learner's next step."""
-    bench = waiting(learner_bench, fragments=2, shards=2, overlap=0)
-    bench.hear(Welcome(1, 1, 0, 2, 0), 1)
-    assert bench.machine.state.holding
-    held_since = bench.machine.state.held_since
-    bench.told(Paused(), held_since + HOLD_SECONDS - 0.1)
-    assert not bench.messages(CountLess), "it may be the link"
-    bench.told(Paused(), held_since + HOLD_SECONDS)
-    assert [(o.peer, o.message) for o in bench.orders(Send)] == [("shard-0", CountLess(0))]
-    bench.hear(Shifted(-2))
-    assert bench.orders(Release), "the fragment will be due once more"
-    offsets = [link.offset for link in bench.machine.state.shards]
-    assert offsets == [-2, -2]
 
 
 def test_a_shard_gets_its_copy_back(learner_bench: Any) -> None:

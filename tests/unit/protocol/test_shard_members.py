@@ -12,7 +12,6 @@ from decoupled_diloco.protocol.effects import Accept, ClockAdvanced, Evict, Reje
 from decoupled_diloco.protocol.events import Connected, Heard, Lost, Received, Reported, Tick
 from decoupled_diloco.protocol.membership import LEASE_SECONDS, RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
-    CountLess,
     Hello,
     Leave,
     Progress,
@@ -139,19 +138,6 @@ def test_when_the_leader_leaves_the_others_are_shifted_up(shard_bench: Any) -> N
     assert bench.machine.state.clock == 5
     bench.step("slow")
     assert bench.machine.state.clock == 6, "the next step moves the clock on"
-
-
-def test_who_asks_to_be_counted_less_is_and_the_clock_stays(shard_bench: Any) -> None:
-    bench = shard_bench("a", "b", quorum=2)
-    for _ in range(3):
-        bench.step("a")
-        bench.step("b")
-    bench.told(Received("a", CountLess(1)))
-    assert bench.messages(Shifted) == [Shifted(-2)]
-    assert (bench.machine.state.clock, bench.machine.state.members["a"].run_step) == (3, 1)
-    for wrong in (1, 2, -1):
-        bench.told(Received("a", CountLess(wrong)))
-        assert not bench.effects, "it is counted further only by its steps"
 
 
 def test_with_fewer_than_k_live_the_clock_stands(shard_bench: Any) -> None:
