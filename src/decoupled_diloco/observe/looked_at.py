@@ -24,7 +24,7 @@ LOOKED_AT = frozenset(
 MESSAGES = {
     "Send": frozenset({"Welcome"}),
     "Received": frozenset(
-        {"StepReport", "Holding", "Leave", "ShardAdmitted", "Begin", "EndOrdered"}
+        {"StepReport", "Holding", "Ahead", "Leave", "ShardAdmitted", "Begin", "EndOrdered"}
     ),
     "Broadcast": frozenset({"Shifted", "Ending", "Finished"}),
 }

@@ -109,6 +109,10 @@ class ShardFold:
                 if round and round.outcome.version == version:
                     round.held_at.setdefault(learner, at)
                 self._seen(learner)
+            case fact.Received(learner, say.Ahead(run_step)):
+                member = self._of(learner)
+                member.offset = max(member.offset, run_step - member.step)
+                self._seen(learner)
             case fact.Received(learner, say.Leave(reason)):
                 if self._of(learner).epoch in (0, learners[learner].epoch):
                     learners[learner].left = reason

@@ -58,6 +58,7 @@ from decoupled_diloco.protocol.learner_state import (
     ShardView,
 )
 from decoupled_diloco.protocol.messages import (
+    Ahead,
     CopyDeclined,
     CopyWanted,
     Decline,
@@ -354,6 +355,31 @@ class LearnerMachine:
             return [Hold(f"fragments {owed} are not back yet")]
         return self._release_if_free("everything is back")
 
+    def _count_alike(self) -> list[LearnerEffect]:
+        """Where learners wait for one another, each is as far at all shards as at the furthest.
+
+        A shard that was away tells another step than the rest: two learners of which each is ahead
+        of the other, each at another shard, would wait for each other for ever.
+        """
+        if not self.options.in_step or self.role != "learner":
+            return []
+        known = {n: link for n, link in enumerate(self.state.shards) if link.offset is not None}
+        furthest = max(link.offset or 0 for link in known.values())
+        effects: list[LearnerEffect] = []
+        for shard, link in known.items():
+            if link.offset != furthest:
+                effects += self._move_up(shard, furthest)
+        return effects
+
+    def _move_up(self, shard: int, offset: int) -> list[LearnerEffect]:
+        link = self.state.shards[shard]
+        link.offset = offset
+        for view in self._fragments_of(shard):
+            view.owed_at = None  # steps are counted anew: what was due then is not now
+        ahead = Ahead(offset + self.state.step)
+        told = Send(shard_peer(shard), ahead, "it is further at another shard")
+        return [told] if link.linked else []
+
     def _owed(self) -> list[int]:
         if self.options.wait != "at_overlap" or self.state.ended:
             return []
@@ -470,6 +496,7 @@ class LearnerMachine:
                 self._late_is_lost(view, sent)
         for view in self._fragments_of(shard):
             view.owed_at = None  # steps are counted anew: what was due then is not now
+        effects += self._count_alike()
         effects += draining.welcomed(self.state, self.options, shard)
         return effects + self._release_if_free("the shard counts from here")
 

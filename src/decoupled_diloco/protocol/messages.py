@@ -111,6 +111,13 @@ class CopyDeclined:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """Where learners wait for one another: its run step at another shard, which is further."""
+
+    run_step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """The learner is about to go and steps no more; of these fragments it has something new."""
 
@@ -381,7 +388,9 @@ class FinishOrdered:
     """Coordinator → shard: all are swept, the run is over."""
 
 
-FromLearner = StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Draining | Leave
+FromLearner = (
+    StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Ahead | Draining | Leave
+)
 ToLearner = (
     Welcome
     | Refusal

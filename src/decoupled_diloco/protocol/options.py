@@ -87,6 +87,11 @@ class Options:
         """
         return max(1, ceil(self.overlap * self.fragments / self.period))
 
+    @property
+    def in_step(self) -> bool:
+        """Whether learners wait for one another."""
+        return self.wait == "at_overlap" and self.quorum > 1
+
     def offset(self, fragment: int) -> int:
         """t_p: the fragment is due when t mod H equals it; ⌊p·H/P⌋."""
         return fragment * self.period // self.fragments

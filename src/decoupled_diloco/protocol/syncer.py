@@ -54,6 +54,7 @@ from decoupled_diloco.protocol.membership import (
     identity_problem,
 )
 from decoupled_diloco.protocol.messages import (
+    Ahead,
     Begin,
     Copy,
     CopyDeclined,
@@ -364,6 +365,8 @@ class SyncerMachine:
                 return syncer_rounds.declined(state, self.options, now, learner, message)
             case Holding():
                 return syncer_members.holding(state, self.options, now, member, message)
+            case Ahead(run_step):
+                return syncer_members.ahead(state, self.options, now, member, run_step)
             case Draining():
                 effects = draining.leaving(state, self.options, self.owned, member, message)
                 return effects + asking.ask_leaver(state, self.options, now, member)

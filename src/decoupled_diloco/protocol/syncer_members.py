@@ -201,6 +201,24 @@ def advance_step(state: SyncerState, member: Member, now: float, step: int) -> N
         state.ahead += 1
 
 
+def ahead(
+    state: SyncerState, options: Options, now: float, member: Member, run_step: int
+) -> list[SyncerEffect]:
+    """A learner is further at another shard, and where learners wait for one another, here too.
+
+    No pace bounds it: a clock that goes by K > 1 learners goes no further than another one is.
+    """
+    by = min(run_step, CLOCK_MAX) - member.run_step
+    if by <= 0 or not options.in_step:
+        return []
+    state.ahead += member.run_step <= state.clock < member.run_step + by
+    member.offset += by
+    effects: list[SyncerEffect] = []
+    for round in state.rounds.values():
+        effects += asking.ask_if_qualified(state, options, now, round, member)
+    return effects
+
+
 def renew(state: SyncerState, now: float, learner: str) -> None:
     """Something was heard of a learner."""
     member = state.members.get(learner)

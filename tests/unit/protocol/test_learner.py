@@ -17,6 +17,7 @@ from decoupled_diloco.protocol.effects import (
     Relabel,
     Release,
     RunOver,
+    Send,
     SendBody,
     SendCopy,
     Snapshot,
@@ -31,6 +32,7 @@ from decoupled_diloco.protocol.events import (
     UploadFailed,
 )
 from decoupled_diloco.protocol.messages import (
+    Ahead,
     CopyDeclined,
     CopyWanted,
     Decline,
@@ -403,6 +405,28 @@ def test_a_synchronous_learner_waits_for_what_is_due(learner_bench: Any) -> None
     bench.fetched(V1)
     bench.told(Paused())
     assert bench.orders(Apply)
+    assert bench.orders(Release)
+
+
+@pytest.mark.parametrize(("quorum", "told"), [(2, [("shard-0", 9)]), (1, [])])
+def test_rule_1_who_waits_for_others_is_as_far_at_every_shard_as_at_the_furthest(
+    learner_bench: Any, quorum: int, told: list[tuple[str, int]]
+) -> None:
+    """Else two learners could wait for each other, each at the shard at which it is ahead."""
+    bench = waiting(learner_bench, fragments=2, shards=2, quorum=quorum)
+    bench.hear(Welcome(1, 2, clock=8, step=2, run_step=9), shard=1)
+    sent = bench.orders(Send)
+    assert [(s.peer, s.message.run_step) for s in sent if isinstance(s.message, Ahead)] == told
+    bench.told(Lost("shard-0"))
+    bench.told(Connected("shard-0"))
+    assert bench.messages(Hello)[0].run_step == (9 if told else 2)
+
+
+def test_who_moves_up_waits_no_longer_for_what_was_due(learner_bench: Any) -> None:
+    bench = waiting(learner_bench, fragments=2, shards=2, quorum=2)
+    bench.step()
+    assert bench.machine.state.holding
+    bench.hear(Welcome(1, 2, clock=8, step=3, run_step=9), shard=1)
     assert bench.orders(Release)
 
 

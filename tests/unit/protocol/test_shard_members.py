@@ -12,6 +12,7 @@ from decoupled_diloco.protocol.effects import Accept, ClockAdvanced, Evict, Reje
 from decoupled_diloco.protocol.events import Connected, Heard, Lost, Received, Reported, Tick
 from decoupled_diloco.protocol.membership import LEASE_SECONDS, RECONNECT_SECONDS
 from decoupled_diloco.protocol.messages import (
+    Ahead,
     Hello,
     Leave,
     Progress,
@@ -217,6 +218,18 @@ def test_who_was_away_goes_on_counting_its_run_steps(shard_bench: Any) -> None:
     bench.greet("a", step=5, run_step=5)
     assert bench.messages(Welcome) == [Welcome(0, 1, 0, 5, 5, news=24)]
     assert bench.machine.state.clock == 1, "b is the second largest"
+
+
+@pytest.mark.parametrize(("wait", "clock"), [("at_overlap", 7), ("never", 0)])
+def test_rule_1_where_learners_wait_they_are_as_far_here_as_at_other_shards(
+    shard_bench: Any, wait: str, clock: int
+) -> None:
+    """And nobody moves the clock further than another one is."""
+    bench = shard_bench("a", "b", quorum=2, wait=wait)
+    bench.told(Received("a", Ahead(2**60)))
+    assert bench.machine.state.clock == 0, "b is the second largest"
+    bench.told(Received("b", Ahead(7)))
+    assert bench.machine.state.clock == clock
 
 
 def test_who_came_back_may_take_part_before_its_next_step(shard_bench: Any) -> None:
