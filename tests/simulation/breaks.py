@@ -241,6 +241,14 @@ CORE = (
         noticed_by=15,
     ),
     Break(
+        "who waits for others counts its steps as each shard has told it",
+        LearnerMachine,
+        "_count_alike",
+        'if not self.options.in_step or self.role != "learner":',
+        "if True:",
+        noticed_by=2040,
+    ),
+    Break(
         "nobody is told that a round is given up",
         LearnerMachine,
         "_told",
