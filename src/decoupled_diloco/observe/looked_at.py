@@ -22,7 +22,7 @@ LOOKED_AT = frozenset(
 )
 
 MESSAGES = {
-    "Send": frozenset({"Welcome"}),
+    "Send": frozenset({"Welcome", "Shifted"}),
     "Received": frozenset(
         {"StepReport", "Holding", "Ahead", "Leave", "ShardAdmitted", "Begin", "EndOrdered"}
     ),

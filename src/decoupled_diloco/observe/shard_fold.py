@@ -86,6 +86,8 @@ class ShardFold:
             case do.Broadcast(say.Shifted(by)):
                 for member in shard.members.values():
                     member.offset += by
+            case do.Send(learner, say.Shifted(by)) if learner in shard.members:
+                shard.members[learner].offset += by
             case do.Broadcast(say.Finished()) | do.Stop():
                 shard.phase = "finished"
                 for name in shard.members:

@@ -355,11 +355,12 @@ class LearnerMachine:
             return [Hold(f"fragments {owed} are not back yet")]
         return self._release_if_free("everything is back")
 
-    def _count_alike(self) -> list[LearnerEffect]:
+    def _count_alike(self, besides: int | None = None) -> list[LearnerEffect]:
         """Where learners wait for one another, each is as far at all shards as at the furthest.
 
         A shard that was away tells another step than the rest: two learners of which each is ahead
-        of the other, each at another shard, would wait for each other for ever.
+        of the other, each at another shard, would wait for each other for ever. A shard that has
+        shifted its learners is told besides: it may have done so before it heard of this.
         """
         if not self.options.in_step or self.role != "learner":
             return []
@@ -367,15 +368,16 @@ class LearnerMachine:
         furthest = max(link.offset or 0 for link in known.values())
         effects: list[LearnerEffect] = []
         for shard, link in known.items():
-            if link.offset != furthest:
+            if link.offset != furthest or shard == besides:
                 effects += self._move_up(shard, furthest)
         return effects
 
     def _move_up(self, shard: int, offset: int) -> list[LearnerEffect]:
         link = self.state.shards[shard]
-        link.offset = offset
-        for view in self._fragments_of(shard):
-            view.owed_at = None  # steps are counted anew: what was due then is not now
+        if link.offset != offset:
+            link.offset = offset
+            for view in self._fragments_of(shard):
+                view.owed_at = None  # steps are counted anew: what was due then is not now
         ahead = Ahead(offset + self.state.step)
         told = Send(shard_peer(shard), ahead, "it is further at another shard")
         return [told] if link.linked else []
@@ -457,9 +459,10 @@ class LearnerMachine:
                 effects = fragments.published(self.state, self.options, message)
                 return effects if self.state.ready else effects + transfer.look(self.state, now)
             case Shifted(by):
-                if link.offset is not None:
-                    link.offset += by
-                return []
+                if link.offset is None:
+                    return []
+                link.offset += by
+                return [*self._count_alike(shard), *self._release_if_free("the clock shifts")]
             case CopyWanted():
                 return fragments.copy_wanted(self.state, shard, message)
             case Ending():

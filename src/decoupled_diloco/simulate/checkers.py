@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import (
     Apply,
     Broadcast,
@@ -20,6 +22,7 @@ from decoupled_diloco.protocol.effects import (
     Merge,
     Note,
     RoundFinished,
+    Send,
     SendBody,
     Snapshot,
 )
@@ -31,6 +34,9 @@ from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.bounds import sees_the_end
 from decoupled_diloco.simulate.hosts import LearnerHost, ShardHost
 from decoupled_diloco.simulate.system import System
+
+READ = 10
+"""How many messages of each kind are checked to survive the wire."""
 
 
 class Checker:
@@ -56,11 +62,14 @@ class Checker:
         self.restarts = 0
         self.dropped: dict[tuple[str, int], int] = {}
         self.notes: list[str] = []
+        self.read: dict[type, int] = defaultdict(int)
         system.recorders.append(self)
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         """One event that a machine has handled."""
         for effect in effects:
+            if isinstance(effect, Send | Broadcast):
+                self._can_be_read(effect.message)
             match effect:
                 case Merge() if not self._is_replaced(who):
                     self._merge(who, effect)
@@ -97,6 +106,18 @@ class Checker:
             waits_for = self.system.participants[who].machine._owed()
             text = f"{who} waits for fragment {event.message.fragment}, whose round is given up"
             assert event.message.fragment not in waits_for, text
+
+    def _can_be_read(self, message: Any) -> None:
+        """What is said survives the wire: of each kind the first are looked at."""
+        kind = type(message)
+        self.read[kind] += 1
+        if self.read[kind] > READ:
+            return
+        try:
+            arrived = wire.decode(wire.encode(message), (kind,))
+        except ProtocolError as error:  # whoever serves a peer takes it for the peer's
+            raise AssertionError(f"{message} cannot be read: {error}") from error
+        assert arrived == message
 
     def _is_later(self, who: str, event: Any) -> None:
         """Nobody is told of an epoch or a term that is older than one that was told before."""

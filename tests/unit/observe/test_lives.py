@@ -18,9 +18,9 @@ from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_model import RunModel, run_of
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.protocol import wire
-from decoupled_diloco.protocol.effects import Accept, Evict, Note, Reject
+from decoupled_diloco.protocol.effects import Accept, Evict, Note, Reject, Send
 from decoupled_diloco.protocol.events import Connected, Received
-from decoupled_diloco.protocol.messages import Hello, Leave, StepReport
+from decoupled_diloco.protocol.messages import Ahead, Hello, Leave, Shifted, StepReport
 from unit.observe.worlds import SHARD_BACK_AT, SHARD_CRASH, A, B, lines_of, write_world
 
 
@@ -268,6 +268,17 @@ def test_everybody_who_left_during_a_round_was_live_before(chronicle):
     shard.tell(3.0, "effect", result)
     (round,) = run_of(shard.records).shards["shard-1"].rounds
     assert set(round.live) == set(names)
+
+
+def test_one_learner_alone_is_counted_from_another_step():
+    """Its loop stood still and steps again, or it is further at another shard."""
+    shard = Shard()
+    for connection, name in enumerate(("stood", "ahead")):
+        shard.join(0.1, connection, name)
+    shard.tell(1.0, "effect", Send("stood", Shifted(5), "the clock went on"))
+    shard.tell(2.0, "event", Received("ahead", Ahead(4)))
+    members = run_of(shard.records).shards["shard-1"].members
+    assert {name: member.run_step for name, member in members.items()} == {"stood": 5, "ahead": 4}
 
 
 def test_a_gap_is_not_explained_by_what_befell_a_learner_with_a_longer_name():

@@ -422,6 +422,15 @@ def test_rule_1_who_waits_for_others_is_as_far_at_every_shard_as_at_the_furthest
     assert bench.messages(Hello)[0].run_step == (9 if told else 2)
 
 
+def test_rule_1_who_is_shifted_by_one_shard_tells_all(learner_bench: Any) -> None:
+    """That one, too: it may have shifted its learners before it heard of an earlier `Ahead`."""
+    bench = waiting(learner_bench, fragments=2, shards=2, quorum=2)
+    bench.hear(Welcome(1, 1, clock=0, step=0, run_step=0), shard=1)
+    bench.hear(Shifted(3), shard=1)
+    sent = [(s.peer, s.message.run_step) for s in bench.orders(Send)]
+    assert sent == [("shard-0", 5), ("shard-1", 5)]
+
+
 def test_who_moves_up_waits_no_longer_for_what_was_due(learner_bench: Any) -> None:
     bench = waiting(learner_bench, fragments=2, shards=2, quorum=2)
     bench.step()
