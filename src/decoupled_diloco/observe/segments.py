@@ -202,10 +202,14 @@ def open_to_append(tape: Path) -> BinaryIO:
     file = tape.open("ab+", buffering=0)
     with contextlib.suppress(OSError):  # some storages have no locks, and then no segments
         fcntl.flock(file, fcntl.LOCK_SH)
-    if file.seek(0, os.SEEK_END):
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
+    try:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    except OSError:  # the disk is full
+        file.close()
+        raise
     return file
 
 

@@ -1,7 +1,9 @@
 """A tape in segments reads as one text: while it grows, after any kill, and when all is over."""
 
+import gc
 import lzma
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -308,3 +310,16 @@ def test_text_that_becomes_a_segment_while_it_is_opened_is_read_all_the_same(
 
     monkeypatch.setattr(segments, "segments_of", ends_behind_ones_back)
     assert b"".join(line.text for line in lines_of(tape.path, [], start)) == whole[start:]
+
+
+def test_a_tape_that_cannot_be_written_to_is_closed_again(tmp_path):
+    tape = tmp_path / "learner-0.jsonl"
+    tape.write_bytes(b"torn")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))  # as if the disk were full
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            segments.open_to_append(tape)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    gc.collect()  # who is not closed warns now
