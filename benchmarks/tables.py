@@ -29,7 +29,7 @@ TITLES = {
     "speeds": "Learners of unequal speed",
     "late": "Contributions that come late",
     "kill": "One of four learners is killed",
-    "spare": "A killed learner, with and without a spare process",
+    "fork_server": "Starts and restarts, with and without a fork server",
     "joining": "A learner joins",
     "loss_under_faults": "Loss under faults",
     "chaos": "Half an hour of failures of every kind",

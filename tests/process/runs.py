@@ -46,7 +46,6 @@ def config_of(folder: Path, **tables: Any) -> RunConfig:
             "learners": 2,
             "budget_steps": 60,
             "evaluator": False,
-            "spare": False,
             **tables.get("run", {}),
         },
         sync={"fragments": 4, "period": 4, "overlap": 1, **tables.get("sync", {})},

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from process.runs import (
     free_ports,
     health,
     orphans,
-    stopped_at_exit,
     until,
 )
 from replay import assert_replays
@@ -82,13 +80,14 @@ def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
         assert_replays(folder)
 
 
-def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", ["fork-server", "learner"])
+def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, late: str) -> None:
     folder = tmp_path / "run"
     process = command("train", str(config_file(folder, run={"budget_steps": 5000})))
     until(lambda: phases(folder) == "running", "the run is under way")
     children = orphans(folder)
-    assert len(children) == 3
-    stopped = int(children[0].partition(":")[0])
+    assert len(children) == 4
+    stopped = int(next(each for each in children if f" {late} " in each).partition(":")[0])
     os.kill(stopped, signal.SIGSTOP)
     process.kill()
     process.communicate()
@@ -97,34 +96,6 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
         RunFolder(folder)
     os.kill(stopped, signal.SIGCONT)
     until(lambda: free(folder), "the last has ended, and the folder is free", seconds=10.0)
-
-
-SOON = """
-import sys
-from decoupled_diloco.launch import supervisor
-supervisor.QUIET_SECONDS = 0.0
-from decoupled_diloco.cli.main import main
-main()
-"""
-"""`ddiloco`, but with a spare from the first."""
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_spare_ends_with_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    folder = tmp_path / "run"
-    file = config_file(folder, run={"budget_steps": 50_000, "spare": True})
-    process = subprocess.Popen(
-        [sys.executable, "-c", SOON, "train", str(file)],
-        stdout=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    with stopped_at_exit(process):
-        until(lambda: phases(folder) == "running", "the run is under way", seconds=60.0)
-        until(lambda: any(" spare " in each for each in orphans(folder)), "there is a spare")
-        process.send_signal(number)
-        until(lambda: not orphans(folder), "all processes of the run are gone", seconds=20.0)
 
 
 def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:

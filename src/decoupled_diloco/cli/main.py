@@ -98,14 +98,15 @@ for each in (ledger, checkpoint):
 
 
 @app.command(hidden=True)
-def spare(
+def fork_server(
     run: Annotated[str, typer.Argument(help="Whose it is.")],
-    room: Annotated[str, typer.Argument(help="Blanks, for the command line of its role.")],
+    alive: Annotated[int, typer.Argument(help="A descriptor that closes with the launcher.")],
+    room: Annotated[str, typer.Argument(help="Blanks, for the command lines of its children.")],
 ) -> None:
-    """A process in reserve, which becomes another of these commands."""
-    from decoupled_diloco.launch.spare import wait_for_role
+    """A process that has imported all, and forks those that run another of these commands."""
+    from decoupled_diloco.launch.fork_server import serve
 
-    app(wait_for_role())
+    app(serve(alive))
 
 
 @app.callback(invoke_without_command=True)

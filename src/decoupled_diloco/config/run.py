@@ -23,7 +23,7 @@ MOMENTUM_DEFAULTS = {"nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
 
 _PRIVATE: dict[str, Any] = {
-    "run": {"folder", "evaluator", "evaluate_every_seconds", "spare"},
+    "run": {"folder", "evaluator", "evaluate_every_seconds", "fork_server"},
     "sync": {"initial_weights"},
     "syncer": True,
     "learner": True,
@@ -36,6 +36,7 @@ class RunSettings(Settings):
     """`[run]`: what the run is called, how many learners it has, and when it ends."""
 
     table: ClassVar[str] = "[run]"
+    renamed: ClassVar[Mapping[str, str]] = {"spare": "fork_server"}
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run, in file names and reports. Letters, digits, '.', '_' and '-'."""
@@ -72,10 +73,10 @@ class RunSettings(Settings):
     """Seconds from one evaluation's start to the next one's, greater than 0. Raise it when
     evaluations take processor time that the learners need."""
 
-    spare: bool = True
-    """Keep one process in reserve that has imported PyTorch, so that a learner or shard that is
-    started again is at work within two seconds. It takes memory (docs/costs.md) and no time once
-    it has imported. Turn it off where memory is short."""
+    fork_server: bool = True
+    """On Linux one process imports PyTorch, and learners, shards and evaluator are forked from it:
+    they start sooner, and one that is started again is at work within two seconds. Turn it off if
+    your workload uses a library that does not survive a fork."""
 
     def inapplicable(self) -> Mapping[str, str]:
         """`evaluate_every_seconds` needs an evaluator."""
@@ -202,8 +203,8 @@ class SyncSettings(Settings):
 
     oversized: Literal["refuse", "clip"] = "clip"
     """What happens to a contribution above the limit: "clip" scales it down to the limit, "refuse"
-    leaves it out of the merge. What cannot be true (not finite, or of steps that were never
-    reported) is always refused."""
+    leaves it out of the merge, and its learner does not keep it. What cannot be true (not finite,
+    or of steps that were never reported) is always refused."""
 
     initial_weights: Path | None = Field(default=None, strict=False)
     """safetensors file to start from, relative to where the command is started. Default: the

@@ -63,6 +63,9 @@ class Settings(BaseModel):
     table: ClassVar[str] = ""
     """How messages name this table, as it is written in the file."""
 
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Keys of earlier versions, and what they are called now."""
+
     def __init__(self, **data: Any) -> None:
         try:
             super().__init__(**data)
@@ -143,6 +146,8 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
 
 def _explain_unknown(model: type[Settings], key: str, is_table: bool) -> str:
     known = list(model.model_fields)
+    if key in model.renamed:
+        return f"{key!r} in {model.table} is called {model.renamed[key]!r} now: rename it"
     if model.table:
         return f"unknown key {key!r} in {model.table}: {suggestion(key, known)}"
     what = "table" if is_table else "key"

@@ -107,7 +107,7 @@ class LocalRun:
         told = {"machine": "launcher", "settings": config.public()}
         self._tape = open_tape(self.path, "launcher", told)
         self.placement = ThisMachine(
-            self.path, self.folder.descriptors, keep_spare=config.run.spare
+            self.path, self.folder.descriptors, forks=config.run.fork_server
         )
         self.supervisor = Supervisor(self.placement, self._tape)
         if self.went_back:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from decoupled_diloco.config.resume import RUN_FILE
-from decoupled_diloco.launch.spare import Spare
+from decoupled_diloco.launch.fork_server import AVAILABLE, ForkServer
 from decoupled_diloco.launch.termination import handling
 
 COMMAND = (sys.executable, "-m", "decoupled_diloco.cli")
@@ -49,9 +49,6 @@ class Placement(Protocol):
     def ended(self, life: PlacedProcess) -> None:
         """A process has ended: what was kept for it is let go."""
 
-    def prepare(self, arguments: list[list[str]]) -> None:
-        """Nothing was started for a while: time to get ready to start one of these again."""
-
     def close(self) -> None:
         """Nothing will be started any more."""
 
@@ -67,27 +64,32 @@ class ThisMachine:
 
     Args:
         folder: The run folder; logs go to ``logs/<name>.log``.
-        keep_spare: Whether one process is kept in reserve for what must be started again.
+        forks: Whether one process imports, and all others are forked from it (on Linux).
     """
 
     def __init__(
-        self, folder: Path, descriptors: tuple[int, ...] = (), *, keep_spare: bool = False
+        self, folder: Path, descriptors: tuple[int, ...] = (), *, forks: bool = False
     ) -> None:
         self.folder = folder
         self._descriptors = descriptors
-        self._room = 0
-        self.spare = Spare(self._start_spare) if keep_spare else None
+        run = folder / RUN_FILE
+        self.server = ForkServer(self._start_server, run) if forks and AVAILABLE else None
 
-    def start(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
+    def start(self, name: str, arguments: list[str]) -> PlacedProcess:
         path = self.folder / "logs" / f"{name}.log"
+        server = self.server if self.server and self.server.is_ready() else None
         with path.open("ab") as log, interrupts_deferred():
-            spare = self.spare.take(arguments, path) if self.spare else None
-            return spare or self._launch(arguments, log, subprocess.STDOUT)
+            forked = server.fork(arguments, path) if server else None
+            return forked or self._launch(arguments, log, subprocess.STDOUT)
 
     def _launch(
-        self, arguments: list[str], output: int | IO[bytes], errors: int | IO[bytes]
+        self,
+        arguments: list[str],
+        output: int | IO[bytes],
+        errors: int | IO[bytes],
+        *descriptors: int,
     ) -> subprocess.Popen[bytes]:
-        """One way for all: a spare must have the environment of the one whose place it takes."""
+        """One way for all: what is forked must have the environment of what is not."""
         return subprocess.Popen(
             [*COMMAND, *arguments],
             bufsize=0,
@@ -95,29 +97,22 @@ class ThisMachine:
             stdout=output,
             stderr=errors,
             start_new_session=True,
-            pass_fds=self._descriptors,
+            pass_fds=(*self._descriptors, *descriptors),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
     def ended(self, life: PlacedProcess) -> None:
-        assert isinstance(life, subprocess.Popen)
-        if life.stdin is not None:
+        if isinstance(life, subprocess.Popen) and life.stdin is not None:
             life.stdin.close()
 
-    def prepare(self, arguments: list[list[str]]) -> None:
-        """See `Placement`: the spare has room in its command line for that of any other."""
-        if self.spare is not None:
-            self._room = max(len(" ".join(each).encode()) for each in arguments)
-            self.spare.keep()
-
-    def _start_spare(self) -> subprocess.Popen[bytes]:
-        with (self.folder / "logs" / "spare.log").open("ab") as errors, interrupts_deferred():
-            arguments = ["spare", str(self.folder / RUN_FILE), " " * self._room]
-            return self._launch(arguments, subprocess.PIPE, errors)
+    def _start_server(self, arguments: list[str], alive: int) -> subprocess.Popen[bytes]:
+        path = self.folder / "logs" / "fork-server.log"
+        with path.open("ab") as errors, interrupts_deferred():
+            return self._launch(arguments, subprocess.PIPE, errors, alive)
 
     def close(self) -> None:
-        if self.spare is not None:
-            self.spare.end()
+        if self.server is not None:
+            self.server.end()
 
     def last_words(self, name: str) -> str:
         log = self.folder / "logs" / f"{name}.log"

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.placement import PlacedProcess, Placement
-from decoupled_diloco.launch.spare import QUIET_SECONDS
 from decoupled_diloco.observe.samples import (
     EndRequested,
     ProcessEnded,
@@ -95,14 +94,6 @@ class Supervisor:
                 self._ended(child, child.process, code)
             if child.restart_at is not None and now() >= child.restart_at and not self.stopping:
                 self._spawn(child)
-        if self._is_quiet():
-            self.placement.prepare([child.arguments for child in self.children.values()])
-
-    def _is_quiet(self) -> bool:
-        """Whether nothing was started of late, and something may have to be."""
-        started = max((child.started_at for child in self.children.values()), default=now())
-        may_be_needed = any(child.restarts for child in self.children.values())
-        return may_be_needed and not self.stopping and now() - started > QUIET_SECONDS
 
     def _ended(self, child: Child, life: PlacedProcess, code: int) -> None:
         self.placement.ended(life)
@@ -164,8 +155,6 @@ class Supervisor:
         ``extra_seconds``: what they may take beyond the usual, to hand in what they have.
         """
         self.stopping = self.stopping or names is None
-        if self.stopping:
-            self.placement.close()
         chosen = [c for n, c in self.children.items() if names is None or n in names]
         told = []
         for child in chosen:
@@ -185,3 +174,5 @@ class Supervisor:
                 child.process.kill()
                 child.process.wait()
         self.poll()
+        if self.stopping:
+            self.placement.close()

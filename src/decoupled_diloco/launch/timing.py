@@ -11,7 +11,7 @@ from string import Formatter
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from decoupled_diloco.launch import local, roles, spare, supervisor
+from decoupled_diloco.launch import local, roles, supervisor
 from decoupled_diloco.learner import background, joining, learner, trouble
 from decoupled_diloco.observe import writer
 from decoupled_diloco.observe.run_model import RunModel
@@ -104,7 +104,6 @@ processes
 restart | doubling, then never again; {supervisor.HEALTHY_SECONDS} of life forgive\
  | {supervisor.RESTART_SECONDS[0]} to {supervisor.RESTART_SECONDS[4]}\
  | pause before an ended process starts again
-spare process | begun when nothing else was started for | {spare.QUIET_SECONDS}
 stop | from SIGTERM to SIGKILL; a shard waits {http_server.STOP_SECONDS} for peers\
  | {supervisor.TERMINATE_SECONDS}
 after the end | learners and shards; the evaluator {local.EVALUATOR_SECONDS}\
@@ -127,7 +126,6 @@ MODULES = (
         recovery,
         roles,
         shard,
-        spare,
     ),
     *(supervisor, syncer, syncer_fill, syncer_members, syncer_rounds, trouble, writer),
 )

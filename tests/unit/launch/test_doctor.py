@@ -93,7 +93,7 @@ def test_memory_is_what_the_processes_take() -> None:
     assert need.learner_bytes == MIB + 4000 + 4 * numel + in_flight
     assert need.syncer_bytes == 2 * MIB + 16 * numel + 3 * 3 * 100
     assert need.evaluator_bytes == MIB + 1000 + 4 * numel
-    assert need.spare_bytes == MIB
+    assert need.fork_server_bytes == MIB
     alone = machine.need_of(model, config, process_bytes=MIB, learners=1, everything=False)
     assert alone.total == need.learner_bytes
 

@@ -42,8 +42,8 @@ def test_a_syncers_shards_do_not_wait_for_imports_of_the_launcher(tmp_path: Path
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_spare_is_kept_if_the_settings_say_so(tmp_path: Path, wanted: bool) -> None:
-    settings = {"folder": tmp_path / "run", "budget_steps": 9, "spare": wanted}
+def test_there_is_a_fork_server_if_the_settings_say_so(tmp_path: Path, wanted: bool) -> None:
+    settings = {"folder": tmp_path / "run", "budget_steps": 9, "fork_server": wanted}
     run = LocalRun(RunConfig(run=settings, syncer={"port": 0}), learners=False)
-    assert (run.placement.spare is not None) == wanted
+    assert (run.placement.server is not None) == wanted
     run.close()

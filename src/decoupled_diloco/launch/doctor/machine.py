@@ -58,11 +58,11 @@ class MemoryNeed:
     learner_bytes: int
     syncer_bytes: int
     evaluator_bytes: int
-    spare_bytes: int
+    fork_server_bytes: int
 
     @property
     def total(self) -> int:
-        others = self.syncer_bytes + self.evaluator_bytes + self.spare_bytes
+        others = self.syncer_bytes + self.evaluator_bytes + self.fork_server_bytes
         return self.learners * self.learner_bytes + others
 
 
@@ -130,7 +130,7 @@ def need_of(
     Args:
         process_bytes: Of a process that has only loaded Python and torch.
         learners: How many of them run here.
-        everything: Shards, evaluator and the spare process are here too.
+        everything: Shards, evaluator and the fork server are here too.
     """
     numel, sync = model.layout.numel, config.sync
     at_once = max(1, math.ceil(sync.overlap * sync.fragments / sync.period)) + 1
@@ -147,7 +147,7 @@ def need_of(
         learner_bytes=process_bytes + trained + 4 * numel + in_flight,
         syncer_bytes=syncer if everything else 0,
         evaluator_bytes=evaluator if everything and config.run.evaluator else 0,
-        spare_bytes=process_bytes if everything and config.run.spare else 0,
+        fork_server_bytes=process_bytes if everything and config.run.fork_server else 0,
     )
 
 
@@ -160,9 +160,9 @@ def judge_memory(available: int, need: MemoryNeed | None) -> Finding:
         f"{free}, {format_bytes(need.total)} needed: {many(need.learners, 'learner')} × "
         f"{format_bytes(need.learner_bytes)}"
     )
-    for name in ("syncer", "evaluator", "spare"):
+    for name in ("syncer", "evaluator", "fork_server"):
         if nbytes := getattr(need, f"{name}_bytes"):
-            text += f", {name} {format_bytes(nbytes)}"
+            text += f", {name.replace('_', ' ')} {format_bytes(nbytes)}"
     text += "; activations come on top"
     if need.total > available:
         return error("memory", text, "fewer learners here, a smaller model, or a larger machine")
