@@ -547,7 +547,7 @@ class LearnerMachine:
             sent.version = accepted
             return self._merged(view, sent.taken.step)
         if sent is not None and sent is view.sent:
-            view.sent = None
+            view.sent, view.oversized = None, message.verdict == "oversized"
         elif sent is not None:
             self._late_is_lost(view, sent)
         if message.verdict == "behind":

@@ -49,11 +49,11 @@ UNDER_WAY = "its contribution is under way, and follows"
 def leave_no_rest(state: LearnerState) -> list[LearnerEffect]:
     """What no version has taken in the end is not kept: the model is the run's result.
 
-    Nor is what a loop has trained that began when all was over.
+    Nor is what a loop has trained that began when all was over: then no copy is waited for.
     """
     effects = list[LearnerEffect]()
     for index, view in enumerate(state.fragments):
-        if state.has_rest(view) and view.fetching is None:
+        if state.has_rest(view) and (view.fetching is None or state.over):
             assert view.held is not None
             sent, view.sent, view.snapshot = view.sent, None, None
             merged = sent.taken.tokens if sent is not None and sent.version is not None else 0
@@ -110,7 +110,7 @@ def apply_staged(
         view.late[sent.ask] = sent
     view.held, view.staged = version, None
     view.snapshot = view.sent = view.owed_at = None
-    view.behind = view.restored = False
+    view.behind = view.restored = view.oversized = False
     state.discarded_tokens += discarded
     effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
     effects.append(Send(shard_peer(options.owner(index)), view.holding(index), why))
@@ -146,6 +146,9 @@ def apply_mode(
         return mode, why
     if view.restored:
         return "overwrite", "what its earlier life sent may be in it"
+    if view.oversized and not keeps:
+        # Kept, it would be in the next contribution, which would be refused for it, for ever.
+        return "overwrite", "what it made from the one before was too large"
     why = "it was behind" if view.behind else "it took no part in this version"
     if view.held is not None and (options.missed == "rebase" or view.behind or keeps):
         return "rebase", why

@@ -23,7 +23,7 @@ Role = Literal["learner", "observer"]
 LOSS_MAX = 1e30
 """A loss that is not below it is as good as none: the training has diverged."""
 
-Verdict = Literal["accepted", "refused", "behind", "abandoned"]
+Verdict = Literal["accepted", "refused", "oversized", "behind", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,8 @@ class Pull:
 class Outcome:
     """What became of a contribution; ``version`` is what it went into, when accepted.
 
-    ``abandoned``: the merge failed, and it went with it.
+    ``oversized``: refused for its norm, and would be again. ``abandoned``: the merge failed, and it
+    went with it.
     """
 
     fragment: int

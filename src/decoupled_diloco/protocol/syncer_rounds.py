@@ -157,7 +157,7 @@ def body_arrived(
     scale = 1.0
     if not problem:
         scale, problem = gate_scale(state, options, event)
-        verdict = "refused" if scale == 0.0 else "accepted"
+        verdict = "oversized" if scale == 0.0 else "accepted"
     if verdict != "accepted":
         drop = Drop(event.fragment, event.learner, event.ask, problem)
         return [drop, *_fall_out(state, options, now, ask, "refused", problem, verdict)]

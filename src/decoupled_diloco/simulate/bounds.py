@@ -10,7 +10,9 @@ downlink, the longest queue there can be, in n = ⌈P / ⌈τ·P/H⌉⌉ turns; 
 longest step (anybody's, where learners wait for each other), τ' = τ where copies are applied at τ.
 So it holds what was published D seconds ago, or newer. And a fragment is due once in H steps of the
 fastest learner (ξ_min each), so in D seconds no more than ``2 + ⌈D / (H·ξ_min)⌉`` versions of it
-are published: that is how many rounds it may be behind.
+are published: that is how many rounds it may be behind. But a whole copy makes way for
+the next version: who may ask for it only then, 2·w ≥ H·ξ_min, is allowed 2·w + r more for each copy
+that it has asked for in vain.
 
 *Memory.* The entries of all containers of a machine's state (`entries`) are bounded by the learners
 L and observers O that the run has ever had, and its fragments P:
@@ -35,7 +37,7 @@ from typing import Any
 
 from decoupled_diloco.protocol.data_leases.coordinator import HELD_MAX
 from decoupled_diloco.protocol.effects import Broadcast, Evict, Install, Unexpect
-from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.protocol.events import FetchFailed, StepFinished
 from decoupled_diloco.protocol.gate import SAMPLES_MAX
 from decoupled_diloco.protocol.learner_fragments import RETRY_SECONDS
 from decoupled_diloco.protocol.messages import Published
@@ -65,6 +67,7 @@ class Bounds:
         self._published: dict[int, deque[tuple[float, Version]]] = defaultdict(
             lambda: deque(maxlen=256)
         )
+        self._asked_in_vain: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=256))
         self._stepped: dict[tuple[str, int], float] = {}
         self._events = 0
         system.recorders.append(self)
@@ -78,6 +81,8 @@ class Bounds:
         self._events += 1
         if self._events % LOOK_EVERY == 0:
             self._memory(who, effects)
+        if type(event) is FetchFailed:
+            self._asked_in_vain[who].append(now)
         shard = self.shards.get(who)
         for effect in effects:
             kind = type(effect)
@@ -131,12 +136,23 @@ class Bounds:
             return
         missing = [at for at, v in published if held is None or v > held]
         self.behind_most = max(self.behind_most, len(missing))
-        allowed = rounds_behind_max(self.system, learner)
+        if not missing:
+            return
+        allowed_seconds = self.behind_seconds_max(learner, missing[0])
+        allowed = rounds_behind_max(self.system, allowed_seconds)
         text = f"{learner.name} is {len(missing)} rounds behind in fragment {fragment}"
         assert len(missing) <= allowed, f"{text}: at most {allowed}"
-        allowed_seconds = behind_seconds_max(self.system, learner)
-        seconds = self.system.now - missing[0] if missing else 0.0
+        seconds = self.system.now - missing[0]
         assert seconds <= allowed_seconds, f"{text}, for {seconds:g} s: at most {allowed_seconds:g}"
+
+    def behind_seconds_max(self, learner: LearnerHost, since: float) -> float:
+        """How long since then a learner may be without a copy; see the module's head."""
+        system, there_and_back = self.system, 2 * _way(self.system, learner)
+        seconds = behind_seconds_max(system, learner)
+        if there_and_back < system.options.period * _fastest_step(system):
+            return seconds
+        in_vain = sum(at >= since for at in self._asked_in_vain[learner.name])
+        return seconds + in_vain * (there_and_back + RETRY_SECONDS)
 
     def _is_settled(self, learner: LearnerHost, shard: int) -> bool:
         """Whether a learner is connected, and has stepped since all is calm."""
@@ -203,7 +219,7 @@ def behind_seconds_max(system: System, learner: LearnerHost) -> float:
     """D: how long after its publication a copy is applied at the latest; see the module's head."""
     options, spec = system.options, learner.spec
     queue = system.model_bytes / spec.down_bytes_per_second
-    way = spec.latency + spec.jitter + system.link_of_shards.jitter + 0.001
+    way = _way(system, learner)
     steps = 1 + (options.overlap if options.apply == "at_tau" else 0)
     alone = options.wait == "never"  # else it steps as the slowest does
     others = [learner] if alone else list(system.learners.values())
@@ -223,11 +239,20 @@ def sees_the_end(system: System, learner: str, shard: int) -> bool:
     return in_time and linked
 
 
-def rounds_behind_max(system: System, learner: LearnerHost) -> int:
-    """How many rounds a connected learner may be behind; see the module's head."""
-    fastest = min(map(step_seconds_min, system.learners.values()))
-    seconds = behind_seconds_max(system, learner)
-    return 2 + math.ceil(seconds / (system.options.period * fastest))
+def _way(system: System, learner: LearnerHost) -> float:
+    """w: how long a message is on its way to a learner, or from it, at most."""
+    spec = learner.spec
+    return spec.latency + spec.jitter + system.link_of_shards.jitter + 0.001
+
+
+def _fastest_step(system: System) -> float:
+    """ξ_min: the shortest step of anybody."""
+    return min(map(step_seconds_min, system.learners.values()))
+
+
+def rounds_behind_max(system: System, seconds: float) -> int:
+    """How many rounds somebody may be behind who is so late; see the module's head."""
+    return 2 + math.ceil(seconds / (system.options.period * _fastest_step(system)))
 
 
 def step_seconds_max(learner: LearnerHost) -> float:

@@ -97,9 +97,6 @@ class VirtualMachines:
     def ended(self, life: Any) -> None:
         """See `Placement`."""
 
-    def prepare(self, arguments: list[list[str]]) -> None:
-        """See `Placement`: starting takes no time."""
-
     def close(self) -> None:
         """See `Placement`."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.effects import Drop, Fold
+from decoupled_diloco.protocol.effects import Drop, Fold, Send
 from decoupled_diloco.protocol.gate import (
     OWN_MAX,
     OWN_MIN,
@@ -20,6 +20,7 @@ from decoupled_diloco.protocol.gate import (
     remember,
     remember_own,
 )
+from decoupled_diloco.protocol.messages import Outcome
 
 
 def test_the_limit_is_median_plus_k_mad() -> None:
@@ -89,6 +90,10 @@ def test_one_that_is_too_large_is_refused_or_clipped(shard_bench: Any, oversized
     else:
         assert isinstance(found[0], Drop)
         assert found[0].why == reason
+        (told,) = [
+            e.message for e in poisoned if isinstance(e, Send) and type(e.message) is Outcome
+        ]
+        assert told.verdict == "oversized"
 
 
 def scales(orders: list[list[Any]]) -> list[float]:

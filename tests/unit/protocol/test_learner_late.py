@@ -8,12 +8,21 @@ import pytest
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.draining import drained
-from decoupled_diloco.protocol.effects import Apply, EndTraining, Hold, Release, SendBody, Snapshot
+from decoupled_diloco.protocol.effects import (
+    Apply,
+    EndTraining,
+    Hold,
+    Release,
+    RunOver,
+    SendBody,
+    Snapshot,
+)
 from decoupled_diloco.protocol.events import BodyEncoded, Connected, Lost, Paused, UploadFailed
 from decoupled_diloco.protocol.learner_fragments import UNDER_WAY
 from decoupled_diloco.protocol.messages import (
     Decline,
     Ending,
+    Finished,
     GivenUp,
     Hello,
     Outcome,
@@ -144,6 +153,31 @@ def test_rule_4_a_contribution_that_is_refused_before_the_next_version_is_kept_h
     assert (applied.mode, applied.discarded_tokens) == ("rebase", 0)
     assert bench.machine.state.tokens_of(view(bench)) == 50
     assert not view(bench).late
+
+
+def test_rule_4_a_contribution_that_is_too_large_is_not_kept_to_be_refused_again(
+    learner_bench: Any,
+) -> None:
+    """Every fragment must come to hear every learner."""
+    bench = started(learner_bench, missed="rebase")
+    bench.hear(pull())
+    bench.hear(outcome("oversized"))
+    applied = take(bench, V1, V0)
+    assert (applied.mode, applied.discarded_tokens) == ("overwrite", 50)
+    assert take(bench, V2, V1).mode == "rebase"
+
+
+def test_rule_12_a_step_that_ends_when_all_is_over_waits_for_no_copy(learner_bench: Any) -> None:
+    """A learner that began in the last moment: the last copy's shard is gone before it comes."""
+    bench = started(learner_bench, steps=0)
+    bench.publish(V1, V0)
+    bench.hear(Finished())
+    bench.told(Lost("shard-0"))
+    assert bench.orders(RunOver)
+    assert view(bench).fetching == V1
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert (applied.version, applied.mode, applied.discarded_tokens) == (V0, "overwrite", 10)
 
 
 def test_rule_4_what_was_sent_to_a_round_that_was_given_up_is_neither_sent_again_nor_lost(

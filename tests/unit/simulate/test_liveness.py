@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from decoupled_diloco.protocol.events import FetchFailed
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.liveness import is_ending, must_be_heard, must_go_on
 from decoupled_diloco.simulate.scene import Mishaps, Scene, draw, heal
 from decoupled_diloco.simulate.shrink import Changes
@@ -75,3 +77,16 @@ def test_who_asks_for_copies_that_are_superseded_need_not_be_heard(
     """A fragment has a new version every second: so long it takes to be told of one and to ask."""
     scene = begin({"period": 1, "overlap": 0}, latency=latency)
     assert must_be_heard(scene, "learner-0") is heard
+
+
+@pytest.mark.parametrize(("latency", "more"), [(0.1, 0.0), (3.0, 7.0)])
+def test_only_who_is_so_far_away_that_copies_make_way_has_more_time_for_each_of_them(
+    begin: Begin, latency: float, more: float
+) -> None:
+    bounds = begin({}, latency=latency).bounds
+    learner = bounds.learners[0]
+    before = bounds.behind_seconds_max(learner, 5.0)
+    for now in (4.0, 6.0):
+        bounds(learner.name, now, FetchFailed(0, Version(1, 1), "withdrawn"), ())
+    found = bounds.behind_seconds_max(learner, 5.0) - before
+    assert found == pytest.approx(more, abs=0.01)
