@@ -111,6 +111,31 @@ def test_a_standby_that_is_cut_off_from_the_storage_takes_nothing_over(begin: Be
     assert seen.claims.takeovers == 0
 
 
+def test_a_standby_whose_turn_comes_after_the_end_ends_too(begin: Begin) -> None:
+    """The run is over, but its shard has not said so: nobody is left to let the standby in."""
+    seen = begin(lease_seconds=30.0, options=replace(OPTIONS, budget_steps=20))
+    system = seen.system
+    system.run(until=1.0)
+    system.run(until=30.0, stop=lambda: system.coordinator.state.phase == "finished")
+    system.crash(system.shards[1])
+    system.run(until=60.0)
+    assert (system.shards[0].over, seen.claims.takeovers) == (True, 1)
+    system.run(until=120.0, stop=lambda: system.finished)
+    assert system.standbys[1].over
+
+
+def test_a_shard_that_is_cut_off_from_the_coordinator_as_the_run_ends_ends_too(
+    begin: Begin,
+) -> None:
+    seen = begin(lease_seconds=30.0, options=replace(OPTIONS, budget_steps=20))
+    system = seen.system
+    system.run(until=1.0)
+    system.run(until=30.0, stop=lambda: system.coordinator.state.phase == "finished")
+    strike(system, [Fault(system.now, "cut", "shard-1", 500.0, peer="shard-0")])
+    system.run(until=120.0, stop=lambda: system.finished)
+    assert (system.shards[0].over, system.shards[1].over) == (True, True)
+
+
 def two_act_at_once(begin: Begin, period: int) -> Seen:
     """The clock of who waits leaps ahead; who acts does not hear of it from the coordinator.
 

@@ -32,6 +32,7 @@ class CoordinatorLink:
         client: Dials it, if it is not.
         address: Where; see `config.addresses.alternatives`.
         fail: Told of an error of ``ordered`` that came outside `run`.
+        out_of_reach: Told whenever nobody answers.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CoordinatorLink:
         client: Client,
         address: str,
         fail: Callable[[BaseException], None],
+        out_of_reach: Callable[[], object],
     ) -> None:
         self._hello = hello
         self._ordered = ordered
@@ -50,6 +52,7 @@ class CoordinatorLink:
         self._client = client
         self._address = address
         self._fail = fail
+        self._out_of_reach = out_of_reach
         self._held_back: list[FromCoordinator] | None = None
         self._tell: Callable[[say.FromShard], None] = lambda message: None
 
@@ -65,7 +68,7 @@ class CoordinatorLink:
         """What has waited is handed on."""
         waiting, self._held_back = self._held_back or [], None
         for message in waiting:
-            self._hand_on(message)
+            self.hand_on(message)
 
     async def run(self) -> None:
         """Greets the coordinator, and again whenever the link has broken.
@@ -101,25 +104,28 @@ class CoordinatorLink:
             "shard",
             f"shard-{shard}",
             backoff,
-            on_failure=lambda error, delay: logger.warning(
-                "the coordinator is out of reach, trying again in %.1f s: %s", delay, error
-            ),
+            on_failure=self._no_answer,
         )
         self._tell = lambda message: channel.send(encode(message))
         channel.send(encode(self._hello))
         with contextlib.suppress(TransportError):
             while True:
-                self._hand_on(_not_refused(decode(await channel.receive(), _FROM_COORDINATOR)))
+                self.hand_on(_not_refused(decode(await channel.receive(), _FROM_COORDINATOR)))
                 backoff.reset()
+
+    def _no_answer(self, error: TransportError, delay: float) -> None:
+        logger.warning("the coordinator is out of reach, trying again in %.1f s: %s", delay, error)
+        self._out_of_reach()
 
     def _obey(self, message: FromCoordinator | say.JoinRefused) -> None:
         """What the coordinator in this same process said."""
         try:
-            self._hand_on(_not_refused(message))
+            self.hand_on(_not_refused(message))
         except Exception as error:
             self._fail(error)
 
-    def _hand_on(self, message: FromCoordinator) -> None:
+    def hand_on(self, message: FromCoordinator) -> None:
+        """Has the shard obey, unless it is held back."""
         if self._held_back is not None:
             self._held_back.append(message)
         else:

@@ -144,6 +144,7 @@ class Shard:
             client=client,
             address=addresses[0],
             fail=self._fail,
+            out_of_reach=lambda: self._spawn(self._look_for_the_end()),
         )
         self._seals: Seals | None = None
         self._sealed = asyncio.Event()
@@ -180,7 +181,8 @@ class Shard:
     @property
     def finished(self) -> bool:
         """Whether the run is over, as opposed to this process being stopped."""
-        return self.machine.state.phase == "finished"
+        state = self.machine.state
+        return state.phase == "finished" or state.stopped
 
     async def run(self, started: Callable[[], None] = lambda: None) -> None:
         """Serves until the run is finished or `stop` is called.
@@ -518,6 +520,11 @@ class Shard:
             self._handle(found)
         self._handle(fact.Received(COORDINATOR, admitted))
         self._coordinator.let_go()
+
+    async def _look_for_the_end(self) -> None:
+        """Whoever could not hear the end from the coordinator reads it in its claim."""
+        if await self._shard_lease.ended():
+            self._coordinator.hand_on(say.FinishOrdered())
 
     def _set_layout(self, text: str) -> None:
         if self._merging is not None:

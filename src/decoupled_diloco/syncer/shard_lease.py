@@ -49,6 +49,10 @@ class NoStandby:
     def when_lost(self, on_lost: Callable[[LeaseError], None]) -> None:
         """Never."""
 
+    async def ended(self) -> bool:
+        """There is no claim that could say so."""
+        return False
+
 
 NO_STANDBY = NoStandby()
 
@@ -136,6 +140,19 @@ class ShardLease:
             return result
 
         return run
+
+    async def ended(self) -> bool:
+        """Whether the run is over, and the coordinator has ended: by the claim of shard 0."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._ended)
+
+    def _ended(self) -> bool:
+        store = self.store
+        of_coordinator = store.folder.with_name("shard-0")
+        claims = ClaimStore(of_coordinator, self.nonce, store.lease_seconds, store.holder)
+        try:
+            return claims.look().condition == "finished"
+        except StorageError:
+            return False  # it is asked again
 
     async def end(self, *, finished: bool) -> None:
         """Gives the claim back, so that nobody waits for it to run out."""
