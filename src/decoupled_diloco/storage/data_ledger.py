@@ -46,6 +46,7 @@ class DataLedger:
     Args:
         book: The leases as the coordinator's own state has them; where the file is gone, or behind,
             they are what counts.
+        entered: The last entries that led to them, at least those that the file may lack.
         claim: Number of this process's claim; 0: no other can act.
 
     Raises:
@@ -60,8 +61,9 @@ class DataLedger:
         self.path = folder / f"data-{claim}.ledger" if claim else newest
         self._journal: Journal | None = None
         self.book = _folded(newest)
-        if book.entries > self.book.entries:
-            self.go_back(book, entered)
+        missing = book.entries - self.book.entries
+        if missing > 0:
+            self.go_back(book, entered[-missing:])
         elif self.path != newest and self.book.entries:
             self.go_back(self.book)
 

@@ -533,7 +533,7 @@ class CoordinatorHost:
     def _appending(self, entries: list[LedgerEntry]) -> Callable[[], None]:
         if not self._shard_lease.number:
             return lambda: self._ledger.append(entries)
-        document = self._document() | {"entered": [encode(entry) for entry in entries]}
+        document = self._document_before(entries)
 
         def write() -> None:  # first the state, which only one coordinator can go on from
             self._disk.write(json.dumps(document))
@@ -542,8 +542,16 @@ class CoordinatorHost:
         return write
 
     def _saving(self) -> Callable[[], None]:
-        document = self._document()
+        document = self._document_before([])
         return lambda: self._disk.write(json.dumps(document))
+
+    def _document_before(self, entries: list[LedgerEntry]) -> dict[str, Any]:
+        """The document as it is written before these entries, with all that the ledger lacks.
+
+        The state is that after every entry that has been decided, and some of them wait.
+        """
+        waiting = [order.entry for order in self._orders if isinstance(order, Enter)]
+        return self._document() | {"entered": [encode(entry) for entry in (*entries, *waiting)]}
 
     def _load(self) -> Any:
         """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""

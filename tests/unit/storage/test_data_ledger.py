@@ -128,11 +128,14 @@ def test_a_coordinator_that_takes_over_has_a_file_of_its_own(tmp_path: Path) -> 
     third.close()
 
 
-def test_what_a_dead_coordinator_had_told_and_not_entered_is_not_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("since", [3, 1], ids=["none of them is there", "some are there"])
+def test_what_a_dead_coordinator_had_told_and_not_entered_is_not_lost(
+    tmp_path: Path, since: int
+) -> None:
     first = DataLedger(tmp_path, LeaseBook(), claim=1)
     first.append(ENTRIES[:3])
     first.close()
-    second = DataLedger(tmp_path, book_of(ENTRIES[:5]), ENTRIES[3:5], claim=2)
+    second = DataLedger(tmp_path, book_of(ENTRIES[:5]), ENTRIES[since:5], claim=2)
     second.append(ENTRIES[5:])
     second.close()
     account = read_data(tmp_path)

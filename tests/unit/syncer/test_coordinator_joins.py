@@ -16,13 +16,15 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import layout_of
+from decoupled_diloco.observe.data_ledger import read_data
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.data_leases.messages import DataReport
 from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.syncer import coordinator
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
-from decoupled_diloco.syncer.coordinator_disk import FILE, JOINED
+from decoupled_diloco.syncer.coordinator_disk import FILE, JOINED, newest_state
+from decoupled_diloco.syncer.shard_lease import NoStandby
 from decoupled_diloco.transport.base import Channel, Limits
 from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
@@ -61,8 +63,10 @@ class Line:
 class Life:
     """One life of a coordinator in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, claim: int = 0) -> None:
         self.folder = folder
+        shard_lease = NoStandby()
+        shard_lease.number, shard_lease.nonce = claim, str(claim)
         self.tasks: list[asyncio.Task[None]] = []
         config = self.config = RunConfig(
             run={"name": "test", "folder": folder, "budget_steps": 10}, sync={"fragments": 1}
@@ -74,6 +78,7 @@ class Life:
             lambda header: TapeWriter(folder / "tape", "coordinator", header),
             self.spawn,
             BodyBooks(ReceivePool(1 << 20), Limits()),
+            shard_lease,
         )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -108,9 +113,16 @@ class Life:
         for path, content in before:
             path.write_bytes(content)
         self.host.tape.close()
+        self.host._ledger.close()
 
     def files(self) -> list[Path]:
         return [path for path in (self.folder / FILE, self.folder / JOINED) if path.exists()]
+
+    @property
+    def kept_entries(self) -> int:
+        """Entries of the ledger that led to the state on the disk."""
+        document = json.loads(newest_state(self.folder).read_text())
+        return int(document["state"]["data"]["entries"])
 
     @property
     def lines(self) -> list[str]:
@@ -134,8 +146,8 @@ async def until(condition: Callable[[], object]) -> None:
 async def begin(tmp_path: Path) -> AsyncIterator[Callable[..., Life]]:
     lives: list[Life] = []
 
-    def begin_one(folder: Path = tmp_path) -> Life:
-        lives.append(Life(folder))
+    def begin_one(folder: Path = tmp_path, claim: int = 0) -> Life:
+        lives.append(Life(folder, claim))
         return lives[-1]
 
     yield begin_one
@@ -312,4 +324,46 @@ async def test_a_member_is_answered_where_it_was_heard_last(tmp_path: Path) -> N
     await until(lambda: any(m.get("type") == "LeasesGiven" for m in first.sent))
     assert len(second.sent) == before
     await life.crash()
-    life.host._ledger.close()
+
+
+async def test_what_is_decided_while_the_state_is_written_is_in_the_ledger_of_the_next_life(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies between the two: the leases of its state are those after all that was decided."""
+    monkeypatch.setattr(coordinator, "RETRY_SECONDS", 0.01)
+    life = begin()
+    (line,) = await life.join("a")
+    line.speak(DataReport(parts=4, want=1, leases=()))
+    await until(lambda: any(m.get("type") == "LeasesGiven" for m in line.sent))
+    await life.crash()
+    life = begin()
+    monkeypatch.setattr(life.host._ledger, "append", out_of_order)
+    life.ask("a", "another process")
+    await until(lambda: life.host._orders and '"epoch": 2' in (tmp_path / FILE).read_text())
+    await life.crash()
+    begin()
+    account = read_data(tmp_path)
+    assert not account.problems
+    assert account.turns[0][0].standing == "returned"
+
+
+async def test_what_is_decided_while_the_ledger_is_written_is_in_that_of_the_next_life(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt writes the state as it is then."""
+    monkeypatch.setattr(coordinator, "RETRY_SECONDS", 0.01)
+    life = begin(claim=1)
+    lines = await life.join("a", "b")
+    monkeypatch.setattr(life.host._ledger, "append", out_of_order)
+    for line in lines:
+        line.speak(DataReport(parts=4, want=1, leases=()))
+    await until(lambda: life.host._orders and life.kept_entries == 3)
+    await life.crash()
+    begin(claim=2)
+    account = read_data(tmp_path)
+    assert not account.problems
+    assert [part.spans[0].learner for part in account.turns[0].values()] == ["a", "b"]
+
+
+def out_of_order(entries: object) -> None:
+    raise StorageError("the disk is out of order")
