@@ -128,9 +128,10 @@ def test_all_shards_and_all_learners_are_gone_and_no_version_is_lost(make: Make)
 
 
 class Sick(Trainer):
-    """From some step on it diverges in every step: again and again, for a merged copy heals it."""
+    """From some step on it diverges in every step, or in one: a merged copy heals it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        self.once = options.pop("once", False)
         super().__init__(*args, **options)
         self.falls_ill = threading.Event()
 
@@ -138,6 +139,8 @@ class Sick(Trainer):
         if self.falls_ill.is_set():
             with torch.no_grad():
                 self.model.hidden.weight.fill_(math.nan)
+            if self.once:
+                self.falls_ill.clear()
         return super()._step(learner, rng)
 
 
@@ -161,6 +164,17 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(make: 
     assert {p["learner"] for p in refused} == {"learner-0"}
     assert equal(parameters(sick.model), parameters(well.model))
     assert all(torch.isfinite(p).all() for p in parameters(well.model).values())
+
+
+def test_what_is_not_finite_is_not_taken_from_copy_to_copy(make: Make) -> None:
+    system = make(run=LONG, sync={"alignment": "carry", "missed": "rebase"})
+    system.start()
+    sick, well = Sick(system, "learner-0", Model(seed=0), once=True), Trainer(system, "learner-1")
+    with training(sick, well):
+        until(lambda: system.rounds() > 2, "rounds")
+        sick.falls_ill.set()
+        until(lambda: not sick.falls_ill.is_set(), "it is ill")
+        until(lambda: sick.model.hidden.weight.isfinite().all(), "a merged copy heals it")
 
 
 def test_joins_wait_for_a_disk_that_can_be_written_and_rounds_do_not(
@@ -327,8 +341,8 @@ async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
 @pytest.mark.parametrize(
     ("value", "lies", "verdict", "reason"),
     [
-        (math.nan, {}, "refused", "not finite"),
-        (math.inf, {}, "refused", "not finite"),
+        (math.nan, {}, "unfit", "not finite"),
+        (math.inf, {}, "unfit", "not finite"),
         (0.1, {"digest": "0" * 32}, "refused", "the body's digest is"),
         (0.1, {"base": Version(1, 999)}, "behind", "its base 1.999 is not"),
         (0.1, {"base": Version(0, 0)}, "behind", "its base 0.0 is not"),

@@ -151,12 +151,13 @@ class BodyArrived:
 
 @dataclass(frozen=True, slots=True)
 class BodyCorrupt:
-    """A contribution's body is wrong: truncated, another digest, not finite."""
+    """A contribution's body is wrong: truncated, another digest, or else not finite."""
 
     learner: str
     fragment: int
     ask: Asking
     reason: str
+    is_finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)

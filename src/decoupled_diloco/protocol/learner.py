@@ -547,9 +547,11 @@ class LearnerMachine:
             sent.version = accepted
             return self._merged(view, sent.taken.step)
         if sent is not None and sent is view.sent:
-            view.sent, view.oversized = None, message.verdict == "oversized"
+            view.sent = None
         elif sent is not None:
             self._late_is_lost(view, sent)
+        if sent is not None and message.verdict == "unfit":
+            view.unfit = True
         if message.verdict == "behind":
             view.behind = True
         return []

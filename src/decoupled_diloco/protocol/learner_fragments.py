@@ -110,7 +110,7 @@ def apply_staged(
         view.late[sent.ask] = sent
     view.held, view.staged = version, None
     view.snapshot = view.sent = view.owed_at = None
-    view.behind = view.restored = view.oversized = False
+    view.behind = view.restored = view.unfit = False
     state.discarded_tokens += discarded
     effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
     effects.append(Send(shard_peer(options.owner(index)), view.holding(index), why))
@@ -130,6 +130,10 @@ def apply_mode(
     """
     sent = view.sent
     keeps = state.ended
+    if view.unfit and not keeps:
+        # Kept, it would be in the next contribution, which would be refused for it, for ever. That
+        # holds of NaN even if it was sent: nothing can be subtracted from it.
+        return "overwrite", "what it made before was too large, or not finite"
     if sent is not None:
         mode: Mode = sent.taken.alignment
         follows = sent.version is None or sent.version > version
@@ -146,9 +150,6 @@ def apply_mode(
         return mode, why
     if view.restored:
         return "overwrite", "what its earlier life sent may be in it"
-    if view.oversized and not keeps:
-        # Kept, it would be in the next contribution, which would be refused for it, for ever.
-        return "overwrite", "what it made from the one before was too large"
     why = "it was behind" if view.behind else "it took no part in this version"
     if view.held is not None and (options.missed == "rebase" or view.behind or keeps):
         return "rebase", why

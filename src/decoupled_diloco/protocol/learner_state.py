@@ -56,7 +56,7 @@ class FragmentView:
     ``restored``: its parameters come from an earlier life's checkpoint. What that life sent after
     it may be in any newer version, so that only an overwrite is safe.
 
-    ``oversized``: what was made from ``held`` was refused for its norm.
+    ``unfit``: what was made from ``held``, or before, was refused for its values.
 
     ``merged_step``: the newest own step that is in an accepted contribution. ``seals``: digest and
     seal of the versions that are here or on their way.
@@ -81,7 +81,7 @@ class FragmentView:
     pull: Pull | None = None
     owed_at: int | None = None
     restored: bool = False
-    oversized: bool = False
+    unfit: bool = False
     merged_step: int = 0
     seals: dict[Version, tuple[str, str]] = field(default_factory=dict)
 

@@ -23,7 +23,7 @@ Role = Literal["learner", "observer"]
 LOSS_MAX = 1e30
 """A loss that is not below it is as good as none: the training has diverged."""
 
-Verdict = Literal["accepted", "refused", "oversized", "behind", "abandoned"]
+Verdict = Literal["accepted", "refused", "unfit", "behind", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ class Pull:
 class Outcome:
     """What became of a contribution; ``version`` is what it went into, when accepted.
 
-    ``oversized``: refused for its norm, and would be again. ``abandoned``: the merge failed, and it
-    went with it.
+    ``unfit``: refused for its values, too large or not finite, and would be again. ``abandoned``:
+    the merge failed, and it went with it.
     """
 
     fragment: int

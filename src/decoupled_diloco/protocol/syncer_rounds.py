@@ -157,7 +157,7 @@ def body_arrived(
     scale = 1.0
     if not problem:
         scale, problem = gate_scale(state, options, event)
-        verdict = "oversized" if scale == 0.0 else "accepted"
+        verdict = "unfit" if scale == 0.0 else "accepted"
     if verdict != "accepted":
         drop = Drop(event.fragment, event.learner, event.ask, problem)
         return [drop, *_fall_out(state, options, now, ask, "refused", problem, verdict)]
@@ -225,7 +225,10 @@ def body_corrupt(
 ) -> list[SyncerEffect]:
     """A body came wrong, or stopped coming."""
     ask = _under_way(state, event.learner, event.fragment, event.ask)
-    return [] if ask is None else _fall_out(state, options, now, ask, "refused", event.reason)
+    if ask is None:
+        return []
+    verdict: Verdict = "refused" if event.is_finite else "unfit"
+    return _fall_out(state, options, now, ask, "refused", event.reason, verdict)
 
 
 def _fall_out(

@@ -211,7 +211,8 @@ class Uploads:
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._stopping():
                 logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
-                self._handle(fact.BodyCorrupt(learner, fragment, ask, str(error)))
+                is_finite = not isinstance(error, MergeError)
+                self._handle(fact.BodyCorrupt(learner, fragment, ask, str(error), is_finite))
 
     async def _copy(self, upload: BodyUpload, announced: say.Copy, effect: do.ExpectCopy) -> None:
         learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt

@@ -93,7 +93,7 @@ def test_one_that_is_too_large_is_refused_or_clipped(shard_bench: Any, oversized
         (told,) = [
             e.message for e in poisoned if isinstance(e, Send) and type(e.message) is Outcome
         ]
-        assert told.verdict == "oversized"
+        assert told.verdict == "unfit"
 
 
 def scales(orders: list[list[Any]]) -> list[float]:

@@ -155,16 +155,31 @@ def test_rule_4_a_contribution_that_is_refused_before_the_next_version_is_kept_h
     assert not view(bench).late
 
 
-def test_rule_4_a_contribution_that_is_too_large_is_not_kept_to_be_refused_again(
+def test_rule_4_a_contribution_whose_values_are_unfit_is_not_kept_to_be_refused_again(
     learner_bench: Any,
 ) -> None:
     """Every fragment must come to hear every learner."""
     bench = started(learner_bench, missed="rebase")
     bench.hear(pull())
-    bench.hear(outcome("oversized"))
+    bench.hear(outcome("unfit"))
     applied = take(bench, V1, V0)
     assert (applied.mode, applied.discarded_tokens) == ("overwrite", 50)
     assert take(bench, V2, V1).mode == "rebase"
+
+
+@pytest.mark.parametrize("alignment", ["carry", "blend"])
+def test_rule_7_what_is_not_finite_is_not_carried_on_while_the_next_contribution_is_under_way(
+    learner_bench: Any, alignment: str
+) -> None:
+    """Nothing can be subtracted from NaN, so what was sent is in the parameters still."""
+    bench = late(learner_bench, alignment=alignment)
+    bench.hear(pull(SECOND, V1, 8, alignment=alignment))
+    bench.step()
+    bench.hear(outcome("unfit"))
+    assert view(bench).sent is not None
+    applied = take(bench, V2, V1)
+    assert (applied.mode, list(view(bench).late)) == ("overwrite", [SECOND])
+    assert bench.machine.state.tokens_of(view(bench)) == 0
 
 
 def test_rule_12_a_step_that_ends_when_all_is_over_waits_for_no_copy(learner_bench: Any) -> None:
