@@ -153,6 +153,7 @@ COORDINATOR = (
         "_carry_out",
         "while self._orders and not self._writing:",
         "while self._orders:",
+        noticed_by=77,
     ),
     Break(
         "the coordinator forgets who has joined",
