@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,7 +21,9 @@ from statistics import median
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.launch.fork_server import AVAILABLE, ForkServer
 from decoupled_diloco.launch.local import LocalRun, RunOutcome
+from decoupled_diloco.launch.placement import ThisMachine
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import TapeReader
 
@@ -64,10 +69,28 @@ def config_file(folder: Path, **tables: Any) -> Path:
     return path
 
 
+@functools.cache
+def fork_server() -> ForkServer | None:
+    """One for all tests of this process: importing PyTorch for each would take most of their time.
+
+    Its children have the folder and the environment that this process has now.
+    """
+    if not AVAILABLE:
+        return None
+    folder = Path(tempfile.mkdtemp())
+    (folder / "logs").mkdir()
+    here = ThisMachine(folder, forks=True)
+    atexit.register(here.close)
+    return here.server
+
+
 @contextlib.contextmanager
-def local_run(config: RunConfig, *, resume: bool = False) -> Iterator[LocalRun]:
+def local_run(
+    config: RunConfig, *, resume: bool = False, own_server: bool = False
+) -> Iterator[LocalRun]:
     """A `LocalRun` that is closed in any case."""
-    run = LocalRun(config, resume=resume)
+    server = None if own_server or not config.run.fork_server else fork_server()
+    run = LocalRun(config, resume=resume, server=server)
     try:
         yield run
     finally:

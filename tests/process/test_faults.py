@@ -127,7 +127,7 @@ def test_a_run_goes_on_when_its_fork_server_is_killed(tmp_path: Path) -> None:
         own = records(folder, "learner-1")
         return sum(r.life == 1 and r.type == "StepFinished" for r in own)
 
-    with local_run(config) as run:
+    with local_run(config, own_server=True) as run:
         run.start()
         with pytest.raises(Enough):
             wait(run, script())

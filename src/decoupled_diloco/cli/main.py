@@ -100,13 +100,12 @@ for each in (ledger, checkpoint):
 @app.command(hidden=True)
 def fork_server(
     run: Annotated[str, typer.Argument(help="Whose it is.")],
-    alive: Annotated[int, typer.Argument(help="A descriptor that closes with the launcher.")],
     room: Annotated[str, typer.Argument(help="Blanks, for the command lines of its children.")],
 ) -> None:
     """A process that has imported all, and forks those that run another of these commands."""
     from decoupled_diloco.launch.fork_server import serve
 
-    app(serve(alive))
+    app(serve())
 
 
 @app.callback(invoke_without_command=True)

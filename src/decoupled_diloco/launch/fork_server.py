@@ -4,7 +4,8 @@ Importing takes seconds of a core, forking milliseconds: a run begins, and a kil
 as much sooner. The server holds modules and nothing else: no port, no secret, no device, and one
 thread. It is told roles on its standard input, the arguments of commands of `ddiloco`. Each child
 is then what a new process with these arguments would be: a session of its own, the launcher's
-environment, output to the role's log, and ``ps`` shows the role's command line. The server tells of
+environment, output to the role's log, and ``ps`` shows the role's command line. What else a child
+holds comes with its role: its standard input, and the lock of the run folder. The server tells of
 every child that ends. When its input closes, the launcher is gone, and it ends; so do its children,
 whose input closes as well.
 
@@ -22,10 +23,11 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,9 @@ AVAILABLE = sys.platform == "linux"
 
 READY_SECONDS = 120.0
 """A server that has not imported everything by then is given up."""
+
+ROLE_BYTES = 1 << 16
+DESCRIPTORS_MAX = 8
 
 ROOM = 4096
 """Bytes of its command line that are left for those of its children."""
@@ -82,18 +87,17 @@ class ForkServer:
     """A launcher's end of the server.
 
     Args:
-        start: Begins the process, whose standard input and output are pipes, with these arguments,
-            and leaves it a descriptor.
+        start: Begins the process with these arguments and this socket as its standard input; its
+            standard output is a pipe.
         run: Whose it is, for ``ps``.
     """
 
     def __init__(
-        self, start: Callable[[list[str], int], subprocess.Popen[bytes]], run: Path
+        self, start: Callable[[list[str], socket.socket], subprocess.Popen[bytes]], run: Path
     ) -> None:
-        alive, held = os.pipe()  # children read it: it closes when this process ends
-        self._held: int | None = held
-        self._process = start(["fork-server", str(run), str(alive), " " * ROOM], alive)
-        os.close(alive)
+        self._orders, theirs = socket.socketpair()
+        with theirs:
+            self._process = start(["fork-server", str(run), " " * ROOM], theirs)
         self._said = b""
         self._ready = False
         self._codes: dict[int, int] = {}
@@ -108,13 +112,20 @@ class ForkServer:
         """Whether it can fork; waits until it has imported everything."""
         return self._until(lambda: self._ready)
 
-    def fork(self, arguments: list[str], log: Path) -> ForkedProcess | None:
-        """A process of these arguments; ``None``: the server has ended."""
-        assert self._process.stdin is not None
+    def fork(
+        self, arguments: list[str], log: Path, descriptors: Sequence[int]
+    ) -> ForkedProcess | None:
+        """A process of these arguments; ``None``: the server has ended.
+
+        Args:
+            arguments: Of `ddiloco`.
+            log: Where its output goes.
+            descriptors: Its standard input, and what else it holds for as long as it lives.
+        """
         self._answer = None
         role = {"arguments": arguments, "log": str(log)}
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which is told below
-            self._process.stdin.write(json.dumps(role).encode() + b"\n")
+        with contextlib.suppress(OSError):  # it has ended, which is told below
+            socket.send_fds(self._orders, [json.dumps(role).encode() + b"\n"], descriptors)
         if not self._until(lambda: self._answer is not None):
             return None
         assert self._answer is not None
@@ -131,12 +142,9 @@ class ForkServer:
         """Ends it, and what is left of its children."""
         self._process.kill()
         self._process.wait()
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._orders.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _until(self, done: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + READY_SECONDS
@@ -186,12 +194,8 @@ def _stat(pid: int | str) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def serve(alive: int) -> list[str]:
-    """Forks until the launcher is gone; returns in each child, with its arguments.
-
-    Args:
-        alive: A descriptor that closes when the launcher ends: each child's standard input.
-    """
+def serve() -> list[str]:
+    """Forks until the launcher is gone; returns in each child, with its arguments."""
     _import_everything()
     gc.collect()
     gc.freeze()  # what is shared stays shared: the collector of no child writes to it
@@ -200,7 +204,7 @@ def serve(alive: int) -> list[str]:
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _say(ready=os.getpid())
-    commands = b""
+    orders = socket.socket(fileno=0)
     while True:
         readable, _, _ = select.select([0, woken], [], [])
         if woken in readable:
@@ -208,19 +212,21 @@ def serve(alive: int) -> list[str]:
             _reap()
         if 0 not in readable:
             continue
-        told = os.read(0, 65536)
+        told, descriptors, _, _ = socket.recv_fds(orders, ROLE_BYTES, DESCRIPTORS_MAX)
         if not told:
             os._exit(0)
-        *lines, commands = (commands + told).split(b"\n")
-        for line in lines:
-            role = json.loads(line)
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                for each in (woken, wakes):
-                    os.close(each)
-                return _become(role, alive)
-            _say(forked=pid)
+        while not told.endswith(b"\n"):  # one role at a time: the launcher waits for the answer
+            told += orders.recv(ROLE_BYTES)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for each in (woken, wakes):
+                os.close(each)
+            orders.detach()
+            return _become(json.loads(told), descriptors[0])
+        for each in descriptors:
+            os.close(each)
+        _say(forked=pid)
 
 
 def _import_everything() -> None:

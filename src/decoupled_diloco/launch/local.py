@@ -16,6 +16,7 @@ from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError
 from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
+from decoupled_diloco.launch.fork_server import ForkServer
 from decoupled_diloco.launch.placement import ThisMachine
 from decoupled_diloco.launch.ports import free_ports
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of, reopen_claims
@@ -61,6 +62,8 @@ class LocalRun:
             addresses with the same ports. Who is told of the shards then puts the host in that it
             has dialled itself.
         absent: Learners that are not started here, but brought in later.
+        server: Forks the processes, if there is one already; it lives on. Default: a new one, if
+            ``run.fork_server`` says so.
 
     Raises:
         ConfigError: the folder is in use or not of ddiloco, the run in it has not ended, the
@@ -79,6 +82,7 @@ class LocalRun:
         anew: bool = True,
         dial: Callable[[str, tuple[str, ...]], tuple[str, ...]] | None = None,
         absent: Collection[str] = (),
+        server: ForkServer | None = None,
     ) -> None:
         self.config = config
         self._dial = dial or (lambda name, addresses: addresses)
@@ -107,7 +111,7 @@ class LocalRun:
         told = {"machine": "launcher", "settings": config.public()}
         self._tape = open_tape(self.path, "launcher", told)
         self.placement = ThisMachine(
-            self.path, self.folder.descriptors, forks=config.run.fork_server
+            self.path, self.folder.descriptors, forks=config.run.fork_server, server=server
         )
         self.supervisor = Supervisor(self.placement, self._tape)
         if self.went_back:

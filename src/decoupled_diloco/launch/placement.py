@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -46,9 +47,6 @@ class Placement(Protocol):
     def start(self, name: str, arguments: list[str]) -> PlacedProcess:
         """Starts ``ddiloco ARGUMENTS`` under a name."""
 
-    def ended(self, life: PlacedProcess) -> None:
-        """A process has ended: what was kept for it is let go."""
-
     def close(self) -> None:
         """Nothing will be started any more."""
 
@@ -59,60 +57,68 @@ class Placement(Protocol):
 class ThisMachine:
     """Processes of this machine.
 
-    No orphan is left: each one's standard input is a pipe from this process, and it ends when that
+    No orphan is left: their standard input is a pipe from this process, and they end when that
     closes, however this process dies.
 
     Args:
         folder: The run folder; logs go to ``logs/<name>.log``.
+        descriptors: What each process holds for as long as it lives.
         forks: Whether one process imports, and all others are forked from it (on Linux).
+        server: The process that does, if there is one already; `close` leaves it.
     """
 
     def __init__(
-        self, folder: Path, descriptors: tuple[int, ...] = (), *, forks: bool = False
+        self,
+        folder: Path,
+        descriptors: tuple[int, ...] = (),
+        *,
+        forks: bool = False,
+        server: ForkServer | None = None,
     ) -> None:
         self.folder = folder
         self._descriptors = descriptors
-        run = folder / RUN_FILE
-        self.server = ForkServer(self._start_server, run) if forks and AVAILABLE else None
+        own = forks and AVAILABLE and server is None
+        self._own = ForkServer(self._start_server, folder / RUN_FILE) if own else None
+        self.server = server or self._own
+        self._pipe: tuple[int, ...] = (
+            os.pipe()
+        )  # children read it: it closes when this process ends
 
     def start(self, name: str, arguments: list[str]) -> PlacedProcess:
         path = self.folder / "logs" / f"{name}.log"
         server = self.server if self.server and self.server.is_ready() else None
         with path.open("ab") as log, interrupts_deferred():
-            forked = server.fork(arguments, path) if server else None
-            return forked or self._launch(arguments, log, subprocess.STDOUT)
+            alive = self._pipe[0]
+            passed = (alive, *self._descriptors)
+            forked = server.fork(arguments, path, passed) if server else None
+            return forked or self._launch(arguments, alive, log, subprocess.STDOUT)
 
     def _launch(
-        self,
-        arguments: list[str],
-        output: int | IO[bytes],
-        errors: int | IO[bytes],
-        *descriptors: int,
+        self, arguments: list[str], standard: int, output: int | IO[bytes], errors: int | IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """One way for all: what is forked must have the environment of what is not."""
         return subprocess.Popen(
             [*COMMAND, *arguments],
             bufsize=0,
-            stdin=subprocess.PIPE,
+            stdin=standard,
             stdout=output,
             stderr=errors,
             start_new_session=True,
-            pass_fds=(*self._descriptors, *descriptors),
+            pass_fds=self._descriptors,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def ended(self, life: PlacedProcess) -> None:
-        if isinstance(life, subprocess.Popen) and life.stdin is not None:
-            life.stdin.close()
-
-    def _start_server(self, arguments: list[str], alive: int) -> subprocess.Popen[bytes]:
+    def _start_server(self, arguments: list[str], orders: socket.socket) -> subprocess.Popen[bytes]:
         path = self.folder / "logs" / "fork-server.log"
         with path.open("ab") as errors, interrupts_deferred():
-            return self._launch(arguments, subprocess.PIPE, errors, alive)
+            return self._launch(arguments, orders.fileno(), subprocess.PIPE, errors)
 
     def close(self) -> None:
-        if self.server is not None:
-            self.server.end()
+        if self._own is not None:
+            self._own.end()
+        for each in self._pipe:
+            os.close(each)
+        self._pipe = ()
 
     def last_words(self, name: str) -> str:
         log = self.folder / "logs" / f"{name}.log"

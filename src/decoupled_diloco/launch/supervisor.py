@@ -91,12 +91,11 @@ class Supervisor:
         """Takes note of children that ended, and starts again those whose time has come."""
         for child in self.children.values():
             if child.process is not None and (code := child.process.poll()) is not None:
-                self._ended(child, child.process, code)
+                self._ended(child, code)
             if child.restart_at is not None and now() >= child.restart_at and not self.stopping:
                 self._spawn(child)
 
-    def _ended(self, child: Child, life: PlacedProcess, code: int) -> None:
-        self.placement.ended(life)
+    def _ended(self, child: Child, code: int) -> None:
         child.process, child.code = None, code
         by_signal = -code if code < 0 else None
         self._sample(ProcessEnded(child.name, None if by_signal else code, by_signal))

@@ -94,9 +94,6 @@ class VirtualMachines:
         host.begin()
         return VirtualLife(host)
 
-    def ended(self, life: Any) -> None:
-        """See `Placement`."""
-
     def close(self) -> None:
         """See `Placement`."""
 

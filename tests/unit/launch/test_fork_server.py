@@ -29,7 +29,7 @@ import numpy
 from decoupled_diloco.launch import fork_server
 fork_server.IMPORTS = ()
 if sys.argv[1] == "fork-server":
-    fork_server.serve(int(sys.argv[3]))
+    fork_server.serve()
 print(sys.argv[1:], flush=True)
 print("drawn", random.random(), numpy.random.rand(), flush=True)
 print("bad news", file=sys.stderr, flush=True)
@@ -129,13 +129,13 @@ def test_without_its_server_a_child_lives_on_and_the_next_imports_by_itself(
 def test_server_and_children_end_with_the_launcher(supervisor: Supervisor) -> None:
     """What the system does for who is killed: it closes its pipes."""
     server, process = server_of(supervisor), supervisor.children["a"].process
-    assert server._held is not None
-    os.close(server._held)
-    server._held = None
+    here = supervisor.placement
+    assert isinstance(here, ThisMachine)
+    os.close(here._pipe[1])
+    here._pipe = here._pipe[:1]
     assert process is not None
     assert process.wait() == 0
-    assert server._process.stdin is not None
-    server._process.stdin.close()
+    server._orders.close()
     assert server._process.wait(10) == 0
 
 
