@@ -31,8 +31,7 @@ test: $(STAMP) check  ## everything
 check: $(STAMP)  ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/pytest -q $(JOBS) tests/unit tests/paper tests/contract
+	$(BIN)/mypy & $(BIN)/pytest -q $(JOBS) tests/unit tests/paper tests/contract && wait $$!
 
 chaos: $(STAMP)  ## half an hour of failures of every kind, and the verdict
 	$(BIN)/ddiloco chaos chaos-long

@@ -7,6 +7,7 @@ differs from a reader:
 | comment | meaning |
 |---|---|
 | `test: set KEY=VALUE …` | `ddiloco` commands of the block get these settings, to be small |
+| `test: small` | so do they: a model that takes milliseconds a step |
 | `test: background until TEXT` | goes on while the next blocks run, once it has printed the text |
 | `test: wait for FILE … WORD` | the block starts when the files have the word |
 | `test: end of the background` | the block starts when all that runs has ended well |
@@ -44,6 +45,10 @@ from process.runs import free_ports
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 SECONDS_MAX = 180.0
+SMALL = tuple(
+    f"workload.options.{option}"
+    for option in ("layers=1", "width=32", "heads=2", "context=16", "corpus_bytes_max=200000")
+)
 
 _BLOCK = re.compile(
     r"(?P<comments>(?:^ *<!-- test: .*? -->\n)*)^(?P<indent> *)```(?P<language>\w+)\n"
@@ -62,6 +67,7 @@ WORDS = (
     "once for all pages",
     "output",
     "set",
+    "small",
     "wait for",
     "with syncer",
 )
@@ -128,6 +134,7 @@ class Reader:
 
     folder: Path
     kept: Path
+    command: Path
     background: list[Background] = field(default_factory=list)
     last_output: str = ""
 
@@ -143,9 +150,9 @@ class Reader:
             'more=""\n'
             'case "$1" in\n'
             f'  syncer) more="--set syncer.port={self._port} $SETS";;\n'
-            '  train|learner|evaluator|simulate) more="$SETS";;\n'
+            '  train|learner|evaluator|simulate|chaos) more="$SETS";;\n'
             "esac\n"
-            f'exec {sys.executable} -m decoupled_diloco "$@" $more\n'
+            f'exec {self.command} "$@" $more\n'
         )
         (tools / "ddiloco").chmod(0o755)
         self._path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -200,7 +207,9 @@ class Reader:
         return ["bash", "-euo", "pipefail", "-c", text]
 
     def _environment(self, block: Block) -> dict[str, str]:
-        sets = " ".join(f"--set {each}" for each in block.directives.get("set", "").split())
+        chosen = block.directives.get("set", "").split()
+        chosen += SMALL if "small" in block.directives else ()
+        sets = " ".join(f"--set {each}" for each in chosen)
         own = {"PATH": self._path, "SETS": sets, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         return {**os.environ, **own}
 
@@ -238,9 +247,9 @@ class Reader:
 
 
 @contextlib.contextmanager
-def reader(folder: Path, kept: Path) -> Iterator[Reader]:
+def reader(folder: Path, kept: Path, command: Path) -> Iterator[Reader]:
     """A reader who leaves nothing running; what several pages need is kept for the next reader."""
-    somebody = Reader(folder, kept)
+    somebody = Reader(folder, kept, command)
     try:
         yield somebody
     finally:

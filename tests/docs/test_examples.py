@@ -16,7 +16,7 @@ import pytest
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import LocalRun
 from docs.snippets import ROOT
-from process.runs import stopped_at_exit, until
+from process.runs import fork_server, stopped_at_exit, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,7 +50,7 @@ def test_the_complete_loop_goes_on_where_it_was(tmp_path: Path) -> None:
         syncer={"port": 0},
     )
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
-    with contextlib.closing(LocalRun(config, learners=False)) as run:
+    with contextlib.closing(LocalRun(config, learners=False, server=fork_server())) as run:
         run.start()
         with stopped_at_exit(example(run, tmp_path, first)) as process:
             until(lambda: "held out" in first.read_text() or process.poll() is not None, "it", 120)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from decoupled_diloco.cli.main import app
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import LocalRun
 from docs.snippets import PAGES, ROOT, Block, blocks_of, check_output, check_toml, reader
+from docs.zygote import Zygote
+from process.runs import fork_server
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,9 +43,16 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kept")
 
 
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """`ddiloco`, without the time that imports take."""
+    with contextlib.closing(Zygote(tmp_path_factory.mktemp("zygote"))) as zygote:
+        yield zygote.command
+
+
 @pytest.mark.parametrize("page", pages_with_commands())
-def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, kept: Path) -> None:
-    with reader(tmp_path, kept) as somebody:
+def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, kept: Path, command: Path) -> None:
+    with reader(tmp_path, kept, command) as somebody:
         for block in blocks_of(page):
             if "not run" in block.directives:
                 continue
@@ -124,7 +134,7 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sync={"fragments": 2, "period": 4, "overlap": 1},
         syncer={"port": 0},
     )
-    with contextlib.closing(LocalRun(config, learners=False)) as run:
+    with contextlib.closing(LocalRun(config, learners=False, server=fork_server())) as run:
         run.start()
         given = names(run)
         text = block.text.replace("http://syncer:7070", run.addresses[0])
