@@ -138,8 +138,9 @@ def parent(pid: int) -> int:
 
 
 def devices(pid: int) -> list[str]:
-    """What a process has opened that is no module, pipe or file of its run: ports, devices."""
-    opened = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    """What a process has opened beside its standard input that others lack then: ports, devices."""
+    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if link.name != "0"]
+    opened = [str(link.readlink()) for link in links]
     return [name for name in opened if name.startswith(("socket:", "/dev/nvidia", "/dev/dri"))]
 
 
