@@ -2,9 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Two tests at a time; one that fails beside another, because the machine is busy, is tried once more
-# where real processes are started, and the summary names it. One at a time: make test JOBS=
-JOBS ?= --numprocesses=2 --dist=worksteal
+# Tests of real processes wait for half of their time, so there are four at once. One that fails beside
+# others, because the machine is busy, is tried once more, and the summary names it. The fast tests
+# only compute. One at a time: make test JOBS=
+JOBS ?= --numprocesses=4 --dist=worksteal
+FAST_JOBS := $(subst =4,=2,$(JOBS))
 
 # A failure within a pipe is one, as in the set-up, which shows a line for each large package.
 SHELL := bash
@@ -31,7 +33,7 @@ test: $(STAMP) check  ## everything
 check: $(STAMP)  ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy & $(BIN)/pytest -q $(JOBS) tests/unit tests/paper tests/contract && wait $$!
+	$(BIN)/mypy & $(BIN)/pytest -q $(FAST_JOBS) tests/unit tests/paper tests/contract && wait $$!
 
 chaos: $(STAMP)  ## half an hour of failures of every kind, and the verdict
 	$(BIN)/ddiloco chaos chaos-long
