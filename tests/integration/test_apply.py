@@ -53,16 +53,19 @@ class Watching(ModuleStore):
         self._note(fragment, values, lambda: super(Watching, self).overwrite(fragment, values))
 
     def combine(
-        self, fragment: Fragment, values: Tensor, minus: Tensor | None, keep: float
+        self, fragment: Fragment, values: Tensor, minus: HostCopy | None, keep: float
     ) -> None:
         work = super().combine
         self._note(fragment, values, lambda: work(fragment, values, minus, keep))
 
+    def _now(self, fragment: Fragment) -> Tensor:
+        return super().snapshot(fragment).values()
+
     def _note(self, fragment: Fragment, values: Tensor, work: Callable[[], None]) -> None:
-        p, before = fragment.index, self.read(fragment)
+        p, before = fragment.index, self._now(fragment)
         work()
         known = (self.snapshots.get(p), self.published.get(p))
-        self.applied.append(Applied(p, before, values.clone(), self.read(fragment), *known))
+        self.applied.append(Applied(p, before, values.clone(), self._now(fragment), *known))
         self.published[p] = values.clone()
 
 

@@ -258,7 +258,7 @@ class Background:
             case do.SendBody(fragment=fragment):
                 captured = shared.tensors.capture(fragment)
             case do.SendCopy(_, fragment, _, version):
-                captured = shared.tensors.values(fragment, published=version is not None)
+                captured = shared.tensors.whole(fragment, published=version is not None)
         self._queue.append((effect, captured))
 
     def _told(self, event: fact.LearnerEvent) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, TransportError
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
+from decoupled_diloco.learner.store import HostCopy
 from decoupled_diloco.merge import as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import effects as do
@@ -29,6 +30,11 @@ turn, each over as many connections as the link rewards, in bounded memory."""
 
 class _InWorker(Protocol):
     def __call__(self, task: Callable[[], _T], /) -> Awaitable[_T]: ...
+
+
+def with_digest(values: Tensor) -> tuple[Tensor, str]:
+    """The same values, and what a shard is told of them."""
+    return values, digest(values)
 
 
 class BodyExchange:
@@ -78,9 +84,9 @@ class BodyExchange:
         except (ConfigError, TransportError, ProtocolError) as error:
             self._told(fact.UploadFailed(effect.fragment, effect.ask, str(error)))
 
-    async def send_copy(self, effect: do.SendCopy, values: Tensor) -> None:
+    async def send_copy(self, effect: do.SendCopy, copy: HostCopy) -> None:
         """Delivers a whole fragment that a shard has asked for."""
-        announced = await self._in_worker(lambda: digest(values))
+        values, announced = await self._in_worker(lambda: with_digest(copy.values()))
         self._say(effect.shard, say.Copy(effect.fragment, effect.attempt, announced))
         try:
             async with self._gates[effect.shard]:
@@ -112,6 +118,7 @@ class BodyExchange:
                 base = self._address_of(effect.shard)
                 await self._client().get(effect.path, body.numpy().data, base=base)
                 values = await self._in_worker(lambda: decoded(body))
+            await tensors.store.spread(plan.fragments[fragment], values)
         except (TransportError, ProtocolError, MergeError) as error:
             self._told(fact.FetchFailed(fragment, effect.version, str(error)))
             return

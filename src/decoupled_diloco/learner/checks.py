@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.merge import Layout, is_finite
+from decoupled_diloco.merge import Layout, is_finite, local_of
 
 OWN_COPIES = (
     "fp32_from_fp16_groups",
@@ -56,7 +56,7 @@ def refuse_what_is_not_finite(model: nn.Module) -> None:
         ConfigError: names the first such tensor.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not is_finite(parameter):
+        if parameter.requires_grad and not is_finite(local_of(parameter)):
             raise ConfigError(
                 f"the model's {name!r} has NaN or infinite values: correct its initialization, or "
                 "the checkpoint that it was loaded from"

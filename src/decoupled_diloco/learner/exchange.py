@@ -18,8 +18,8 @@ from typing import Literal
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
-from decoupled_diloco.learner.store import HostCopy, ParameterStore
-from decoupled_diloco.merge import Body, cast_like, codec, contribution, digest, receive
+from decoupled_diloco.learner.store import Copied, HostCopy, ParameterStore, Rounded
+from decoupled_diloco.merge import Body, codec, contribution, digest, receive
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.effects import Apply, Snapshot
 
@@ -94,11 +94,11 @@ class LearnerTensors:
             case "carry":
                 sent = self._sent[fragment]
                 assert sent is not None, f"nothing of fragment {fragment} was sent"
-                self.store.combine(part, new, sent.values(), 1.0)
+                self.store.combine(part, new, sent, 1.0)
             case "rebase":
                 old = self.published[fragment]
                 assert old is not None
-                self.store.combine(part, new, cast_like(part, self.plan.layout, old), 1.0)
+                self.store.combine(part, new, Rounded(part, self.plan.layout, old), 1.0)
         self.published[fragment], self.staged[fragment] = new, None
         self.snapshots[fragment] = self._sent[fragment] = None
 
@@ -110,18 +110,13 @@ class LearnerTensors:
         self._sent[fragment] = copy
         return Capture(self.plan, fragment, copy, published)
 
-    def values(self, fragment: int, *, published: bool) -> Tensor:
+    def whole(self, fragment: int, *, published: bool) -> HostCopy:
         """A whole fragment, fp32 [N]: the published copy, or the parameters as they are now."""
         if not published:
-            return self.store.read(self.plan.fragments[fragment])
+            return self.store.snapshot(self.plan.fragments[fragment])
         kept = self.published[fragment]
         assert kept is not None, f"fragment {fragment} has no published copy"
-        return kept
-
-    def whole(self, fragment: int, *, published: bool) -> tuple[Tensor, str]:
-        """A whole fragment and its digest; see `values`."""
-        values = self.values(fragment, published=published)
-        return values, digest(values)
+        return Copied(kept)
 
     def next_values(self, fragment: int, body: Body, announced: str) -> Tensor:
         """The next version's values: what is here, staged or published, plus the difference.

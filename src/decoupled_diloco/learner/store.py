@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from decoupled_diloco.merge import (
     Fragment,
     Layout,
+    cast_like,
     gather,
     layout_of,
     parameters_numel,
@@ -49,11 +50,12 @@ class ParameterStore(Protocol):
         """θ ← values (fp32 [N] on the CPU, never written to again), rounded to θ's dtypes."""
 
     def combine(
-        self, fragment: Fragment, values: Tensor, minus: Tensor | None, keep: float
+        self, fragment: Fragment, values: Tensor, minus: HostCopy | None, keep: float
     ) -> None:
         """θ ← (θ − minus) + values, or without ``minus`` θ ← keep·θ + (1 − keep)·values.
 
-        Both tensors are fp32 [N] on the CPU; the arithmetic is fp32, the result is rounded.
+        ``minus`` is a snapshot, or `Rounded`, the values that were written last. All are fp32 [N]
+        on the CPU; the arithmetic is fp32, the result is rounded.
         """
 
     def prepare(self, values: Tensor) -> Tensor:
@@ -62,8 +64,8 @@ class ParameterStore(Protocol):
         Called in the background, before they are staged.
         """
 
-    def read(self, fragment: Fragment) -> Tensor:
-        """θ as fp32 [N] on the CPU, at once: may wait for the device."""
+    async def spread(self, fragment: Fragment, values: Tensor) -> None:
+        """Brings values to where they will be written; called in the background, before `stage`."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,19 @@ class Copied:
     def values(self) -> Tensor:
         """See `HostCopy.values`."""
         return self.tensor
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A published copy as the parameters had it when it was written: rounded to their dtypes."""
+
+    fragment: Fragment
+    layout: Layout
+    published: Tensor
+
+    def values(self) -> Tensor:
+        """See `HostCopy.values`."""
+        return cast_like(self.fragment, self.layout, self.published)
 
 
 @dataclass(frozen=True)
@@ -145,13 +160,13 @@ class ModuleStore:
         scatter(fragment, self._upload(values), self._tensors)
 
     def combine(
-        self, fragment: Fragment, values: Tensor, minus: Tensor | None, keep: float
+        self, fragment: Fragment, values: Tensor, minus: HostCopy | None, keep: float
     ) -> None:
         """See `ParameterStore.combine`."""
         theta = torch.empty(fragment.numel, dtype=torch.float32, device=self._device)
         gather(fragment, self._tensors, theta)
         if minus is not None:
-            theta.sub_(self._upload(minus)).add_(self._upload(values))
+            theta.sub_(self._upload(minus.values())).add_(self._upload(values))
         else:
             theta.mul_(keep).add_(self._upload(values), alpha=1 - keep)
         trained = parameters_numel(fragment, self._layout)
@@ -162,9 +177,8 @@ class ModuleStore:
         """See `ParameterStore.prepare`: pinned memory for CUDA."""
         return values if self._stream is None else values.pin_memory()
 
-    def read(self, fragment: Fragment) -> Tensor:
-        """See `ParameterStore.read`."""
-        return gather(fragment, self._tensors)
+    async def spread(self, fragment: Fragment, values: Tensor) -> None:
+        """See `ParameterStore.spread`: they are there."""
 
     def _upload(self, values: Tensor) -> Tensor:
         if self._stream is None:

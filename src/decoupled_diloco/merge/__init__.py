@@ -44,6 +44,7 @@ from decoupled_diloco.merge.layout import (
     Layout,
     TensorSpec,
     layout_of,
+    local_of,
     tensors_of,
 )
 from decoupled_diloco.merge.outer import (
@@ -81,6 +82,7 @@ __all__ = [
     "gather",
     "is_finite",
     "layout_of",
+    "local_of",
     "make_outer",
     "merge",
     "offsets",

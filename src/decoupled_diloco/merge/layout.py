@@ -265,7 +265,7 @@ def _buffers_of(module: nn.Module) -> tuple[list[TensorSpec], tuple[Constant, ..
 def _has_a_mean(buffer: Tensor) -> bool:
     if buffer.dtype not in DTYPES.values():
         return False
-    return buffer.device.type == "meta" or is_finite(buffer)
+    return buffer.device.type == "meta" or is_finite(local_of(buffer))
 
 
 def _is_small(buffer: Tensor) -> bool:
@@ -301,19 +301,28 @@ def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Tensor]]
     return list(groups.values())
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: the local part of a sharded one, else all of it."""
+    # Importing DTensor takes a second, which only those pay who have one.
+    to_local = getattr(tensor.detach(), "to_local", None)
+    return tensor.detach() if to_local is None else cast("Tensor", to_local())
+
+
 def _storage_key(parameter: Tensor) -> object:
     """Identify the elements a parameter stands for, so that equal keys mean tied weights."""
-    if parameter.numel() == 0 or parameter.device.type == "meta":
-        return id(parameter)
-    return (parameter.device, parameter.data_ptr(), tuple(parameter.shape), parameter.stride())
+    local = local_of(parameter)
+    if local.numel() == 0 or local.device.type == "meta":
+        return id(parameter)  # Of a sharded model this rank may hold nothing.
+    return (local.device, local.data_ptr(), tuple(parameter.shape), local.stride())
 
 
 def _refuse_overlap(groups: Collection[tuple[list[str], Tensor]]) -> None:
     """Refuse parameters that share some memory without being the same tensor."""
+    held = [(names[0], local_of(parameter)) for names, parameter in groups]
     extents = sorted(
-        (str(p.device), p.data_ptr(), p.data_ptr() + _extent_bytes(p), names[0])
-        for names, p in groups
-        if p.numel() and p.device.type != "meta"
+        (str(local.device), local.data_ptr(), local.data_ptr() + _extent_bytes(local), name)
+        for name, local in held
+        if local.numel() and local.device.type != "meta"
     )
     for (device, _, stop, name), (device_next, start, _, name_next) in pairwise(extents):
         if device == device_next and start < stop:

@@ -399,7 +399,7 @@ class LearnerHost(ParticipantHost):
         """The digest of a fragment's parameters as they are."""
         assert self.participant is not None
         tensors = self.participant._shared.tensors
-        return digest(tensors.store.read(tensors.plan.fragments[fragment]))
+        return digest(tensors.store.snapshot(tensors.plan.fragments[fragment]).values())
 
     def stand_still(self) -> None:
         """See `ParticipantHost`."""

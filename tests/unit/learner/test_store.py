@@ -46,33 +46,33 @@ def test_frozen_parameters_and_buffers_are_listed_not_stored(store: ModuleStore)
 
 def test_a_snapshot_does_not_change_with_the_parameters(store: ModuleStore) -> None:
     for fragment in fragments_of(store):
-        before = store.read(fragment)
+        before = store.snapshot(fragment).values()
         copy = store.snapshot(fragment)
         store.overwrite(fragment, torch.zeros(fragment.numel))
         assert torch.equal(copy.values(), before)
         assert copy.values().device.type == "cpu"
-        assert not store.read(fragment).any()
+        assert not store.snapshot(fragment).values().any()
 
 
 def test_overwriting_rounds_to_each_tensor_s_dtype(store: ModuleStore) -> None:
     value = 1.0 + 2.0**-12
     for fragment in fragments_of(store):
         store.overwrite(fragment, torch.full((fragment.numel,), value))
-        held = set(store.read(fragment).tolist())
+        held = set(store.snapshot(fragment).values().tolist())
         assert held <= {value, 1.0}, "fp32 keeps it, bf16 rounds it"
 
 
 def test_combining_subtracts_before_it_adds(store: ModuleStore) -> None:
     """No progress since the reference gives exactly the new values."""
     for fragment in fragments_of(store):
-        theta = store.read(fragment)
+        theta = store.snapshot(fragment)
         new = torch.linspace(-1, 1, fragment.numel).to(torch.bfloat16).float()
         store.combine(fragment, new, theta, 1.0)
-        assert torch.equal(store.read(fragment), new)
+        assert torch.equal(store.snapshot(fragment).values(), new)
 
 
 def test_combining_without_a_reference_blends(store: ModuleStore) -> None:
     for fragment in fragments_of(store):
         store.overwrite(fragment, torch.full((fragment.numel,), 2.0))
         store.combine(fragment, torch.full((fragment.numel,), 4.0), None, 0.25)
-        assert torch.equal(store.read(fragment), torch.full((fragment.numel,), 3.5))
+        assert torch.equal(store.snapshot(fragment).values(), torch.full((fragment.numel,), 3.5))

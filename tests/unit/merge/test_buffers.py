@@ -10,7 +10,7 @@ from torch import nn
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.learner.exchange import Capture
-from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.learner.store import Copied, ModuleStore
 from decoupled_diloco.merge import (
     Accumulator,
     Constant,
@@ -139,7 +139,7 @@ def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str,
             assert copy.difference.numel() == plan.downlink_nbytes(index)
             assert copy.digest == digest(shard.whole(index))
             weights = [plan.weight(tokens, 1) for tokens, _ in named]
-            values = [store.read(part)[trained:] for _, store in named]
+            values = [store.snapshot(part).values()[trained:] for _, store in named]
             mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
             merged = shard.whole(index)[trained:]
             assert torch.allclose(merged, mean, rtol=1e-5, atol=1e-3)
@@ -198,7 +198,7 @@ def test_a_table_stays_what_it_was() -> None:
     plan = plan_for(model, fragments=1)
     shard, store, part = ShardTensors(plan, (0,)), ModuleStore(model), plan.fragments[0]
     trained = parameters_numel(part, plan.layout)
-    begin = store.read(part)
+    begin = store.snapshot(part).values()
     shard.install(0, begin)
     body, told = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
     shard.verify(0, Asking(1, 1), body, told)
@@ -212,11 +212,11 @@ def test_a_store_overwrites_buffers_in_every_mode_and_finds_those_that_are_new()
     plan, store = plan_for(model, fragments=1), ModuleStore(model)
     part = plan.fragments[0]
     trained = parameters_numel(part, plan.layout)
-    before = store.read(part)
+    before = store.snapshot(part).values()
     model.norm.running_mean = torch.full((7,), 3.0)
-    assert (store.read(part)[trained:] == 3.0).sum() == 7
+    assert (store.snapshot(part).values()[trained:] == 3.0).sum() == 7
     values = before + 1.0
-    store.combine(part, values, before, 1.0)
-    assert torch.equal(store.read(part)[trained:], values[trained:])
+    store.combine(part, values, Copied(before), 1.0)
+    assert torch.equal(store.snapshot(part).values()[trained:], values[trained:])
     store.combine(part, before, None, 0.5)
-    assert torch.equal(store.read(part)[trained:], before[trained:])
+    assert torch.equal(store.snapshot(part).values()[trained:], before[trained:])
