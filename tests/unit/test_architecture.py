@@ -21,7 +21,7 @@ LAYERS = (
     ("protocol", "merge"),
     ("transport",),
     ("config", "storage", "observe", "workloads"),
-    ("learner", "syncer"),
+    ("learner", "ranks", "syncer"),
     ("dashboard", "evaluate", "export", "integrations", "launch"),
     ("simulate",),
     ("chaos",),

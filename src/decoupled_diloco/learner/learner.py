@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 
@@ -41,6 +41,7 @@ from decoupled_diloco.protocol.checkpoints.events import PartWritten
 from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.events import DrainAsked, Paused, StepFinished
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
+from decoupled_diloco.ranks.group import ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.transport.base import Client
 
@@ -108,6 +109,14 @@ class Learner(Participation):
         AccessError: the syncer refuses the token.
         TransportError: ``join_timeout`` or ``give_up_seconds`` have passed.
     """
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """Of a program with several ranks, one learner: see `decoupled_diloco.ranks.learner`."""
+        if cls is Learner and named.get("store") is None and ranks_of_this_job() > 1:
+            from decoupled_diloco.ranks.learner import kind_of_rank  # it builds on this module
+
+            return cast("Self", object.__new__(kind_of_rank()))
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -240,9 +249,7 @@ class Learner(Participation):
     async def take_step(self, tokens: int, loss: float | None) -> bool:
         """What `step` does, as a coroutine: `runtime.blocking` says what it may wait for."""
         self._raise_failure()
-        if self._unchecked is not None:
-            refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
-            self._unchecked = None
+        self._check_optimizer()
         loss = None if loss is None else float(loss)
         plan = self._at_boundary(StepFinished(int(tokens), self.leases.taken()), loss)
         applied = plan.applied + (await self._hold() if plan.hold else ())
@@ -256,6 +263,11 @@ class Learner(Participation):
             self.checkpoint()
         state = self._shared.machine.state
         return not (state.ended or state.leaving)
+
+    def _check_optimizer(self) -> None:
+        if self._unchecked is not None:
+            refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
+            self._unchecked = None
 
     def _at_boundary(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
         """Carries a boundary out; its part of a checkpoint comes first."""
@@ -296,7 +308,7 @@ class Learner(Participation):
                 self._raise_failure()
                 applied += self._at_boundary(Paused()).applied
                 if self._shared.machine.state.holding:
-                    await background.changed.wait(1.0)
+                    await self._wait(1.0)
         return applied
 
     @property
@@ -373,7 +385,7 @@ class Learner(Participation):
                 self._boundary()
                 if drained(self._shared.machine.state, self._shared.machine.options):
                     break
-                await background.changed.wait(min(0.1, seconds))
+                await self._wait(min(0.1, seconds))
         state, options = self._shared.machine.state, self._shared.machine.options
         return drained(state, options) and not any(link.dismissed for link in state.shards)
 
@@ -422,7 +434,7 @@ class Learner(Participation):
         writing.add_done_callback(lambda done: background.wake())
         with background.changed:
             while not writing.done() and now() < deadline:
-                await background.changed.wait(max(0.0, deadline - now()))
+                await self._wait(max(0.0, deadline - now()))
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
         super()._leave(farewell, abrupt=abrupt)
@@ -440,7 +452,7 @@ class Learner(Participation):
                     logger.warning("%s leaves before the end: no shard is reachable", self.name)
                     return
                 if not self.over:
-                    await background.changed.wait(1.0)
+                    await self._wait(1.0)
         await self._take_last()
 
     async def _take_last(self) -> None:
@@ -452,5 +464,5 @@ class Learner(Participation):
                     return
                 if not any(shard.linked for shard in state.shards):
                     break
-                await self._background.changed.wait(1.0)
+                await self._wait(1.0)
         self._boundary()

@@ -104,7 +104,11 @@ class Participation:
                     )
                 if join_timeout is not None and now() - began > join_timeout:
                     self._refuse_to_wait_for(background.unlinked, join_timeout)
-                await background.changed.wait(min(1.0, join_timeout or 1.0))
+                await self._wait(min(1.0, join_timeout or 1.0))
+
+    async def _wait(self, seconds: float) -> None:
+        """Waits for a change; called with the background's lock, which is free meanwhile."""
+        await self._background.changed.wait(seconds)
 
     @staticmethod
     def _refuse_to_wait_for(addresses: list[str], join_timeout: float) -> None:

@@ -1,0 +1,186 @@
+"""What the ranks of one learner tell one another: small documents at boundaries, tensors behind.
+
+Two process groups of gloo's, both in host memory: *boundary* for one document of every rank each
+step, which travels while the step is trained; *bodies* for redistribution, used by one thread of
+each rank. Neither is the framework's own, so nothing here waits for its collectives, nor they for
+this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.ranks.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+SLOT_BYTES = 1024
+"""What each rank says at a boundary is sent in one piece if it is no longer than this."""
+
+LENGTH_BYTES = 4
+
+SILENCE_SECONDS = 600.0
+"""A rank that says nothing for so long while others wait for it is given up."""
+
+MISSING_SECONDS = 10.0
+"""After so long in the constructor it is said which ranks have made no `Learner` yet."""
+
+_MEETINGS = itertools.count()
+"""Every rank makes its groups in the same order."""
+
+
+def ranks_of_this_job() -> int:
+    """How many ranks the program's process group has; 1 without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
+
+
+class Exchange:
+    """One document of every rank, on its way."""
+
+    def __init__(self, group: RankGroup, mine: bytes) -> None:
+        self._group = group
+        self._mine = mine
+        slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        slot[:LENGTH_BYTES] = _bytes(len(mine).to_bytes(LENGTH_BYTES, "big"))
+        head = mine[: SLOT_BYTES - LENGTH_BYTES]
+        slot[LENGTH_BYTES : LENGTH_BYTES + len(head)] = _bytes(head)
+        self._slots = [torch.empty_like(slot) for _ in range(group.size)]
+        with _told("start an exchange"):
+            self._work = dist.all_gather(self._slots, slot, group.boundary, async_op=True)
+
+    def wait(self) -> list[dict[str, Any]]:
+        """What each rank said, by rank.
+
+        Raises:
+            TransportError: A rank is gone, or silent for too long.
+        """
+        with _told("wait for the other ranks"):
+            assert self._work is not None
+            self._work.wait()
+            return [json.loads(self._whole(rank)) for rank in range(self._group.size)]
+
+    def _whole(self, rank: int) -> bytes:
+        """A document; what is too long for a slot follows."""
+        slot = bytes(self._slots[rank].tolist())
+        length = int.from_bytes(slot[:LENGTH_BYTES], "big")
+        head = slot[LENGTH_BYTES : LENGTH_BYTES + length]
+        rest = torch.zeros(length - len(head), dtype=torch.uint8)
+        if rest.numel():
+            if rank == self._group.rank:
+                rest[:] = _bytes(self._mine[len(head) :])
+            dist.broadcast(rest, self._group.global_rank(rank), self._group.boundary)
+        return head + bytes(rest.tolist())
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+class _told:
+    """Errors of collectives as this library's own."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError | ValueError):
+            raise TransportError(
+                f"could not {self._what} of this learner: one is gone or hangs ({error!s:.300}). "
+                "Have its launcher restart all of them, as torchrun does"
+            ) from error
+
+
+class RankGroup:
+    """The ranks of one learner: all ranks of the program's process group.
+
+    Every rank makes one, at the same place of its program.
+
+    Attributes:
+        watch: Says which rank hangs.
+        rank: This process, 0 to size − 1. Rank 0 is the leader.
+        size: How many there are.
+
+    Raises:
+        ConfigError: There is no process group.
+        TransportError: A rank is gone.
+    """
+
+    def __init__(self) -> None:
+        if ranks_of_this_job() == 1:
+            raise ConfigError("a RankGroup needs torch.distributed.init_process_group first")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        silence = timedelta(seconds=SILENCE_SECONDS)
+        with _told("meet the other ranks"):
+            self.watch = self._meet()
+            self.boundary = dist.new_group(backend="gloo", timeout=silence)
+            self.bodies = dist.new_group(backend="gloo", timeout=silence)
+
+    def global_rank(self, rank: int) -> int:
+        """A rank of this group, as the program counts it."""
+        return rank
+
+    def exchange(self, document: dict[str, Any]) -> Exchange:
+        """Tells all ranks a document and begins to hear theirs."""
+        return Exchange(self, json.dumps(document, separators=(",", ":")).encode())
+
+    def exchanged(self, document: dict[str, Any]) -> list[dict[str, Any]]:
+        """The same, and waits for theirs."""
+        return self.exchange(document).wait()
+
+    def all_to_all(
+        self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int]
+    ) -> None:
+        """See `redistribute.AllToAll`."""
+        with _told("move a fragment between the ranks"):
+            dist.all_to_all_single(out, given, out_sizes, given_sizes, self.bodies)
+
+    def close(self) -> None:
+        """Lets the groups go."""
+        for group in (self.boundary, self.bodies):
+            dist.destroy_process_group(group)
+
+    def _meet(self) -> Watch:
+        """Waits until every rank is here: the groups' own waiting would not say who is missing."""
+        store = dist.distributed_c10d._get_default_store()
+        meeting = f"decoupled-diloco/meeting-{next(_MEETINGS)}"
+        store.set(f"{meeting}/{self.rank}", "here")
+        store.add(meeting, 1)
+        began = warned = time.monotonic()
+        while store.add(meeting, 0) < self.size:
+            time.sleep(0.05)
+            waited = time.monotonic() - began
+            if waited > SILENCE_SECONDS:
+                raise TransportError(f"after {waited:.0f} s {self._missing(store, meeting)}")
+            if self.rank == 0 and time.monotonic() - warned > MISSING_SECONDS:
+                warned = time.monotonic()
+                logger.warning("%s", self._missing(store, meeting))
+        return Watch(store, meeting, self.rank, self.size)
+
+    def _missing(self, store: Any, meeting: str) -> str:
+        here = [store.check([f"{meeting}/{rank}"]) for rank in range(self.size)]
+        missing = _numbers([rank for rank, present in enumerate(here) if not present])
+        return (
+            f"no Learner was made yet on rank {missing} of {self.size}: every rank of the process "
+            "group has to make one, with the same arguments"
+        )
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown

@@ -1,0 +1,496 @@
+"""A learner of many ranks: rank 0 takes part in the run, the others follow it.
+
+*Leader.* Rank 0 has the connections and the one `LearnerMachine`. It is one step ahead: at boundary
+b it tells the machine of the step that ends at b + 1, and what the machine orders there is the plan
+of b + 1, which travels to all ranks while that step is trained. So no step waits for the plan, and
+every rank does the same at the same boundary.
+
+*Followers* carry the plans out, and say how many tokens they trained.
+
+Source: rule 18 of the method's description (`docs/how-to/many-gpus.md`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from decoupled_diloco.config.method import plan_of, read_public
+from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.learner.checks import refuse_own_copies
+from decoupled_diloco.learner.data_leases import DataLeases
+from decoupled_diloco.learner.learner import TOLD_TO_GO, Learner
+from decoupled_diloco.learner.plan import StepPlan
+from decoupled_diloco.merge import Layout
+from decoupled_diloco.observe.samples import LossMeasured
+from decoupled_diloco.protocol.events import Paused, StepFinished
+from decoupled_diloco.ranks.seat import Document, RankSeat
+from decoupled_diloco.ranks.store import RankedStore
+from decoupled_diloco.runtime import now
+
+KEEP_IN_TOUCH_SECONDS = 30.0
+"""While the leader waits it lets the others know at least so often that it is there."""
+
+FIRST = "its first step"
+HOLDING = "a step that holds"
+JOINING = "joining"
+CLOSING = "close"
+HANDING_IN = "hand_in"
+"""Where in the program a rank is, as it tells the others."""
+
+NOTHING: Document = {"orders": [], "applied": {}}
+"""A plan that orders nothing."""
+
+BEFORE: Document = {
+    "steps": 0,
+    "tokens": 0,
+    "discarded": 0,
+    "global": 0,
+    "ending": False,
+    "over": False,
+    "refused": "",
+    "go": True,
+}
+"""What is known before the first plan."""
+
+
+class NoLeases(DataLeases):
+    """Of a learner of several ranks: each would have to take its own part of every batch."""
+
+    def __init__(self) -> None:
+        self.taken = lambda: 0
+
+    def open(self, parts: int, ahead: int, taken: Callable[[], int]) -> None:
+        """See `DataLeases.open`.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "leased data are for learners of one process: with several ranks, split the data "
+            "yourself"
+        )
+
+    def close(self) -> None:
+        """See `DataLeases.close`: there are none."""
+
+
+class TokenCount:
+    """The learner's tokens: those of steps whose ranks have reported, and a guess of the rest.
+
+    The machine is told of a step before it is trained. The guess is the last step that is known; a
+    difference is made up for when it is known.
+    """
+
+    def __init__(self) -> None:
+        self._steps = self._tokens = self._told = self._told_steps = self._last = 0
+
+    def reported(self, tokens: int) -> None:
+        """All ranks have told of one more step."""
+        self._steps += 1
+        self._tokens += tokens
+        self._last = tokens
+
+    def next(self) -> int:
+        """What the machine is told of its next step."""
+        self._told_steps += 1
+        unknown = self._told_steps - self._steps
+        tokens = max(1, self._tokens + unknown * self._last - self._told)
+        self._told += tokens
+        return tokens
+
+
+class _OfMany(Learner):
+    """What both kinds of ranks have; the run's facts are those of the last plan carried out."""
+
+    _seat: RankSeat
+    _facts: Document
+    _held: dict[int, str]
+
+    _before = (0, 0)  # steps and tokens of earlier lives
+
+    @property
+    def steps(self) -> int:
+        """See `Learner.steps`."""
+        return self._before[0] + int(self._facts["steps"])
+
+    @property
+    def tokens(self) -> int:
+        """See `Learner.tokens`: of all ranks; the last two steps' may be a guess."""
+        return self._before[1] + int(self._facts["tokens"])
+
+    @property
+    def discarded_tokens(self) -> int:
+        """See `Learner.discarded_tokens`."""
+        return int(self._facts["discarded"])
+
+    @property
+    def global_step(self) -> int:
+        """See `Learner.global_step`."""
+        return int(self._facts["global"])
+
+    @property
+    def finished(self) -> bool:
+        """See `Learner.finished`."""
+        return bool(self._facts["ending"])
+
+    @property
+    def over(self) -> bool:
+        """See `Learner.over`."""
+        return bool(self._facts["over"])
+
+    @property
+    def refused(self) -> str:
+        """See `Learner.refused`."""
+        return str(self._facts["refused"])
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """See `Learner.versions`."""
+        return tuple(self._held[fragment] for fragment in sorted(self._held))
+
+    def checkpoint(self, run_checkpoint: int | None = None) -> None:
+        """None is kept; see `seated`."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Learner.load_state_dict`."""
+        if state.get("learner") != self.name:
+            super().load_state_dict(state)
+        now_steps, now_tokens = int(self._facts["steps"]), int(self._facts["tokens"])
+        self._before = int(state["steps"]) - now_steps, int(state["tokens"]) - now_tokens
+
+    def _step_name(self) -> str:
+        self._calls += 1
+        return f"step {self._calls}"
+
+    _calls = 0
+
+    def _carry_out(self, plan: Document) -> tuple[int, ...]:
+        """Does what a plan says; returns the fragments whose global weights are taken."""
+        if self._seat.tensors is not None:
+            self._seat.tensors.carry_out(plan["orders"])
+        self._facts = plan.get("facts") or self._facts
+        applied = {int(fragment): version for fragment, version in plan["applied"].items()}
+        self._held |= applied
+        return tuple(applied)
+
+
+class LeaderRank(_OfMany):
+    """Rank 0 of a learner of many ranks."""
+
+    def __init__(
+        self, model: torch.nn.Module, syncer: str | Sequence[str], **arguments: Any
+    ) -> None:
+        self._seat = seated(model, arguments)
+        self._count = TokenCount()
+        self._plan: Document = dict(NOTHING)
+        self._applied: dict[str, str] = {}
+        self._admitted: Document = {}
+        self._at = JOINING
+        self._met_at = now()
+        self._ranked = RankedStore(self._seat.model.layout)
+        self._seat.on_end = self._ranked.failed
+        self._facts, self._held = dict(BEFORE), {}
+        super().__init__(model, syncer, store=self._ranked, **arguments)
+        self.leases = NoLeases()
+
+    async def _join(self) -> None:
+        try:
+            await super()._join()
+        except Error as error:
+            self._seat.leave(error)
+            raise
+        self._facts = self._facts_now()
+        self._conduct("joined")
+
+    async def _wait(self, seconds: float) -> None:
+        """Has the other ranks do what is ordered while this one waits."""
+        background = self._background
+        self._enter_run()
+        self._seat.raise_failure()
+        if not (self._ranked.waits or now() - self._met_at > KEEP_IN_TOUCH_SECONDS):
+            await super()._wait(min(seconds, KEEP_IN_TOUCH_SECONDS))
+            return
+        background.changed.__exit__(None, None, None)
+        try:
+            self._conduct()
+        finally:
+            background.changed.__enter__()
+
+    def _enter_run(self) -> None:
+        """Once the run has let this learner in, the other ranks are told its settings."""
+        shared = self._background.shared
+        if shared is None or self._seat.tensors is not None:
+            return
+        tensors = self._seat.admit(shared.tensors.plan.fragments)
+        tensors.collected = self._ranked.collected
+        self._admitted = {
+            "name": self.name,
+            "layout": shared.tensors.plan.layout.to_json(),
+            "settings": shared.config.public(),
+            "epoch": shared.machine.epoch,
+        }
+
+    def _conduct(self, last: str = "", **besides: Any) -> tuple[int, ...]:
+        """One exchange with all ranks, which wait; ``last``: they wait no longer."""
+        plan = self._next_plan() | besides
+        if self._admitted:
+            plan["admitted"], self._admitted = self._admitted, {}
+        self._seat.meet(self._at, plan=plan, last=last)
+        self._met_at = now()
+        applied = self._carry_out(plan)
+        self._ranked.acknowledged(self._seat.done_everywhere)
+        return applied
+
+    def _next_plan(self) -> Document:
+        applied, self._applied = self._applied, {}
+        tensors = self._seat.tensors
+        orders = [] if tensors is None else self._ranked.take(tensors)
+        facts = self._facts if self._background.shared is None else self._facts_now()
+        return {"orders": orders, "applied": applied, "facts": facts}
+
+    def _facts_now(self) -> Document:
+        state = self._shared.machine.state
+        return {
+            "steps": state.step,
+            "tokens": state.tokens,
+            "discarded": state.discarded_tokens // len(state.fragments),
+            "global": self._shared.machine.global_step,
+            "ending": state.ending,
+            "over": state.over,
+            "refused": self._background.refused[:200],
+            "go": not (state.ended or state.leaving),
+        }
+
+    def _at_boundary(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
+        """What the machine orders is not done here: it becomes a part of the next plan."""
+        plan = self._background.tell(event, loss)
+        fragments = self._shared.machine.state.fragments
+        self._applied |= {str(p): str(fragments[p].held) for p in plan.applied}
+        return plan
+
+    async def take_step(self, tokens: int, loss: float | None) -> bool:
+        """See `Learner.take_step`; the plan that is carried out was made a step ago."""
+        self._raise_failure()
+        self._seat.raise_failure()
+        self._check_optimizer()
+        said = {"tokens": int(tokens), "loss": None if loss is None else float(loss)}
+        if self._seat.under_way is None:
+            self._reported(self._seat.meet(FIRST, **said))
+            self._decide()
+            self._seat.start(FIRST, plan=self._plan)
+            said = {}
+        self._reported(self._seat.arrive())
+        plan = self._plan
+        applied = self._carry_out(plan)
+        if plan["hold"]:
+            self._at = HOLDING
+            applied += await self._hold()
+            applied += self._conduct("released")
+        if applied and self._after_apply is not None:
+            self._after_apply(applied)
+        self._decide()
+        self._seat.start(self._step_name(), plan=self._plan, **said)
+        return bool(plan["facts"]["go"])
+
+    def _decide(self) -> None:
+        """The plan of the next boundary."""
+        told = self._at_boundary(StepFinished(self._count.next()), self._loss)
+        self._plan = {**self._next_plan(), "hold": told.hold}
+
+    def _reported(self, documents: Sequence[Document]) -> None:
+        self._ranked.acknowledged(self._seat.done_everywhere)
+        self._met_at = now()
+        if "tokens" not in documents[0]:
+            return
+        counted = [documents[rank] for rank in self._seat.model.counted]
+        self._count.reported(sum(int(document["tokens"]) for document in counted))
+        losses = [document["loss"] for document in documents if document["loss"] is not None]
+        self._loss = sum(losses) / len(losses) if losses else None
+        if self._loss is not None:
+            self._background.sample(
+                LossMeasured(self.steps, self.global_step, self.tokens, self._loss)
+            )
+
+    _loss: float | None = None
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not self._closed:
+            self._seat.leave(error)
+        await super().__aexit__(kind, error, traceback)
+
+    def hand_in(self, seconds: float, why: str = TOLD_TO_GO) -> bool:
+        """See `Learner.hand_in`; every rank calls it."""
+        self._last_plan()
+        self._at = HANDING_IN
+        handed = super().hand_in(seconds, why)
+        self._conduct("handed", handed=handed)
+        return handed
+
+    async def _close(self) -> None:
+        if self._closed:
+            return
+        self._last_plan()
+        self._at = CLOSING
+        await super()._close()
+        self._conduct("closed")
+        self._seat.leave()
+
+    def _last_plan(self) -> None:
+        """What was planned for a step that will not come is done now."""
+        if self._seat.under_way is not None:
+            self._reported(self._seat.arrive())
+            self._carry_out(self._plan)
+
+
+class FollowerRank(_OfMany):
+    """Any other rank of a learner of many ranks."""
+
+    _handed = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        syncer: str | Sequence[str],
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        after_apply: Callable[[tuple[int, ...]], None] | None = None,
+        **arguments: Any,
+    ) -> None:
+        self._model, self._after_apply = model, after_apply
+        self._unchecked = optimizer if after_apply is None else None
+        self._closed = False
+        self._seat = seated(
+            model, {**arguments, "optimizer": optimizer, "after_apply": after_apply}
+        )
+        self._facts, self._held = dict(BEFORE), {}
+        self.leases = NoLeases()
+        self._follow(JOINING, "joined")
+
+    def _follow(self, at: str, last: str) -> tuple[int, ...]:
+        """Does what the leader orders, until it says the last."""
+        applied = tuple[int, ...]()
+        while True:
+            document = self._seat.meet(at)[0]
+            if "admitted" in document["plan"]:
+                self._admit(document["plan"]["admitted"])
+            applied += self._carry_out(document["plan"])
+            self._handed = bool(document["plan"].get("handed"))
+            if document["last"] == last:
+                return applied
+
+    def _admit(self, admitted: Document) -> None:
+        self.name, self._epoch = str(admitted["name"]), int(admitted["epoch"])
+        self._public = admitted["settings"]
+        config = read_public(json.dumps(self._public))
+        self._seat.admit(plan_of(Layout.from_json(admitted["layout"]), config).fragments)
+
+    async def take_step(self, tokens: int, loss: float | None) -> bool:
+        """See `Learner.take_step`."""
+        self._seat.raise_failure()
+        self._check_optimizer()
+        said = {"tokens": int(tokens), "loss": None if loss is None else float(loss)}
+        if self._seat.under_way is None:
+            self._seat.meet(FIRST, **said)
+            self._seat.start(FIRST)
+            said = {}
+        plan = self._seat.arrive()[0]["plan"]
+        applied = self._carry_out(plan)
+        if plan["hold"]:
+            applied += self._follow(HOLDING, "released")
+        if applied and self._after_apply is not None:
+            self._after_apply(applied)
+        self._seat.start(self._step_name(), **said)
+        return bool(plan["facts"]["go"])
+
+    def hand_in(self, seconds: float, why: str = TOLD_TO_GO) -> bool:
+        """See `Learner.hand_in`; every rank calls it."""
+        self._last_plan()
+        self._follow(HANDING_IN, "handed")
+        return self._handed
+
+    async def _close(self) -> None:
+        if self._closed:
+            return
+        self._last_plan()
+        self._closed = True
+        self._follow(CLOSING, "closed")
+        self._seat.leave()
+
+    def _last_plan(self) -> None:
+        if self._seat.under_way is not None:
+            self._carry_out(self._seat.arrive()[0]["plan"])
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            await self._close()
+        elif not self._closed:
+            self._closed = True
+            self._seat.leave(error)
+
+    def _raise_failure(self) -> None:
+        self._seat.raise_failure()
+
+    def stop_waiting(self) -> None:
+        """See `Learner.stop_waiting`: the leader waits."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `Learner.settings`."""
+        return dict(self._public)
+
+    @property
+    def epoch(self) -> int:
+        """See `Learner.epoch`."""
+        return self._epoch
+
+
+NOT_YET = ("checkpoint", "listen")
+"""Arguments that a learner of several ranks does not take."""
+
+OWN_ON_EACH = ("optimizer", "after_apply", "stateful", "token", "tape", "client", "store")
+"""Arguments that need not be the same on every rank."""
+
+
+def seated(model: torch.nn.Module, arguments: Mapping[str, Any]) -> RankSeat:
+    """This rank's place, once all ranks have come and fit together.
+
+    Raises:
+        ConfigError: On every rank, if something is wrong on one.
+    """
+
+    def check() -> None:
+        for name in NOT_YET:
+            if arguments.get(name) is not None:
+                raise ConfigError(
+                    f"{name}=: a learner of several ranks does not take it yet; leave it out"
+                )
+        optimizer = arguments.get("optimizer")
+        if optimizer is not None and arguments.get("after_apply") is None:
+            refuse_own_copies(model, optimizer)
+
+    told = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in arguments.items()
+        if name not in OWN_ON_EACH and isinstance(value, str | int | float | tuple | list | None)
+    }
+    return RankSeat(model, told, check)
+
+
+def kind_of_rank() -> type[Learner]:
+    """What this rank of the program's process group is."""
+    return LeaderRank if torch.distributed.get_rank() == 0 else FollowerRank

@@ -1,0 +1,280 @@
+"""Fragments between the ranks' own boxes and the carriers' ranges.
+
+The learner's ranks hold boxes of its tensors; its *carriers*, the ranks that talk to the syncer,
+hold contiguous ranges of each fragment's flat vector. Both ways the elements travel by one
+all-to-all of bounded chunks in host memory. What several ranks hold alike is sent by one of them.
+
+Shapes: R ranks, W carriers, N elements of a fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.merge import Fragment
+from decoupled_diloco.ranks.boxes import Box, at, boxes_of_range, rows_of_range
+
+CHUNK_NUMEL = 1 << 20
+"""Elements of a range that are on their way at once, for each carrier."""
+
+GROUP_NUMEL = 128
+"""Ranges of carriers end at multiples of this many elements of a fragment."""
+
+
+class AllToAll(Protocol):
+    """Every rank sends a part of its vector to each rank, itself among them."""
+
+    def __call__(
+        self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int], /
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """A rank's part of a fragment's piece: whole rows of its box.
+
+    Attributes:
+        box: Where in the tensor it lies.
+        values: [*box.shape]
+    """
+
+    box: Box
+    values: Tensor
+
+
+Parts = tuple[HeldRows | None, ...]
+"""What a rank holds of a fragment, for each of its pieces; ``None``: nothing."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which rank holds what of each tensor, and who carries it.
+
+    Args:
+        shapes: The logical tensors' shapes, in the layout's order.
+        boxes: For each tensor, what each of the R ranks holds of it.
+        carriers: The ranks that talk to the syncer, ascending.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    boxes: tuple[tuple[Box | None, ...], ...]
+    carriers: tuple[int, ...] = (0,)
+
+    @cached_property
+    def ranks(self) -> int:
+        return len(self.boxes[0])
+
+    def ranges(self, numel: int) -> tuple[tuple[int, int], ...]:
+        """Each carrier's range of a flat fragment; the last ones may be empty."""
+        groups, count = -(-numel // GROUP_NUMEL), len(self.carriers)
+        cuts = [min(numel, groups * n // count * GROUP_NUMEL) for n in range(count + 1)]
+        return tuple(pairwise(cuts))
+
+    def missing(self) -> int | None:
+        """A tensor of which some elements are on no rank; ``None``: all are somewhere."""
+        for index, (shape, boxes) in enumerate(zip(self.shapes, self.boxes, strict=True)):
+            if sum(box.numel for box in set(boxes) if box) != Box.whole(shape).numel:
+                return index
+        return None
+
+    def holders(self, tensor: int) -> dict[Box, tuple[int, ...]]:
+        """The different boxes of a tensor, each with the ranks that hold it."""
+        found: dict[Box, tuple[int, ...]] = {}
+        for rank, box in enumerate(self.boxes[tensor]):
+            if box is not None:
+                found[box] = (*found.get(box, ()), rank)
+        return found
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Elements that one rank holds in one box, within one chunk of one carrier."""
+
+    piece: int
+    tensor: int
+    first: int  # the flattened tensor's element at which the chunk's part of the piece begins
+    position: int  # where in the chunk this part begins
+    part: Box
+    holders: tuple[int, ...]
+
+
+class Redistribution:
+    """Moves one fragment at a time; every rank makes the same calls in the same order.
+
+    Args:
+        sharding: Who holds what.
+        rank: This rank.
+        exchange: `torch.distributed.all_to_all_single` over the ranks, on host memory.
+        chunk_numel: See `CHUNK_NUMEL`.
+    """
+
+    def __init__(
+        self, sharding: Sharding, rank: int, exchange: AllToAll, chunk_numel: int = CHUNK_NUMEL
+    ) -> None:
+        self._sharding = sharding
+        self._rank = rank
+        self._exchange = exchange
+        self._chunk_numel = chunk_numel
+
+    def parts(self, fragment: Fragment) -> tuple[Box | None, ...]:
+        """The rows of this rank's boxes that have elements of each piece."""
+        found: list[Box | None] = []
+        for piece in fragment.pieces:
+            box = self._sharding.boxes[piece.tensor][self._rank]
+            shape = self._sharding.shapes[piece.tensor]
+            found.append(box and rows_of_range(box, shape, piece.start, piece.stop))
+        return tuple(found)
+
+    def own_range(self, fragment: Fragment) -> tuple[int, int]:
+        """This rank's range as a carrier; empty if it is none."""
+        if self._rank not in self._sharding.carriers:
+            return 0, 0
+        own = self._sharding.carriers.index(self._rank)
+        return self._sharding.ranges(fragment.numel)[own]
+
+    def collect(self, fragment: Fragment, parts: Parts) -> Tensor:
+        """From the ranks' parts to the carriers' ranges.
+
+        Args:
+            parts: This rank's; any dtype.
+
+        Returns:
+            This carrier's range of the fragment, fp32; empty on a rank that is none.
+        """
+        start, stop = self.own_range(fragment)
+        flat = torch.empty(stop - start, dtype=torch.float32)
+        for chunks in self._chunks(fragment):
+            sizes = self._sizes(chunks, to_carriers=True)
+            given = torch.empty(sum(sizes[0]), dtype=torch.float32)
+            out = torch.empty(sum(sizes[1]), dtype=torch.float32)
+            filled = 0
+            for (_, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
+                for run in runs:
+                    if self._giver(run, carrier) == self._rank:
+                        held = parts[run.piece]
+                        assert held is not None
+                        target = given[filled : filled + run.part.numel].view(run.part.shape)
+                        target.copy_(held.box.view(held.values, run.part))
+                        filled += run.part.numel
+            self._exchange(out, given, sizes[1], sizes[0])
+            self._unpack(out, chunks, flat, start)
+        return flat
+
+    def _unpack(self, out: Tensor, chunks: _Chunks, flat: Tensor, start: int) -> None:
+        if self._rank not in self._sharding.carriers:
+            return
+        first, runs = chunks[self._sharding.carriers.index(self._rank)]
+        chunk, read = flat[first - start :], 0
+        for giver in range(self._sharding.ranks):
+            for run in runs:
+                if self._giver(run, self._rank) == giver:
+                    part = out[read : read + run.part.numel].view(run.part.shape)
+                    self._in_chunk(chunk, run).copy_(part)
+                    read += run.part.numel
+
+    def distribute(self, fragment: Fragment, flat: Tensor) -> Parts:
+        """From the carriers' ranges to the ranks' parts.
+
+        Args:
+            flat: This carrier's range of the fragment, fp32; empty on a rank that is none.
+
+        Returns:
+            This rank's parts, fp32; elements of the rows that are not of the fragment are
+            undefined.
+        """
+        start, _ = self.own_range(fragment)
+        rows = self.parts(fragment)
+        parts = tuple(
+            None if box is None else HeldRows(box, torch.empty(box.shape, dtype=torch.float32))
+            for box in rows
+        )
+        for chunks in self._chunks(fragment):
+            sizes = self._sizes(chunks, to_carriers=False)
+            given = self._pack(chunks, flat, start, sum(sizes[0]))
+            out = torch.empty(sum(sizes[1]), dtype=torch.float32)
+            self._exchange(out, given, sizes[1], sizes[0])
+            read = 0
+            for _, runs in chunks:
+                for run in runs:
+                    if self._rank in run.holders:
+                        held = parts[run.piece]
+                        assert held is not None
+                        source = out[read : read + run.part.numel].view(run.part.shape)
+                        held.box.view(held.values, run.part).copy_(source)
+                        read += run.part.numel
+        return parts
+
+    def _pack(self, chunks: _Chunks, flat: Tensor, start: int, numel: int) -> Tensor:
+        given = torch.empty(numel, dtype=torch.float32)
+        if self._rank not in self._sharding.carriers:
+            return given
+        first, runs = chunks[self._sharding.carriers.index(self._rank)]
+        chunk, filled = flat[first - start :], 0
+        for taker in range(self._sharding.ranks):
+            for run in runs:
+                if taker in run.holders:
+                    target = given[filled : filled + run.part.numel].view(run.part.shape)
+                    target.copy_(self._in_chunk(chunk, run))
+                    filled += run.part.numel
+        return given
+
+    def _in_chunk(self, chunk: Tensor, run: _Run) -> Tensor:
+        shape = self._sharding.shapes[run.tensor]
+        return at(chunk[run.position :], shape, run.first, run.part)
+
+    def _giver(self, run: _Run, carrier: int) -> int:
+        """The one of those that hold it who sends it: the carrier itself, if it can."""
+        return carrier if carrier in run.holders else run.holders[carrier % len(run.holders)]
+
+    def _sizes(self, chunks: _Chunks, *, to_carriers: bool) -> tuple[list[int], list[int]]:
+        """How many elements this rank gives to and takes from each rank."""
+        gives, takes = [0] * self._sharding.ranks, [0] * self._sharding.ranks
+        for (_, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
+            for run in runs:
+                peers = (self._giver(run, carrier),) if to_carriers else run.holders
+                at_ranks, at_carrier = (gives, takes) if to_carriers else (takes, gives)
+                if self._rank in peers:
+                    at_ranks[carrier] += run.part.numel
+                if self._rank == carrier:
+                    for peer in peers:
+                        at_carrier[peer] += run.part.numel
+        return gives, takes
+
+    def _chunks(self, fragment: Fragment) -> Iterator[_Chunks]:
+        """The chunks of all carriers that travel at once, until all have travelled."""
+        ranges = self._sharding.ranges(fragment.numel)
+        longest = max(stop - start for start, stop in ranges)
+        for behind in range(0, longest, self._chunk_numel):
+            chunks = []
+            for start, stop in ranges:
+                first = min(start + behind, stop)
+                last = min(first + self._chunk_numel, stop)
+                chunks.append((first, tuple(self._runs(fragment, first, last))))
+            yield chunks
+
+    def _runs(self, fragment: Fragment, first: int, last: int) -> Iterator[_Run]:
+        """What is in elements ``first <= i < last`` of the flat fragment, box by box."""
+        begins = 0
+        for index, piece in enumerate(fragment.pieces):
+            start, stop = max(first, begins), min(last, begins + piece.numel)
+            if start < stop:
+                shape = self._sharding.shapes[piece.tensor]
+                element = piece.start + start - begins
+                holders = self._sharding.holders(piece.tensor)
+                for region in boxes_of_range(shape, element, element + stop - start):
+                    for box, ranks in holders.items():
+                        part = region.intersection(box)
+                        if part is not None:
+                            yield _Run(index, piece.tensor, element, start - first, part, ranks)
+            begins += piece.numel
+
+
+_Chunks = Sequence[tuple[int, tuple[_Run, ...]]]
+"""For each carrier: the chunk's first element in the flat fragment, and what is in it."""

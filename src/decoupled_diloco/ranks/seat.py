@@ -1,0 +1,159 @@
+"""One rank's place in its learner: what leader and followers do alike.
+
+All ranks meet at every boundary by one exchange of documents (`group`), in which the leader's has
+the *plan*: what every rank does to its parameters there. Between two steps the exchange is under
+way while the step is trained; where the training loop waits anyway (joining, holding, closing) it
+is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from decoupled_diloco.errors import ConfigError, Error, TransportError
+from decoupled_diloco.learner.checks import refuse_what_is_not_finite
+from decoupled_diloco.merge import Fragment
+from decoupled_diloco.ranks.group import Exchange, RankGroup
+from decoupled_diloco.ranks.model import described, joined, plain
+from decoupled_diloco.ranks.tensors import RankTensors
+
+Document = dict[str, Any]
+
+_ERRORS: dict[str, type[Error]] = {kind.__name__: kind for kind in (ConfigError, TransportError)}
+
+
+class RankSeat:
+    """See the module; used by the thread that trains.
+
+    Args:
+        model: This rank's part of the model.
+        arguments: What has to be the same on every rank, by name.
+        check: What else may be wrong on this rank alone; raises `ConfigError`.
+
+    Raises:
+        ConfigError: On every rank, if something is wrong on one; the rank is named.
+        TransportError: A rank is gone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: dict[str, Any],
+        check: Callable[[], None],
+    ) -> None:
+        self._module = plain(model)
+        self.group = RankGroup()
+        self.tensors: RankTensors | None = None
+        self.failure: BaseException | None = None
+        self.under_way: Exchange | None = None
+        self.on_end: Callable[[BaseException], None] = lambda error: None
+        self._done_of: list[int] = [0] * self.group.size
+        mine: Document = {"arguments": arguments}
+        try:
+            refuse_what_is_not_finite(self._module)
+            check()
+            mine |= described(self._module, model)
+        except ConfigError as error:
+            mine["problem"] = str(error)
+        documents = self.group.exchanged(mine)
+        for rank, document in enumerate(documents):
+            if document.get("problem"):
+                raise ConfigError(f"rank {rank}: {document['problem']}")
+            _refuse_difference(documents[0]["arguments"], document["arguments"], rank)
+        self.model = joined(self._module, documents, (0,))
+
+    @property
+    def leads(self) -> bool:
+        return self.group.rank == 0
+
+    def admit(self, fragments: Sequence[Fragment]) -> RankTensors:
+        """The run's cut is known: from here on plans can be carried out."""
+        self.tensors = RankTensors(
+            self.model,
+            fragments,
+            self.group.rank,
+            self.group.all_to_all,
+            before_write=self._reshard,
+            failed=self._failed,
+        )
+        return self.tensors
+
+    def meet(self, at: str, **said: Any) -> list[Document]:
+        """What every rank says here; waits for all, and for what was ordered before."""
+        self.group.watch.place = at
+        if self.tensors is not None:
+            self.tensors.idle()
+        self.start(at, **said)
+        return self.arrive()
+
+    def start(self, at: str, **said: Any) -> None:
+        """Begins an exchange."""
+        assert self.under_way is None
+        self.group.watch.place = at
+        done = 0 if self.tensors is None else self.tensors.done
+        self.under_way = self.group.exchange({"at": at, "done": done, **said})
+
+    def arrive(self) -> list[Document]:
+        """Ends the exchange that is under way.
+
+        Raises:
+            ConfigError: The ranks are not at the same place of their programs.
+            Error: What a rank has failed of, on every rank.
+        """
+        exchange, self.under_way = self.under_way, None
+        assert exchange is not None
+        documents = exchange.wait()
+        for rank, document in enumerate(documents):
+            if "failed" in document:
+                kind = _ERRORS.get(document.get("kind", ""), TransportError)
+                raise kind(f"rank {rank} of this learner: {document['failed']}")
+        for rank, document in enumerate(documents):
+            if document["at"] != documents[0]["at"]:
+                raise ConfigError(
+                    f"rank {rank} of this learner is at {document['at']}, rank 0 at "
+                    f"{documents[0]['at']}: every rank makes the same calls, step by step"
+                )
+        self._done_of = [int(document["done"]) for document in documents]
+        return documents
+
+    @property
+    def done_everywhere(self) -> int:
+        """The number of the last order that every rank has done."""
+        return min(self._done_of)
+
+    def raise_failure(self) -> None:
+        """What went wrong behind."""
+        if self.failure is not None:
+            raise self.failure
+
+    def leave(self, failed: BaseException | None = None) -> None:
+        """No further exchange; says why, if it is an error."""
+        if failed is not None and self.under_way is None:
+            self.start("error", failed=str(failed)[:300], kind=type(failed).__name__)
+        if self.tensors is not None:
+            self.tensors.close()
+        self.group.watch.close()
+        self.on_end(TransportError(f"this learner has ended: {failed or 'it was closed'}"))
+
+    def _failed(self, error: BaseException) -> None:
+        self.failure = error
+        self.on_end(error)
+
+    def _reshard(self) -> None:
+        """After an evaluation FSDP2's root is unsharded: what is written would not be seen."""
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _refuse_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+    for name, value in first.items():
+        if other.get(name) != value:
+            raise ConfigError(
+                f"rank {rank} of this learner has {name}={other.get(name)!r}, rank 0 has "
+                f"{value!r}: give every rank the same arguments"
+            )

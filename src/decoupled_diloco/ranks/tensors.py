@@ -1,0 +1,190 @@
+"""One rank's own parameters: copied and written at boundaries, moved between ranks behind them.
+
+A plan's orders are the same on every rank, in the same order. What is local (copying a fragment's
+rows, writing new values into them) is done at the boundary; what needs the other ranks is queued
+for one thread, so that the collectives of all ranks are in the order of the plans.
+
+Host memory of a rank: 4·N/R bytes for what it holds of the published copies, in the parameters'
+dtype, and what is in flight.
+
+Shapes: R ranks, N elements of a fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.merge import Fragment, local_of
+from decoupled_diloco.ranks.boxes import Box, boxes_of_range
+from decoupled_diloco.ranks.model import RankModel
+from decoupled_diloco.ranks.redistribute import AllToAll, HeldRows, Parts, Redistribution
+from decoupled_diloco.runtime import runtime
+
+HELD = 0
+"""In the place of a number: the values that were written last."""
+
+Orders = Sequence[Sequence[object]]
+"""``("copy", n, fragment)``, ``("spread", n, fragment)``,
+``("write", fragment, new, minus, keep)``, ``("forget", n)``."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Where a part of a fragment's piece lies: in the rank's tensor, and in its rows."""
+
+    tensor: Tensor
+    box: Box
+    parts: tuple[Box, ...]
+    buffer: bool
+
+
+class RankTensors:
+    """What this rank does with its parameters.
+
+    Args:
+        model: The rank's part of the model.
+        fragments: The run's cut.
+        rank: This rank.
+        exchange: See `redistribute.AllToAll`; called from one thread.
+        before_write: Called before parameters are written: FSDP2's root may be unsharded.
+        failed: Told, in another thread, of what went wrong there.
+    """
+
+    def __init__(
+        self,
+        model: RankModel,
+        fragments: Sequence[Fragment],
+        rank: int,
+        exchange: AllToAll,
+        *,
+        before_write: Callable[[], None] = lambda: None,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._model = model
+        self._fragments = fragments
+        self._moves = Redistribution(model.sharding, rank, exchange)
+        self._rank = rank
+        self._before_write = before_write
+        self._failed = failed
+        self._rows = [self._rows_of(fragment) for fragment in fragments]
+        self._held: list[Parts | None] = [None] * len(fragments)
+        self._copies: dict[int, Parts] = {}
+        self._spread: dict[int, Parts] = {}
+        self._worker = runtime().worker("ddiloco-ranks")
+        self._last: Future[None] | None = None
+        self.given: dict[int, Tensor] = {}
+        self.collected: Callable[[int, Tensor], None] = lambda number, values: None
+        self.done = 0
+
+    def _rows_of(self, fragment: Fragment) -> list[_Row | None]:
+        rows: list[_Row | None] = []
+        for piece, part in zip(fragment.pieces, self._moves.parts(fragment), strict=True):
+            tensor = self._model.tensors[piece.tensor]
+            box = self._model.sharding.boxes[piece.tensor][self._rank]
+            if part is None or box is None or tensor is None:
+                rows.append(None)
+                continue
+            spec = self._model.layout.tensors[piece.tensor]
+            regions = boxes_of_range(spec.shape, piece.start, piece.stop)
+            inside = tuple(found for each in regions if (found := each.intersection(part)))
+            rows.append(_Row(tensor, box, inside, spec.role == "buffer"))
+        return rows
+
+    def carry_out(self, orders: Orders) -> None:
+        """Does what a plan orders at this boundary."""
+        for order in orders:
+            match order:
+                case ["copy", int(number), int(fragment)]:
+                    self._copy(number, fragment)
+                case ["spread", int(number), int(fragment)]:
+                    self._behind(number, partial(self._receive, number, fragment))
+                case ["write", int(fragment), int(new), minus, float(keep)]:
+                    self._write(fragment, new, minus, keep)
+                case ["forget", int(number)]:
+                    self._copies.pop(number, None)
+                    self._spread.pop(number, None)
+                case _:
+                    raise AssertionError(f"no order of this version: {order}")
+
+    def idle(self) -> None:
+        """Waits until what was ordered is done."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Nothing more is moved."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _behind(self, number: int, work: Callable[[], None]) -> None:
+        def done() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._failed(error)
+                raise
+            self.done = number
+
+        self._last = self._worker.submit(done)
+
+    @torch.no_grad()
+    def _copy(self, number: int, fragment: int) -> None:
+        """Copies this rank's rows now, and collects them at the carriers behind."""
+        boxes = self._moves.parts(self._fragments[fragment])
+        parts = tuple(
+            None
+            if row is None or box is None
+            else HeldRows(box, row.box.view(local_of(row.tensor), box).detach().cpu().clone())
+            for row, box in zip(self._rows[fragment], boxes, strict=True)
+        )
+        self._copies[number] = parts
+
+        def collect() -> None:
+            values = self._moves.collect(self._fragments[fragment], parts)
+            if values.numel():
+                self.collected(number, values)
+
+        self._behind(number, collect)
+
+    def _receive(self, number: int, fragment: int) -> None:
+        nothing = torch.empty(0, dtype=torch.float32)
+        values = self.given.pop(number, nothing)
+        self._spread[number] = self._moves.distribute(self._fragments[fragment], values)
+
+    @torch.no_grad()
+    def _write(self, fragment: int, new: int, minus: object, keep: float) -> None:
+        values = self._held[fragment] if new == HELD else self._spread.pop(new)
+        assert values is not None, f"nothing is held of fragment {fragment}"
+        before: Parts | None = None
+        if minus is not None:
+            assert isinstance(minus, int)
+            before = self._held[fragment] if minus == HELD else self._copies[minus]
+            assert before is not None, f"nothing is held of fragment {fragment}"
+        self._before_write()
+        held: list[HeldRows | None] = []
+        for index, row in enumerate(self._rows[fragment]):
+            ours = values[index]
+            if row is None or ours is None:
+                held.append(None)
+                continue
+            local = local_of(row.tensor)
+            less = None if before is None else before[index]
+            for part in row.parts:
+                target = row.box.view(local, part)
+                source = ours.box.view(ours.values, part).to(target.device)
+                if not row.buffer and (less is not None or keep != 0.0):
+                    theta = target.float()
+                    if less is not None:
+                        theta.sub_(less.box.view(less.values, part).to(target.device).float())
+                        theta.add_(source)
+                    else:
+                        theta.mul_(keep).add_(source, alpha=1 - keep)
+                    source = theta
+                target.copy_(source)
+            held.append(replace(ours, values=ours.values.to(local.dtype)))
+        self._held[fragment] = tuple(held)

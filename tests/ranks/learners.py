@@ -1,0 +1,85 @@
+"""Learners of several ranks as processes, forked from one that has imported all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+
+from ranks import program
+from ranks.program import Job
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "decoupled_diloco.ranks.learner",
+        "decoupled_diloco.transport.http_client",
+    ]
+)
+
+SECONDS_MAX = 90.0
+
+
+class Ranks:
+    """The processes of one learner."""
+
+    def __init__(self, job: Job, world: int) -> None:
+        self.job = job
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes: list[BaseProcess] = []
+        for rank in range(world):
+            surroundings = {"OMP_NUM_THREADS": "1"}
+            if world > 1:
+                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+                surroundings |= {name: str(number) for name, number in numbers.items()}
+                surroundings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            process = FORKS.Process(target=program.main, args=(job, surroundings))
+            process.start()
+            self.processes.append(process)
+
+    def log(self, rank: int) -> str:
+        """What a rank has printed."""
+        path = self.job.folder / f"{self.job.name}-{rank}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, seconds: float = SECONDS_MAX) -> list[int | None]:
+        """The exit codes; ``None``: it still runs after so long."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+    def ends_well(self) -> None:
+        codes = self.wait()
+        logs = "\n".join(f"rank {n}:\n{self.log(n)[-3000:]}" for n in range(len(codes)))
+        assert set(codes) == {0}, f"{codes}\n{logs}"
+
+    def send(self, rank: int, signal: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+@contextmanager
+def ranks(job: Job, world: int) -> Iterator[Ranks]:
+    """A learner whose processes are gone afterwards."""
+    started = Ranks(job, world)
+    try:
+        yield started
+    finally:
+        started.kill()

@@ -1,0 +1,223 @@
+"""One rank of a learner, as torchrun starts it; `learners` forks its ranks from one process."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # the first optimizer brings it in: once is enough for all ranks
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from decoupled_diloco import Learner
+from decoupled_diloco.ranks import watch
+
+VOCABULARY, WIDTH, LAYERS = 13, 8, 3
+BATCH = 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head: something for each kind of parallelism to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleDict({str(n): Block() for n in range(LAYERS)})
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens if self.embedding is None else self.embedding(tokens)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def batch_of(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    tokens = torch.randint(VOCABULARY, (BATCH, 5), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def parallel(kind: str, model: nn.Module) -> tuple[nn.Module, int, int]:
+    """The model as this kind has it; this rank's part of the batch, and of how many."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if kind == "plain":
+        return model, 0, 1
+    if kind == "pipeline":
+        return stage_of(model, rank, world), 0, 1
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model), rank, world
+    if kind == "fsdp":
+        mesh, part, parts = init_device_mesh("cpu", (world,)), rank, world
+    elif kind == "hsdp":
+        names = ("replica", "shard")
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+        part, parts = rank, world
+    elif kind == "tp":
+        mesh, part, parts = init_device_mesh("cpu", (world,)), 0, 1
+    else:
+        whole = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh, part, parts = whole["tp"], whole["dp"].get_local_rank(), world // 2
+    if kind in ("tp", "fsdp_tp"):
+        for block in model.blocks.values():
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if kind == "fsdp_tp":
+        mesh = whole["dp"]
+    if kind != "tp":
+        for block in model.blocks.values():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, part, parts
+
+
+def stage_of(model: nn.Module, stage: int, stages: int) -> nn.Module:
+    """The model without what other stages have; the names stay."""
+    for n in range(LAYERS):
+        if n * stages // LAYERS != stage:
+            del model.blocks[str(n)]
+    if stage > 0:
+        model.embedding = None
+    if stage < stages - 1:
+        model.head = None
+    return model
+
+
+class Gradients:
+    """The loss of a batch, and its gradients in the model."""
+
+    def __init__(self, kind: str, model: nn.Module) -> None:
+        self._model = model
+        self._schedule: Any = None
+        if kind == "pipeline":
+            rank, world = dist.get_rank(), dist.get_world_size()
+            stage = PipelineStage(model, rank, world, torch.device("cpu"))
+            self._schedule = ScheduleGPipe(stage, n_microbatches=3, loss_fn=loss_of)
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> float | None:
+        if self._schedule is None:
+            loss = loss_of(self._model(tokens), targets)
+            loss.backward()
+            return loss.item()
+        first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+        losses: list[Tensor] = []
+        self._schedule.step(
+            *((tokens,) if first else ()),
+            **({"target": targets, "losses": losses} if last else {}),
+        )
+        return sum(each.item() for each in losses) / len(losses) if losses else None
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+COLLECTIVE_SECONDS = 15
+"""What the training program's own collectives wait for a rank."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a learner is told."""
+
+    kind: str
+    address: str
+    name: str
+    folder: Path
+    steps: int = 10_000
+    seed: int = 1
+    pause: float = 0.0
+    trouble: str = ""
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    """The logical parameters; every rank calls it."""
+    # Of a pipeline: this rank's stage.
+    whole = {
+        name.removeprefix("module."): each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in model.named_parameters()
+    }
+    return {name: each.detach().clone() for name, each in whole.items()}
+
+
+def main(job: Job, surroundings: Mapping[str, str]) -> None:
+    """Trains until the run is over, or the job's steps are made; leaves the weights."""
+    os.environ.update(surroundings)
+    rank = int(os.environ.get("RANK", "0"))
+    log = os.open(job.folder / f"{job.name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    logging.basicConfig(level=logging.INFO, force=True)
+    torch.set_num_threads(1)
+    watch.LOOK_SECONDS, watch.LONG_SECONDS = 0.5, 4.0
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    train(job)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(job: Job) -> None:
+    torch.manual_seed(0)
+    last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+    trouble = job.trouble if last else ""
+    net = Net()
+    if trouble == "another model":
+        net.blocks["1"].up = nn.Linear(WIDTH, 4 * WIDTH + 2)
+        net.blocks["1"].down = nn.Linear(4 * WIDTH + 2, WIDTH)
+    model, part, parts = parallel(job.kind, net)
+    name = "another" if trouble == "another name" else job.name
+    if trouble == "no learner":
+        time.sleep(60)
+    if trouble == "not finite":
+        with torch.no_grad():
+            next(model.parameters()).fill_(math.nan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    size = BATCH // parts
+    gradients = Gradients(job.kind, model)
+    with Learner(model, syncer=job.address, learner_id=name, optimizer=optimizer) as learner:
+        for step in range(job.steps - (trouble == "a step fewer")):
+            time.sleep(job.pause)
+            tokens, targets = (t[part * size : (part + 1) * size] for t in batch_of(job.seed, step))
+            loss = gradients(tokens, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+            going_on = learner.step(tokens=tokens.numel(), loss=loss)
+            print(f"step {step + 1}", flush=True)
+            if not going_on:
+                break
+    weights = full(model)
+    if learner_rank() == 0:
+        counts = {"steps": learner.steps, "tokens": learner.tokens}
+        torch.save({"weights": weights, **counts}, job.folder / f"{job.name}.pt")
+
+
+def learner_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

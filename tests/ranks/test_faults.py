@@ -1,0 +1,124 @@
+"""What goes wrong with a learner of several ranks, and what is said of it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ranks.learners import Ranks, ranks
+from ranks.program import Job
+from ranks.test_kinds import system_in
+
+pytestmark = pytest.mark.timeout(180)
+
+ASYNCHRONOUS = {"fragments": 2, "period": 4, "overlap": 1, "quorum": 1, "wait": "never"}
+NOWHERE = "http://127.0.0.1:9"
+
+
+def steps_told(learner: Ranks, steps: int) -> None:
+    """Waits until rank 0 has said that it has made so many steps."""
+    until_told(learner, f"step {steps}\n")
+
+
+def until_told(learner: Ranks, what: str) -> None:
+    """Waits until rank 0 has said so."""
+    deadline = time.monotonic() + 60
+    while what not in learner.log(0):
+        assert time.monotonic() < deadline, learner.log(0)[-3000:]
+        assert None in learner.wait(0.0), learner.log(0)[-3000:]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trouble", "told"),
+    [
+        ("fsdp", "another model", "ranks 0 (ours) and 1 (theirs) have different models: tensor 9"),
+        (
+            "ddp",
+            "another name",
+            "rank 1 of this learner has learner_id='another', rank 0 has 'one'",
+        ),
+        ("fsdp", "not finite", "rank 1: the model's 'embedding.weight' has NaN"),
+    ],
+)
+def test_ranks_that_do_not_fit_end_with_the_reason_on_each(
+    kind: str, trouble: str, told: str, tmp_path: Path
+) -> None:
+    with ranks(Job(kind, NOWHERE, "one", tmp_path, trouble=trouble), 2) as learner:
+        codes = learner.wait()
+        assert 0 not in codes
+        assert None not in codes
+        for rank in range(2):
+            assert told in learner.log(rank), learner.log(rank)[-3000:]
+
+
+def test_a_rank_that_makes_no_learner_is_named(tmp_path: Path) -> None:
+    with ranks(Job("fsdp", NOWHERE, "one", tmp_path, trouble="no learner"), 2) as learner:
+        deadline = time.monotonic() + 60
+        while "no Learner was made yet on rank 1 of 2" not in learner.log(0):
+            assert time.monotonic() < deadline, learner.log(0)
+            time.sleep(0.2)
+
+
+def test_a_rank_that_makes_a_step_fewer_is_named(tmp_path: Path) -> None:
+    with system_in(tmp_path, run={"budget_steps": 10_000}, sync=ASYNCHRONOUS) as system:
+        job = Job("ddp", system.addresses[0], "one", tmp_path, steps=6, trouble="a step fewer")
+        with ranks(job, 2) as learner:
+            codes = learner.wait()
+            assert 0 not in codes
+            assert None not in codes
+            assert "rank 1 of this learner is at 'close' and rank 0 at 'step 5'" in learner.log(0)
+
+
+def test_a_stopped_rank_is_named_and_the_learner_goes_on_with_it(tmp_path: Path) -> None:
+    with system_in(tmp_path, run={"budget_steps": 100}, sync=ASYNCHRONOUS) as system:
+        address = system.addresses[0]
+        with (
+            ranks(Job("plain", address, "other", tmp_path, pause=0.1), 1) as other,
+            ranks(Job("tp", address, "one", tmp_path, pause=0.1), 2) as learner,
+        ):
+            steps_told(learner, 4)
+            learner.send(1, signal.SIGSTOP)
+            made = other.log(0).count("step")
+            until_told(learner, "rank 1 of this learner says nothing")
+            assert other.log(0).count("step") > made + 20, "the other one waited"
+            learner.send(1, signal.SIGCONT)
+            learner.ends_well()
+            other.ends_well()
+        system.wait_finished()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_and_the_learner_comes_back_in_another_size(
+    rank: int, tmp_path: Path
+) -> None:
+    with system_in(tmp_path, run={"budget_steps": 60}, sync=ASYNCHRONOUS) as system:
+        address = system.addresses[0]
+        with ranks(Job("plain", address, "other", tmp_path, pause=0.1), 1) as other:
+            with ranks(Job("fsdp", address, "one", tmp_path, pause=0.1), 2) as learner:
+                steps_told(learner, 4)
+                learner.send(rank, signal.SIGKILL)
+                codes = learner.wait(30)
+                assert codes[rank] == -signal.SIGKILL
+                assert codes[1 - rank] not in (0, None), learner.log(1 - rank)[-2000:]
+            with ranks(Job("ddp", address, "one", tmp_path, pause=0.1), 2) as again:
+                again.ends_well()
+            other.ends_well()
+        system.wait_finished()
+
+
+def test_learners_of_different_parallelism_train_in_one_run(tmp_path: Path) -> None:
+    tables = {"run": {"learners": 3, "budget_steps": 24}, "sync": {"quorum": 3}}
+    with system_in(tmp_path, **tables) as system:
+        address = system.addresses[0]
+        with (
+            ranks(Job("plain", address, "a", tmp_path, seed=1), 1) as plain,
+            ranks(Job("fsdp", address, "b", tmp_path, seed=2), 2) as fsdp,
+            ranks(Job("tp", address, "c", tmp_path, seed=3), 2) as tensor,
+        ):
+            for learner in (plain, fsdp, tensor):
+                learner.ends_well()
+        system.wait_finished()

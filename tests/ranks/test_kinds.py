@@ -1,0 +1,89 @@
+"""One learner of each kind of parallelism trains what a plain one trains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoupled_diloco.syncer.fragments import ShardTensors
+from integration.system import System
+from ranks.learners import ranks
+from ranks.program import BATCH, Job
+
+pytestmark = pytest.mark.timeout(180)
+
+FRAGMENTS, ROUNDS = 3, 5
+SYNCHRONOUS = {"fragments": FRAGMENTS, "period": 4, "overlap": 1, "wait": "at_overlap", "quorum": 1}
+TOLERANCE = 1e-6
+"""Of the fragment's norm: sums over ranks have another order than those of one process."""
+
+History = dict[int, list[Tensor]]
+
+
+def recorded(patch: pytest.MonkeyPatch) -> History:
+    """Every version of every fragment, as the shard merges it."""
+    found: History = defaultdict(list)
+    commit = ShardTensors.commit
+
+    def committed(self: ShardTensors, fragment: int, *arguments: Any) -> None:
+        commit(self, fragment, *arguments)
+        found[fragment].append(self.whole(fragment).clone())
+
+    patch.setattr(ShardTensors, "commit", committed)
+    return found
+
+
+@contextmanager
+def system_in(folder: Path, **tables: Any) -> Iterator[System]:
+    run = {"learners": 1, "budget_steps": 4 * (ROUNDS + 1), **tables.pop("run", {})}
+    system = System(folder / "run", run=run, sync={**SYNCHRONOUS, **tables.pop("sync", {})})
+    system.start()
+    try:
+        yield system
+    finally:
+        system.close()
+
+
+def trained(folder: Path, kind: str, world: int, merged: History) -> tuple[dict[int, Any], Any]:
+    """A run of one learner: the versions of each fragment, and what the learner has at its end."""
+    with system_in(folder) as system:
+        with ranks(Job(kind, system.addresses[0], "one", folder), world) as learner:
+            learner.ends_well()
+        system.wait_finished()
+    return {p: list(v) for p, v in merged.items()}, torch.load(folder / "one.pt")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]]:
+    """What a learner of one process publishes."""
+    with pytest.MonkeyPatch.context() as patch:
+        return trained(tmp_path_factory.mktemp("plain"), "plain", 1, recorded(patch))[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("fsdp_tp", 4), ("pipeline", 3)],
+)
+def test_it_publishes_what_a_plain_learner_does(
+    kind: str,
+    world: int,
+    plain: dict[int, list[Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut, end = trained(tmp_path, kind, world, recorded(monkeypatch))
+    assert plain.keys() == cut.keys() == set(range(FRAGMENTS))
+    for fragment, versions in plain.items():
+        assert min(len(versions), len(cut[fragment])) >= ROUNDS
+        pairs = zip(versions[:ROUNDS], cut[fragment][:ROUNDS], strict=True)
+        for number, (ours, theirs) in enumerate(pairs):
+            difference = float((ours - theirs).norm() / ours.norm())
+            assert difference <= TOLERANCE, f"fragment {fragment}, round {number}: {difference}"
+    assert end["tokens"] == end["steps"] * BATCH * 4
