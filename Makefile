@@ -2,11 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Tests of real processes wait for half of their time, so there are four at once. One that fails beside
+# Tests of real processes wait for half of their time, so there are three at once. One that fails beside
 # others, because the machine is busy, is tried once more, and the summary names it. The fast tests
 # only compute. One at a time: make test JOBS=
-JOBS ?= --numprocesses=4 --dist=worksteal
-FAST_JOBS := $(subst =4,=2,$(JOBS))
+JOBS ?= --numprocesses=3 --dist=worksteal
+FAST_JOBS := $(subst =3,=2,$(JOBS))
 
 # A failure within a pipe is one, as in the set-up, which shows a line for each large package.
 SHELL := bash

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -106,7 +106,11 @@ def wait(run: LocalRun, script: Iterator[None] | None = None, seconds: float = 9
         if script is not None:
             next(script, None)
 
-    return run.wait(on_poll)
+    try:
+        return run.wait(on_poll)
+    finally:
+        if isinstance(script, Generator):
+            script.close()  # It may have started something, and stops it then.
 
 
 def pause(seconds: float) -> Iterator[None]:

@@ -184,7 +184,7 @@ def test_during_training_it_disturbs_nobody(tmp_path: Path) -> None:
     """One with the run's file and one with a wider model; learners do not notice either."""
     folder = tmp_path / "run"
     wider = config_file(tmp_path / "wider", workload={"width": 48, "step_seconds": 0.1})
-    config = config_of(folder, run={"budget_steps": 600}, workload={"step_seconds": 0.1})
+    config = config_of(folder, run={"budget_steps": 2000}, workload={"step_seconds": 0.1})
     results: dict[str, tuple[int, Findings]] = {}
     times: dict[str, float] = {}
 
@@ -193,9 +193,13 @@ def test_during_training_it_disturbs_nobody(tmp_path: Path) -> None:
         times["begin"] = time.time()
         for name, file in (("same", folder / "run.toml"), ("wider", wider)):
             arguments = ("--syncer", run.addresses[0], "--token-file", str(folder / "token"))
-            with stopped_at_exit(start(str(file), *arguments)) as process:
-                yield from when(lambda process=process: process.poll() is not None)
-                results[name] = result(process)
+            for _ in range(3):
+                with stopped_at_exit(start(str(file), *arguments)) as process:
+                    yield from when(lambda process=process: process.poll() is not None)
+                    results[name] = result(process)
+                # It builds the model within a few seconds, or does without: it was too busy here.
+                if "layout" in results[name][1]:
+                    break
         times["end"] = time.time()
         yield from pause(1.0)
         raise Enough

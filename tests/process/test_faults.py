@@ -148,6 +148,9 @@ def environment(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
+SHARDS = ("shard-0", "shard-1")
+
+
 def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
@@ -158,6 +161,13 @@ def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path
     )
     resumed: list[float] = []
 
+    def evicted(shard: str) -> list[tuple[float, str]]:
+        return [
+            (r.wall, r.data["learner"])
+            for r in records(folder, shard)
+            if r.type == "Evict" and "lease ran out" in r.data["reason"]
+        ]
+
     def script() -> Iterator[None]:
         yield from when(lambda: run.used_budget() > 0.03)
         send(run, "shard-1", signal.SIGSTOP)
@@ -166,7 +176,7 @@ def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path
         yield from pause(2.5)
         resumed.append(time.time())
         send(run, "learner-1", signal.SIGSTOP)
-        yield from pause(12.0)
+        yield from when(lambda: all(evicted(shard) for shard in SHARDS))
         send(run, "learner-1", signal.SIGCONT)
         resumed.append(time.time())
         yield from pause(2.5)
@@ -178,16 +188,12 @@ def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path
             wait(run, script())
     stopped, back = resumed
     assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX
-    for shard in ("shard-0", "shard-1"):
+    for shard in SHARDS:
         own = records(folder, shard)
         assert max(r.life for r in own) == 0
-        evicted = [
-            (r.wall, r.data["learner"])
-            for r in own
-            if r.type == "Evict" and "lease ran out" in r.data["reason"]
-        ]
-        assert [learner for _, learner in evicted] == ["learner-1"], evicted
-        assert stopped + 9 < evicted[0][0] < back, "its lease is ten seconds"
+        ((out, learner),) = evicted(shard)
+        assert learner == "learner-1"
+        assert stopped + 9 < out < stopped + 20, "its lease is ten seconds"
         greeted = [r for r in own if r.type == "Accept" and r.wall > back]
         assert greeted[0].data["learner"] == "learner-1"
         assert greeted[0].data["epoch"] == 1, "it is the same process"

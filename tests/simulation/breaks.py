@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoupled_diloco.learner.exchange import LearnerTensors
+from decoupled_diloco.learner.store import Rounded
 from decoupled_diloco.protocol import (
     asking,
     learner_fragments,
@@ -367,10 +367,10 @@ STORAGE = (
 SHELLS = (
     Break(
         "a rebase keeps what a published copy has lost in a parameter's dtype",
-        LearnerTensors,
-        "apply",
-        "cast_like(part, self.plan.layout, old)",
-        "old",
+        Rounded,
+        "values",
+        "cast_like(self.fragment, self.layout, self.published)",
+        "self.published",
     ),
     Break(
         "leases are looked at before what has arrived is heard",
